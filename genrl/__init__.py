@@ -1,0 +1,3 @@
+"""Reinforcement-learning fine-tuning for generative models."""
+
+__version__ = "0.1.0"

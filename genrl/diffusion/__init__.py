@@ -1,0 +1,1 @@
+"""Any diffusers pipeline as a policy, and one file per trainer."""

@@ -1,0 +1,1 @@
+"""Samplers recast as decision processes: pure tensors, no models."""

@@ -1,0 +1,1 @@
+"""Losses and advantage estimators: pure functions of tensors."""

@@ -1,0 +1,1 @@
+"""Run folder, checkpoints, trackers, progress and report: functions the trainers call."""

@@ -1,0 +1,37 @@
+"""Shared fixtures: golden arrays, one thread, no network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two OpenMP threads on a busy two-core machine are far slower than one
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = Path(os.environ.get("GENRL_GOLDEN", ROOT.parent / "shared" / "golden"))
+
+
+@pytest.fixture
+def golden() -> Callable[[str], np.lib.npyio.NpzFile]:
+    """`golden("samplers_cps")` loads that file; the test is skipped where the folder is absent."""
+
+    def load(name: str) -> np.lib.npyio.NpzFile:
+        path = GOLDEN / f"{name}.npz"
+        if not path.exists():
+            pytest.skip(f"golden arrays not found at {path} (set GENRL_GOLDEN to their folder)")
+        return np.load(path, allow_pickle=False)
+
+    return load
+
+
+@pytest.fixture
+def root() -> Path:
+    """The repository's root: configs/, assets/."""
+    return ROOT
