@@ -1,0 +1,328 @@
+"""Any diffusers pipeline as a stochastic policy (DESIGN 1.1): no line written for a model.
+
+The pipeline is the environment, its scheduler (`scheduler.py`) the policy head. Four calls are made of one pipeline:
+
+- `roll_out`: sample a segment of the denoising chain and record states and log-probabilities;
+- `replay`: the log-probability of a recorded step under the current parameters, with gradients, by running the very
+  code that sampled up to `scheduler.step` and leaving there;
+- `velocity`: the model output at any (state, noise level), guidance and conditioning included;
+- `decode`: pictures of final states.
+
+Three wrappers on the instance make it work: `prepare_latents` (the state to resume from takes the place of the
+latents it made), `encode_prompt` (memoised: each distinct prompt is encoded once) and the scheduler.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from genrl.diffusion.encoding import memoise_encode_prompt
+from genrl.diffusion.scheduler import PolicyHead, Request, Step, as_policy_head
+from genrl.mdp import kernels
+from genrl.mdp.gaussian import Reduction, log_prob
+from genrl.mdp.kernels import Transition
+from genrl.mdp.noise import derive_seed, keyed_noise
+
+DENOISERS = ("transformer", "unet", "transformer_2")
+NoiseKey = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of samples to draw: with the weights, all that a sample depends on."""
+
+    prompts: list[str]
+    keys: list[NoiseKey]
+    """One per sample, e.g. (run seed, iteration, slot): every random number of the sample derives from its key."""
+    sampling: Mapping[str, Any]
+    """Arguments of the pipeline call: num_inference_steps, guidance_scale, height, width, ..."""
+    initial_keys: list[NoiseKey] | None = None
+    """Keys of the initial noise where they differ from `keys` (a group that shares its starting point)."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """Further call arguments that hold one entry per sample, such as `image` of an editing pipeline."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Which Gaussian transition a stochastic step is, by name (`genrl.mdp.kernels`), and its noise level (a or eta)."""
+
+    name: str
+    noise_level: float
+
+    def transition(self, step: Step, parametrisation: str, prediction_type: str = "epsilon") -> Transition:
+        x, out = step.state, step.model_output
+        if parametrisation == "diffusion":
+            return kernels.ddim(
+                x, out, step.sigma, step.sigma_next, eta=self.noise_level, prediction_type=prediction_type
+            )
+        sigma, sigma_next, a = step.sigma, step.sigma_next, self.noise_level
+        if self.name == "ode" or a == 0.0:
+            return kernels.ode(x, out, sigma, sigma_next)
+        if self.name == "flow_sde":
+            return kernels.flow_sde(x, out, sigma, sigma_next, noise_level=a, sigma_max=step.sigma_max)
+        if self.name == "dance_sde":
+            return kernels.dance_sde(x, out, sigma, sigma_next, noise_level=a)
+        if self.name == "wan_sde":
+            return kernels.wan_sde(x, out, sigma, sigma_next, sigma_max=step.sigma_max)
+        if self.name == "flow_cps":
+            return kernels.flow_cps(x, out, sigma, sigma_next, noise_level=a)
+        if self.name == "flow_ddim":
+            return kernels.flow_ddim(x, out, sigma, sigma_next, noise_level=a)
+        raise ValueError(f"unknown kernel {self.name!r}; one of {', '.join(kernels.FLOW_KERNELS)}, ddim")
+
+
+ODE = Kernel("ode", 0.0)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A recorded segment of denoising chains of one micro-batch."""
+
+    batch: Batch
+    kernel: Kernel
+    states: dict[int, Tensor]
+    """Step index i -> x_i, float32 [B, ...]: both ends of every stochastic step."""
+    log_probs: dict[int, Tensor]
+    """Step index i -> log p(x_{i+1} | x_i), float32 [B]. Deterministic steps are not actions and have none."""
+    final: Tensor
+    """The state after the last step run, float32 [B, ...]."""
+    sigmas: Tensor
+    """The full schedule, float32 [T + 1] (diffusion: timesteps [T])."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One recorded step under the current parameters. Gradients flow through all of it."""
+
+    log_prob: Tensor
+    """float32 [B]"""
+    mean: Tensor
+    """float32 [B, ...]"""
+    std: Tensor
+    """Transition standard deviation, float32 [B, 1, ...]."""
+    model_output: Tensor
+    """Velocity (or network prediction), float32 [B, ...]."""
+    step: Step
+
+
+class _Leave(Exception):
+    """Leaves the pipeline from within `scheduler.step`; the rest of the call is not needed."""
+
+
+class Policy:
+    """A diffusers pipeline that can be rolled out, replayed and trained.
+
+    The pipeline is changed in place: its scheduler becomes a policy head, `prepare_latents` and `encode_prompt` are
+    wrapped on the instance, everything is put into eval mode without gradients (`weights.py` makes parameters
+    trainable again).
+
+    Raises ValueError where the pipeline does not fit, with the reason.
+    """
+
+    def __init__(
+        self,
+        pipe: DiffusionPipeline,
+        *,
+        autocast: torch.dtype | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        name = type(pipe).__name__
+        self.denoisers: dict[str, nn.Module] = {
+            n: c for n in DENOISERS if isinstance(c := pipe.components.get(n), nn.Module)
+        }
+        if not self.denoisers:
+            raise ValueError(f"{name} has no denoiser: none of its components is called {', '.join(DENOISERS)}")
+        for method in ("prepare_latents", "encode_prompt"):
+            if not callable(getattr(pipe, method, None)):
+                raise ValueError(f"{name} has no `{method}`: its loop cannot be resumed from a recorded state")
+        if not hasattr(type(pipe).__call__, "__wrapped__"):
+            raise ValueError(f"{name}.__call__ is not decorated by torch.no_grad(): no undecorated call to replay with")
+        self.pipe = pipe
+        self.autocast = autocast
+        self.reduction = reduction
+        self.original_scheduler = pipe.scheduler
+        self.head: PolicyHead = as_policy_head(pipe.scheduler)
+        pipe.scheduler = self.head
+        pipe.set_progress_bar_config(disable=True)
+        for component in pipe.components.values():
+            if isinstance(component, nn.Module):
+                component.eval().requires_grad_(False)
+        memoise_encode_prompt(pipe)
+        self._injected: Tensor | None = None
+        self._wrap_prepare_latents()
+        self.model_calls = 0
+        """Denoiser evaluations so far, counted per sample: a batch of 8 with doubled guidance counts 16."""
+        for denoiser in self.denoisers.values():
+            denoiser.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    @property
+    def denoiser(self) -> nn.Module:
+        """The (first) network that is trained."""
+        return next(iter(self.denoisers.values()))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.denoiser.parameters()).device
+
+    def roll_out(
+        self,
+        batch: Batch,
+        kernel: Kernel = ODE,
+        stochastic: Container[int] = (),
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        state: Tensor | None = None,
+    ) -> Trajectory:
+        """Run steps [start, stop) of the schedule, from `state` (x_start, float32 [B, ...]) or from fresh noise.
+
+        Steps in `stochastic` are drawn from the kernel and recorded; all others are Euler (DDIM, eta 0) steps. A
+        step whose transition has no variance (the last one, mostly) is never recorded.
+        """
+        states: dict[int, Tensor] = {}
+        log_probs: dict[int, Tensor] = {}
+        final: Tensor | None = state
+
+        def on_step(step: Step) -> Tensor:
+            nonlocal final
+            i = step.index
+            transition = self._transition(step, kernel if i in stochastic else ODE)
+            final = transition.mean
+            if i in stochastic and bool((transition.std > 0).all()):
+                shape = step.state.shape[1:]
+                noise = torch.stack([keyed_noise(shape, *key, "step", i) for key in batch.keys])
+                final = transition.mean + transition.std * noise.to(step.state)
+                log_probs[i] = log_prob(final, transition.mean, transition.std, self.reduction)
+                states[i], states[i + 1] = step.state, final
+            return final
+
+        self._call(batch, Request(start, stop, on_step=on_step), state=state)
+        if final is None:
+            raise ValueError(f"{type(self.pipe).__name__} never called scheduler.step: it has no denoising loop to record")
+        sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
+        return Trajectory(batch, kernel, states, log_probs, final, sigmas)
+
+    def replay(self, trajectory: Trajectory, index: int, batch: Batch | None = None) -> Replayed:
+        """Step `index` of a trajectory under the current parameters; on-policy, `log_prob` equals the recorded one.
+
+        `batch` replaces the trajectory's own where the step is to be judged under other conditions (no guidance).
+        Gradients are kept where they are enabled. Raises KeyError for a step that was not recorded.
+        """
+        next_state = trajectory.states[index + 1]
+        step = self._leave_at(batch or trajectory.batch, Request(index, index + 1), trajectory.states[index])
+        transition = self._transition(step, trajectory.kernel)
+        logp = log_prob(next_state, transition.mean, transition.std, self.reduction)
+        return Replayed(logp, transition.mean, transition.std, step.model_output, step)
+
+    def velocity(self, batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
+        """The model output at any state, float32 [B, ...]. Gradients are kept where they are enabled.
+
+        state: float32 [B, ...]; sigma: noise level in [0, 1], [] or one per sample [B] (diffusion parametrisation:
+        the timestep itself). One sigma per sample works for pipelines that broadcast a timestep [B]; with guidance
+        by doubling the batch they do not, and raise a shape error.
+        """
+        at = sigma
+        if self.head.parametrisation == "flow":
+            config = self.head.config  # type: ignore[attr-defined]
+            inverted = config.get("invert_sigmas", False)
+            at = (1.0 - sigma if inverted else sigma) * config.num_train_timesteps
+        return self._leave_at(batch, Request(at=at), state).model_output
+
+    def decode(self, batch: Batch, final: Tensor, *, grad: bool = False) -> Tensor:
+        """Pictures of final states: float32 in [0, 1], [B, 3, H, W], or [B, F, 3, H, W] for video.
+
+        With `grad` the decoder is differentiated through.
+        """
+        length = batch.sampling["num_inference_steps"]
+        images = self._call(batch, Request(length, length), state=final, output_type="pt", grad=grad)
+        if not isinstance(images, Tensor):
+            images = torch.stack(list(images))
+        return images.float()
+
+    def generate(self, batch: Batch) -> Tensor:
+        """Final states by the pipeline's own deterministic solver, float32 [B, ...]: evaluation."""
+        return self._call(batch, Request(), state=None).float()
+
+    def _transition(self, step: Step, kernel: Kernel) -> Transition:
+        config = self.head.config  # type: ignore[attr-defined]
+        prediction_type = config.get("prediction_type", "epsilon")
+        return kernel.transition(step, self.head.parametrisation, prediction_type)
+
+    def _leave_at(self, batch: Batch, request: Request, state: Tensor) -> Step:
+        seen: list[Step] = []
+
+        def on_step(step: Step) -> Tensor:
+            seen.append(step)
+            raise _Leave
+
+        request.on_step = on_step
+        self._call(batch, request, state=state, grad=torch.is_grad_enabled())
+        return seen[0]
+
+    def _call(
+        self,
+        batch: Batch,
+        request: Request,
+        *,
+        state: Tensor | None,
+        output_type: str = "latent",
+        grad: bool = False,
+    ) -> Any:
+        """One pipeline call. Returns its pictures, or None where the call was left from within a step."""
+        call: Callable[..., Any] = type(self.pipe).__call__
+        if grad:
+            call = call.__wrapped__  # type: ignore[attr-defined]
+        generators = [
+            torch.Generator().manual_seed(derive_seed(*key, "initial")) for key in batch.initial_keys or batch.keys
+        ]
+        self.head.request, self._injected = request, state
+        try:
+            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                output = call(
+                    self.pipe,
+                    prompt=batch.prompts,
+                    generator=generators,
+                    output_type=output_type,
+                    return_dict=False,
+                    **batch.sampling,
+                    **batch.inputs,
+                )
+            return output[0]
+        except _Leave:
+            return None
+        finally:
+            self.head.request, self._injected = Request(), None
+
+    def _wrap_prepare_latents(self) -> None:
+        original = self.pipe.prepare_latents
+
+        @functools.wraps(original)
+        def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            latents = made[0] if isinstance(made, tuple) else made
+            if self._injected is None:
+                return made
+            if latents.shape != self._injected.shape:
+                raise ValueError(
+                    f"{type(self.pipe).__name__}.prepare_latents makes latents of shape {tuple(latents.shape)}, its loop "
+                    f"runs on states of shape {tuple(self._injected.shape)}: it cannot be resumed from a recorded state"
+                )
+            given = self._injected.to(latents.device, latents.dtype)
+            self.head.hold(self._injected.to(latents.device), given)
+            return (given, *made[1:]) if isinstance(made, tuple) else given
+
+        self.pipe.prepare_latents = prepare_latents
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample", kwargs.get("x")))
+        self.model_calls += len(states) if states is not None else 1

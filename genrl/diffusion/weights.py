@@ -1,0 +1,138 @@
+"""What is trained, and its named snapshots: the reference, the old policy, the average for evaluation.
+
+One mechanism serves them all: a snapshot is a list of tensors beside the trainable parameters, exchanged with them by
+pointer for the length of a `with` block. With LoRA that is a second copy of the adapter, never of the base weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from torch import Tensor, nn
+
+from genrl.config import LoraConfig
+
+ADAPTER = "default"
+
+ATTENTION_LINEARS = (
+    # the names diffusers' attention layers go by, over all model families
+    *("to_q", "to_k", "to_v", "to_out.0", "to_out", "to_qkv"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "to_added_qkv", "to_qkv_mlp_proj"),
+)
+
+
+class Weights:
+    """The trainable parameters of one or more denoisers and their snapshots.
+
+    denoisers: by component name; lora: the adapter to add in place, or None to train every parameter.
+    Trainable parameters are float32 whatever the dtype of the frozen ones. Raises ValueError where no layer matches.
+    """
+
+    def __init__(self, denoisers: Mapping[str, nn.Module], lora: LoraConfig | None, *, seed: int = 0) -> None:
+        self.denoisers = dict(denoisers)
+        self.is_lora = lora is not None
+        for name, denoiser in self.denoisers.items():
+            if lora is None:
+                denoiser.requires_grad_(True)
+            else:
+                with torch.random.fork_rng():  # the adapter's initial values depend on the run's seed alone
+                    torch.manual_seed(seed)
+                    denoiser.add_adapter(_peft_config(name, denoiser, lora), adapter_name=ADAPTER)
+        self.named: dict[str, nn.Parameter] = {
+            f"{name}.{key}": parameter
+            for name, denoiser in self.denoisers.items()
+            for key, parameter in denoiser.named_parameters()
+            if parameter.requires_grad
+        }
+        for parameter in self.named.values():
+            parameter.data = parameter.data.float()
+        self.snapshots: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.named.values())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+    def snapshot(self, name: str) -> None:
+        """Keep a copy of the present values under `name` (an older one of that name is replaced)."""
+        self.snapshots[name] = {key: p.detach().clone() for key, p in self.named.items()}
+
+    @torch.no_grad()
+    def blend(self, name: str, decay: float) -> None:
+        """snapshot <- decay * snapshot + (1 - decay) * present values."""
+        kept = list(self.snapshots[name].values())
+        torch._foreach_lerp_(kept, [p.detach() for p in self.parameters], 1.0 - decay)
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        """Within the block the models run with snapshot `name`; by pointer, without copies.
+
+        Not to be entered between a forward pass whose gradients are still wanted and its backward pass.
+        """
+        kept = self.snapshots[name]
+        present = {key: p.data for key, p in self.named.items()}
+        for key, p in self.named.items():
+            p.data = kept[key]
+        try:
+            yield
+        finally:
+            for key, p in self.named.items():
+                kept[key] = p.data
+                p.data = present[key]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within the block the models are the ones training began from: LoRA switched off, or the snapshot
+        `reference` of a full fine-tuning (which has to be taken before the first update)."""
+        if not self.is_lora:
+            with self.use("reference"):
+                yield
+            return
+        with ExitStack() as stack:
+            for denoiser in self.denoisers.values():
+                denoiser.disable_adapters()
+                stack.callback(denoiser.enable_adapters)
+            yield
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Everything to be checkpointed: the parameters under `weights`, each snapshot under its name."""
+        return {"weights": {k: p.detach() for k, p in self.named.items()}} | {
+            f"snapshot-{name}": tensors for name, tensors in self.snapshots.items()
+        }
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The reverse of `state`. Raises ValueError where the parameters are not the same."""
+        for stem, tensors in state.items():
+            if stem != "weights" and not stem.startswith("snapshot-"):
+                continue
+            if tensors.keys() != self.named.keys():
+                odd = sorted(tensors.keys() ^ self.named.keys())[:3]
+                raise ValueError(f"the checkpoint is of another model or adapter: parameters differ, e.g. {odd}")
+            if stem == "weights":
+                for key, p in self.named.items():
+                    p.copy_(tensors[key])
+            else:
+                self.snapshots[stem.removeprefix("snapshot-")] = {
+                    key: tensors[key].to(p.device, copy=True) for key, p in self.named.items()
+                }
+
+
+def _peft_config(name: str, denoiser: nn.Module, lora: LoraConfig) -> PeftLoraConfig:
+    linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    candidates = lora.targets or ATTENTION_LINEARS
+    found = [t for t in candidates if any(key == t or key.endswith(f".{t}") for key in linears)]
+    missing = [t for t in candidates if t not in found] if lora.targets else []
+    if not found or missing:
+        last = sorted({key.rsplit(".", 1)[-1] for key in linears if not key.endswith(".0")})
+        raise ValueError(
+            f"model.lora.targets: no layer of the {name} ({type(denoiser).__name__}) is called "
+            f"{', '.join(missing or candidates)}; its linear layers end in {', '.join(last)}"
+        )
+    return PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found, init_lora_weights="gaussian")
