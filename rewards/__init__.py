@@ -1,0 +1,42 @@
+"""Rewards: callables that score generated samples. See `rewards.contract` for what one looks like.
+
+This package imports nothing of `genrl`, and no torch until a reward is loaded.
+"""
+
+from rewards.contract import (
+    FAILED_LIMIT,
+    Failure,
+    Needs,
+    Reward,
+    RewardFailed,
+    Scores,
+    check_columns,
+    check_failures,
+    needs,
+    score,
+    to_pil,
+    to_uint8,
+    weighted_sum,
+)
+from rewards.loading import Listed, Origin, listing, load, resolve
+
+__all__ = [
+    "FAILED_LIMIT",
+    "Failure",
+    "Listed",
+    "Needs",
+    "Origin",
+    "Reward",
+    "RewardFailed",
+    "Scores",
+    "check_columns",
+    "check_failures",
+    "listing",
+    "load",
+    "needs",
+    "resolve",
+    "score",
+    "to_pil",
+    "to_uint8",
+    "weighted_sum",
+]

@@ -1,0 +1,279 @@
+"""The contract between a reward and whoever calls it.
+
+A reward is a function, or an object with `__call__`. **Its parameter names are its declaration**:
+
+    images       float32 tensor [N, 3, H, W], RGB in [0, 1]; video [N, F, 3, H, W]. Read only.
+    pil_images   list of N PIL RGB images (video: list of N lists of F), rounded to 8 bit
+    prompts      list of N strings
+    group        list of N ints; equal numbers mark the samples of one group (same prompt, one batch)
+    any other parameter without a default: the column of that name of the prompt file, a list of N values
+
+A parameter with another name *and* a default is an option, set by `args:` in the configuration.
+It returns one number per sample (list, tensor or array), or `(scores, {part name: N numbers})`.
+`None` or NaN says "no score for this sample"; it is left out of the statistics and never becomes a zero.
+
+Nothing here imports torch until something is scored, so that a configuration can be checked in no time.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL.Image import Image
+
+Reward: TypeAlias = Callable[..., Any]
+
+FROM_SAMPLER = ("images", "pil_images", "prompts", "group")
+FAILED_LIMIT = 0.2
+
+
+class Needs(NamedTuple):
+    """What a reward declares that it takes."""
+
+    images: bool
+    pil_images: bool
+    prompts: bool
+    group: bool
+    columns: tuple[str, ...]
+
+
+class Failure(NamedTuple):
+    """A call of a reward that raised: how many samples have no score because of it, and why."""
+
+    samples: int
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """N scores in the reward's own units; NaN = no score. `parts` are named sub-scores, N numbers each."""
+
+    values: list[float]
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def failed(self) -> int:
+        """How many samples have no score because the reward raised."""
+        return sum(failure.samples for failure in self.failures)
+
+    @property
+    def unscored(self) -> int:
+        """How many samples have no score, for whatever reason."""
+        return sum(math.isnan(value) for value in self.values)
+
+
+class RewardFailed(RuntimeError):
+    """Too large a share of an iteration's samples could not be scored."""
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str:
+    """The sentence "Did you mean 'x'?" after a space, or nothing; upper and lower case count as equal."""
+    by_lower = {name.lower(): name for name in known}
+    close = get_close_matches(wrong.lower(), by_lower, n=1, cutoff=0.5)
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def name_of(reward: Reward) -> str:
+    """A reward's name in messages where the configuration gives none: its function's or class's."""
+    if isinstance(reward, functools.partial):
+        return name_of(reward.func)
+    if inspect.isfunction(reward) or inspect.isclass(reward):
+        return reward.__name__
+    return type(reward).__name__
+
+
+def needs(reward: Reward) -> Needs:
+    """Read a reward's declaration from its signature. Takes a function, an instance, or the class itself.
+
+    Raises ValueError for `*args`, `**kwargs` and positional-only parameters, which declare nothing.
+    """
+    if inspect.isclass(reward):
+        parameters = list(inspect.signature(reward.__call__).parameters.values())[1:]
+    else:
+        parameters = list(inspect.signature(reward).parameters.values())
+    for parameter in parameters:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(
+                f"reward {name_of(reward)!r} takes {str(parameter)!r}, which does not tell what it needs. "
+                f"Name each parameter: {', '.join(FROM_SAMPLER)}, or a column of the prompt file."
+            )
+    names = [p.name for p in parameters if p.default is p.empty or p.name in FROM_SAMPLER]
+    images, pil_images, prompts, group = (name in names for name in FROM_SAMPLER)
+    return Needs(images, pil_images, prompts, group, tuple(n for n in names if n not in FROM_SAMPLER))
+
+
+def check_columns(reward: Reward, columns: Iterable[str], *, name: str = "") -> None:
+    """Raise ValueError where a reward asks for a metadata column that the prompts do not have."""
+    known = list(columns)
+    for column in needs(reward).columns:
+        if column not in known:
+            have = f"has the columns {', '.join(known)}" if known else "has no columns beside the prompt"
+            raise ValueError(
+                f"reward {name or name_of(reward)!r} asks for the column {column!r}, but the prompt file "
+                f"{have}.{nearest(column, [*known, *FROM_SAMPLER])}"
+            )
+
+
+def score(
+    reward: Reward,
+    *,
+    images: torch.Tensor,
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    group: Sequence[int] | None = None,
+    name: str = "",
+) -> Scores:
+    """Score N samples without gradients and outside autocast.
+
+    `images` float [N, 3, H, W] (video [N, F, 3, H, W]) in [0, 1]. `name` is used in messages.
+
+    A reward that *raises* does not end the run: its N samples have no score (NaN) and the failure is recorded
+    with its traceback; `check_failures` says when that is too much. A reward that breaks the contract does:
+    ValueError for a missing column, images of another layout, a result of the wrong length or type.
+    """
+    import torch
+
+    name = name or name_of(reward)
+    columns = columns or {}
+    check_columns(reward, columns, name=name)
+    arguments = _arguments(needs(reward), images, prompts, columns, group, name)
+    try:
+        with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+            result = reward(**arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code; kept, counted and reported, not hidden
+        failure = Failure(len(prompts), f"{type(error).__name__}: {error}", traceback.format_exc())
+        return Scores([math.nan] * len(prompts), failures=(failure,))
+    return _read(result, len(prompts), name)
+
+
+def _arguments(
+    needed: Needs,
+    images: torch.Tensor,
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    group: Sequence[int] | None,
+    name: str,
+) -> dict[str, Any]:
+    check_images(images)
+    lengths = {"images": len(images), "prompts": len(prompts)} | {c: len(columns[c]) for c in needed.columns}
+    if needed.group:
+        if group is None:
+            raise ValueError(f"reward {name!r} compares the samples of a group, but is called without groups")
+        lengths["group"] = len(group)
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"reward {name!r} is called with unequal numbers of rows: {lengths}")
+    arguments: dict[str, Any] = {column: list(columns[column]) for column in needed.columns}
+    if needed.images:
+        arguments["images"] = images
+    if needed.pil_images:
+        arguments["pil_images"] = to_pil(images)
+    if needed.prompts:
+        arguments["prompts"] = list(prompts)
+    if needed.group:
+        arguments["group"] = list(group or ())
+    return arguments
+
+
+def _read(result: Any, count: int, name: str) -> Scores:
+    parts: Mapping[str, Any] = {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        result, parts = result
+    values = _numbers(result, count, f"reward {name!r}")
+    numbers = {part: _numbers(row, count, f"part {part!r} of reward {name!r}") for part, row in parts.items()}
+    return Scores(values, numbers)
+
+
+def _numbers(result: Any, count: int, what: str) -> list[float]:
+    import numpy as np
+    import torch
+
+    wanted = f"it must return a list, tensor or array of {count} numbers, one per sample"
+    if isinstance(result, torch.Tensor | np.ndarray):
+        if result.ndim != 1:
+            raise ValueError(f"{what} returned shape {list(result.shape)}; {wanted}")
+        result = result.tolist()
+    if not isinstance(result, list | tuple):
+        raise ValueError(f"{what} returned {type(result).__name__}; {wanted}")
+    if len(result) != count:
+        raise ValueError(f"{what} returned {len(result)} numbers for {count} samples; {wanted}")
+    try:
+        values = [math.nan if value is None else float(value) for value in result]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} returned something that is not a number ({error}); {wanted}") from error
+    return [value if math.isfinite(value) else math.nan for value in values]
+
+
+def check_failures(
+    name: str, failed: int, total: int, first: Failure | None, *, limit: float = FAILED_LIMIT
+) -> None:
+    """Stop a run whose reward raises too often: RewardFailed with the first traceback.
+
+    Called once per reward and iteration with the counts summed over all processes, so that all stop together.
+    `limit` is the largest share of the samples that may fail. Only calls that raised count: a reward that
+    *returns* NaN says that it does not apply to the sample (a prompt without quotes has no text to read).
+    """
+    if total == 0 or failed <= limit * total:
+        return
+    where = first.traceback if first is not None else "The first failure is in the log of another process."
+    raise RewardFailed(
+        f"reward {name!r} raised for {failed} of {total} samples of this iteration "
+        f"({failed / total:.0%}, at most {limit:.0%} may fail). The first failure:\n{where}"
+    )
+
+
+def weighted_sum(values: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
+    """Sum over rewards of weight times score, per sample; weights are not divided by their sum.
+
+    A reward of weight 0 is left out (it is logged, never trained on). NaN in any other makes the sum NaN:
+    a sample that lacks one of its scores has none. Raises ValueError for names or lengths that differ, or
+    where all weights are 0.
+    """
+    if set(values) != set(weights):
+        raise ValueError(f"scores are of the rewards {sorted(values)}, weights of {sorted(weights)}")
+    trained = [name for name in values if weights[name] != 0]
+    if not trained:
+        raise ValueError("every reward has weight 0: give at least one reward a weight to train on")
+    lengths = {name: len(values[name]) for name in trained}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"rewards with unequal numbers of scores: {lengths}")
+    return [
+        math.fsum(weights[name] * values[name][row] for name in trained) for row in range(lengths[trained[0]])
+    ]
+
+
+def check_images(images: torch.Tensor) -> None:
+    """Raise ValueError unless float [N, 3, H, W] or [N, F, 3, H, W]. Range and layout are never guessed."""
+    if not images.is_floating_point() or images.ndim not in (4, 5) or images.shape[-3] != 3:
+        raise ValueError(
+            "images must be float [N, 3, H, W] or [N, F, 3, H, W] in [0, 1], "
+            f"not {images.dtype} {list(images.shape)}"
+        )
+
+
+def to_uint8(images: torch.Tensor) -> np.ndarray:
+    """float [..., 3, H, W] in [0, 1] to uint8 [..., H, W, 3]: round(255 x), half to even, then clamp."""
+    import torch
+
+    levels = (images.detach().to(torch.float32) * 255).round().clamp(0, 255)
+    return levels.to(torch.uint8).movedim(-3, -1).cpu().numpy()
+
+
+def to_pil(images: torch.Tensor) -> list[Image] | list[list[Image]]:
+    """float [N, 3, H, W] in [0, 1] to N PIL images; video [N, F, 3, H, W] to N lists of F."""
+    from PIL import Image
+
+    if images.ndim == 5:
+        return [[Image.fromarray(frame) for frame in frames] for frames in to_uint8(images)]
+    return [Image.fromarray(image) for image in to_uint8(images)]

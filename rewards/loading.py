@@ -1,0 +1,236 @@
+"""From a name in the configuration to a reward: a built-in, an installed entry point, or a file of your own.
+
+`resolve` says where a name leads without importing anything; `load` imports and builds it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, NamedTuple
+
+from rewards.contract import Reward, nearest
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "genrl.rewards"
+EMPTY: Mapping[str, object] = MappingProxyType({})
+
+
+class BuiltIn(NamedTuple):
+    module: str
+    attribute: str
+    doc: str
+    range: str
+    extra: str = ""
+    packages: tuple[str, ...] = ()  # what the extra installs, by import name
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "shapes": BuiltIn(
+        module="rewards.shapes",
+        attribute="Shapes",
+        doc="count, colour, shape and position in the embedded world, by rules",
+        range="0 to 1",
+    ),
+    "ocr": BuiltIn(
+        module="rewards.ocr",
+        attribute="Ocr",
+        doc="is the quoted text of the prompt written in the image (RapidOCR)",
+        range="0 to 1",
+        extra="ocr",
+        packages=("rapidocr", "onnxruntime", "cv2"),
+    ),
+    "clipscore": BuiltIn(
+        module="rewards.clipscore",
+        attribute="ClipScore",
+        doc="cosine of CLIP's embeddings of image and prompt",
+        range="-1 to 1, usually .1 to .4",
+    ),
+    "pickscore": BuiltIn(
+        module="rewards.pickscore",
+        attribute="PickScore",
+        doc="human preference: PickScore v1 over 26",
+        range="usually .6 to 1",
+    ),
+}
+
+
+class Origin(NamedTuple):
+    """Where a reward's name leads: `where` is a module's name or a file's path."""
+
+    name: str
+    kind: Literal["built-in", "entry point", "file"]
+    where: str
+    attribute: str
+
+
+class Listed(NamedTuple):
+    """A row of `listing`."""
+
+    name: str
+    origin: str
+    doc: str
+    range: str
+
+
+def listing() -> list[Listed]:
+    """Every reward that can be named: built-ins, then the installed entry points. Imports none of them."""
+    rows = [Listed(name, "built-in", entry.doc, entry.range) for name, entry in BUILT_IN.items()]
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
+        package = point.dist.name if point.dist is not None else point.module
+        rows.append(Listed(point.name, f"entry point of {package}", point.value, ""))
+    return rows
+
+
+def resolve(name: str) -> Origin:
+    """Find what a reward's name leads to, without importing it (and so without torch).
+
+    `name` is a built-in, an entry point of the group `genrl.rewards`, or `path/to/file.py:Name`, relative to
+    the current directory. Raises ValueError for an unknown name (with the nearest), a missing file, a name
+    that is not in the file, and a name that two installed packages claim.
+    """
+    if ".py" in name:
+        return _resolve_file(name)
+    points: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        points.setdefault(point.name, []).append(point)
+    claims = [f"{p.module} ({p.dist.name if p.dist else 'unknown'})" for p in points.get(name, [])]
+    claims += ["genrl itself"] if name in BUILT_IN else []
+    if len(claims) > 1:
+        raise ValueError(f"reward {name!r} is claimed by {' and by '.join(claims)}; uninstall or rename one")
+    if name in BUILT_IN:
+        return Origin(name, "built-in", BUILT_IN[name].module, BUILT_IN[name].attribute)
+    if name in points:
+        return Origin(name, "entry point", points[name][0].module, points[name][0].attr)
+    known = sorted({*BUILT_IN, *points})
+    raise ValueError(
+        f"unknown reward {name!r}.{nearest(name, known)} Known: {', '.join(known)}; "
+        "or a file of your own as path/to/file.py:Name"
+    )
+
+
+def _resolve_file(name: str) -> Origin:
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py"):
+        path, attribute = name, ""
+    file = Path(path)
+    if not file.is_file():
+        if not file.parent.is_dir():
+            raise ValueError(f"reward file {path!r}: there is no folder {str(file.parent)!r} in {Path.cwd()}")
+        beside = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
+        raise ValueError(f"reward file {path!r} does not exist (looked from {Path.cwd()}).{beside}")
+    try:
+        tree = ast.parse(file.read_bytes(), filename=path)
+    except SyntaxError as error:
+        raise ValueError(f"reward file {path}, line {error.lineno}: {error.msg}") from error
+    own, imported = _names(tree)
+    defines = f"It defines: {', '.join(n for n in own if not n.startswith('_')) or 'nothing'}"
+    if not attribute:
+        raise ValueError(f"say which reward of {path!r} is meant: {path}:Name. {defines}")
+    if attribute not in own and attribute not in imported and "*" not in imported:
+        raise ValueError(f"reward file {path!r} has no {attribute!r}.{nearest(attribute, own)} {defines}")
+    return Origin(name, "file", str(file.resolve()), attribute)
+
+
+def _names(tree: ast.Module) -> tuple[list[str], set[str]]:
+    """Names that a module's top level may define itself, in order, and names that it imports."""
+    own: dict[str, None] = {}
+    imported: set[str] = set()
+    for statement in tree.body:
+        definition = isinstance(statement, ast.FunctionDef | ast.ClassDef)
+        for node in [statement] if definition else ast.walk(statement):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own[node.name] = None
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own[node.id] = None
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                imported |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    return list(own), imported
+
+
+def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu") -> Reward:
+    """Import and build a reward.
+
+    A class is constructed with `args`, and with `device` where its constructor has that parameter and `args`
+    does not say otherwise. A function gets `args` as its options (its parameters with a default).
+    Raises ValueError as `resolve` does, and for a missing extra (with the pip command), for something that
+    is not callable, and for arguments that do not fit.
+    """
+    origin = resolve(name)
+    if origin.kind == "built-in":
+        _require_extra(BUILT_IN[name], name)
+    target: Any = _import_file(origin) if origin.kind == "file" else importlib.import_module(origin.where)
+    for part in origin.attribute.split("."):
+        if part not in vars(target):
+            raise ValueError(f"reward {name!r}: {origin.where} has no {part!r}.{nearest(part, vars(target))}")
+        target = vars(target)[part]
+    if inspect.isclass(target):
+        return _construct(target, name, args, device)
+    if not callable(target):
+        raise ValueError(f"reward {name!r} is a {type(target).__name__}; it must be a function or a class")
+    return _with_options(target, name, args) if args else target
+
+
+def _require_extra(entry: BuiltIn, name: str) -> None:
+    missing = [package for package in entry.packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"reward {name!r} needs {', '.join(missing)}, which is not installed here: "
+            f"pip install 'genrl[{entry.extra}]'"
+        )
+
+
+def _import_file(origin: Origin) -> ModuleType:
+    """Run the user's file as a module of its own. It is said in the log, with the file's hash."""
+    path = Path(origin.where)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    logger.info("reward %s runs the code of %s (sha256 %s)", origin.name, path, digest)
+    module_name = f"genrl_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None, f"{path} ends in .py, so there is a loader for it"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickling of the user's classes look it up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def _construct(target: type, name: str, args: Mapping[str, object], device: str) -> Reward:
+    if "__call__" not in dir(target):
+        raise ValueError(f"reward {name!r} is a class without __call__(self, images, prompts)")
+    parameters = inspect.signature(target).parameters
+    arguments = dict(args)
+    if "device" in parameters:
+        arguments.setdefault("device", device)
+    try:
+        inspect.signature(target).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(_misfit(name, error, args, list(parameters))) from error
+    reward: Reward = target(**arguments)
+    return reward
+
+
+def _with_options(function: Reward, name: str, args: Mapping[str, object]) -> Reward:
+    parameters = inspect.signature(function).parameters.values()
+    options = [p.name for p in parameters if p.default is not p.empty]
+    if not set(args) <= set(options):
+        why = "args of a function are its parameters with a default"
+        raise ValueError(_misfit(name, why, args, options))
+    return functools.partial(function, **args)
+
+
+def _misfit(name: str, why: object, args: Mapping[str, object], known: list[str]) -> str:
+    unknown = [key for key in args if key not in known]
+    hint = nearest(unknown[0], known) if unknown else ""
+    takes = f"It takes: {', '.join(known)}" if known else "It takes none"
+    return f"args of reward {name!r} do not fit: {why}.{hint} {takes}"
