@@ -1,0 +1,290 @@
+"""Checkpoints which survive a crash at any instant. The only module that writes or reads them.
+
+A checkpoint is a folder `step-000123/`: `<stem>.safetensors`, `state.json`, whatever `extra` wrote, and
+`manifest.json` with the size and sha256 of every other file. It is written as `step-000123.tmp-<pid>/`,
+every file and folder is synced, the folder is renamed, its parent is synced, and only then are older ones
+deleted. So at every instant there is a complete checkpoint under its final name, once there has been one.
+A folder is *complete* when its manifest is there and every listed file has the listed size and hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_STEP = re.compile(r"step-(\d{6,})")
+_LEFTOVER = re.compile(r"step-\d{6,}\.(tmp-\d+|ranks)")
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or is not complete; the message says which, why and what to do."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint: `tensors[stem][name]` on the CPU, and the JSON state as it was given."""
+
+    path: Path
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+def save(
+    folder: Path,
+    step: int,
+    *,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, object],
+    keep: int,
+    extra: Callable[[Path], None] | None = None,
+    ranks: int = 1,
+) -> Path:
+    """Write `folder/step-<step>/` and then delete all but the newest `keep` complete checkpoints. Rank 0 only.
+
+    tensors: file stem -> named tensors, any device and layout. state: JSON. extra: called with the temporary
+    folder before the manifest is made, to write further files (the LoRA folder). ranks: how many processes;
+    those above 0 have called `save_rank` for this step, and the caller has put a barrier between.
+
+    A step is saved once: a complete checkpoint of this step is returned as it is. Folders of later steps
+    belong to a future that was given up by resuming from an earlier one; they are deleted.
+    Raises CheckpointError where the disk refuses; earlier checkpoints are then untouched.
+    """
+    assert keep >= 1 and step >= 0 and ranks >= 1
+    final = folder / f"step-{step:06d}"
+    temporary = folder / f"{final.name}.tmp-{os.getpid()}"
+    try:
+        _make_folder(folder)
+        _remove_leftovers(folder, but=f"{final.name}.ranks")
+        if problem(final, hashes=False) is None:
+            return final
+        _make_folder(temporary)
+        for stem, named in tensors.items():
+            _write_tensors(temporary / f"{stem}.safetensors", named)
+        _write_text(temporary / STATE, json.dumps(state, indent=1))
+        for rank in range(1, ranks):
+            _rename(_rank_file(folder, step, rank), temporary / f"rank-{rank}.safetensors")
+        if extra is not None:
+            extra(temporary)
+        _seal(temporary, step)
+        _remove(final)  # an incomplete folder of the same name: nothing is lost with it
+        _rename(temporary, final)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(_write_failure(final, error)) from error
+    _rotate(folder, step, keep)
+    return final
+
+
+def save_rank(folder: Path, step: int, rank: int, tensors: Mapping[str, Tensor]) -> Path:
+    """What only this rank knows (rank >= 1); `save(..., ranks=N)` on rank 0 takes it in after a barrier."""
+    assert rank >= 1
+    path = _rank_file(folder, step, rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_tensors(path, tensors)
+        _sync(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(_write_failure(path, error)) from error
+    return path
+
+
+def steps(folder: Path) -> list[Path]:
+    """Every `step-*` folder, complete or not, newest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint; a warning names each newer one that was skipped, and why."""
+    for path in steps(folder):
+        reason = problem(path)
+        if reason is None:
+            return path
+        logger.warning("skipped checkpoint %s: %s", path, reason)
+    return None
+
+
+def problem(path: Path, *, hashes: bool = True) -> str | None:
+    """Why this folder is not a complete checkpoint; None if it is. Without `hashes` only sizes are compared."""
+    if not path.is_dir():
+        return "there is no such folder"
+    try:
+        files = _read_manifest(path)["files"]
+    except FileNotFoundError:
+        return f"no {MANIFEST}: its save or its deletion was interrupted"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    for name, entry in files.items():
+        file = path / name
+        if not _is_inside(name) or not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != entry["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, {entry['bytes']} were written"
+        if hashes and _sha256(file) != entry["sha256"]:
+            return f"{name} was altered: its sha256 is not the one in {MANIFEST}"
+    return None
+
+
+def load(path: Path) -> Loaded:
+    """Verify sizes and hashes, then read. Raises CheckpointError naming the file that is wrong."""
+    reason = problem(path)
+    if reason is not None:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: {reason}. Resume from another step folder beside it; "
+            "`genrl resume RUN` takes the newest complete one by itself."
+        )
+    manifest = _read_manifest(path)
+    stems = [name.removesuffix(".safetensors") for name in manifest["files"] if _is_tensor_file(name)]
+    # cloned: load_file maps the file, and kernels may round differently on memory that torch has not aligned
+    tensors = {
+        stem: {name: tensor.clone() for name, tensor in load_file(path / f"{stem}.safetensors").items()}
+        for stem in stems
+    }
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return Loaded(path, manifest["step"], tensors, state)
+
+
+def _is_tensor_file(name: str) -> bool:
+    return name.endswith(".safetensors") and "/" not in name
+
+
+def _is_inside(name: str) -> bool:
+    return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"format {manifest['format']}, this version of genrl reads format {FORMAT}")
+    return manifest
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Sync every file, write the manifest, sync every folder from the deepest up."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {}
+    for file in files:
+        name = file.relative_to(folder).as_posix()
+        _sync(file)
+        entries[name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    manifest = {"format": FORMAT, "step": step, "files": entries}
+    _write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+    _sync(folder / MANIFEST)
+    inner = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
+    for path in [*inner, folder]:
+        _sync(path)
+
+
+def _rotate(folder: Path, step: int, keep: int) -> None:
+    """After the commit, so a failure here costs disk space only and must not stop the training."""
+    kept = 0
+    unwanted = [_rank_file(folder, step, 1).parent]
+    for path in steps(folder):
+        later = int(path.name.removeprefix("step-")) > step
+        if not later and kept < keep and problem(path, hashes=False) is None:
+            kept += 1
+        else:
+            unwanted.append(path)
+    for path in unwanted:
+        try:
+            _remove(path)
+        except OSError as error:
+            logger.warning("could not delete old checkpoint %s: %s", path, error)
+
+
+def _remove_leftovers(folder: Path, but: str) -> None:
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name) and path.name != but:
+            _remove(path)
+
+
+def _rank_file(folder: Path, step: int, rank: int) -> Path:
+    return folder / f"step-{step:06d}.ranks" / f"rank-{rank}.safetensors"
+
+
+def _write_failure(path: Path, error: Exception) -> str:
+    free = shutil.disk_usage(path.parent if path.parent.is_dir() else Path.cwd()).free / 2**20
+    return (
+        f"could not write checkpoint {path}: {error} ({free:.0f} MiB free there). Earlier checkpoints are intact. "
+        "Free some space (one more checkpoint than checkpoint.keep must fit), or set another output=, then resume."
+    )
+
+
+# -- every file operation of a save goes through one of these, so that a test can fail or kill at each ------------
+
+
+def _fault(point: str) -> None:
+    """Nothing. Tests replace it; `point` is the operation about to happen, for example `rename:step-000003`."""
+
+
+def _make_folder(path: Path) -> None:
+    if not path.is_dir():
+        _fault(f"mkdir:{path.name}")
+        path.mkdir(parents=True)
+        _sync(path.parent)
+
+
+def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
+    _fault(f"write:{path.name}")
+    seen: set[int] = set()  # safetensors refuses tensors which share memory (tied weights)
+    flat: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        plain = tensor.detach().to("cpu").contiguous()
+        pointer = plain.untyped_storage().data_ptr()
+        flat[name] = plain.clone() if pointer in seen or plain.untyped_storage().nbytes() != plain.nbytes else plain
+        seen.add(pointer)
+    save_file(flat, path)
+
+
+def _write_text(path: Path, text: str) -> None:
+    _fault(f"write:{path.name}")
+    path.write_text(text, encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    _fault(f"fsync:{path.name}")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(source: Path, target: Path) -> None:
+    _fault(f"rename:{target.name}")
+    source.rename(target)
+
+
+def _remove(path: Path) -> None:
+    """The manifest goes first: a folder deleted by half must not pass for a complete one."""
+    if path.is_dir():
+        _fault(f"unlink:{path.name}")
+        (path / MANIFEST).unlink(missing_ok=True)
+        _fault(f"rmtree:{path.name}")
+        shutil.rmtree(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,350 @@
+"""What a run measures: the catalogue of metrics, and the logger that writes them.
+
+Every logged key has an entry in `METRICS`, with its formula and how to read it; `docs/metrics.md` is made from it.
+`<name>` stands for the name of a reward (`shapes`) or of a part of it (`shapes/count`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from genrl.runtime.run import Run, json_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class MetricDoc:
+    """formula: how it is computed. reading: what to conclude from it. reproducible: equal in equal runs."""
+
+    formula: str
+    reading: str
+    unit: str = ""
+    reproducible: bool = True
+
+
+_REWARDS = {
+    "reward/<name>_mean": MetricDoc(
+        "mean of reward `<name>` over the iteration's samples that got a score",
+        "The curve to watch. It is noisy, because prompts differ from one iteration to the next; "
+        "`eval/<name>_mean` is the fair comparison.",
+        "the reward's own",
+    ),
+    "reward/<name>_std": MetricDoc(
+        "standard deviation of reward `<name>` over the iteration's samples that got a score",
+        "Falls as the policy becomes surer. Near zero early in a run: the reward hardly distinguishes the samples.",
+        "the reward's own",
+    ),
+    "reward/<name>_failed": MetricDoc(
+        "number of the iteration's samples without a score (NaN or None) from reward `<name>`",
+        "Should be 0. Failed samples take no part in statistics or updates, they never count as zero.",
+        "samples",
+    ),
+    "reward/total_mean": MetricDoc(
+        "mean over samples of sum_i weight_i * reward_i; rewards of weight 0 are left out",
+        "What training raises. If it rises while a reward of weight 0 falls, the policy is exploiting the reward.",
+        "weighted sum",
+    ),
+    "reward/total_std": MetricDoc(
+        "standard deviation of the weighted sum over the iteration's samples",
+        "Spread between prompts and within groups together; `group_std_mean` has the second part alone.",
+        "weighted sum",
+    ),
+}
+
+_ADVANTAGES = {
+    "zero_std_ratio": MetricDoc(
+        "groups whose scored samples all have the same total reward / all groups",
+        "Such groups give no update. Near 1: prompts too easy or too hard, groups too small, or too little "
+        "sampling noise.",
+        "share 0..1",
+    ),
+    "group_std_mean": MetricDoc(
+        "mean over groups of the standard deviation of the total reward inside the group",
+        "The learning signal. If it shrinks to 0 while the reward is low, raise the noise level or the group size.",
+        "weighted sum",
+    ),
+    "advantage/abs_mean": MetricDoc(
+        "mean of |advantage| over the samples that are trained on, after clipping",
+        "About 0.8 for normalised, unclipped advantages. Far lower: many groups without spread.",
+    ),
+    "advantage/clipped": MetricDoc(
+        "share of samples whose advantage was cut at +-advantage_clip",
+        "Should stay small; a large share means a few outliers dominate the standard deviation.",
+        "share 0..1",
+    ),
+}
+
+_UPDATE = {
+    "loss": MetricDoc(
+        "mean over the iteration's micro-batches of the training loss, penalties included",
+        "In policy-gradient training its level says little: it starts near 0 and need not fall.",
+    ),
+    "loss/policy": MetricDoc("the policy term of `loss` alone", "As `loss`."),
+    "kl": MetricDoc(
+        "mean of the configured KL estimate between the policy and the reference (adapter off), before its weight",
+        "Distance from the starting model. Slow growth is normal; a sudden jump comes before broken images: lower "
+        "the learning rate or raise kl_weight.",
+        "nats, or as `trainer.kl` says",
+    ),
+    "ratio/mean": MetricDoc(
+        "mean of exp(log-prob now - log-prob when sampled) over samples and trained steps",
+        "Exactly 1 in the first update of an on-policy iteration, close to 1 afterwards.",
+    ),
+    "ratio/std": MetricDoc("standard deviation of the same ratio", "How far the updates of one iteration went."),
+    "ratio/max_abs_dev": MetricDoc(
+        "max of |ratio - 1| over samples and trained steps",
+        "Should be of the order of clip_range. Not 0 in the first update: training does not replay what sampling did.",
+    ),
+    "clip_frac_high": MetricDoc(
+        "share of (sample, step) pairs with positive advantage and ratio > 1 + clip_high: no gradient",
+        "0 always: updates are too timid for the clip to matter. Above 0.5: the learning rate or the number of "
+        "updates per iteration is too high for the clip range.",
+        "share 0..1",
+    ),
+    "clip_frac_low": MetricDoc(
+        "share of (sample, step) pairs with negative advantage and ratio < 1 - clip_low: no gradient",
+        "As `clip_frac_high`, for samples that are pushed away.",
+        "share 0..1",
+    ),
+    "grad_norm": MetricDoc(
+        "L2 norm of the averaged gradient over all trainable parameters, before clipping to max_grad_norm; "
+        "mean over the iteration's updates",
+        "Spikes come before divergence. Constantly above max_grad_norm: every step has the same, clipped length.",
+    ),
+    "lr": MetricDoc("learning rate of the iteration's last update", "The schedule, as it was applied."),
+    "updates": MetricDoc("optimiser steps of this iteration", "0: no group had spread.", "steps"),
+    "ema/decay": MetricDoc("decay of the weight average at this iteration", "Rises from 0 in the warm-up."),
+    "window/first": MetricDoc(
+        "index of the first stochastic denoising step of this iteration", "Moves only with `trainer.window`.", "step"
+    ),
+    "window/size": MetricDoc("number of stochastic denoising steps that are trained on", "As configured.", "steps"),
+}
+
+_NFT = {
+    "policy/old_decay": MetricDoc(
+        "decay d of the sampling policy: old <- d * old + (1 - d) * current",
+        "0: sampling always uses the current policy. It rises as `old_policy_decay` says.",
+        "0..1",
+    ),
+    "nft/reward_weight_mean": MetricDoc(
+        "mean of r = clip(advantage / advantage_clip, -1, 1) / 2 + 1/2 over samples (DiffusionNFT, arXiv 2509.16117)",
+        "0.5 for centred advantages.",
+        "0..1",
+    ),
+    "nft/loss_positive": MetricDoc(
+        "mean of the loss of the implicit positive policy", "Compare with the negative one."
+    ),
+    "nft/loss_negative": MetricDoc("mean of the loss of the implicit negative policy", "As `nft/loss_positive`."),
+    "nft/old_deviation": MetricDoc(
+        "mean of (velocity - old velocity)^2 over elements",
+        "How far the policy moved from the one that sampled. A steep rise comes before divergence.",
+        "velocity squared",
+    ),
+}
+
+_EVALUATION = {
+    "eval/<name>_mean": MetricDoc(
+        "mean of reward `<name>` over the held-out prompts: fixed prompts, fixed noise, deterministic sampler",
+        "The figure to report. The row of step 0 is the model before training.",
+        "the reward's own",
+    ),
+    "eval/<name>_std": MetricDoc(
+        "standard deviation of reward `<name>` over the held-out prompts",
+        "Divide by the square root of the number of prompts for the standard error of the mean.",
+        "the reward's own",
+    ),
+    "eval/<name>_failed": MetricDoc("number of held-out samples without a score", "Should be 0.", "samples"),
+    "eval/total_mean": MetricDoc("mean of the weighted sum over the held-out prompts", "As `eval/<name>_mean`."),
+}
+
+_TIMING_READING = "Where an iteration's time goes. Measured on the main process; phases do not overlap."
+_COST = {
+    "timing/sample_s": MetricDoc("wall time of the rollouts, without decoding", _TIMING_READING, "s", False),
+    "timing/decode_s": MetricDoc("wall time of decoding latents to pixels", _TIMING_READING, "s", False),
+    "timing/score_s": MetricDoc("wall time of all rewards", _TIMING_READING, "s", False),
+    "timing/train_s": MetricDoc("wall time of replay, backward passes and updates", _TIMING_READING, "s", False),
+    "timing/eval_s": MetricDoc("wall time of the evaluation", _TIMING_READING, "s", False),
+    "timing/checkpoint_s": MetricDoc("wall time of saving", _TIMING_READING, "s", False),
+    "timing/iteration_s": MetricDoc("wall time of the whole iteration", _TIMING_READING, "s", False),
+    "images_per_s": MetricDoc(
+        "samples of the iteration, all processes / timing/iteration_s",
+        "Training throughput. Divide by the number of processes to compare machines.",
+        "images/s",
+        False,
+    ),
+    "model_calls/sample": MetricDoc(
+        "denoiser forward passes while sampling, summed over samples; a guided step counts 2",
+        "The cost which does not depend on the machine: compare algorithms by it.",
+        "calls x samples",
+    ),
+    "model_calls/train": MetricDoc(
+        "denoiser forward passes with gradient, summed over samples; a guided step counts 2",
+        "As `model_calls/sample`; one costs about three of those, because of its backward pass.",
+        "calls x samples",
+    ),
+    "memory/peak_mb": MetricDoc(
+        "peak memory in this iteration: torch's allocated peak on the accelerator, the resident peak of the "
+        "process on CPU; maximum over processes",
+        "Grows over iterations: a leak.",
+        "MiB",
+        False,
+    ),
+}
+
+SECTIONS: dict[str, dict[str, MetricDoc]] = {
+    "Rewards": _REWARDS,
+    "Groups and advantages": _ADVANTAGES,
+    "Update": _UPDATE,
+    "DiffusionNFT": _NFT,
+    "Evaluation": _EVALUATION,
+    "Time, memory and cost": _COST,
+}
+METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}
+
+_NAME = r"[\w.-]+(/[\w.-]+)?"
+_PATTERNS = {key: re.compile(_NAME.join(map(re.escape, key.split("<name>")))) for key in METRICS if "<name>" in key}
+
+
+def document(key: str) -> MetricDoc:
+    """The catalogue's entry of a logged key. Raises ValueError where there is none."""
+    if key in METRICS:
+        return METRICS[key]
+    for entry, pattern in _PATTERNS.items():
+        if pattern.fullmatch(key):
+            return METRICS[entry]
+    raise ValueError(
+        f"metric {key!r} has no entry in genrl.runtime.metrics.METRICS: add its formula and how to read it"
+    )
+
+
+class MetricLogger:
+    """Writes one row per iteration to metrics.jsonl and to accelerate's trackers. Only where `enabled`."""
+
+    def __init__(
+        self,
+        run: Run,
+        trackers: Sequence[str] = (),
+        *,
+        config: Mapping[str, object] | None = None,
+        resumed_from: int = 0,
+        enabled: bool = True,
+    ) -> None:
+        """trackers: names known to accelerate. config: shown by trackers that show one. enabled: main process."""
+        check_trackers(trackers)
+        self.run = run
+        self.enabled = enabled
+        self.trackers = [_start_tracker(name, run, config, resumed_from) for name in trackers] if enabled else []
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """The row of `step` finished iterations (0: before training). NaN, infinity and None are written as null.
+
+        Raises ValueError for a key without documentation.
+        """
+        row: dict[str, float | None] = {"step": step}
+        for key, value in values.items():
+            document(key)
+            row[key] = value if value is not None and math.isfinite(value) else None
+        if not self.enabled:
+            return
+        self.run.folder.mkdir(parents=True, exist_ok=True)
+        with self.run.metrics.open("a", encoding="utf-8") as file:
+            file.write(json_line(row))
+            file.flush()
+            os.fsync(file.fileno())
+        numbers = {key: value for key, value in row.items() if value is not None and key != "step"}
+        for tracker in self.trackers:
+            tracker.log(numbers, step=step)
+
+    def log_picture(self, step: int, name: str, picture: Image) -> None:
+        """To the trackers that take pictures; the files in samples/ are written by `pictures`."""
+        for tracker in self.trackers:
+            if tracker.name == "tensorboard":
+                import numpy as np
+
+                tracker.log_images({name: np.asarray(picture.convert("RGB"))[None]}, step=step, dataformats="NHWC")
+            elif tracker.name in ("wandb", "swanlab"):
+                tracker.log_images({name: [picture]}, step=step)
+
+    def finish(self) -> None:
+        for tracker in self.trackers:
+            tracker.finish()
+        self.trackers = []
+
+
+_PROJECT = "genrl"
+_RUN_NAME_ARGUMENT = {"wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name"}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError for an unknown tracker or a missing package, before anything is trained."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.utils import LoggerType
+
+    installed = {str(name) for name in get_available_trackers()}
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(f"trackers: unknown tracker {name!r}; allowed: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
+        if name in LoggerType.list() and name not in installed:
+            raise ValueError(
+                f"trackers: {name} is not installed. Run `pip install {name}`, or take it out of trackers."
+            )
+
+
+def _start_tracker(name: str, run: Run, config: Mapping[str, object] | None, resumed_from: int) -> Any:
+    """accelerate's tracker of that name, writing into the run folder where it writes files."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    if name == "tensorboard":  # rows after the step that is resumed from are hidden; config.yaml holds the config
+        tracker = kind("tensorboard", run.folder, purge_step=resumed_from + 1 if resumed_from else None)
+        tracker.start()
+        return tracker
+    if kind.requires_logging_directory:
+        tracker = kind(run.folder.name, run.folder)
+    else:
+        named = {_RUN_NAME_ARGUMENT[name]: run.folder.name} if name in _RUN_NAME_ARGUMENT else {}
+        tracker = kind(_PROJECT, **named)
+    tracker.start()
+    if config is not None:
+        tracker.store_init_configuration(_flat(config))
+    return tracker
+
+
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str | None]:
+    found: dict[str, bool | int | float | str | None] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return found
+
+
+def markdown() -> str:
+    """The page docs/metrics.md. Write it by `python -m genrl.runtime.metrics > docs/metrics.md`."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every key of `metrics.jsonl` and of the trackers, made from `genrl/runtime/metrics.py`. One row is written",
+        "per iteration; `step` is the number of finished iterations, and the row of step 0 is the model before training.",
+        "`<name>` is the name of a reward, or `reward/part` for a part of one. A value that is not finite is `null`.",
+        "Metrics marked * differ from run to run; all others are equal, byte for byte, in two runs with one seed",
+        "on one machine.",
+    ]
+    for title, section in SECTIONS.items():
+        lines += ["", f"## {title}", "", "| key | formula | unit | how to read it |", "| --- | --- | --- | --- |"]
+        for key, doc in section.items():
+            cells = [f"`{key}`" + ("" if doc.reproducible else " *"), doc.formula, doc.unit or "-", doc.reading]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

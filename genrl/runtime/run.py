@@ -1,0 +1,246 @@
+"""The run folder: what is in it, who may write into it, and how it is read back.
+
+    runs/<name>/config.yaml     the resolved configuration
+                run.json        versions, git commit, command, seed, times
+                metrics.jsonl   one row per iteration
+                tensorboard/  samples/  checkpoints/  dumps/  lora/  report.html
+
+Files appear under their final name only when complete. Only the main process writes here, except `dumps/`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+EDITABLE = ("iterations", "checkpoint.*", "evaluation.*", "trackers", "output")
+_PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
+_BEFORE_TRAINING = {"config.yaml", "run.json", "run.lock"}  # a start that failed before any work leaves only these
+
+
+@dataclass(frozen=True)
+class Run:
+    """Paths of one run. Making this object touches no file."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def info(self) -> Path:
+        return self.folder / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.folder / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def dumps(self) -> Path:
+        return self.folder / "dumps"
+
+    @property
+    def lora(self) -> Path:
+        return self.folder / "lora"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.html"
+
+
+def start(folder: Path, config: str, *, seed: int, command: Sequence[str], processes: int = 1) -> Run:
+    """Make the folder of a new run and write config.yaml and run.json. Main process only.
+
+    config: the resolved configuration as YAML. command: what the user typed, without the interpreter.
+    Raises ValueError where the folder already holds a run.
+    """
+    run = Run(folder)
+    used = [path.name for path in folder.iterdir() if path.name not in _BEFORE_TRAINING] if folder.is_dir() else []
+    if used:
+        begun = any(run.checkpoints.glob("step-*"))
+        first = f"go on with it by `genrl resume {folder}`" if begun else "it has no checkpoint: delete it"
+        raise ValueError(
+            f"the run folder {folder} is not empty ({', '.join(sorted(used)[:4])}): {first}, "
+            "or choose another one with output=FOLDER."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(run.config, config)
+    info = {
+        "command": list(command),
+        "seed": seed,
+        "processes": processes,
+        "started": _now(),
+        "git_commit": _git_commit(),
+        "versions": versions(),
+        "resumed": [],
+    }
+    write_atomic(run.info, json.dumps(info, indent=1))
+    return run
+
+
+def resume(folder: Path, config: str, *, step: int, command: Sequence[str]) -> list[str]:
+    """Make the folder ready to go on after `step` finished iterations. Main process only; the lock is held.
+
+    Writes the (possibly edited) configuration, notes the resumption in run.json and cuts the rows of
+    metrics.jsonl after `step`. Returns the edits as lines to print.
+    Raises ValueError where a key was edited that may not be, or the folder holds no run.
+    """
+    run = Run(folder)
+    if not run.config.is_file():
+        raise ValueError(f"{folder} holds no run: there is no config.yaml in it. Runs are made by `genrl train FILE`.")
+    edits = config_edits(run.config.read_text(encoding="utf-8"), config)
+    forbidden = [key for key in edits if not any(fnmatchcase(key, pattern) for pattern in EDITABLE)]
+    if forbidden:
+        raise ValueError(
+            f"cannot resume {folder} with another value of {', '.join(forbidden)}: "
+            + "; ".join(edits[key] for key in forbidden)
+            + f". Only {', '.join(EDITABLE)} may change; start a new run for anything else (output=FOLDER)."
+        )
+    info = json.loads(run.info.read_text(encoding="utf-8"))
+    info["resumed"].append({"step": step, "time": _now(), "command": list(command), "git_commit": _git_commit()})
+    truncate_metrics(run.metrics, step)
+    write_atomic(run.config, config)
+    write_atomic(run.info, json.dumps(info, indent=1))
+    return list(edits.values())
+
+
+def config_edits(old: str, new: str) -> dict[str, str]:
+    """Dotted key -> "key: old -> new" for every leaf that differs between two YAML texts."""
+    before, after = _leaves(yaml.safe_load(old)), _leaves(yaml.safe_load(new))
+    keys = [*before, *(key for key in after if key not in before)]
+    missing = object()
+    return {
+        key: f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        for key in keys
+        if before.get(key, missing) != after.get(key, missing)
+    }
+
+
+def lock(folder: Path) -> IO[str]:
+    """Hold the run for this process; keep the returned file open. The kernel frees it even after kill -9.
+
+    Raises ValueError where another live process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "run.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(
+            f"another process is training in {folder}: wait for it, or choose another output=FOLDER."
+        ) from None
+    return file
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, [] where there is none. A half-written last line is left out.
+
+    Raises ValueError naming file and line for anything else that is no row.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number == len(lines):  # no newline after it: empty, or its write was interrupted
+                break
+            raise ValueError(f"{path}:{number}: not a line of JSON; delete the line to go on") from None
+    return rows
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Keep the rows up to and including `step`, so that a resumed run writes the rest once."""
+    rows = [row for row in read_metrics(path) if row["step"] <= step]
+    if path.is_file():
+        write_atomic(path, "".join(json_line(row) for row in rows))
+
+
+def json_line(row: Mapping[str, object]) -> str:
+    """One line of JSON, keys sorted, so that equal runs write equal bytes."""
+    return json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """The file holds the old content or the new, whatever happens. Readers never see half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages which decide the numbers; "-" where one is not installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "-"
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _git_commit() -> str | None:
+    """Of the checkout that genrl runs from, with `+` if files were changed; None for an installed package."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():
+        return None
+    try:
+        commit = _git(here, "rev-parse", "HEAD")
+        return commit + ("+" if _git(here, "status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()
+
+
+def _leaves(tree: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(tree, Mapping):
+        return {prefix.rstrip("."): tree}
+    found: dict[str, object] = {}
+    for key, value in tree.items():
+        found |= _leaves(value, f"{prefix}{key}.")
+    return found
+
+
+def _shown(leaves: Mapping[str, object], key: str) -> str:
+    return json.dumps(leaves[key]) if key in leaves else "(absent)"
