@@ -1,0 +1,34 @@
+"""Which prompts an iteration trains on, and in which order: pure functions of (seed, iteration).
+
+`prompt_indices` is this project's rule. The others reproduce the orders of the released trainers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from genrl.mdp.noise import generator
+
+
+def prompt_indices(num_prompts: int, prompts_per_iteration: int, *, seed: int, iteration: int) -> list[int]:
+    """Rows of the prompt file for one iteration, in slot order; slot j of every process count is the same row.
+
+    Slot j of iteration i is position `i * prompts_per_iteration + j` of an endless sequence of epochs, each a
+    permutation of all rows keyed by (seed, epoch): every row is used once before any is used twice, iterations may
+    straddle epochs, and nothing needs to be saved to resume.
+    Raises ValueError for an empty file, no slot or a negative iteration.
+    """
+    if num_prompts < 1 or prompts_per_iteration < 1 or iteration < 0:
+        raise ValueError(
+            "prompt_indices needs at least one prompt, one prompt per iteration and an iteration >= 0; got "
+            f"{num_prompts}, {prompts_per_iteration} and {iteration}"
+        )
+    first = iteration * prompts_per_iteration
+    epochs = range(first // num_prompts, (first + prompts_per_iteration - 1) // num_prompts + 1)
+    rows = {epoch: _permutation(num_prompts, generator(seed, "prompts", epoch)) for epoch in epochs}
+    return [rows[p // num_prompts][p % num_prompts] for p in range(first, first + prompts_per_iteration)]
+
+
+def _permutation(n: int, source: torch.Generator) -> list[int]:
+    order: list[int] = torch.randperm(n, generator=source).tolist()
+    return order

@@ -1,0 +1,36 @@
+"""One rule for randomness: a random tensor is a pure function of the keys that name it.
+
+A sample can be re-made alone, and results do not depend on batch size, number of processes or order of work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def derive_seed(*keys: int | str) -> int:
+    """A seed in [0, 2**63) from any sequence of integers and strings; the same on every platform and Python.
+
+    Keys are length-prefixed and typed before hashing (blake2b), so ("a", "bc") differs from ("ab", "c"), 1 from "1".
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for key in keys:
+        if isinstance(key, bool) or not isinstance(key, (int, str)):
+            raise TypeError(f"a seed key must be an int or a str, got {type(key).__name__}: {key!r}")
+        text = key.encode() if isinstance(key, str) else str(key).encode()
+        digest.update(f"{'s' if isinstance(key, str) else 'i'}{len(text)}:".encode() + text)
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def generator(*keys: int | str) -> torch.Generator:
+    """A fresh CPU generator seeded by the keys."""
+    return torch.Generator().manual_seed(derive_seed(*keys))
+
+
+def keyed_noise(shape: Sequence[int], *keys: int | str) -> Tensor:
+    """Standard normal float32 CPU tensor of that shape, fully determined by (shape, keys)."""
+    return torch.randn(tuple(shape), generator=generator(*keys), dtype=torch.float32)

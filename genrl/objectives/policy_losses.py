@@ -1,0 +1,93 @@
+"""Policy-gradient losses on log-probabilities, and the reference KLs of the field under their own names.
+
+Shapes: log-probabilities and advantages [B] (any one shape, elementwise); means and velocities [B, ...].
+The losses are per sample: take their mean. A log-probability that is a mean over D elements makes every ratio here the
+joint ratio to the power 1/D, which is why clip ranges of 1e-4 are common for images.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum"]
+
+
+class SurrogateOutput(NamedTuple):
+    """loss [B], ratio [B] and clipped [B] (bool: the clip is active, this sample has no gradient)."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """`exp(l - l_old)`: 1 on policy, gradient through `log_prob` only."""
+    return torch.exp(log_prob - old_log_prob.detach())
+
+
+def clipped_surrogate(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+) -> SurrogateOutput:
+    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`: PPO's objective (arXiv 1707.06347, eq. 7) as a loss.
+
+    The per-step policy loss of DDPO (arXiv 2305.13301), Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818).
+    Raises ValueError for a negative clip range.
+    """
+    if clip_low < 0 or clip_high < 0:
+        raise ValueError(f"a clip range cannot be negative, got {clip_low} below and {clip_high} above 1")
+    ratio = importance_ratio(log_prob, old_log_prob)
+    weight = advantage.detach().to(ratio.dtype)
+    loss = torch.maximum(-weight * ratio, -weight * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
+    too_high = (weight > 0) & (ratio > 1.0 + clip_high)
+    too_low = (weight < 0) & (ratio < 1.0 - clip_low)
+    return SurrogateOutput(loss, ratio, (too_high | too_low).detach())
+
+
+def kl_gaussian(
+    mean: Tensor, ref_mean: Tensor, std: Tensor, *, eps: float = 0.0, reduction: Reduction = "mean"
+) -> Tensor:
+    """`(mu - mu_ref)^2 / (2 s^2 + eps)`: the exact KL of two transitions of std s from one state (eps = 0).
+
+    s is the transition std. Per dimension ("mean") or of the whole step ("sum"). Flow-GRPO's Wan path and TempFlow-GRPO
+    use it. [B]; gradient through `mean` only. Raises ValueError where s is 0: such a step is not an action.
+    """
+    if not bool((std > 0).all()):
+        raise ValueError("the KL of a deterministic step (std 0) is infinite or undefined: leave it out")
+    scale = 2.0 * std.reshape(std.shape[0], -1)[:, 0] ** 2 + eps
+    return kl_mean_square(mean, ref_mean, reduction=reduction) / scale
+
+
+def kl_gaussian_dt(
+    mean: Tensor,
+    ref_mean: Tensor,
+    std: Tensor,
+    delta: Tensor | float,
+    *,
+    eps: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """`(mu - mu_ref)^2 / (2 b^2 + eps)`, b = s / sqrt(delta): delta = sigma - sigma' times the exact KL (eps = 0).
+
+    What Flow-GRPO's code computes (repository issue 78); it weights small steps less than `kl_gaussian`. PaCo-RL has
+    eps = 1e-7. delta a float, [] or [B]; the rest as in `kl_gaussian`.
+    """
+    step = torch.as_tensor(delta).to(std).reshape(-1, *[1] * (std.dim() - 1))
+    return kl_gaussian(mean, ref_mean, std / step.sqrt(), eps=eps, reduction=reduction)
+
+
+def kl_mean_square(mean: Tensor, ref_mean: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    """`(mu - mu_ref)^2`, no variance: Adv-GRPO's KL and Flow-Factory's "x-based". [B]; gradient through `mean` only."""
+    squares = (mean - ref_mean.detach()).square().reshape(mean.shape[0], -1)
+    if reduction == "mean":
+        return squares.mean(dim=1)
+    if reduction == "sum":
+        return squares.sum(dim=1)
+    raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+
+
+def kl_velocity(velocity: Tensor, ref_velocity: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    """`(v - v_ref)^2` in float32, [B]: Flow-Factory's "v-based" KL, DiffusionNFT's regulariser (arXiv 2509.16117)."""
+    return kl_mean_square(velocity.float(), ref_velocity.float(), reduction=reduction)
