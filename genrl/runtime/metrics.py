@@ -333,7 +333,7 @@ def markdown() -> str:
         "# Metrics",
         "",
         "Every key of `metrics.jsonl` and of the trackers, made from `genrl/runtime/metrics.py`. One row is written",
-        "per iteration; `step` is the number of finished iterations, and the row of step 0 is the model before training.",
+        "per iteration; `step` is the number of finished iterations; the row of step 0 is the model before training.",
         "`<name>` is the name of a reward, or `reward/part` for a part of one. A value that is not finite is `null`.",
         "Metrics marked * differ from run to run; all others are equal, byte for byte, in two runs with one seed",
         "on one machine.",

@@ -1,0 +1,118 @@
+"""What the person at the terminal sees: one live line, and one line per finished iteration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+_SHOWN = {
+    "reward/total_mean": "reward",
+    "eval/total_mean": "eval",
+    "kl": "kl",
+    "loss": "loss",
+    "images_per_s": "images/s",
+}
+
+
+class Progress:
+    """A live line with the phase, its images/s, the iteration and the time left; quiet where `enabled` is false.
+
+    Where standard error is no terminal there is no live line, and at most one plain line per `quiet_s` seconds.
+    """
+
+    def __init__(
+        self,
+        iterations: int,
+        *,
+        start: int = 0,
+        enabled: bool = True,
+        console: Console | None = None,
+        quiet_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """iterations: of the whole run. start: finished ones, when resuming. enabled: main process only."""
+        self.iterations, self.start, self.done = iterations, start, start
+        self.console = console or Console(stderr=True)
+        self.enabled, self.quiet_s, self.clock = enabled, quiet_s, clock
+        self.began = clock()
+        self.name, self.total, self.count, self.phase_began = "starting", 0, 0, self.began
+        self.printed = -float("inf")
+        live = enabled and self.console.is_terminal
+        self.live = (
+            Live(get_renderable=self._line, console=self.console, refresh_per_second=4, transient=True)
+            if live
+            else None
+        )
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def phase(self, name: str, total: int = 0) -> None:
+        """A phase begins ("sampling", "scoring", "training", "evaluating") with `total` images to do."""
+        self.name, self.total, self.count, self.phase_began = name, total, 0, self.clock()
+
+    def advance(self, images: int) -> None:
+        self.count += images
+
+    def finish_iteration(self, step: int, values: Mapping[str, float | None]) -> None:
+        """`step` iterations are finished; `values` as given to the metric logger."""
+        self.done = step
+        now = self.clock()
+        due = self.live is not None or now - self.printed >= self.quiet_s or step >= self.iterations
+        if self.enabled and due:
+            self.printed = now
+            self.console.print(Text(self._summary(values)), soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """A line for the reader, above the live one."""
+        if self.enabled:
+            self.console.print(Text(text), soft_wrap=True)
+
+    def seconds_left(self) -> float | None:
+        """From the mean time of the iterations of this process; None before the first has finished."""
+        finished = self.done - self.start
+        if finished <= 0:
+            return None
+        return (self.clock() - self.began) / finished * (self.iterations - self.done)
+
+    def _summary(self, values: Mapping[str, float | None]) -> str:
+        parts = [f"{label} {values[key]:.4g}" for key, label in _SHOWN.items() if values.get(key) is not None]
+        return "  ".join([f"iteration {self.done}/{self.iterations}", *parts, self._left()])
+
+    def _left(self) -> str:
+        if self.done >= self.iterations:
+            return f"took {duration(self.clock() - self.began)}"
+        left = self.seconds_left()
+        return "" if left is None else f"{duration(left)} left"
+
+    def _line(self) -> Text:
+        seconds = self.clock() - self.phase_began
+        running = min(self.done + 1, self.iterations)
+        line = Text.assemble((f"{self.name:<10}", "bold cyan"), f" iteration {running}/{self.iterations}")
+        if self.total:
+            line.append(f"  {self.count}/{self.total}")
+        if self.count and seconds > 0:
+            line.append(f"  {self.count / seconds:.3g} images/s", "green")
+        left = self._left()
+        return line.append(f"  {left}" if left else f"  {duration(self.clock() - self.began)} so far", "dim")
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
