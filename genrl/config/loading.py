@@ -1,0 +1,158 @@
+"""A YAML file, an optional base file and `key=value` overrides -> one validated Config, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from genrl.config.errors import ConfigError, Origin, Problem, dotted
+from genrl.config.messages import explain
+from genrl.config.schema import Config
+from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
+
+
+@dataclass
+class _Tree:
+    """Nested values and where each of them was written."""
+
+    value: dict[str, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, Origin] = field(default_factory=dict)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and validate a configuration file.
+
+    `overrides` are `key.sub=value` texts (list items by index: `rewards.0.weight=2`), applied last. `include: FILE`
+    in the file names one base file, relative to it: sections are merged, lists and values replaced. Where the file
+    names no `output`, it is `runs/<file name without ending>`. ConfigError lists everything that is wrong.
+    """
+    path = Path(path)
+    tree = _with_base(_read(path), path)
+    problems = [problem for text in overrides if (problem := _override(tree, text))]
+    if problems:
+        raise ConfigError(problems)
+    tree.value.setdefault("output", f"runs/{path.stem}")
+    try:
+        return Config.model_validate(tree.value)
+    except ValidationError as error:
+        raise ConfigError(explain(error, tree.value, tree.origins)) from None
+
+
+def dump(config: Config) -> str:
+    """The whole configuration as YAML, defaults included; `load` of it gives an equal Config."""
+    return yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a configuration file, for completion and checks in editors."""
+    schema = Config.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "genrl configuration"
+    include = {"type": "string", "description": "One base file, relative to this one; this file's values win."}
+    schema["properties"] = {"include": include, **schema["properties"]}
+    return schema
+
+
+def _read(path: Path) -> _Tree:
+    try:
+        source = read(path)
+    except FileNotFoundError:
+        raise ConfigError([Problem(Origin(str(path)), "", f"no such file{_nearest_file(path)}")]) from None
+    except OSError as error:
+        raise ConfigError([Problem(Origin(str(path)), "", f"cannot be read: {error.strerror}")]) from None
+    except SourceError as error:
+        raise ConfigError([Problem(Origin(str(path), line), "", text) for line, text in error.problems]) from None
+    if not isinstance(source.value, dict):
+        found = "the file is empty" if source.value is None else "found no `key: value` at the top level"
+        raise ConfigError([Problem(Origin(str(path), 1), "", f"{found}; see configs/quickstart.yaml")])
+    return _Tree(source.value, {key: Origin(str(path), line) for key, line in source.lines.items()})
+
+
+def _nearest_file(path: Path) -> str:
+    from difflib import get_close_matches
+
+    names = [entry.name for entry in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, names, n=1, cutoff=0.5)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def _with_base(tree: _Tree, path: Path) -> _Tree:
+    if "include" not in tree.value:
+        return tree
+    include = tree.value.pop("include")
+    origin = tree.origins[("include",)]
+    if not isinstance(include, str):
+        raise ConfigError([Problem(origin, "include", "must be the name of one base file")])
+    base_path = path.parent / include
+    if not base_path.is_file():
+        text = f"no such file: {base_path} (the name is relative to {path}){_nearest_file(base_path)}"
+        raise ConfigError([Problem(origin, "include", text)])
+    base = _read(base_path)
+    if "include" in base.value:
+        text = f"a base file may not include another; copy what is needed into {path}"
+        raise ConfigError([Problem(base.origins[("include",)], "include", text)])
+    _merge(base, tree.value, tree, ())
+    base.origins[()] = tree.origins[()]
+    return base
+
+
+def _merge(base: _Tree, new: dict[str, Any], tree: _Tree, at: KeyPath) -> None:
+    target = _get(base.value, at)
+    for key, value in new.items():
+        path = (*at, key)
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            base.origins[path] = tree.origins[path]
+            _merge(base, value, tree, path)
+            continue
+        for old in [old for old in base.origins if old[: len(path)] == path]:
+            del base.origins[old]
+        target[key] = value
+        base.origins.update({k: origin for k, origin in tree.origins.items() if k[: len(path)] == path})
+
+
+def _get(value: Any, path: KeyPath) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _override(tree: _Tree, text: str) -> Problem | None:
+    """Apply one `key.sub=value` to `tree` in place; what is wrong with it, if anything."""
+    origin = Origin(f"override {text!r}")
+    name, equals, raw = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        return Problem(origin, "", "an override is key=value, for example optimizer.lr=1e-4")
+    if keys[0] == "include":
+        return Problem(origin, "include", "cannot be overridden; write it in the file")
+    try:
+        value = parse(raw).value
+    except SourceError as error:
+        return Problem(origin, name, f"the value is not YAML: {error}")
+    node: Any = tree.value
+    path: KeyPath = ()
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        step: str | int = key
+        if isinstance(node, list):
+            if not key.isdecimal() or int(key) >= len(node):
+                text = f"{dotted(path)} is a list of {len(node)}: write {dotted(path)}.0 to {dotted(path)}.{len(node) - 1}"
+                return Problem(origin, name, text if node else f"{dotted(path)} is an empty list")
+            step = int(key)
+        elif not isinstance(node, dict):
+            return Problem(origin, name, f"{dotted(path)} is {node!r}, not a section: it has no keys")
+        path = (*path, step)
+        if last:
+            node[step] = value
+        elif isinstance(node, dict) and node.get(key) is None:
+            node[step] = {}
+        node = node[step]
+        tree.origins[path] = origin
+    for old in [old for old in tree.origins if len(old) > len(path) and old[: len(path)] == path]:
+        del tree.origins[old]
+    return None

@@ -1,0 +1,302 @@
+"""The typed configuration: every key of a YAML file, its type, range, default and one-line meaning.
+
+The text under each field is its description: it goes into the JSON schema (`genrl config schema`) and into
+`genrl check --explain`. Sources named there: Flow-GRPO (arXiv 2505.05470), DanceGRPO (2505.07818), MixGRPO
+(2507.21802), DiffusionNFT (2509.16117), Coefficients-Preserving Sampling (2509.05952).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from genrl.config.combinations import refuse_impossible
+
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1)]  # how many: 1 or more
+Whole = Annotated[int, Field(strict=True, ge=0)]  # 0 or more; 0 often means off
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]  # in [0, 1)
+Text = Annotated[str, Field(strict=True, min_length=1, max_length=1000)]
+
+Precision = Literal["float32", "bfloat16", "float16"]
+AdvantageScale = Literal["group", "global", "none"]
+Kernel = Literal["flow_sde", "dance_sde", "wan_sde", "flow_cps", "flow_ddim", "ddim"]
+ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity"]
+Tracker = Literal[
+    "tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"
+]
+
+
+class Section(BaseModel):
+    """What every section shares: unknown keys are errors, values cannot be changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class LoRA(Section):
+    """Low-rank adapters; only they are trained."""
+
+    rank: Count = 32
+    """Rank of the adapters (Flow-GRPO and DiffusionNFT: 32)."""
+    alpha: Positive = 64.0
+    """Scale of the adapters; the update is multiplied by alpha / rank (Flow-GRPO: 64)."""
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Name endings of the layers to adapt; null = the attention projections of the denoiser."""
+
+
+class Model(Section):
+    """Which diffusers pipeline to train, and in which precision."""
+
+    path: Text
+    """Folder of a saved diffusers pipeline (has model_index.json), or a hub id such as org/name."""
+    revision: Text | None = None
+    """Branch, tag or commit of the hub id; null = the main branch. Pin a commit to reproduce a run."""
+    variant: Text | None = None
+    """Variant of the weight files, for example fp16; null = the plain ones."""
+    dtype: Precision = "float32"
+    """Precision in which the frozen weights are held; LoRA weights are always float32."""
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """Precision of the forward passes; null = the weights' own."""
+    lora: LoRA | None = LoRA()
+    """Low-rank adapters; null = train every weight of the denoiser."""
+    gradient_checkpointing: Flag = False
+    """Recompute activations in the backward pass: much less memory, about a third more time."""
+    offload_text_encoders: Flag = False
+    """Move the text encoders off the device once the prompts are encoded."""
+
+
+class Prompts(Section):
+    """Which prompts to train and evaluate on."""
+
+    train: Text
+    """Prompt file (.txt: one per line; .jsonl: a prompt column and any others), or data set id:split."""
+    eval: Text | None = None
+    """Held-out prompts, same formats; needed while evaluation.every is above 0."""
+    column: Text = "prompt"
+    """Name of the prompt's column in a .jsonl file or a data set."""
+
+
+class Reward(Section):
+    """One reward of the weighted sum."""
+
+    name: Text
+    """Built-in or installed name (see `genrl rewards`), or path/file.py:function_or_class."""
+    weight: Number = 1.0
+    """Factor in the sum that is trained on; 0 = only logged; negative = a penalty."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the reward's class."""
+
+
+class Sampling(Section):
+    """How pictures (or videos) are drawn for training."""
+
+    num_inference_steps: Count = 10
+    """Denoising steps of a rollout (Flow-GRPO on SD3.5: 10)."""
+    guidance_scale: NonNegative | None = None
+    """Guidance handed to the pipeline; null = the pipeline's default; 1 = off in most pipelines."""
+    height: Count | None = None
+    """Height in pixels; null = the pipeline's default."""
+    width: Count | None = None
+    """Width in pixels; null = the pipeline's default."""
+    num_frames: Count | None = None
+    """Frames of a video pipeline; null = its default, or a picture."""
+    prompts_per_iteration: Count = 8
+    """Different prompts in one iteration, over all processes (Flow-GRPO: 48)."""
+    group_size: Count = 8
+    """Samples per prompt, compared with each other; at least 2 (Flow-GRPO: 24)."""
+    batch_size: Count = 8
+    """Samples per call of the denoiser, in rollout and in training alike; divides prompts x group."""
+    same_initial_noise: Flag = False
+    """Start all samples of a group from one noise (DanceGRPO: true)."""
+    pipeline_args: dict[str, Any] = {}
+    """Further keyword arguments of the pipeline's call, for example max_sequence_length."""
+
+    @property
+    def images_per_iteration(self) -> int:
+        """Samples drawn in one iteration, over all processes."""
+        return self.prompts_per_iteration * self.group_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one iteration, over all processes."""
+        return -(-self.images_per_iteration // self.batch_size)
+
+
+class Window(Section):
+    """The stretch of steps that is stochastic and trained; all others are deterministic."""
+
+    size: Count = 2
+    """Number of consecutive stochastic steps (Flow-GRPO-Fast: 2 or 3, MixGRPO: 4)."""
+    low: Whole = 0
+    """First step where the window may begin."""
+    high: Count | None = None
+    """The window ends before this step; null = before the last step, which is never stochastic."""
+
+
+class FlowGRPO(Section):
+    """Policy gradient on the denoising steps (arXiv 2505.05470), with the kernels of its successors."""
+
+    algorithm: Literal["flow_grpo"] = "flow_grpo"
+    """Which trainer."""
+    kernel: Kernel = "flow_sde"
+    """Transition density of a stochastic step; ddim is for epsilon- and v-prediction models."""
+    noise_level: Positive | None = 0.7
+    """Noise of the kernel (flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, (flow_)ddim eta 1); wan_sde: null."""
+    window: Window | None = None
+    """Train only a random stretch of steps, drawn once per iteration; null = all steps but the last."""
+    advantage_scale: AdvantageScale = "group"
+    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
+    advantage_clip: Positive = 5.0
+    """Largest absolute advantage (all peers: 5)."""
+    clip_range: Positive | tuple[Positive, Positive] = 1e-4
+    """Ratio kept in 1 - low .. 1 + high: one distance or [low, high], both positive (Flow-GRPO: 1e-4)."""
+    kl_weight: NonNegative = 0.0
+    """Weight of the divergence from the starting model (Flow-GRPO: 0 to 0.04)."""
+    kl: ReferenceKL = "gaussian"
+    """Which divergence: gaussian (exact), gaussian_dt (Flow-GRPO's), mean_square, velocity."""
+    log_prob_reduction: Literal["mean", "sum"] = "mean"
+    """Log-probability over the latent's numbers: mean (all peers; clip_range assumes it) or sum."""
+    guidance_in_training: Flag = True
+    """Use classifier-free guidance in training as in sampling."""
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch (Flow-GRPO: 2); divides the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the samples of one iteration (Flow-GRPO: 1)."""
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """(low, high): the ratio is kept between 1 - low and 1 + high."""
+        return self.clip_range if isinstance(self.clip_range, tuple) else (self.clip_range, self.clip_range)
+
+
+class DiffusionNFT(Section):
+    """Forward-process training on finished samples, without log-probabilities (arXiv 2509.16117)."""
+
+    algorithm: Literal["diffusion_nft"] = "diffusion_nft"
+    """Which trainer."""
+    beta: Positive = 1.0
+    """Distance of the implicit positive and negative policies from the old one (paper: 1, or 0.1 for OCR)."""
+    kl_weight: NonNegative = 1e-4
+    """Weight of the squared velocity difference from the starting model (paper: 1e-4)."""
+    advantage_scale: AdvantageScale = "global"
+    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
+    advantage_clip: Positive = 5.0
+    """Largest absolute advantage; it also scales the loss (paper: 5)."""
+    timesteps_per_sample: Count | None = None
+    """Noise levels trained per sample, drawn from the sampling grid; null = all of them but the last."""
+    old_policy_decay: Literal["none", "ramp", "delayed_ramp"] = "ramp"
+    """How slowly the sampling policy follows: at once, min(0.001 n, 0.5), or 0 until step 75, then up."""
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch (paper: 1, OCR 2); divides the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the samples of one iteration (paper: 1)."""
+
+
+class Optimizer(Section):
+    """AdamW and its schedule."""
+
+    lr: Positive = 3e-4
+    """Learning rate (Flow-GRPO and DiffusionNFT with LoRA: 3e-4; full fine-tuning: about 1e-5)."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's two averaging factors."""
+    weight_decay: NonNegative = 1e-4
+    """AdamW's decoupled weight decay (Flow-GRPO: 1e-4)."""
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this norm (all peers: 1)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or down to 0 at the end of the run."""
+    warmup_steps: Whole = 0
+    """Optimiser steps in which the learning rate rises from 0."""
+
+
+class EMA(Section):
+    """Moving average of the trained weights; evaluation and export use it."""
+
+    decay: Fraction = 0.9
+    """Share of the average kept at each optimiser step (Flow-GRPO and DiffusionNFT: 0.9)."""
+
+
+class Evaluation(Section):
+    """Held-out prompts, fixed noise, deterministic sampling."""
+
+    every: Whole = 20
+    """Evaluate every so many iterations, and at the start and the end; 0 = never."""
+    num_prompts: Count = 64
+    """Prompts taken from the beginning of prompts.eval; fewer if it has fewer."""
+    num_inference_steps: Count | None = None
+    """Denoising steps; null = sampling.num_inference_steps (Flow-GRPO on SD3.5: 40)."""
+    guidance_scale: NonNegative | None = None
+    """Guidance; null = sampling.guidance_scale."""
+    batch_size: Count | None = None
+    """Samples per call of the denoiser; null = sampling.batch_size."""
+    seed: Whole = 1234
+    """Seed of the fixed noise."""
+    grid_prompts: Whole = 16
+    """Prompts shown in the picture grids; 0 = no grids."""
+
+
+class Checkpoint(Section):
+    """When the state is saved, and how many saves stay on disk."""
+
+    every: Count = 20
+    """Save every so many iterations, and at the end."""
+    keep: Count = 3
+    """Newest checkpoints that stay on disk."""
+
+
+class Distributed(Section):
+    """Several processes."""
+
+    fsdp: Flag = False
+    """Shard weights, gradients and optimiser over the processes (FSDP2); for full fine-tuning."""
+    timeout_s: Positive = 600.0
+    """Seconds without progress after which a stuck run is stopped."""
+
+
+class Config(Section):
+    """One training run."""
+
+    model: Model
+    """Which pipeline is trained, and how its weights are held."""
+    prompts: Prompts
+    """What is drawn."""
+    rewards: Annotated[tuple[Reward, ...], Field(min_length=1)]
+    """What is rewarded: a list of {name, weight, args}; the weighted sum is trained on."""
+    sampling: Sampling = Sampling()
+    """How samples are drawn."""
+    trainer: Annotated[FlowGRPO | DiffusionNFT, Field(discriminator="algorithm")]
+    """Which algorithm, and its settings."""
+    optimizer: Optimizer = Optimizer()
+    """AdamW and its schedule."""
+    ema: EMA | None = EMA()
+    """Moving average of the weights; null = none."""
+    evaluation: Evaluation = Evaluation()
+    """When and how held-out prompts are scored."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When the state is saved."""
+    distributed: Distributed = Distributed()
+    """Several processes."""
+    trackers: tuple[Tracker, ...] = ("tensorboard",)
+    """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
+    iterations: Count = 300
+    """Rounds of sampling and training (DanceGRPO and MixGRPO: 300)."""
+    seed: Whole = 0
+    """Seed of everything random: prompts, noise, windows, initial adapters."""
+    output: Text = "runs/genrl"
+    """Run folder; default runs/<name of the YAML file>."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.iterations * self.trainer.updates_per_iteration * self.trainer.inner_epochs
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        refuse_impossible(self)
+        return self

@@ -1,0 +1,177 @@
+"""YAML text -> plain values plus the line of every key, with YAML 1.2 scalars and size limits.
+
+Only the event and node layers of PyYAML's SafeLoader are used; values are built here, from text, so no tag can
+construct an object. Differences from PyYAML's own values: `1e-4` is a float, `on`/`yes`/`off` are text, `010` is 10,
+dates are text. Duplicate keys, tags, several documents and anything large or deep are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+MAX_BYTES = 1_000_000
+MAX_NODES = 10_000  # counted after aliases are expanded, so an alias bomb stops here
+MAX_DEPTH = 40
+
+KeyPath = tuple[str | int, ...]
+
+_SCALARS: tuple[tuple[str, re.Pattern[str], str], ...] = (
+    ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), "~nN"),
+    ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF"),
+    ("int", re.compile(r"^[-+]?[0-9]+$"), "-+0123456789"),
+    ("float", re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"), "-+0123456789."),
+)
+
+
+class SourceError(ValueError):
+    """A text that is not acceptable YAML. `problems` holds (line or None, what is wrong) pairs."""
+
+    def __init__(self, problems: list[tuple[int | None, str]]) -> None:
+        super().__init__("; ".join(text for _, text in problems))
+        self.problems = problems
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2's core schema."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+class Dumper(yaml.SafeDumper):
+    """SafeDumper that also quotes text which this module would read as a number (`1e-4`)."""
+
+    yaml_implicit_resolvers = {first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Write equal values twice instead of by anchor and alias: easier to read and to edit."""
+        return True
+
+
+for _name, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, list(_first) + ([""] if _name == "null" else []))
+    Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, list(_first))
+
+
+@dataclass
+class Source:
+    """A parsed text: its value and, for each path into it, the line (from 1) where the key or item stands."""
+
+    value: object
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+
+
+def read(path: Path) -> Source:
+    """Parse the YAML file at `path`. SourceError names the line; OSError if the file cannot be read."""
+    with path.open("rb") as stream:
+        raw = stream.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise SourceError([(None, f"larger than {MAX_BYTES:,} bytes; this is not a configuration file")])
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise SourceError([(line, f"byte {raw[error.start]:#04x} is not UTF-8; save the file as UTF-8")]) from None
+    return parse(text)
+
+
+def parse(text: str) -> Source:
+    """Parse YAML `text`; SourceError if it is not one acceptable document."""
+    try:
+        _refuse_deep(text)
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        hint = " (a tab; indent with spaces)" if "'\\t'" in str(error.problem) else ""
+        raise SourceError([(mark.line + 1 if mark else None, f"not YAML: {error.problem}{hint}")]) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise SourceError([(line, f"character {error.character!r} is not allowed in YAML")]) from None
+    if node is None:
+        return Source(None)
+    builder = _Builder()
+    value = builder.build(node, (), 0)
+    if builder.problems:
+        raise SourceError(builder.problems)
+    return Source(value, builder.lines)
+
+
+def _refuse_deep(text: str) -> None:
+    # The event layer does not recurse, so hostile nesting is caught before the composer, which does.
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise SourceError([(event.start_mark.line + 1, f"nested deeper than {MAX_DEPTH} levels")])
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+class _Builder:
+    """Walks the node graph once, expanding aliases under a limit and collecting problems."""
+
+    def __init__(self) -> None:
+        self.lines: dict[KeyPath, int] = {}
+        self.problems: list[tuple[int | None, str]] = []
+        self.num_nodes = 0
+
+    def build(self, node: yaml.Node, path: KeyPath, depth: int) -> object:
+        line = node.start_mark.line + 1
+        self.num_nodes += 1
+        if self.num_nodes > MAX_NODES or depth > MAX_DEPTH:
+            text = f"more than {MAX_NODES:,} values or {MAX_DEPTH} levels once aliases (*name) are expanded"
+            raise SourceError([(line, text)])
+        self.lines.setdefault(path, line)
+        if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.rpartition(":")[2] not in _KINDS[type(node)]:
+            self.problems.append((line, f"tag {node.tag!r} is not allowed; write plain values"))
+            return None
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path, depth)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*path, index), depth + 1) for index, item in enumerate(node.value)]
+        return self._scalar(node, line)
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
+        value: dict[str, object] = {}
+        for key_node, item in node.value:
+            line = key_node.start_mark.line + 1
+            key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode) or not key_node.tag.endswith(":str"):
+                self.problems.append((line, f"a key must be text, found {str(key)[:60]!r}; put it in quotes if meant"))
+            elif key in value:
+                first = self.lines[(*path, key)]
+                where = ".".join(map(str, (*path, key)))
+                self.problems.append((line, f"{where}: written twice, first on line {first}; keep one"))
+            else:
+                self.lines[(*path, key)] = line
+                value[key] = self.build(item, (*path, key), depth + 1)
+        return value
+
+    def _scalar(self, node: yaml.ScalarNode, line: int) -> object:
+        kind = node.tag.rpartition(":")[2]
+        matched = next((name for name, pattern, _ in _SCALARS if pattern.match(node.value)), "str")
+        if kind == "str":
+            return node.value
+        if kind != matched and not (kind == "float" and matched == "int"):  # an explicit tag: `!!int abc`
+            self.problems.append((line, f"{node.value!r} is not of the tagged type {kind!r}; write it without a tag"))
+            return None
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return node.value.lower() == "true"
+        if len(node.value) > 300 or not math.isfinite(float(node.value)):
+            self.problems.append((line, f"the number {node.value[:40]}... is too large"))
+            return None
+        return int(node.value) if kind == "int" else float(node.value)
+
+
+_KINDS: dict[type[yaml.Node], tuple[str, ...]] = {
+    yaml.MappingNode: ("map",),
+    yaml.SequenceNode: ("seq",),
+    yaml.ScalarNode: ("str", "null", "bool", "int", "float"),
+}
