@@ -194,7 +194,7 @@ def draw(scene: Scene, size: int = SIZE) -> np.ndarray:
         pen.polygon([(float(x), float(y)) for x, y in corners], fill=PALETTE[thing.colour])
     if scene.sign is not None:
         _draw_sign(canvas, pen, scene.sign, scale)
-    return np.asarray(canvas.reduce(2))
+    return np.array(canvas.reduce(2))
 
 
 def _draw_sign(canvas: Image.Image, pen: ImageDraw.ImageDraw, sign: Sign, scale: float) -> None:
