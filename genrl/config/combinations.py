@@ -1,20 +1,283 @@
-"""Combinations of settings that cannot work, refused before anything is loaded."""
+"""Combinations of settings that cannot work, refused before anything is loaded.
+
+Each rule is a generator of (keys concerned, what is wrong and what to write instead). Rules look at values only: what
+needs the disk is in `genrl.config.files`.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
 
+Finding = tuple[tuple[str, ...], str]
+
+# Arguments of a pipeline's call that belong to the trainer or have a key of their own.
+OWN_KEY = {
+    "num_inference_steps": "sampling.num_inference_steps",
+    "guidance_scale": "sampling.guidance_scale",
+    "height": "sampling.height",
+    "width": "sampling.width",
+    "num_frames": "sampling.num_frames",
+    "num_images_per_prompt": "sampling.group_size",
+    "num_videos_per_prompt": "sampling.group_size",
+}
+OURS = (
+    "prompt",
+    "prompt_embeds",
+    "latents",
+    "generator",
+    "output_type",
+    "return_dict",
+    "timesteps",
+    "sigmas",
+    "callback_on_step_end",
+    "callback_on_step_end_tensor_inputs",
+    "eta",
+)
+
 
 class ImpossibleConfig(ValueError):
     """Settings that contradict each other. `problems` holds (keys concerned, what to do) pairs."""
 
-    def __init__(self, problems: list[tuple[tuple[str, ...], str]]) -> None:
+    def __init__(self, problems: list[Finding]) -> None:
         super().__init__("; ".join(f"{', '.join(keys)}: {text}" for keys, text in problems))
         self.problems = problems
 
 
 def refuse_impossible(config: Config) -> None:
     """Raise ImpossibleConfig with every contradiction of `config`; return nothing if there is none."""
+    rules = (
+        _batches,
+        _pipeline_args,
+        _schedule,
+        _window,
+        _noise,
+        _policy,
+        _matching,
+        _rewards,
+        _prompts,
+        _evaluation,
+        _precision,
+        _model,
+        _optimizer,
+        _run,
+    )
+    problems = [finding for rule in rules for finding in rule(config)]
+    if problems:
+        raise ImpossibleConfig(problems)
+
+
+def looks_local(path: str) -> bool:
+    """Whether `path` is written like a folder rather than a hub id (org/name)."""
+    return path.startswith((".", "/", "~", "assets/")) or path.count("/") != 1
+
+
+def world_size_problem(config: Config, num_processes: int) -> str | None:
+    """Why `num_processes` cannot share one update's micro-batches evenly, with the counts that can; else None."""
+    per_update = config.sampling.micro_batches // config.trainer.updates_per_iteration
+    if per_update % num_processes == 0:
+        return None
+    return (
+        f"{num_processes} processes cannot share {per_update} micro-batches per optimiser step evenly; use "
+        f"{_or(_divisors(per_update)[:8])} processes, or change sampling.batch_size ({config.sampling.batch_size})"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _around(number: int, choices: list[int]) -> str:
+    below = [choice for choice in choices if choice < number]
+    above = [choice for choice in choices if choice > number]
+    return _or([*below[-1:], *above[:1]])
+
+
+def _or(values: list[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _batches(config: Config) -> Iterator[Finding]:
+    sampling, trainer = config.sampling, config.trainer
+    group = ("sampling.group_size", "trainer.advantage_scale")
+    total = sampling.images_per_iteration
+    batch = ("sampling.batch_size", "sampling.prompts_per_iteration", "sampling.group_size")
+    updates = ("trainer.updates_per_iteration", "sampling.batch_size")
+    sizes = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} = {total} samples"
+    if sampling.group_size < 2:
+        yield group, "one sample has nothing to be compared with, so its advantage is 0; use a group of 2 or more"
+    if sampling.batch_size > total:
+        yield batch, f"a batch of {sampling.batch_size} is more than {sizes}; use {total} or a divisor of it"
+    elif total % sampling.batch_size:
+        near = _around(sampling.batch_size, _divisors(total))
+        yield batch, f"{sizes} cannot be cut into batches of {sampling.batch_size}; use a batch of {near}"
+    elif sampling.micro_batches % trainer.updates_per_iteration:
+        choices = _divisors(sampling.micro_batches)
+        near = _around(trainer.updates_per_iteration, choices)
+        yield (
+            updates,
+            (
+                f"{sampling.micro_batches} micro-batches ({total} samples / {sampling.batch_size}) cannot be shared evenly "
+                f"by {trainer.updates_per_iteration} updates; use {near} updates, or a smaller batch"
+            ),
+        )
+
+
+def _pipeline_args(config: Config) -> Iterator[Finding]:
+    for name in config.sampling.pipeline_args:
+        key = f"sampling.pipeline_args.{name}"
+        if name in OWN_KEY:
+            yield (key, OWN_KEY[name]), f"has a key of its own; write {OWN_KEY[name]} instead"
+        elif name in OURS:
+            yield (key,), "is set by the trainer; remove it"
+
+
+def _schedule(config: Config) -> Iterator[Finding]:
+    if config.sampling.num_inference_steps > 1:
+        return
+    keys = ("sampling.num_inference_steps", "trainer.algorithm")
+    if config.trainer.algorithm == "flow_grpo":
+        yield keys, "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (peers: 10)"
+    elif config.trainer.timesteps_per_sample is None:
+        yield keys, "all noise levels but the last are trained, and there is only 1; use 2 or more steps (paper: 10)"
+
+
+def _window(config: Config) -> Iterator[Finding]:
+    if config.trainer.algorithm != "flow_grpo" or config.trainer.window is None:
+        return
+    window, steps = config.trainer.window, config.sampling.num_inference_steps
+    last = steps - 1
+    high = last if window.high is None else window.high
+    if high > last:
+        text = f"the last of {steps} steps is never stochastic, so the window must end by {last}; use {last} or null"
+        yield ("trainer.window.high", "sampling.num_inference_steps"), text
+    elif window.low >= high:
+        keys = ("trainer.window.low", "sampling.num_inference_steps" if window.high is None else "trainer.window.high")
+        yield keys, f"the window is empty: it would begin at step {window.low} and end before {high}; lower `low`"
+    elif window.size > high - window.low:
+        text = f"{window.size} steps do not fit between {window.low} and {high}; use {high - window.low} or less"
+        yield ("trainer.window.size", "trainer.window.high", "sampling.num_inference_steps"), text
+
+
+def _noise(config: Config) -> Iterator[Finding]:
+    if config.trainer.algorithm != "flow_grpo":
+        return
+    kernel, level = config.trainer.kernel, config.trainer.noise_level
+    keys = ("trainer.noise_level", "trainer.kernel")
+    if kernel == "wan_sde":
+        if level is not None:
+            yield keys, f"wan_sde takes its noise from the schedule and has no level, found {level:g}; write null"
+    elif level is None:
+        yield keys, f"{kernel} needs a level; use 0.7 (flow_sde), 0.3 (dance_sde), 0.8 (flow_cps) or 1 (ddim)"
+    elif level == 0:
+        text = f"{kernel} at level 0 is deterministic and has no density to train on; use a level above 0"
+        yield keys, f"{text}, or algorithm diffusion_nft, which needs none"
+    elif kernel in ("flow_cps", "flow_ddim", "ddim") and level > 1:
+        yield keys, f"{kernel} has levels above 0 to 1, found {level:g}; use 1 or less"
+
+
+def _policy(config: Config) -> Iterator[Finding]:
+    if config.trainer.algorithm != "flow_grpo":
+        return
+    low, _ = config.trainer.clip_bounds
+    if low >= 1:
+        yield ("trainer.clip_range",), f"the ratio would be kept above 1 - {low:g} <= 0, which clips nothing; use 1e-4"
+
+
+def _matching(config: Config) -> Iterator[Finding]:
+    if config.trainer.algorithm != "diffusion_nft":
+        return
+    steps, chosen = config.sampling.num_inference_steps, config.trainer.timesteps_per_sample
+    if chosen is not None and chosen > steps:
+        keys = ("trainer.timesteps_per_sample", "sampling.num_inference_steps")
+        yield keys, f"{chosen} noise levels cannot be drawn from a grid of {steps}; use {steps} or less"
+    if config.sampling.same_initial_noise:
+        keys = ("sampling.same_initial_noise", "trainer.algorithm")
+        text = "diffusion_nft samples deterministically: a group from one noise is one picture many times; write false"
+        yield keys, text
+
+
+def _rewards(config: Config) -> Iterator[Finding]:
+    keys = tuple(f"rewards.{index}.weight" for index in range(len(config.rewards)))
+    if all(reward.weight == 0 for reward in config.rewards):
+        yield keys, "all weights are 0, so there is nothing to train on; give one reward a weight"
+    first: dict[str, int] = {}
+    for index, reward in enumerate(config.rewards):
+        if reward.name in first:
+            pair = (f"rewards.{index}.name", f"rewards.{first[reward.name]}.name")
+            yield pair, f"{reward.name!r} twice: their metrics would share one name; keep one"
+        first.setdefault(reward.name, index)
+
+
+def _prompts(config: Config) -> Iterator[Finding]:
+    prompts = config.prompts
+    if prompts.eval is not None and PurePosixPath(prompts.eval) == PurePosixPath(prompts.train):
+        text = "the same prompts: evaluation must be on held-out ones; name another file"
+        yield ("prompts.eval", "prompts.train"), text
+    files = [path for path in (prompts.train, prompts.eval) if path is not None]
+    if prompts.column != "prompt" and all(path.endswith(".txt") for path in files):
+        yield ("prompts.column", "prompts.train"), "a .txt file has no columns; remove it, or use a .jsonl file"
+
+
+def _evaluation(config: Config) -> Iterator[Finding]:
+    evaluation = config.evaluation
+    if evaluation.every == 0:
+        return
+    if config.prompts.eval is None:
+        text = "evaluation needs held-out prompts; set prompts.eval, or evaluation.every to 0"
+        yield ("prompts.eval", "evaluation.every"), text
+    if evaluation.grid_prompts > evaluation.num_prompts:
+        keys = ("evaluation.grid_prompts", "evaluation.num_prompts")
+        yield keys, f"{evaluation.grid_prompts} pictures of {evaluation.num_prompts} prompts; use the same or less"
+    if evaluation.batch_size is not None and evaluation.batch_size > evaluation.num_prompts:
+        keys = ("evaluation.batch_size", "evaluation.num_prompts")
+        yield keys, f"a batch of {evaluation.batch_size} of {evaluation.num_prompts} prompts; use the same or less"
+
+
+def _precision(config: Config) -> Iterator[Finding]:
+    dtype, autocast = config.model.dtype, config.model.autocast
+    keys = ("model.autocast", "model.dtype")
+    if dtype == "float16" and autocast == "float16":
+        yield keys, "autocast does nothing for a float16 model; remove it, or hold the weights in float32"
+    elif autocast is not None and dtype not in ("float32", autocast):
+        yield keys, f"two different half precisions, {dtype} and {autocast}; use {dtype} and null"
+    if dtype == "float16" and config.model.lora is None:
+        text = "trained float16 weights lose small updates and overflow; use float32 with autocast: float16, or lora"
+        yield ("model.dtype", "model.lora"), text
+
+
+def _model(config: Config) -> Iterator[Finding]:
+    model = config.model
+    if config.distributed.fsdp and model.lora is not None:
+        text = "sharding is for full fine-tuning, adapters are small; write lora: null, or fsdp: false"
+        yield ("distributed.fsdp", "model.lora"), text
+    if model.revision is not None and looks_local(model.path):
+        yield ("model.revision", "model.path"), "a folder has no revisions; remove it, or use a hub id (org/name)"
+    if model.lora is not None and model.lora.targets is not None:
+        twice = [name for name, count in Counter(model.lora.targets).items() if count > 1]
+        if twice:
+            yield ("model.lora.targets",), f"{', '.join(twice)} twice; keep one"
+
+
+def _optimizer(config: Config) -> Iterator[Finding]:
+    warmup, total = config.optimizer.warmup_steps, config.optimizer_steps
+    if warmup >= total:
+        keys = ("optimizer.warmup_steps", "iterations", "trainer.updates_per_iteration")
+        yield keys, f"the run has {total} optimiser steps, so the warm-up never ends; use {total - 1} or less"
+
+
+def _run(config: Config) -> Iterator[Finding]:
+    if len(set(config.trackers)) < len(config.trackers):
+        yield ("trackers",), "a tracker is named twice; keep one"
+    output = PurePosixPath(config.output)
+    if looks_local(config.model.path) and output.is_relative_to(PurePosixPath(config.model.path)):
+        text = f"the run would write into the model's folder {config.model.path}; use another, for example runs/first"
+        yield ("output", "model.path"), text
+    for key, path in (("prompts.train", config.prompts.train), ("prompts.eval", config.prompts.eval)):
+        if path is not None and output == PurePosixPath(path):
+            yield ("output", key), "the run folder would replace the prompt file; use another, for example runs/first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,6 @@ def _read(path: Path) -> _Tree:
 
 
 def _nearest_file(path: Path) -> str:
-    from difflib import get_close_matches
-
     names = [entry.name for entry in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     close = get_close_matches(path.name, names, n=1, cutoff=0.5)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
@@ -141,8 +140,9 @@ def _override(tree: _Tree, text: str) -> Problem | None:
         step: str | int = key
         if isinstance(node, list):
             if not key.isdecimal() or int(key) >= len(node):
-                text = f"{dotted(path)} is a list of {len(node)}: write {dotted(path)}.0 to {dotted(path)}.{len(node) - 1}"
-                return Problem(origin, name, text if node else f"{dotted(path)} is an empty list")
+                here = dotted(path)
+                text = f"{here} is a list of {len(node)}: write {here}.0 to {here}.{len(node) - 1}"
+                return Problem(origin, name, text if node else f"{here} is an empty list")
             step = int(key)
         elif not isinstance(node, dict):
             return Problem(origin, name, f"{dotted(path)} is {node!r}, not a section: it has no keys")

@@ -117,6 +117,7 @@ def _unknown_key(path: KeyPath, data: Any) -> str:
 
 def suggestions(key: str, section: KeyPath, siblings: list[str]) -> list[str]:
     """Up to three full paths the user may have meant by `key` in `section`."""
+
     def here(names: list[str]) -> list[str]:
         return [dotted((*section, name)) for name in names]
 
@@ -132,8 +133,8 @@ def suggestions(key: str, section: KeyPath, siblings: list[str]) -> list[str]:
         return here(near)
     leaves = {path.rpartition(".")[2] for path in everywhere}
     far = get_close_matches(key, sorted(leaves), n=1, cutoff=0.6) + get_close_matches(key, OTHER_NAMES, n=1, cutoff=0.8)
-    return [path for leaf in far for path in ([OTHER_NAMES[leaf]] if leaf in OTHER_NAMES else everywhere)
-            if leaf in OTHER_NAMES or path.rpartition(".")[2] == leaf][:3]
+    named = [OTHER_NAMES[name] for name in far if name in OTHER_NAMES]
+    return list(dict.fromkeys([*named, *(path for path in everywhere if path.rpartition(".")[2] in far)]))[:3]
 
 
 @cache
@@ -186,9 +187,11 @@ def node_at(path: KeyPath, data: Any) -> Schema | None:
 
 def _child(node: Schema, part: str | int) -> Schema | None:
     if isinstance(part, int):
-        items: list[Schema] = node.get("prefixItems", [])
-        return items[part] if part < len(items) else node.get("items")
-    return node.get("properties", {}).get(part)
+        fixed: list[Schema] = node.get("prefixItems", [])
+        every: Schema | None = node.get("items")
+        return fixed[part] if part < len(fixed) else every
+    child: Schema | None = node.get("properties", {}).get(part)
+    return child
 
 
 def _walk(node: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
@@ -221,7 +224,7 @@ def allowed(node: Schema | None) -> str:
     if kind == "array":
         if "prefixItems" in node:
             return f"a list [{', '.join(allowed(item) for item in node['prefixItems'])}]"
-        return f"a list of {allowed(node['items'])}"
+        return f"a list; each item: {allowed(node['items'])}"
     if kind == "object":
         return f"a section with the keys {', '.join(node['properties'])}" if "properties" in node else "a section"
     words = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}

@@ -26,9 +26,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 AdvantageScale = Literal["group", "global", "none"]
 Kernel = Literal["flow_sde", "dance_sde", "wan_sde", "flow_cps", "flow_ddim", "ddim"]
 ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity"]
-Tracker = Literal[
-    "tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"
-]
+Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
 
 
 class Section(BaseModel):
@@ -144,7 +142,7 @@ class FlowGRPO(Section):
     """Which trainer."""
     kernel: Kernel = "flow_sde"
     """Transition density of a stochastic step; ddim is for epsilon- and v-prediction models."""
-    noise_level: Positive | None = 0.7
+    noise_level: NonNegative | None = 0.7
     """Noise of the kernel (flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, (flow_)ddim eta 1); wan_sde: null."""
     window: Window | None = None
     """Train only a random stretch of steps, drawn once per iteration; null = all steps but the last."""

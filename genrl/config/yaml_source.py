@@ -53,8 +53,9 @@ class Dumper(yaml.SafeDumper):
 
 
 for _name, _pattern, _first in _SCALARS:
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, list(_first) + ([""] if _name == "null" else []))
-    Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, list(_first))
+    _firsts = [*_first, ""] if _name == "null" else [*_first]
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, _firsts)
+    Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, [*_first])
 
 
 @dataclass
@@ -121,7 +122,7 @@ class _Builder:
         self.num_nodes = 0
 
     def build(self, node: yaml.Node, path: KeyPath, depth: int) -> object:
-        line = node.start_mark.line + 1
+        line = _line(node)
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES or depth > MAX_DEPTH:
             text = f"more than {MAX_NODES:,} values or {MAX_DEPTH} levels once aliases (*name) are expanded"
@@ -134,15 +135,15 @@ class _Builder:
             return self._mapping(node, path, depth)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, index), depth + 1) for index, item in enumerate(node.value)]
-        return self._scalar(node, line)
+        return self._scalar(node.tag.rpartition(":")[2], node.value, line)
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
         value: dict[str, object] = {}
         for key_node, item in node.value:
-            line = key_node.start_mark.line + 1
+            line = _line(key_node)
             key = key_node.value
             if not isinstance(key_node, yaml.ScalarNode) or not key_node.tag.endswith(":str"):
-                self.problems.append((line, f"a key must be text, found {str(key)[:60]!r}; put it in quotes if meant"))
+                self.problems.append((line, f"a key must be text, found {_key(key)}; put it in quotes if meant"))
             elif key in value:
                 first = self.lines[(*path, key)]
                 where = ".".join(map(str, (*path, key)))
@@ -152,22 +153,29 @@ class _Builder:
                 value[key] = self.build(item, (*path, key), depth + 1)
         return value
 
-    def _scalar(self, node: yaml.ScalarNode, line: int) -> object:
-        kind = node.tag.rpartition(":")[2]
-        matched = next((name for name, pattern, _ in _SCALARS if pattern.match(node.value)), "str")
+    def _scalar(self, kind: str, text: str, line: int) -> object:
+        matched = next((name for name, pattern, _ in _SCALARS if pattern.match(text)), "str")
         if kind == "str":
-            return node.value
+            return text
         if kind != matched and not (kind == "float" and matched == "int"):  # an explicit tag: `!!int abc`
-            self.problems.append((line, f"{node.value!r} is not of the tagged type {kind!r}; write it without a tag"))
+            self.problems.append((line, f"{text!r} is not of the tagged type {kind!r}; write it without a tag"))
             return None
         if kind == "null":
             return None
         if kind == "bool":
-            return node.value.lower() == "true"
-        if len(node.value) > 300 or not math.isfinite(float(node.value)):
-            self.problems.append((line, f"the number {node.value[:40]}... is too large"))
+            return text.lower() == "true"
+        if len(text) > 300 or not math.isfinite(float(text)):
+            self.problems.append((line, f"the number {text[:40]} is too large"))
             return None
-        return int(node.value) if kind == "int" else float(node.value)
+        return int(text) if kind == "int" else float(text)
+
+
+def _key(value: object) -> str:
+    return repr(value[:60]) if isinstance(value, str) else "a list or section"
+
+
+def _line(node: yaml.Node) -> int:
+    return node.start_mark.line + 1 if node.start_mark else 1
 
 
 _KINDS: dict[type[yaml.Node], tuple[str, ...]] = {
