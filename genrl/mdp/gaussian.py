@@ -27,7 +27,7 @@ def per_sample(value: Tensor | float, like: Tensor, dtype: torch.dtype) -> Tenso
 
     Raises ValueError where a vector is not one value per sample.
     """
-    tensor = torch.as_tensor(value).to(like.device, dtype)
+    tensor = torch.as_tensor(value, dtype=dtype, device=like.device)
     if tensor.dim() in (0, like.dim()):
         return tensor
     if tensor.dim() == 1 and tensor.shape[0] in (1, like.shape[0]):

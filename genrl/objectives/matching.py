@@ -64,7 +64,7 @@ def diffusion_nft_loss(
     dtype = torch.float64 if velocity.dtype == clean.dtype == torch.float64 else torch.float32
     new, old = velocity.to(dtype), old_velocity.detach().to(dtype)
     noisy, clean = noisy.detach().to(dtype), clean.detach().to(dtype)
-    time = torch.as_tensor(sigma).to(clean).reshape(-1, *[1] * (clean.dim() - 1))
+    time = torch.as_tensor(sigma, dtype=dtype, device=clean.device).reshape(-1, *[1] * (clean.dim() - 1))
     positive = _normalised_error(noisy - time * (beta * new + (1.0 - beta) * old), clean)
     negative = _normalised_error(noisy - time * ((1.0 + beta) * old - beta * new), clean)
     weight = reward_weight.detach().to(clean)

@@ -74,7 +74,7 @@ def kl_gaussian_dt(
     What Flow-GRPO's code computes (repository issue 78); it weights small steps less than `kl_gaussian`. PaCo-RL has
     eps = 1e-7. delta a float, [] or [B]; the rest as in `kl_gaussian`.
     """
-    step = torch.as_tensor(delta).to(std).reshape(-1, *[1] * (std.dim() - 1))
+    step = torch.as_tensor(delta, dtype=std.dtype, device=std.device).reshape(-1, *[1] * (std.dim() - 1))
     return kl_gaussian(mean, ref_mean, std / step.sqrt(), eps=eps, reduction=reduction)
 
 
