@@ -119,13 +119,9 @@ def _batches(config: Config) -> Iterator[Finding]:
     elif sampling.micro_batches % trainer.updates_per_iteration:
         choices = _divisors(sampling.micro_batches)
         near = _around(trainer.updates_per_iteration, choices)
-        yield (
-            updates,
-            (
-                f"{sampling.micro_batches} micro-batches ({total} samples / {sampling.batch_size}) cannot be shared evenly "
-                f"by {trainer.updates_per_iteration} updates; use {near} updates, or a smaller batch"
-            ),
-        )
+        count = f"{sampling.micro_batches} micro-batches ({total} samples / {sampling.batch_size})"
+        text = f"cannot be shared evenly by {trainer.updates_per_iteration} updates; use {near} updates"
+        yield updates, f"{count} {text}, or a smaller batch"
 
 
 def _pipeline_args(config: Config) -> Iterator[Finding]:

@@ -108,7 +108,7 @@ def _refuse_deep(text: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
-                raise SourceError([(event.start_mark.line + 1, f"nested deeper than {MAX_DEPTH} levels")])
+                raise SourceError([(_line(event), f"nested deeper than {MAX_DEPTH} levels")])
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
@@ -174,7 +174,7 @@ def _key(value: object) -> str:
     return repr(value[:60]) if isinstance(value, str) else "a list or section"
 
 
-def _line(node: yaml.Node) -> int:
+def _line(node: yaml.Node | yaml.Event) -> int:
     return node.start_mark.line + 1 if node.start_mark else 1
 
 
