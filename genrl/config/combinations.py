@@ -77,51 +77,31 @@ def looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~", "assets/")) or path.count("/") != 1
 
 
-def world_size_problem(config: Config, num_processes: int) -> str | None:
-    """Why `num_processes` cannot share one update's micro-batches evenly, with the counts that can; else None."""
+def processes_problem(config: Config, num_processes: int) -> str | None:
+    """Why `num_processes` are more than this run can use, in words; None if it can use them."""
     per_update = config.sampling.micro_batches // config.trainer.updates_per_iteration
-    if per_update % num_processes == 0:
+    if num_processes <= per_update:
         return None
     return (
-        f"{num_processes} processes cannot share {per_update} micro-batches per optimiser step evenly; use "
-        f"{_or(_divisors(per_update)[:8])} processes, or change sampling.batch_size ({config.sampling.batch_size})"
+        f"{num_processes} processes, but an optimiser step has only {per_update} micro-batches to share; start "
+        f"{per_update} processes or fewer, or lower sampling.batch_size ({config.sampling.batch_size})"
     )
 
 
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def _around(number: int, choices: list[int]) -> str:
-    below = [choice for choice in choices if choice < number]
-    above = [choice for choice in choices if choice > number]
-    return _or([*below[-1:], *above[:1]])
-
-
-def _or(values: list[int]) -> str:
-    return " or ".join(map(str, values))
-
-
 def _batches(config: Config) -> Iterator[Finding]:
-    sampling, trainer = config.sampling, config.trainer
-    group = ("sampling.group_size", "trainer.advantage_scale")
-    total = sampling.images_per_iteration
-    batch = ("sampling.batch_size", "sampling.prompts_per_iteration", "sampling.group_size")
-    updates = ("trainer.updates_per_iteration", "sampling.batch_size")
-    sizes = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} = {total} samples"
+    sampling, updates = config.sampling, config.trainer.updates_per_iteration
+    total, pieces = sampling.images_per_iteration, sampling.micro_batches
     if sampling.group_size < 2:
-        yield group, "one sample has nothing to be compared with, so its advantage is 0; use a group of 2 or more"
+        text = "one sample has nothing to be compared with, so its advantage is 0; use a group of 2 or more"
+        yield ("sampling.group_size", "trainer.advantage_scale"), text
     if sampling.batch_size > total:
-        yield batch, f"a batch of {sampling.batch_size} is more than {sizes}; use {total} or a divisor of it"
-    elif total % sampling.batch_size:
-        near = _around(sampling.batch_size, _divisors(total))
-        yield batch, f"{sizes} cannot be cut into batches of {sampling.batch_size}; use a batch of {near}"
-    elif sampling.micro_batches % trainer.updates_per_iteration:
-        choices = _divisors(sampling.micro_batches)
-        near = _around(trainer.updates_per_iteration, choices)
-        count = f"{sampling.micro_batches} micro-batches ({total} samples / {sampling.batch_size})"
-        text = f"cannot be shared evenly by {trainer.updates_per_iteration} updates; use {near} updates"
-        yield updates, f"{count} {text}, or a smaller batch"
+        sizes = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} = {total} samples"
+        text = f"a batch of {sampling.batch_size} is more than {sizes}; use {total} or less"
+        yield ("sampling.batch_size", "sampling.prompts_per_iteration", "sampling.group_size"), text
+    if updates > pieces:
+        text = f"{total} samples in batches of {sampling.batch_size} are {pieces} micro-batches, too few for {updates}"
+        text = f"{text} updates; use {pieces} or less, or a smaller batch"
+        yield ("trainer.updates_per_iteration", "sampling.batch_size"), text
 
 
 def _pipeline_args(config: Config) -> Iterator[Finding]:
@@ -202,12 +182,12 @@ def _rewards(config: Config) -> Iterator[Finding]:
     keys = tuple(f"rewards.{index}.weight" for index in range(len(config.rewards)))
     if all(reward.weight == 0 for reward in config.rewards):
         yield keys, "all weights are 0, so there is nothing to train on; give one reward a weight"
-    first: dict[str, int] = {}
     for index, reward in enumerate(config.rewards):
-        if reward.name in first:
-            pair = (f"rewards.{index}.name", f"rewards.{first[reward.name]}.name")
-            yield pair, f"{reward.name!r} twice: their metrics would share one name; keep one"
-        first.setdefault(reward.name, index)
+        for earlier in range(index):
+            if (config.rewards[earlier].name, config.rewards[earlier].args) == (reward.name, reward.args):
+                pair = (f"rewards.{index}.name", f"rewards.{earlier}.name")
+                yield pair, f"{reward.name!r} with the same args twice; keep one and add the weights"
+                break
 
 
 def _prompts(config: Config) -> Iterator[Finding]:

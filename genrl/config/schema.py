@@ -107,7 +107,7 @@ class Sampling(Section):
     group_size: Count = 8
     """Samples per prompt, compared with each other; at least 2 (Flow-GRPO: 24)."""
     batch_size: Count = 8
-    """Samples per call of the denoiser, in rollout and in training alike; divides prompts x group."""
+    """Samples per call of the denoiser, in rollout and in training alike."""
     same_initial_noise: Flag = False
     """Start all samples of a group from one noise (DanceGRPO: true)."""
     pipeline_args: dict[str, Any] = {}
@@ -161,7 +161,7 @@ class FlowGRPO(Section):
     guidance_in_training: Flag = True
     """Use classifier-free guidance in training as in sampling."""
     updates_per_iteration: Count = 1
-    """Optimiser steps per inner epoch (Flow-GRPO: 2); divides the number of micro-batches."""
+    """Optimiser steps per inner epoch (Flow-GRPO: 2); at most the number of micro-batches."""
     inner_epochs: Count = 1
     """Passes over the samples of one iteration (Flow-GRPO: 1)."""
 
@@ -189,7 +189,7 @@ class DiffusionNFT(Section):
     old_policy_decay: Literal["none", "ramp", "delayed_ramp"] = "ramp"
     """How slowly the sampling policy follows: at once, min(0.001 n, 0.5), or 0 until step 75, then up."""
     updates_per_iteration: Count = 1
-    """Optimiser steps per inner epoch (paper: 1, OCR 2); divides the number of micro-batches."""
+    """Optimiser steps per inner epoch (paper: 1, OCR 2); at most the number of micro-batches."""
     inner_epochs: Count = 1
     """Passes over the samples of one iteration (paper: 1)."""
 
