@@ -208,7 +208,7 @@ class Policy:
 
         self._call(batch, Request(start, stop, on_step=on_step), state=state)
         if final is None:
-            raise ValueError(f"{type(self.pipe).__name__} never called scheduler.step: it has no denoising loop to record")
+            raise ValueError(f"{type(self.pipe).__name__} never called scheduler.step: no denoising loop to record")
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
         return Trajectory(batch, kernel, states, log_probs, final, sigmas)
 
@@ -314,8 +314,8 @@ class Policy:
                 return made
             if latents.shape != self._injected.shape:
                 raise ValueError(
-                    f"{type(self.pipe).__name__}.prepare_latents makes latents of shape {tuple(latents.shape)}, its loop "
-                    f"runs on states of shape {tuple(self._injected.shape)}: it cannot be resumed from a recorded state"
+                    f"{type(self.pipe).__name__}.prepare_latents makes latents of shape {tuple(latents.shape)}, its "
+                    f"loop runs on states of shape {tuple(self._injected.shape)}: it cannot be resumed from a recorded state"
                 )
             given = self._injected.to(latents.device, latents.dtype)
             self.head.hold(self._injected.to(latents.device), given)

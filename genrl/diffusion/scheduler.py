@@ -24,6 +24,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
 Parametrisation = Literal["flow", "diffusion"]
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class PolicyHead:
             return
         stop = len(self.full_timesteps) if request.stop is None else request.stop
         if not 0 <= request.start <= stop <= len(self.full_timesteps):
-            raise ValueError(f"segment [{request.start}, {stop}) is outside the schedule of {len(self.full_timesteps)} steps")
+            raise ValueError(f"no steps [{request.start}, {stop}) in a schedule of {len(self.full_timesteps)}")
         self.timesteps = self.full_timesteps[request.start : stop]
         if self.parametrisation == "flow" and (request.start, stop) != (0, len(self.full_timesteps)):
             self.sigmas = self.sigmas[request.start : stop + 1]  # some pipelines read sigmas[i] with their loop's i
@@ -150,15 +151,15 @@ def as_policy_head(scheduler: SchedulerMixin) -> Any:
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) or config.get("use_flow_sigmas", False):
         parent, parametrisation, overrides = type(scheduler), "flow", {}
         if config.get("stochastic_sampling", False):
-            raise ValueError(f"{parent.__name__} with stochastic_sampling=true has no deterministic step; set it to false")
-    elif "beta_schedule" in config and config.get("prediction_type", "epsilon") in ("epsilon", "v_prediction", "sample"):
-        # The default of DDIMScheduler clips x_0 to [-1, 1], which is wrong for latents: only where the model asks for it.
+            raise ValueError(f"{parent.__name__} with stochastic_sampling has no deterministic step: set it to false")
+    elif "beta_schedule" in config and config.get("prediction_type", "epsilon") in PREDICTIONS:
+        # DDIMScheduler clips x_0 to [-1, 1] by default, which is wrong for latents: only where the model asks for it.
         parent, parametrisation = DDIMScheduler, "diffusion"
         overrides = {"clip_sample": config.get("clip_sample", False)}
     else:
         raise ValueError(
-            f"the scheduler {type(scheduler).__name__} is neither a flow-matching scheduler nor one of an epsilon, v or "
-            "sample prediction with a beta schedule: there is no Gaussian transition for it"
+            f"the scheduler {type(scheduler).__name__} is neither a flow-matching scheduler nor one of an epsilon, v "
+            "or sample prediction with a beta schedule: there is no Gaussian transition for it"
         )
 
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:

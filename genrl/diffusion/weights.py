@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor, nn
 
-from genrl.config import LoraConfig
+from genrl.config import LoRA
 
 ADAPTER = "default"
 
@@ -31,7 +31,7 @@ class Weights:
     Trainable parameters are float32 whatever the dtype of the frozen ones. Raises ValueError where no layer matches.
     """
 
-    def __init__(self, denoisers: Mapping[str, nn.Module], lora: LoraConfig | None, *, seed: int = 0) -> None:
+    def __init__(self, denoisers: Mapping[str, nn.Module], lora: LoRA | None, *, seed: int = 0) -> None:
         self.denoisers = dict(denoisers)
         self.is_lora = lora is not None
         for name, denoiser in self.denoisers.items():
@@ -124,7 +124,7 @@ class Weights:
                 }
 
 
-def _peft_config(name: str, denoiser: nn.Module, lora: LoraConfig) -> PeftLoraConfig:
+def _peft_config(name: str, denoiser: nn.Module, lora: LoRA) -> PeftLoraConfig:
     linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
     candidates = lora.targets or ATTENTION_LINEARS
     found = [t for t in candidates if any(key == t or key.endswith(f".{t}") for key in linears)]

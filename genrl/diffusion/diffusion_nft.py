@@ -1,0 +1,108 @@
+"""DiffusionNFT: learn from good and bad samples on the forward process (arXiv 2509.16117).
+
+One iteration, with the paper's symbols (sigma is its t):
+
+1. collect   x_0 of each prompt from the old policy v_old, by any solver; no log-probabilities
+2. score     R(x_0, c)
+3. estimate  r = clip(A / 5, -1, 1) / 2 + 1/2, the probability that x_0 is a positive sample
+4. update    x_t = (1 - t) x_0 + t eps;  v+ = (1 - beta) v_old + beta v_theta,  v- = (1 + beta) v_old - beta v_theta
+             minimise  r |x_0(v+) - x_0|^2 + (1 - r) |x_0(v-) - x_0|^2, self-normalised                 (alg. 1)
+5. follow    v_old <- d v_old + (1 - d) v_theta
+
+docs/diffusion_nft.md has the equations, metrics and curves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from genrl.config import DiffusionNFT
+from genrl.diffusion.metering import Meter
+from genrl.diffusion.policy import Batch, Trajectory
+from genrl.diffusion.rollout import MicroBatch
+from genrl.diffusion.session import Session
+from genrl.mdp.noise import generator, keyed_noise
+from genrl.objectives.advantages import group_advantages, group_statistics
+from genrl.objectives.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight
+from genrl.objectives.policy_losses import kl_velocity
+
+OLD = "old"
+
+
+def train(session: Session, settings: DiffusionNFT) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    policy, weights, config = session.policy, session.weights, session.config
+    num_steps = config.sampling.num_inference_steps
+    num_draws = settings.timesteps_per_sample or max(1, num_steps - 1)
+    if OLD not in weights.snapshots:  # a resumed run has it
+        weights.snapshot(OLD)
+
+    def draw(batch: Batch) -> Trajectory:
+        with weights.use(OLD):
+            return policy.roll_out(batch)
+
+    for _ in session.iterations():
+        # 1, 2. Collect and score.
+        rollouts = session.collect(draw)
+
+        # 3. Estimate.
+        advantages = group_advantages(
+            rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
+        )
+        reward_weight = nft_reward_weight(advantages, settings.advantage_clip)
+        meter = Meter()
+        meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+        meter.add("nft/reward_weight_mean", reward_weight)
+
+        # 4. Update.
+        for epoch in range(settings.inner_epochs):
+            for micro_batches, num_samples in rollouts.updates(settings.updates_per_iteration):
+                for micro_batch in micro_batches:
+                    clean, batch = micro_batch.trajectory.final, micro_batch.batch
+                    r = reward_weight[micro_batch.slots].to(policy.device)
+                    for sigma, noise in forward_draws(micro_batch, num_draws, epoch):
+                        level = sigma.view(-1, *[1] * (clean.dim() - 1))
+                        noisy = (1.0 - level) * clean + level * noise
+                        with torch.no_grad(), weights.use(OLD):
+                            old = policy.velocity(batch, noisy, sigma)
+                        with torch.no_grad(), weights.reference():
+                            reference = policy.velocity(batch, noisy, sigma)
+                        new = policy.velocity(batch, noisy, sigma)
+                        matching = diffusion_nft_loss(
+                            new, old, noisy, clean, sigma, r,
+                            beta=settings.beta, advantage_clip=settings.advantage_clip,
+                        )  # fmt: skip
+                        kl = kl_velocity(new, reference)
+                        loss = matching + settings.kl_weight * kl
+                        session.backward(
+                            loss.sum() / (num_samples * num_draws), batch, {"noisy": noisy, "sigma": sigma, "new": new}
+                        )
+                        meter.add("loss", loss)
+                        meter.add("kl", kl)
+                        meter.add("nft/old_deviation", kl_velocity(new, old))
+                meter.add("grad_norm", torch.tensor([session.step()]))
+
+        # 5. The policy that samples follows the one that is trained.
+        decay = nft_old_policy_decay(session.optimizer_steps, settings.old_policy_decay)
+        weights.blend(OLD, decay)
+        session.finish(meter.result() | {"policy/old_decay": decay})
+
+
+def forward_draws(micro_batch: MicroBatch, count: int, epoch: int) -> list[tuple[Tensor, Tensor]]:
+    """`count` draws of (noise level [B], noise [B, ...]): per sample, distinct levels of its own sampling grid.
+
+    Every number derives from the sample's key, so that the draws of a sample do not depend on its neighbours.
+    """
+    clean, grid = micro_batch.trajectory.final, micro_batch.trajectory.sigmas[:-1]
+    keys = micro_batch.batch.keys
+    orders = torch.stack(
+        [torch.randperm(len(grid), generator=generator(*key, "levels", epoch)) for key in keys]
+    )  # [B, T]
+    return [
+        (
+            grid[orders[:, k]].to(clean.device),
+            torch.stack([keyed_noise(clean.shape[1:], *key, "forward", epoch, k) for key in keys]).to(clean),
+        )
+        for k in range(count)
+    ]

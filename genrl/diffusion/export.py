@@ -1,0 +1,108 @@
+"""Weights that plain diffusers loads: LoRA adapters, verified by reloading, and whole pipelines with their card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from peft import get_peft_model_state_dict
+
+from genrl import __version__
+from genrl.config import Config
+from genrl.diffusion.policy import Batch, Policy
+from genrl.diffusion.weights import ADAPTER
+from genrl.runtime.run import write_atomic
+
+_RELOADED = "genrl_reloaded"
+
+
+class ExportError(RuntimeError):
+    """The written adapter does not give back the model it was made from."""
+
+
+def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
+    """Write the present adapter so that `pipe.load_lora_weights(folder)` restores it, and prove it.
+
+    The folder is loaded back through the pipeline's own loader under another adapter name, and a denoising step of
+    `probe` must come out equal. Raises ExportError where it does not, or where the pipeline has no LoRA loader.
+    """
+    pipe = policy.pipe
+    if not hasattr(type(pipe), "save_lora_weights"):
+        raise ExportError(f"{type(pipe).__name__} cannot load LoRA weights; train all weights with model.lora=null")
+    arguments = {}
+    for name, denoiser in policy.denoisers.items():
+        arguments[f"{name}_lora_layers"] = get_peft_model_state_dict(denoiser, adapter_name=ADAPTER)
+        # Without the metadata lora_alpha is lost: the adapter would load at another strength, without a word.
+        arguments[f"{name}_lora_adapter_metadata"] = denoiser.peft_config[ADAPTER].to_dict()
+    type(pipe).save_lora_weights(folder, **arguments)
+    verify_lora(policy, folder, probe)
+
+
+@torch.no_grad()
+def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
+    """Raise ExportError unless the adapter in `folder`, as diffusers loads it, acts like the one in memory."""
+    wanted = policy.roll_out(probe, stop=1).final
+    policy.pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
+    try:
+        for denoiser in policy.denoisers.values():
+            denoiser.set_adapter(_RELOADED)
+        found = policy.roll_out(probe, stop=1).final
+    finally:
+        for denoiser in policy.denoisers.values():
+            denoiser.delete_adapters(_RELOADED)
+            denoiser.set_adapter(ADAPTER)
+    if not torch.equal(wanted, found):
+        difference = float((wanted - found).abs().max())
+        raise ExportError(f"the adapter in {folder} acts differently after reloading (by up to {difference:g})")
+
+
+def save_pipeline(policy: Policy, folder: Path) -> None:
+    """Write the whole pipeline with its trained weights and its own scheduler, as `from_pretrained` loads it."""
+    head = policy.pipe.scheduler
+    policy.pipe.scheduler = policy.original_scheduler
+    try:
+        policy.pipe.save_pretrained(folder)
+    finally:
+        policy.pipe.scheduler = head
+
+
+def write_card(folder: Path, config: Config, metrics: dict[str, float], prompts: list[str]) -> None:
+    """README.md of an exported model: base model, method, rewards before and after, how to load it."""
+    is_lora = config.model.lora is not None
+    load = (
+        f'pipe = DiffusionPipeline.from_pretrained("{config.model.path}")\npipe.load_lora_weights("THIS_FOLDER")'
+        if is_lora
+        else 'pipe = DiffusionPipeline.from_pretrained("THIS_FOLDER")'
+    )
+    rows = "\n".join(f"| `{name}` | {value:.4g} |" for name, value in sorted(metrics.items()))
+    examples = "\n".join(f"- `{json.dumps(prompt, ensure_ascii=False)}`" for prompt in prompts)
+    rewards = ", ".join(f"{reward.name} (weight {reward.weight:g})" for reward in config.rewards)
+    text = f"""---
+base_model: {config.model.path}
+library_name: diffusers
+tags: [{"lora, " if is_lora else ""}reinforcement-learning, genrl, {config.trainer.algorithm}]
+---
+
+# {config.model.path} fine-tuned by {config.trainer.algorithm}
+
+{"LoRA adapter" if is_lora else "Pipeline"} trained by reinforcement learning with genrl {__version__}.
+Rewards: {rewards}. {config.iterations} iterations of {config.sampling.images_per_iteration} samples.
+The licence of the base model applies.
+
+```python
+from diffusers import DiffusionPipeline
+
+{load}
+image = pipe({json.dumps(prompts[0] if prompts else "a prompt")}).images[0]
+```
+
+| held-out metric | value |
+| --- | --- |
+{rows}
+
+Prompts it was evaluated on, among others:
+
+{examples}
+"""
+    write_atomic(folder / "README.md", text)

@@ -1,0 +1,123 @@
+"""Flow-GRPO: policy gradient on the steps of the sampler (arXiv 2505.05470), and what became of it.
+
+One iteration, with the paper's symbols:
+
+1. collect   G samples x_0 of each prompt c from pi_old, every (windowed) step drawn from N(mu, s^2 I)
+2. score     R(x_0, c)
+3. estimate  A_i = (R_i - mean_G R) / std, the group-relative advantage                              (eq. 4)
+4. update    r_i = p_theta(x_{t-1} | x_t, c) / p_old(x_{t-1} | x_t, c), clipped surrogate, KL         (eq. 5)
+
+Settings make it Dance-GRPO (`kernel: dance_sde`), Flow-CPS (`flow_cps`), DDPO-style training of an epsilon model
+(`ddim`) or Flow-GRPO-Fast / MixGRPO's window (`window`). docs/flow_grpo.md has the equations, metrics and curves.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from genrl.config import FlowGRPO
+from genrl.diffusion.metering import Meter
+from genrl.diffusion.policy import Kernel, Replayed
+from genrl.diffusion.rollout import MicroBatch, Rollouts
+from genrl.diffusion.session import Session
+from genrl.mdp.schedules import window_steps
+from genrl.objectives.advantages import group_advantages, group_statistics
+from genrl.objectives.policy_losses import (
+    clipped_surrogate,
+    importance_ratio,
+    kl_gaussian,
+    kl_gaussian_dt,
+    kl_mean_square,
+    kl_velocity,
+)
+
+
+def train(session: Session, settings: FlowGRPO) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    policy, weights, config = session.policy, session.weights, session.config
+    kernel = Kernel(settings.kernel, settings.noise_level or 0.0)
+    checked = False
+
+    for iteration in session.iterations():
+        steps = stochastic_steps(settings, config.sampling.num_inference_steps, config.seed, iteration)
+
+        # 1, 2. Collect and score.
+        rollouts = session.collect(partial(policy.roll_out, kernel=kernel, stochastic=steps))
+        if not checked:
+            check_on_policy(session, settings, rollouts)
+            checked = True
+
+        # 3. Estimate.
+        advantages = group_advantages(
+            rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
+        )
+        meter = Meter()
+        meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+
+        # 4. Update.
+        low, high = settings.clip_bounds
+        for _ in range(settings.inner_epochs):
+            for micro_batches, num_samples in rollouts.updates(settings.updates_per_iteration):
+                for micro_batch in micro_batches:
+                    trajectory, batch = micro_batch.trajectory, micro_batch.batch
+                    advantage = advantages[micro_batch.slots].to(policy.device)
+                    for i, old_log_prob in trajectory.log_probs.items():
+                        reference = None
+                        if settings.kl_weight > 0:
+                            with torch.no_grad(), weights.reference():
+                                reference = policy.replay(trajectory, i)
+                        new = policy.replay(trajectory, i)
+                        surrogate = clipped_surrogate(new.log_prob, old_log_prob, advantage, low, high)
+                        loss = surrogate.loss
+                        if reference is not None:
+                            kl = reference_kl(settings.kl, new, reference)
+                            loss = loss + settings.kl_weight * kl
+                            meter.add("kl", kl)
+                        session.backward(
+                            loss.sum() / (num_samples * len(trajectory.log_probs)),
+                            batch,
+                            {"state": trajectory.states[i], "log_prob": new.log_prob, "old_log_prob": old_log_prob},
+                        )
+                        meter.add_surrogate(surrogate, advantage)
+                        meter.add("loss", loss)
+                meter.add("grad_norm", torch.tensor([session.step()]))
+
+        session.finish(meter.result() | {"window/first": float(steps[0]), "window/size": float(len(steps))})
+
+
+def stochastic_steps(settings: FlowGRPO, num_steps: int, seed: int, iteration: int) -> range:
+    """The steps that are actions in this iteration: the window, or all but the last, which is deterministic."""
+    if settings.window is None:
+        return range(num_steps - 1)
+    window = settings.window
+    return window_steps(window.size, window.low, window.high or num_steps - 1, seed=seed, iteration=iteration)
+
+
+def reference_kl(kind: str, new: Replayed, reference: Replayed) -> Tensor:
+    """Distance of the policy from the reference at the same state, [B], by its configured name."""
+    if kind == "gaussian":
+        return kl_gaussian(new.mean, reference.mean, new.std)
+    if kind == "gaussian_dt":
+        return kl_gaussian_dt(new.mean, reference.mean, new.std, new.step.sigma - new.step.sigma_next)
+    if kind == "mean_square":
+        return kl_mean_square(new.mean, reference.mean)
+    return kl_velocity(new.model_output, reference.model_output)
+
+
+@torch.no_grad()
+def check_on_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) -> None:
+    """Replay the first micro-batch before any update: the ratio must be 1.
+
+    An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
+    raises RuntimeError in all processes, since the clip would cut numerical noise.
+    """
+    worst = 0.0
+    first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
+    if first is not None:
+        for i, old in first.trajectory.log_probs.items():
+            ratio = importance_ratio(session.policy.replay(first.trajectory, i).log_prob, old)
+            worst = max(worst, float((ratio - 1.0).abs().max()))
+    session.check_ratio(worst, min(settings.clip_bounds))

@@ -1,0 +1,219 @@
+"""One iteration's samples: which prompts, from which noise, drawn by whom, and how they are scored.
+
+Slot s of an iteration is sample `s % group_size` of its prompt `s // group_size`. Slots are cut into micro-batches
+of `batch_size` in slot order and the micro-batches are shuffled, both by (seed, iteration) alone; position p of the
+shuffled list belongs to process `p % num_processes`. So prompts, noise and the make-up of every micro-batch (hence, to
+the bit, its pictures) are the same for any number of processes, and replay sees the very batches that were recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+import rewards
+from genrl.config import Config, Sampling
+from genrl.diffusion.policy import Batch, Policy, Trajectory
+from genrl.mdp.batches import prompt_indices
+from genrl.mdp.noise import generator
+from genrl.prompts import Prompt
+
+Timer = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples drawn, decoded and scored together by one process."""
+
+    slots: list[int]
+    trajectory: Trajectory
+    images: Tensor
+    """float32 in [0, 1] on the CPU: [B, 3, H, W], or [B, F, 3, H, W]."""
+
+    @property
+    def batch(self) -> Batch:
+        return self.trajectory.batch
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores of N samples by reward label, gathered from all processes and ordered by slot."""
+
+    values: dict[str, Tensor]
+    """Label -> float64 [N]; NaN = no score."""
+    parts: dict[str, Tensor]
+    """`label/part` -> float64 [N]."""
+    failed: dict[str, int]
+    """Label -> how many samples have no score because the reward raised."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The samples of one iteration that this process drew, and the scores of all of them."""
+
+    mine: dict[int, MicroBatch]
+    """Position in the shuffled list -> micro-batch."""
+    num_micro_batches: int
+    prompts: list[str]
+    """Prompt of every slot [N]."""
+    group: Tensor
+    """Prompt slot of every sample, int64 [N]."""
+    scored: Scored
+    total: Tensor
+    """Weighted sum of the rewards, float64 [N]; NaN = no score."""
+    batch_sizes: list[int] = field(default_factory=list)
+    """Samples in the micro-batch at each position."""
+
+    def updates(self, count: int) -> Iterator[tuple[list[MicroBatch], int]]:
+        """Cut the iteration into `count` optimiser steps: (this process's micro-batches, samples over all)."""
+        for u in range(count):
+            first, last = (self.num_micro_batches * k // count for k in (u, u + 1))
+            yield [self.mine[p] for p in range(first, last) if p in self.mine], sum(self.batch_sizes[first:last])
+
+
+def call_arguments(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of the pipeline call; what is null is left to the pipeline."""
+    named = {
+        name: getattr(sampling, name)
+        for name in ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")
+    }
+    return {name: value for name, value in named.items() if value is not None} | dict(sampling.pipeline_args)
+
+
+def micro_batches(num_slots: int, batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
+    """Slots of each micro-batch, in the order of training."""
+    cut = [list(range(s, min(s + batch_size, num_slots))) for s in range(0, num_slots, batch_size)]
+    order = torch.randperm(len(cut), generator=generator(seed, "micro-batches", iteration)).tolist()
+    return [cut[k] for k in order]
+
+
+def collect(
+    config: Config,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    scorers: Mapping[str, rewards.Reward],
+    weights: Mapping[str, float],
+    draw: Callable[[Batch], Trajectory],
+    *,
+    iteration: int,
+    process: int,
+    num_processes: int,
+    timed: Timer,
+    advance: Callable[[int], None],
+) -> Rollouts:
+    """Draw, decode and score one iteration. `draw` samples a micro-batch; `advance` is told of finished samples."""
+    sampling = config.sampling
+    rows = prompt_indices(len(prompts), sampling.prompts_per_iteration, seed=config.seed, iteration=iteration)
+    slot_rows = [prompts[row] for row in rows for _ in range(sampling.group_size)]
+    group = torch.arange(len(slot_rows)) // sampling.group_size
+    plan = micro_batches(len(slot_rows), sampling.batch_size, seed=config.seed, iteration=iteration)
+    arguments = call_arguments(sampling)
+
+    mine: dict[int, MicroBatch] = {}
+    for position in range(process, -(-len(plan) // num_processes) * num_processes, num_processes):
+        if position >= len(plan):  # another process has one more: meet it where the end is agreed
+            advance(0)
+            continue
+        slots = plan[position]
+        batch = Batch(
+            prompts=[slot_rows[s].text for s in slots],
+            keys=[(config.seed, iteration, s) for s in slots],
+            sampling=arguments,
+            initial_keys=[(config.seed, iteration, "group", int(group[s])) for s in slots]
+            if sampling.same_initial_noise
+            else None,
+        )
+        with torch.no_grad():
+            with timed("sample"):
+                trajectory = draw(batch)
+            with timed("decode"):
+                images = policy.decode(batch, trajectory.final).cpu()
+        mine[position] = MicroBatch(slots, trajectory, images)
+        advance(len(slots))
+
+    with timed("score"):
+        scored = score(scorers, [(m.slots, m.images) for m in mine.values()], slot_rows, group.tolist())
+    by_label = {label: values.tolist() for label, values in scored.values.items()}
+    total = torch.tensor(rewards.weighted_sum(by_label, weights), dtype=torch.float64)
+    return Rollouts(
+        mine=mine,
+        num_micro_batches=len(plan),
+        prompts=[row.text for row in slot_rows],
+        group=group,
+        scored=scored,
+        total=total,
+        batch_sizes=[len(slots) for slots in plan],
+    )
+
+
+def score(
+    scorers: Mapping[str, rewards.Reward],
+    pieces: Sequence[tuple[list[int], Tensor]],
+    rows: Sequence[Prompt],
+    group: Sequence[int],
+) -> Scored:
+    """Score this process's pieces (slots, images) by every reward and gather the scores of all processes.
+
+    rows and group: prompt row and group of every slot [N], the same in all processes.
+    Raises RewardFailed in all processes together where a reward raised for too many samples.
+    """
+    found: list[tuple[str, list[int], rewards.Scores]] = []
+    for label, scorer in scorers.items():
+        for slots, images in pieces:
+            columns = {c: [rows[s].columns[c] for s in slots] for c in rewards.needs(scorer).columns}
+            found.append(
+                (
+                    label,
+                    slots,
+                    rewards.score(
+                        scorer,
+                        images=images,
+                        prompts=[rows[s].text for s in slots],
+                        columns=columns,
+                        group=[group[s] for s in slots],
+                        name=label,
+                    ),
+                )
+            )
+    everything: list[tuple[str, list[int], rewards.Scores]] = gather_object(found)
+
+    values = {label: torch.full((len(rows),), math.nan, dtype=torch.float64) for label in scorers}
+    parts: dict[str, Tensor] = {}
+    failures: dict[str, list[rewards.Failure]] = {label: [] for label in scorers}
+    for label, slots, scores in everything:
+        values[label][slots] = torch.tensor(scores.values, dtype=torch.float64)
+        failures[label] += scores.failures
+        for part, numbers in scores.parts.items():
+            column = parts.setdefault(f"{label}/{part}", torch.full((len(rows),), math.nan, dtype=torch.float64))
+            column[slots] = torch.tensor(numbers, dtype=torch.float64)
+    failed = {label: sum(f.samples for f in found) for label, found in failures.items()}
+    for label, of_label in failures.items():
+        rewards.check_failures(label, failed[label], len(rows), of_label[0] if of_label else None)
+    return Scored(values, parts, failed)
+
+
+def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
+    """Means and spreads of an iteration's scores, over the samples that have one."""
+    metrics = {"reward/total_mean": _mean(total), "reward/total_std": _std(total)}
+    for label, values in scored.values.items():
+        metrics[f"reward/{label}_mean"] = _mean(values)
+        metrics[f"reward/{label}_std"] = _std(values)
+        metrics[f"reward/{label}_failed"] = float(values.isnan().sum())
+    metrics |= {f"reward/{name}_mean": _mean(values) for name, values in scored.parts.items()}
+    return metrics
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.nanmean()) if not bool(values.isnan().all()) else math.nan
+
+
+def _std(values: Tensor) -> float:
+    kept = values[~values.isnan()]
+    return float(kept.std(correction=0)) if len(kept) else math.nan

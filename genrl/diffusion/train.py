@@ -1,0 +1,188 @@
+"""`genrl train`: from a configuration to a trained model in a run folder."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from diffusers import DiffusionPipeline
+
+import rewards
+from genrl import prompts as prompt_files
+from genrl.config import Config, DiffusionNFT, FlowGRPO, Model, dump
+from genrl.diffusion import diffusion_nft, flow_grpo
+from genrl.diffusion.export import save_lora, write_card
+from genrl.diffusion.policy import Policy
+from genrl.diffusion.session import AVERAGE, Abandoned, Session, make_accelerator, reward_labels
+from genrl.diffusion.weights import Weights
+from genrl.runtime import checkpoint
+from genrl.runtime import run as run_folder
+from genrl.runtime.metrics import MetricLogger, check_trackers
+from genrl.runtime.pictures import before_after, save_png
+from genrl.runtime.progress import Progress
+from genrl.runtime.report import write_report
+from genrl.runtime.run import Run
+from genrl.runtime.signals import Watchdog, catch_stop
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: Config, resume: Path | None = None) -> Path:
+    """Train as `config` says, into its run folder, or go on in the folder `resume`; returns the folder.
+
+    Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
+    starts, SystemExit (130, 143) where the process was asked to end and has saved.
+    """
+    check_trackers(config.trackers)
+    accelerator = make_accelerator(config)
+    torch.manual_seed(config.seed)
+    run = Run(resume or Path(config.output))
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            stack.enter_context(run_folder.lock(run.folder))
+        found = checkpoint.latest(run.checkpoints) if resume else None
+        if accelerator.is_main_process:
+            _prepare_folder(run, config, found, resume is not None, accelerator)
+        accelerator.wait_for_everyone()
+        stop = stack.enter_context(catch_stop())
+        watchdog = stack.enter_context(Watchdog(run, config.distributed.timeout_s, rank=accelerator.process_index))
+        start = int(found.name.removeprefix("step-")) if found else 0
+        progress = stack.enter_context(Progress(config.iterations, start=start, enabled=accelerator.is_main_process))
+        session = open_session(config, accelerator, run, progress, watchdog, stop, start)
+        stack.callback(session.log.finish)
+        if found:
+            session.restore(found)
+        try:
+            if isinstance(config.trainer, FlowGRPO):
+                flow_grpo.train(session, config.trainer)
+            else:
+                assert isinstance(config.trainer, DiffusionNFT)
+                diffusion_nft.train(session, config.trainer)
+        except Abandoned:
+            logger.info("the running iteration had changed nothing yet and is done again on resume")
+        finish(session)
+    if stop.requested:
+        raise SystemExit(stop.exit_code)
+    return run.folder
+
+
+def open_session(
+    config: Config,
+    accelerator: Accelerator,
+    run: Run,
+    progress: Progress,
+    watchdog: Watchdog,
+    stop: object,
+    start: int = 0,
+) -> Session:
+    """Load prompts, rewards and the pipeline, and make its parameters trainable."""
+    prompts = prompt_files.load(config.prompts.train, config.prompts.column)
+    eval_prompts = []
+    if config.prompts.eval:
+        eval_prompts = prompt_files.load(config.prompts.eval, config.prompts.column)[: config.evaluation.num_prompts]
+    labels = reward_labels(config)
+    scorers = {
+        label: rewards.load(reward.name, reward.args, device=str(accelerator.device))
+        for label, reward in zip(labels, config.rewards, strict=True)
+    }
+    for label, scorer in scorers.items():
+        for rows in (prompts, eval_prompts):
+            if rows:
+                common = set.intersection(*(set(row.columns) for row in rows))
+                rewards.check_columns(scorer, sorted(common), name=label)
+
+    progress.phase("loading")
+    policy = Policy(
+        load_pipeline(config.model).to(accelerator.device),
+        autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
+        reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
+    )
+    weights = Weights(policy.denoisers, config.model.lora, seed=config.seed)
+    if config.model.gradient_checkpointing:
+        for denoiser in policy.denoisers.values():
+            denoiser.enable_gradient_checkpointing()
+    if not weights.is_lora:
+        weights.snapshot("reference")
+    if config.ema is not None:
+        weights.snapshot(AVERAGE)
+    settings = config.optimizer
+    optimizer = torch.optim.AdamW(
+        weights.parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    return Session(
+        config=config,
+        accelerator=accelerator,
+        policy=policy,
+        weights=weights,
+        optimizer=optimizer,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        scorers=scorers,
+        reward_weights=dict(zip(labels, (reward.weight for reward in config.rewards), strict=True)),
+        run=run,
+        log=MetricLogger(
+            run,
+            config.trackers,
+            config=config.model_dump(mode="json"),
+            resumed_from=start,
+            enabled=accelerator.is_main_process,
+        ),
+        progress=progress,
+        watchdog=watchdog,
+        stop=stop,
+    )
+
+
+def load_pipeline(model: Model) -> DiffusionPipeline:
+    """The pipeline as diffusers loads it, from a folder or the hub; ValueError naming the key where it cannot."""
+    from rewards.torchvision_compat import ensure
+
+    ensure()
+    try:
+        return DiffusionPipeline.from_pretrained(
+            model.path,
+            revision=model.revision,
+            variant=model.variant,
+            dtype=getattr(torch, model.dtype),
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}") from error
+
+
+def finish(session: Session) -> None:
+    """The end of a run, complete or not: last checkpoint, LoRA, before/after picture, report."""
+    session.save()
+    if not session.is_main:
+        return
+    run, config = session.run, session.config
+    if session.weights.is_lora and session.iteration == config.iterations:
+        with session.averaged():
+            save_lora(session.policy, run.lora, session.probe)
+        rows = [row for row in run_folder.read_metrics(run.metrics) if "eval/total_mean" in row]
+        last = {k: v for k, v in rows[-1].items() if k.startswith("eval/") and v is not None} if rows else {}
+        write_card(run.lora, config, last, [prompt.text for prompt in session.eval_prompts[:5]])
+    picture = before_after(run.samples)
+    if picture is not None:
+        save_png(picture, run.samples / "before_after.png")
+    write_report(run.folder)
+    session.progress.say(f"run folder: {run.folder}")
+
+
+def _prepare_folder(run: Run, config: Config, found: Path | None, resuming: bool, accelerator: Accelerator) -> None:
+    command = ["genrl", *sys.argv[1:]]
+    if not resuming:
+        run_folder.start(
+            run.folder, dump(config), seed=config.seed, command=command, processes=accelerator.num_processes
+        )
+        return
+    step = int(found.name.removeprefix("step-")) if found else 0
+    for line in run_folder.resume(run.folder, dump(config), step=step, command=command):
+        logger.warning("edited since the last save: %s", line)
