@@ -36,9 +36,19 @@ from diffusers import (
 )
 from diffusers.models.attention_processor import Attention
 from PIL import Image
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
 
 from genrl import world
 
@@ -161,25 +171,42 @@ def make_unet() -> UNet2DConditionModel:
         sample_size=16,
         in_channels=4,
         out_channels=4,
-        block_out_channels=(64, 128),
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(32, 80),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         layers_per_block=1,
         cross_attention_dim=64,
         attention_head_dim=4,  # the number of heads, by diffusers' old name
-        norm_num_groups=16,
+        norm_num_groups=8,
     )
     nn.init.zeros_(model.conv_out.weight)
     nn.init.zeros_(model.conv_out.bias)
     return model
 
 
-class BlankTokenAttention:
-    """Joint attention in which the last text token, all zeros, stands for `n` equal ones (n = 0: not there).
+def make_blank_encoder() -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
+    """A third text encoder that says nothing: exact zeros, as the stock pipeline uses where there is none.
 
-    Without a third text encoder the stock pipeline appends `max_sequence_length` (256) zero tokens to the text. They
-    have no positions, so they stay equal to each other, and n of them weigh as one whose attention logit is
-    raised by log n. So the model learns to cope with any number of them at the price of one.
+    The pipeline loads without `text_encoder_3=None` only if it has one. Any text is two tokens to its tokenizer, so
+    `max_sequence_length=2` is the shortest call without a warning about truncation.
+    """
+    config = T5Config(vocab_size=3, d_model=128, d_kv=8, d_ff=8, num_layers=1, num_heads=1, tie_word_embeddings=False)
+    encoder = T5EncoderModel(config)
+    nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
+    backend = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    backend.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=256
+    )
+    return encoder, tokenizer
+
+
+class BlankTokenAttention:
+    """Joint attention in which the last text token, all zeros, stands for `n` equal ones.
+
+    The stock pipeline appends the `max_sequence_length` (256) tokens of the third text encoder, here all zeros, to
+    the text. They have no positions, so they stay equal to each other, and n of them weigh as one whose attention
+    logit is raised by log n. So the model learns to cope with any number of them at the price of one.
     """
 
     def __init__(self) -> None:
@@ -228,7 +255,7 @@ def tokenise(tokenizer: CLIPTokenizer, captions: Iterable[str]) -> Tensor:
 def encode_scenes(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
     """Normalised latents [N, 4, 16, 16]."""
     modes = torch.cat([vae.encode(to_model(chunk)).latent_dist.mode() for chunk in pictures.split(64)])
-    return (modes - vae.config.shift_factor) * vae.config.scaling_factor
+    return (modes - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
 # --- training --------------------------------------------------------------------------------------------------
@@ -373,29 +400,34 @@ def stage_t2i(args: argparse.Namespace, rank: int, world_size: int) -> None:
         return F.mse_loss(velocity, noise - clean)
 
     def export(modules: nn.ModuleDict, folder: Path) -> None:
-        pipeline = StableDiffusion3Pipeline(
-            transformer=modules["transformer"],
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
-            vae=vae,
-            text_encoder=modules["text_encoder"],
-            tokenizer=tokenizer,
-            text_encoder_2=modules["text_encoder_2"],
-            tokenizer_2=tokenizer,
-            text_encoder_3=None,
-            tokenizer_3=None,
-        )
-        save_half(pipeline, folder)
+        export_t2i(modules, vae, tokenizer, folder)
 
     train("t2i", modules, optimizers, loss_of, export, args, rank, world_size)
     if rank == 0:
         export(modules, args.out / "tiny-t2i")
 
 
+def export_t2i(modules: nn.ModuleDict, vae: AutoencoderKL, tokenizer: CLIPTokenizer, folder: Path) -> None:
+    blank, blank_tokenizer = make_blank_encoder()
+    pipeline = StableDiffusion3Pipeline(
+        transformer=modules["transformer"],
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+        vae=vae,
+        text_encoder=modules["text_encoder"],
+        tokenizer=tokenizer,
+        text_encoder_2=modules["text_encoder_2"],
+        tokenizer_2=tokenizer,
+        text_encoder_3=blank,
+        tokenizer_3=blank_tokenizer,
+    )
+    save_half(pipeline, folder)
+
+
 def blank_tokens(batch: int, generator: torch.Generator) -> Tensor:
-    """Number of zero tokens per sample: none in half of them, the pipeline's 256 in a quarter, else 1 to 512."""
+    """Number of zero tokens per sample: two in half of them, the pipeline's 256 in a quarter, else 1 to 512."""
     some = torch.exp(torch.rand(batch, generator=generator) * math.log(512))
     which = torch.rand(batch, generator=generator)
-    return torch.where(which < 0.5, torch.zeros(()), torch.where(which < 0.75, torch.tensor(256.0), some))
+    return torch.where(which < 0.5, torch.tensor(2.0), torch.where(which < 0.75, torch.tensor(256.0), some))
 
 
 def encode_text(modules: nn.ModuleDict, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -408,6 +440,8 @@ def stage_sd(args: argparse.Namespace, rank: int, world_size: int) -> None:
     torch.manual_seed(SEED + 2)
     tokenizer = make_tokenizer(args.work / f"tokenizer-{rank}")
     vae = AutoencoderKL.from_pretrained(args.work / "vae").eval().requires_grad_(False)
+    mean_square = vae.config.scaling_factor**-2 + vae.config.shift_factor**2
+    vae.register_to_config(shift_factor=None, scaling_factor=mean_square**-0.5)  # Stable Diffusion 1 knows no shift
     modules = nn.ModuleDict({"unet": make_unet(), "text_encoder": make_text_encoder(tokenizer, CLIPTextModel)})
     scheduler = DDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
@@ -429,7 +463,7 @@ def stage_sd(args: argparse.Namespace, rank: int, world_size: int) -> None:
 
     def export(modules: nn.ModuleDict, folder: Path) -> None:
         pipeline = StableDiffusionPipeline(
-            vae=AutoencoderKL.from_config({**vae.config, "shift_factor": None}),
+            vae=vae,
             text_encoder=modules["text_encoder"],
             tokenizer=tokenizer,
             unet=modules["unet"],
@@ -438,7 +472,6 @@ def stage_sd(args: argparse.Namespace, rank: int, world_size: int) -> None:
             feature_extractor=None,
             requires_safety_checker=False,
         )
-        pipeline.vae.load_state_dict(vae.state_dict())
         save_half(pipeline, folder)
 
     train("sd", modules, [optimizer], loss_of, export, args, rank, world_size)
@@ -451,8 +484,13 @@ def save_half(pipeline: StableDiffusion3Pipeline | StableDiffusionPipeline, fold
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     pipeline.save_pretrained(temporary)
-    half = type(pipeline).from_pretrained(temporary, torch_dtype=torch.float16)
+    half = type(pipeline).from_pretrained(temporary, dtype=torch.float16)
     half.save_pretrained(temporary)
+    for config in temporary.glob("text_encoder*/config.json"):
+        # transformers 5 loads in the dtype named here, diffusers in float32: without this a plain call mixes the two
+        config.write_text(config.read_text().replace('"dtype": "float16"', '"dtype": "float32"'))
+    index = temporary / "model_index.json"  # transformers 5 writes its new name of the class; 4 knows the old one only
+    index.write_text(index.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
 
