@@ -98,7 +98,7 @@ def group_contiguous_order(
 def group_distributed_order(
     num_prompts: int, prompts: int, *, world_size: int, batch_size: int, group_size: int, seed: int, epoch: int
 ) -> Tensor:
-    """Prompt rows [world_size, batches, batch_size] in Flow-Factory's order that spreads every group over all processes.
+    """Prompt rows [world_size, batches, batch_size] in Flow-Factory's order that spreads groups over all processes.
 
     Every process holds group_size / world_size samples of each group, in the same order, and every global batch holds
     whole groups (DGPO needs it). Raises ValueError unless group_size divides by world_size, a global batch by

@@ -48,6 +48,11 @@ def reduce_elements(elements: Tensor, reduction: Reduction) -> Tensor:
     raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
 
 
+def sample(mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
+    """`mean + std noise`, in the dtype of `mean`: the next state for a standard normal `noise` [B, ...]."""
+    return mean + std * noise.to(mean)
+
+
 def log_prob(x: Tensor, mean: Tensor, std: Tensor | float, reduction: Reduction = "mean") -> Tensor:
     """Log-density of `x` under N(mean, std^2 I), in nats, constants included.
 
@@ -58,7 +63,8 @@ def log_prob(x: Tensor, mean: Tensor, std: Tensor | float, reduction: Reduction 
     Shapes: x, mean [B, ...]; std a float, [], [B], [B, 1, ..., 1] or [B, ...]; returns [B].
     `x` is an action that was taken: it is detached, gradients flow through mean (and std) only.
     float32 whatever comes in, float64 if any of x and mean is.
-    Raises ValueError where a std is not positive: a deterministic step has no log-probability.
+    Raises ValueError where a std is not positive: a deterministic step has no log-probability. (The check reads one
+    value back from the device.)
     """
     dtype = compute_dtype(x, mean)
     scale = _positive(per_sample(std, mean, dtype))

@@ -49,11 +49,12 @@ def ode(x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar) -> Trans
 def flow_sde(
     x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar, *, noise_level: Scalar, sigma_max: Scalar
 ) -> Transition:
-    """Flow-SDE of Flow-GRPO (arXiv 2505.05470, section 4.2): diffusion coefficient `b = a sqrt(sigma / (1 - sigma))`.
+    """Flow-SDE of Flow-GRPO (arXiv 2505.05470, its ODE-to-SDE conversion): `b = a sqrt(sigma / (1 - sigma))`.
 
-    a = noise_level (their default .7). At sigma = 1 the denominator is clamped: `1 - min(sigma, sigma_max)` with
-    sigma_max the *second* value of the full grid, which makes the first transition's std exactly a. (Their code tests
-    sigma == 1; the minimum is the same there and also holds on grids that start at 1 - 1e-6.)
+    b is the diffusion coefficient, a = noise_level (their default .7). At sigma = 1 the denominator is clamped to
+    `1 - min(sigma, sigma_max)`, sigma_max being the *second* value of the full grid, which makes the first
+    transition's std exactly a. (Their code tests sigma == 1; the minimum is the same there and also holds on grids that
+    start at 1 - 1e-6.)
     Raises ValueError unless 0 < sigma_max < 1.
     """
     t, t_next = _times(sigma, sigma_next)

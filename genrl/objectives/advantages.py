@@ -39,7 +39,7 @@ def group_advantages(
 ) -> Tensor:
     """`(r - mean of its group) / std`: the group-relative advantage of GRPO (arXiv 2402.03300, section 4.1.2).
 
-    scale: "group" divides by the group's own std (Flow-GRPO, arXiv 2505.05470, eq. of the advantage); "global" keeps
+    scale: "group" divides by the group's own std (Flow-GRPO, arXiv 2505.05470); "global" keeps
     the group's mean and divides by the std of all rewards of the iteration, so that groups with a small spread keep
     small advantages; "none" only subtracts the mean (Dr. GRPO, arXiv 2503.20783).
     eps_mode: "add" gives `std + eps` (Flow-GRPO 1e-4, DanceGRPO 1e-8), "floor" `max(std, eps)` (Flow-Factory 1e-6).
@@ -116,7 +116,7 @@ def gdpo_advantages(rewards: Sequence[Tensor], weights: Sequence[float], group: 
     total = torch.zeros_like(parts[0])
     for part, weight in zip(parts, weights, strict=True):
         total += weight * group_advantages(part, group, scale="group", eps=eps, eps_mode="floor")
-    total[parts[0].isnan()] = torch.nan
+    total[torch.stack(parts).isnan().all(0)] = torch.nan
     return group_advantages(total, torch.zeros_like(group), scale="group", eps=eps, eps_mode="floor")
 
 
@@ -182,8 +182,10 @@ def _complete(rewards: Sequence[Tensor], weights: Sequence[float]) -> list[Tenso
     """The rewards in float64, NaN in all where any of weight other than 0 is: the same samples in every statistic."""
     if not rewards or len(rewards) != len(weights):
         raise ValueError(f"as many weights as rewards are needed, at least one; got {len(weights)} and {len(rewards)}")
+    if not any(weights):
+        raise ValueError("all reward weights are 0: there is nothing to learn from")
     parts = [reward.detach().double() for reward in rewards]
-    missing = torch.stack([p.isnan() for p, w in zip(parts, weights, strict=True) if w != 0] or [parts[0].isnan()])
+    missing = torch.stack([part.isnan() for part, weight in zip(parts, weights, strict=True) if weight != 0])
     return [torch.where(missing.any(0), torch.nan, part) for part in parts]
 
 

@@ -51,13 +51,14 @@ def kl_gaussian(
 ) -> Tensor:
     """`(mu - mu_ref)^2 / (2 s^2 + eps)`: the exact KL of two transitions of std s from one state (eps = 0).
 
-    s is the transition std. Per dimension ("mean") or of the whole step ("sum"). Flow-GRPO's Wan path and TempFlow-GRPO
-    use it. [B]; gradient through `mean` only. Raises ValueError where s is 0: such a step is not an action.
+    s is the transition std, [B, 1, ..., 1]. Per dimension ("mean") or of the whole step ("sum"); Flow-GRPO's Wan path
+    and TempFlow-GRPO use it. Returns [B]; gradient through `mean` only.
+    Raises ValueError where s is 0: such a step is not an action.
     """
     if not bool((std > 0).all()):
-        raise ValueError("the KL of a deterministic step (std 0) is infinite or undefined: leave it out")
-    scale = 2.0 * std.reshape(std.shape[0], -1)[:, 0] ** 2 + eps
-    return kl_mean_square(mean, ref_mean, reduction=reduction) / scale
+        raise ValueError("a deterministic step (std 0) is not an action and has no KL: leave it out")
+    squares = _squares(mean, ref_mean)
+    return _reduce(squares / (2.0 * std.to(squares) ** 2 + eps), reduction)
 
 
 def kl_gaussian_dt(
@@ -80,14 +81,23 @@ def kl_gaussian_dt(
 
 def kl_mean_square(mean: Tensor, ref_mean: Tensor, *, reduction: Reduction = "mean") -> Tensor:
     """`(mu - mu_ref)^2`, no variance: Adv-GRPO's KL and Flow-Factory's "x-based". [B]; gradient through `mean` only."""
-    squares = (mean - ref_mean.detach()).square().reshape(mean.shape[0], -1)
-    if reduction == "mean":
-        return squares.mean(dim=1)
-    if reduction == "sum":
-        return squares.sum(dim=1)
-    raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    return _reduce(_squares(mean, ref_mean), reduction)
 
 
 def kl_velocity(velocity: Tensor, ref_velocity: Tensor, *, reduction: Reduction = "mean") -> Tensor:
-    """`(v - v_ref)^2` in float32, [B]: Flow-Factory's "v-based" KL, DiffusionNFT's regulariser (arXiv 2509.16117)."""
-    return kl_mean_square(velocity.float(), ref_velocity.float(), reduction=reduction)
+    """`(v - v_ref)^2`, [B]: Flow-Factory's "v-based" KL, DiffusionNFT's regulariser (arXiv 2509.16117)."""
+    return _reduce(_squares(velocity, ref_velocity), reduction)
+
+
+def _squares(value: Tensor, reference: Tensor) -> Tensor:
+    """In float32, float64 if either is; nothing flows into the reference."""
+    dtype = torch.promote_types(torch.promote_types(value.dtype, reference.dtype), torch.float32)
+    return (value.to(dtype) - reference.detach().to(dtype)).square()
+
+
+def _reduce(elements: Tensor, reduction: Reduction) -> Tensor:
+    if reduction == "mean":
+        return elements.flatten(1).mean(dim=1)
+    if reduction == "sum":
+        return elements.flatten(1).sum(dim=1)
+    raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from golden_cases import Case, cases, check_all, error
@@ -206,33 +208,25 @@ def test_free_running_trajectories(golden) -> None:
 
 
 def test_trainers_sde_step(golden) -> None:
-    """The same kernels as the trainers' files hold them: four steps of a static SD3 grid, states 1e-5, densities 3e-4."""
+    """The kernels once more, as the trainers' files hold them: states to 1e-5, densities to 3e-4."""
     data = golden("trainers_sde_step")
     arrays = {name: torch.from_numpy(data[name]) for name in data.files}
     x, v, noise = (arrays[f"in_{name}"] for name in ("x", "v", "noise"))
     flow, dance = arrays["in_sigmas"], arrays["in_dance_sigmas"]
+    flow_sde = partial(kernels.flow_sde, sigma_max=flow[1])
     kinds = {
-        "sde": (flow, "flow_sde", "in_noise_level_sde", full_density),
-        "ff_flow_sde": (flow, "flow_sde", "in_ff_noise_level_flow_sde", full_density),
-        "cps": (flow, "flow_cps", "in_noise_level_cps", cps_density),
-        "ff_cps": (flow, "flow_cps", "in_ff_noise_level_cps", cps_density),
-        "ff_dance_sde": (flow, "dance_sde", "in_ff_noise_level_dance_sde", full_density),
-        "dance": (dance, "dance_sde", "in_dance_eta", full_density),
+        "sde": (flow, flow_sde, "in_noise_level_sde", full_density),
+        "ff_flow_sde": (flow, flow_sde, "in_ff_noise_level_flow_sde", full_density),
+        "cps": (flow, kernels.flow_cps, "in_noise_level_cps", cps_density),
+        "ff_cps": (flow, kernels.flow_cps, "in_ff_noise_level_cps", cps_density),
+        "ff_dance_sde": (flow, kernels.dance_sde, "in_ff_noise_level_dance_sde", full_density),
+        "dance": (dance, kernels.dance_sde, "in_dance_eta", full_density),
     }
     compared = set()
     for prefix, (sigmas, kernel, level, density) in kinds.items():
-        noise_level = float(arrays[level])
         for row, i in enumerate(arrays["in_step_index"].tolist()):
-
-            def step(velocity: Tensor, row: int = row, i: int = i) -> Transition:
-                at = (x[row], velocity, sigmas[i], sigmas[i + 1])
-                if kernel == "flow_sde":
-                    return kernels.flow_sde(*at, noise_level=noise_level, sigma_max=sigmas[1])
-                if kernel == "flow_cps":
-                    return kernels.flow_cps(*at, noise_level=noise_level)
-                return kernels.dance_sde(*at, noise_level=noise_level)
-
-            now = step(v[row])
+            step = partial(kernel, sigma=sigmas[i], sigma_next=sigmas[i + 1], noise_level=float(arrays[level]))
+            now, perturbed = step(x[row], v[row]), step(x[row], v[row] + 0.05 * x[row])
             chosen = now.mean + now.std * noise[row]
             taken = arrays[f"out_{prefix}_next"][row]
             delta = sigmas[i] - sigmas[i + 1]
@@ -240,8 +234,8 @@ def test_trainers_sde_step(golden) -> None:
                 "next": (chosen, 1e-5),
                 "mean": (now.mean, 1e-5),
                 "logprob": (density(taken, now), 3e-4),
-                "logprob_perturbed_v": (density(taken, step(v[row] + 0.05 * x[row])), 3e-4),
-                "std_dev": (now.std if kernel == "flow_cps" else now.std / delta.sqrt(), 1e-5),
+                "logprob_perturbed_v": (density(taken, perturbed), 3e-4),
+                "std_dev": (now.std if kernel is kernels.flow_cps else now.std / delta.sqrt(), 1e-5),
                 "sqrt_dt": (delta.sqrt().expand_as(now.std), 1e-6),
                 "pred_x0": (kernels.ode(x[row], v[row], sigmas[i], 0.0).mean, 1e-5),
             }
@@ -249,5 +243,43 @@ def test_trainers_sde_step(golden) -> None:
                 if f"out_{prefix}_{name}" in arrays:
                     compared.add(f"out_{prefix}_{name}")
                     assert error(value, arrays[f"out_{prefix}_{name}"][row]) <= tolerance, (prefix, name, i)
-    left_out = {"out_ff_sde_steps_seed42plus"}  # Flow-Factory's choice of steps: this project draws windows by its own rule
+    left_out = {"out_ff_sde_steps_seed42plus"}  # Flow-Factory's draw of steps: windows are drawn by a rule of our own
     assert compared | left_out == {name for name in arrays if name.startswith("out_")}
+
+
+def test_ode_and_flow_ddim(golden) -> None:
+    """The Euler and first-order solver rollouts, and DiffusionNFT's DDIM step on the straight path."""
+    deterministic = ("euler_ode_trajectory", "nft_dpm1", "rlinf_dpm1", "dpm_trajectory")
+
+    def check(case: Case) -> Errors:
+        kind = case.params["kind"]
+        if kind == "flow_ddim":
+            step = kernels.flow_ddim(case["x"], case["v"], *times(case), noise_level=case.params["eta"])
+            result = compare(case, step, full_density, 1e-6, 1e-6)
+            rho = (case["std_coef"] * case["std_shrink"]).expand(step.std.shape)
+            clean = kernels.ode(case["x"], case["v"], times(case)[0], 0.0).mean
+            return result | {"std": (error(step.std, rho), 1e-6), "x0_pred": (error(clean, case["x0_pred"]), 1e-6)}
+        x, states, densities = case["X"][0], [case["X"][0]], []
+        for i, v in enumerate(case["V"]):
+            at = (x, v, case["sigmas"][i], case["sigmas"][i + 1])
+            step = kernels.ode(*at) if kind in deterministic else kernels.flow_ddim(*at, noise_level=1.0)
+            x = step.mean if kind in deterministic else gaussian.sample(step.mean, step.std, case["Z"][i])
+            states.append(x)
+            if "logp" in case and bool((step.std > 0).all()):
+                densities.append(full_density(case["X"][i + 1], step))
+        result = {"states": (error(torch.stack(states), case["X"]), 1e-6)}
+        if densities:  # the last step has no noise: the released code gives NaN there
+            assert case["logp"][-1].isnan().all() and len(densities) == len(case["V"]) - 1
+            result["logp"] = error(torch.stack(densities), case["logp"][:-1]), 1e-6
+        return result
+
+    multistep = "a multistep solver: for deterministic steps only, another part"
+    window = "its noise is not stored (it is drawn from the global generator)"
+
+    def left_out(case: Case) -> str | None:
+        if case.params.get("order", 1) > 1 or case.params["kind"].endswith("dpm2"):
+            return multistep
+        return window if case.params["kind"] == "mixed_window_trajectory" else None
+
+    expected = {f"c{i:03d}": multistep for i in (3, 4, 5, 6, 7, 9, 10, 13, 14)}
+    check_all(golden("samplers_ode_dpm"), check, left_out, expected | {"c027": window, "c028": window})
