@@ -7,23 +7,54 @@ has tokens; encoders have one or two layers of 16 to 32 channels.
 from __future__ import annotations
 
 import string
+from dataclasses import dataclass, field
+from typing import Literal
 
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan
+import torch
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLMochi,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    AutoencoderOobleck,
+    DiffusionPipeline,
+)
+from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GlmConfig,
+    GlmModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLProcessor,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
     UMT5Config,
     UMT5EncoderModel,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.processing_utils import ProcessorMixin
 
 BYTES = sorted(ByteLevel.alphabet())
 QWEN_SPECIAL = [
@@ -38,14 +69,43 @@ QWEN_SPECIAL = [
 ]
 
 
-def clip_tokenizer(max_length: int = 32) -> CLIPTokenizer:
+@dataclass(frozen=True)
+class Family:
+    """A tiny pipeline and how to call it.
+
+    `call` holds the arguments besides prompt, steps and generator, with guidance on where the
+    pipeline has any; `unguided` holds what to change to have one model call per step.
+    """
+
+    name: str
+    pipe: DiffusionPipeline
+    call: dict[str, object]
+    kind: Literal["flow", "epsilon"] = "flow"
+    media: Literal["image", "video", "audio"] = "image"
+    unguided: dict[str, object] = field(default_factory=dict)
+    inputs: dict[str, list[object]] = field(default_factory=dict)
+    """Further arguments with one entry per prompt; they fit two prompts."""
+
+
+def picture(size: int = 16) -> Image.Image:
+    """The conditioning picture of editing and image-to-video families: diagonal ramps."""
+    ramp = torch.arange(size * size).view(size, size) * 255 // (size * size)
+    return Image.fromarray(torch.stack([ramp, ramp.T, 255 - ramp], dim=-1).byte().numpy())
+
+
+def pictures(size: int = 16) -> list[Image.Image]:
+    """Two different conditioning pictures, one per prompt."""
+    return [picture(size), picture(size).rotate(90)]
+
+
+def clip_tokenizer(max_length: int = 77) -> CLIPTokenizer:
     """Byte-level CLIP tokenizer without merges; the end token has the highest id, as in the real one."""
     tokens = [*BYTES, *(byte + "</w>" for byte in BYTES), "<|startoftext|>", "<|endoftext|>"]
     vocab = {token: index for index, token in enumerate(tokens)}
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=max_length)
 
 
-def clip_config(hidden: int = 32, max_length: int = 32) -> CLIPTextConfig:
+def clip_config(hidden: int = 32, max_length: int = 77) -> CLIPTextConfig:
     return CLIPTextConfig(
         vocab_size=514,
         bos_token_id=512,
@@ -88,26 +148,94 @@ def umt5_encoder(hidden: int = 32) -> UMT5EncoderModel:
     return UMT5EncoderModel(UMT5Config(**_t5_sizes(hidden))).eval()
 
 
-def qwen_tokenizer() -> Qwen2Tokenizer:
+# A chat template which takes both forms of a message: a string, or a list of parts.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endif %}<|im_end|>"
+    "{% endfor %}"
+)
+
+
+def byte_tokenizer(truncation_side: str = "right", first_token: bool = False) -> Qwen2Tokenizer:
+    """Byte-level tokenizer with Qwen's special tokens; serves every decoder-only text encoder here.
+
+    With `first_token` each text starts with a special token, so that an empty prompt has a length.
+    """
     vocab = {token: index for index, token in enumerate([*BYTES, *QWEN_SPECIAL])}
-    return Qwen2Tokenizer(
-        vocab=vocab, merges=[], additional_special_tokens=QWEN_SPECIAL[1:], model_max_length=512
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=[],
+        additional_special_tokens=QWEN_SPECIAL[1:],
+        model_max_length=512,
+        chat_template=CHAT_TEMPLATE,
+        truncation_side=truncation_side,
     )
+    if first_token:
+        special = [("<|im_start|>", vocab["<|im_start|>"])]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=special
+        )
+    return tokenizer
+
+
+def _decoder_sizes(hidden: int, layers: int) -> dict[str, int]:
+    """Sizes shared by the decoder-only text encoders; ids are those of `byte_tokenizer`."""
+    return {
+        "vocab_size": 264,
+        "hidden_size": hidden,
+        "intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "bos_token_id": 256,
+        "eos_token_id": 258,
+        "pad_token_id": 256,
+    }
+
+
+def gemma2_encoder(hidden: int = 32) -> Gemma2Model:
+    return Gemma2Model(Gemma2Config(**_decoder_sizes(hidden, layers=2))).eval()
+
+
+def glm_encoder(hidden: int = 32) -> GlmModel:
+    return GlmModel(GlmConfig(**_decoder_sizes(hidden, layers=2))).eval()
+
+
+def llama_encoder(hidden: int = 32) -> LlamaModel:
+    return LlamaModel(LlamaConfig(**_decoder_sizes(hidden, layers=3))).eval()
+
+
+def llama_language_model(hidden: int = 32) -> LlamaForCausalLM:
+    """With plain attention: its caller asks for the attention maps."""
+    config = LlamaConfig(**_decoder_sizes(hidden, layers=2), attn_implementation="eager")
+    return LlamaForCausalLM(config).eval()
+
+
+def qwen3_encoder(hidden: int = 32) -> Qwen3Model:
+    return Qwen3Model(Qwen3Config(**_decoder_sizes(hidden, layers=2))).eval()
+
+
+def mistral3_encoder(hidden: int = 32) -> Mistral3ForConditionalGeneration:
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    text = {"model_type": "mistral", **_decoder_sizes(hidden, layers=2)}
+    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=262)
+    return Mistral3ForConditionalGeneration(config).eval()
 
 
 def qwen_vl_encoder(hidden: int = 32) -> Qwen2_5_VLForConditionalGeneration:
     ids = {token: 256 + index for index, token in enumerate(QWEN_SPECIAL)}
-    text = {
-        "vocab_size": 264,
-        "bos_token_id": 256,
-        "eos_token_id": 258,
-        "hidden_size": hidden,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
-    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     vision = {
         "depth": 1,
         "hidden_size": 16,
@@ -118,7 +246,7 @@ def qwen_vl_encoder(hidden: int = 32) -> Qwen2_5_VLForConditionalGeneration:
         "fullatt_block_indexes": [0],
     }
     config = Qwen2_5_VLConfig(
-        text_config=text,
+        text_config=_decoder_sizes(hidden, layers=1) | {"rope_parameters": rope},
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -126,6 +254,21 @@ def qwen_vl_encoder(hidden: int = 32) -> Qwen2_5_VLForConditionalGeneration:
         vision_end_token_id=ids["<|vision_end|>"],
     )
     return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+class PictureProcessor(Qwen2VLProcessor):
+    """`Qwen2VLProcessor` without its video half, which cannot be made where torchvision is not installed."""
+
+    def __init__(self, image_processor: Qwen2VLImageProcessorPil, tokenizer: Qwen2Tokenizer) -> None:
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+        ProcessorMixin.__init__(self, image_processor, tokenizer)
+
+
+def qwen_vl_processor() -> PictureProcessor:
+    """Processor of the editing pipeline: pictures are shrunk to about 56 x 56 pixels, so to a few tokens."""
+    return PictureProcessor(Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56), byte_tokenizer())
 
 
 def kl_autoencoder(latent_channels: int = 4, blocks: int = 2, **config: object) -> AutoencoderKL:
@@ -145,6 +288,35 @@ def kl_autoencoder(latent_channels: int = 4, blocks: int = 2, **config: object) 
     return vae.eval()
 
 
+def flux2_autoencoder() -> AutoencoderKLFlux2:
+    vae = AutoencoderKLFlux2(
+        latent_channels=4,
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        norm_num_groups=4,
+    )
+    return vae.eval()
+
+
+def dc_autoencoder() -> AutoencoderDC:
+    vae = AutoencoderDC(
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"),
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        scaling_factor=0.41407,
+    )
+    return vae.eval()
+
+
 _WAN_SIZES = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
 
@@ -155,3 +327,59 @@ def wan_autoencoder() -> AutoencoderKLWan:
 
 def qwen_autoencoder() -> AutoencoderKLQwenImage:
     return AutoencoderKLQwenImage(**_WAN_SIZES, temperal_downsample=[False, True, True]).eval()
+
+
+def ltx_autoencoder() -> AutoencoderKLLTXVideo:
+    """2 x 2 pixels per patch and one halving of each side and of time: 4 x 4 pixels, 2 frames per latent."""
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, False, False, False),
+        decoder_spatio_temporal_scaling=(True, False, False, False),
+        patch_size=2,
+    )
+    return vae.eval()
+
+
+def hunyuan_video_autoencoder() -> AutoencoderKLHunyuanVideo:
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 4,
+        up_block_types=("HunyuanVideoUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+    )
+    return vae.eval()
+
+
+def mochi_autoencoder() -> AutoencoderKLMochi:
+    vae = AutoencoderKLMochi(
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decoder_block_out_channels=(32, 32, 32, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+    )
+    return vae.eval()
+
+
+def cogvideox_autoencoder() -> AutoencoderKLCogVideoX:
+    vae = AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2
+    )
+    return vae.eval()
+
+
+def oobleck_autoencoder(latent_channels: int, sampling_rate: int) -> AutoencoderOobleck:
+    """Stereo sound autoencoder: 8 samples per latent."""
+    vae = AutoencoderOobleck(
+        encoder_hidden_size=6,
+        downsampling_ratios=[2, 4],
+        channel_multiples=[2, 4],
+        decoder_channels=3,
+        decoder_input_channels=latent_channels,
+        sampling_rate=sampling_rate,
+    )
+    return vae.eval()

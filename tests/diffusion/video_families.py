@@ -1,0 +1,281 @@
+"""Tiny random-weight pipelines that make videos or sound, one function per family.
+
+The classes, the schedulers and their settings are those of the real checkpoints.
+"""
+
+from __future__ import annotations
+
+import pytest
+import tiny_parts as parts
+from diffusers import (
+    AceStepPipeline,
+    AceStepTransformer1DModel,
+    CogVideoXDDIMScheduler,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    EDMDPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
+    LTXImageToVideoPipeline,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    MochiPipeline,
+    MochiTransformer3DModel,
+    StableAudioDiTModel,
+    StableAudioPipeline,
+    StableAudioProjectionModel,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
+from tiny_parts import Family
+
+SIZE = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 16}
+UNGUIDED: dict[str, object] = {"guidance_scale": 1.0}
+
+
+def _wan_transformer(in_channels: int = 16) -> WanTransformer3DModel:
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=in_channels,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+
+
+def _wan_parts() -> dict[str, object]:
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    return {
+        "tokenizer": parts.t5_tokenizer(),
+        "text_encoder": parts.umt5_encoder(),
+        "vae": parts.wan_autoencoder(),
+        "scheduler": scheduler,
+    }
+
+
+def wan_t2v() -> Family:
+    pipe = WanPipeline(**_wan_parts(), transformer=_wan_transformer())
+    return Family("wan_t2v", pipe, {**SIZE, "guidance_scale": 5.0}, media="video", unguided=UNGUIDED)
+
+
+def wan22() -> Family:
+    """Two experts: one transformer above the boundary noise level, the other below."""
+    pipe = WanPipeline(
+        **_wan_parts(),
+        transformer=_wan_transformer(),
+        transformer_2=_wan_transformer(),
+        boundary_ratio=0.875,
+    )
+    call = {**SIZE, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
+    unguided = {**UNGUIDED, "guidance_scale_2": 1.0}
+    return Family("wan22", pipe, call, media="video", unguided=unguided)
+
+
+def wan_i2v() -> Family:
+    pytest.importorskip("ftfy", reason="WanImageToVideoPipeline cleans its prompts with ftfy (pip install ftfy)")
+    # The condition (a mask of 4 channels and 16 latent channels) is concatenated to the latents.
+    pipe = WanImageToVideoPipeline(**_wan_parts(), transformer=_wan_transformer(in_channels=36))
+    call = {**SIZE, "guidance_scale": 5.0, "image": parts.picture()}  # it takes one picture for all prompts
+    return Family("wan_i2v", pipe, call, media="video", unguided=UNGUIDED)
+
+
+def ltx() -> Family:
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        num_layers=1,
+        caption_channels=32,
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.95,
+        max_shift=2.05,
+        base_image_seq_len=1024,
+        shift_terminal=0.1,
+    )
+    pipe = LTXPipeline(
+        scheduler=scheduler,
+        vae=parts.ltx_autoencoder(),
+        text_encoder=parts.t5_encoder(),
+        tokenizer=parts.t5_tokenizer(),
+        transformer=transformer,
+    )
+    call = {**SIZE, "height": 32, "width": 32, "guidance_scale": 3.0}
+    return Family("ltx", pipe, call, media="video", unguided=UNGUIDED)
+
+
+def ltx_i2v() -> Family:
+    """Its loop steps only the frames after the first, while its latents hold all of them."""
+    base = ltx()
+    pipe = LTXImageToVideoPipeline(**base.pipe.components)
+    inputs = {"image": parts.pictures(32)}
+    return Family("ltx_i2v", pipe, base.call, media="video", unguided=UNGUIDED, inputs=inputs)
+
+
+def hunyuan_video() -> Family:
+    transformer = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=32,
+        pooled_projection_dim=32,
+        rope_axes_dim=(4, 6, 6),
+    )
+    pipe = HunyuanVideoPipeline(
+        text_encoder=parts.llama_encoder(),
+        tokenizer=parts.byte_tokenizer(),
+        transformer=transformer,
+        vae=parts.hunyuan_video_autoencoder(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=parts.clip_encoder(),
+        tokenizer_2=parts.clip_tokenizer(),
+    )
+    call = {**SIZE, "guidance_scale": 6.0, "max_sequence_length": 32}
+    call |= {"prompt_template": {"template": "{}", "crop_start": 0}}
+    return Family("hunyuan_video", pipe, call, media="video")
+
+
+def mochi() -> Family:
+    """Time runs the other way: 0 is noise, 1 is data, and the model predicts data - noise."""
+    transformer = MochiTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=2,
+        pooled_projection_dim=16,
+        in_channels=12,
+        text_embed_dim=32,
+        time_embed_dim=4,
+        max_sequence_length=16,
+    )
+    pipe = MochiPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+        vae=parts.mochi_autoencoder(),
+        text_encoder=parts.t5_encoder(),
+        tokenizer=parts.t5_tokenizer(),
+        transformer=transformer,
+    )
+    call = {**SIZE, "num_frames": 7, "guidance_scale": 4.5}
+    return Family("mochi", pipe, call, media="video", unguided=UNGUIDED)
+
+
+def cogvideox() -> Family:
+    transformer = CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=2,
+        text_embed_dim=32,
+        num_layers=1,
+        sample_width=2,
+        sample_height=2,
+        sample_frames=5,
+        max_text_seq_length=16,
+    )
+    scheduler = CogVideoXDDIMScheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        clip_sample=False,
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        snr_shift_scale=3.0,
+        timestep_spacing="trailing",
+    )
+    pipe = CogVideoXPipeline(
+        tokenizer=parts.t5_tokenizer(),
+        text_encoder=parts.t5_encoder(),
+        vae=parts.cogvideox_autoencoder(),
+        transformer=transformer,
+        scheduler=scheduler,
+    )
+    call = {**SIZE, "guidance_scale": 6.0}
+    return Family("cogvideox", pipe, call, kind="epsilon", media="video", unguided=UNGUIDED)
+
+
+def ace_step() -> Family:
+    """Music from a description and lyrics; without guidance, as its distilled (turbo) checkpoints run."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    transformer = AceStepTransformer1DModel(
+        **sizes,
+        num_hidden_layers=2,
+        in_channels=24,
+        audio_acoustic_hidden_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    condition_encoder = AceStepConditionEncoder(
+        **sizes,
+        text_hidden_dim=32,
+        timbre_hidden_dim=8,
+        num_lyric_encoder_hidden_layers=1,
+        num_timbre_encoder_hidden_layers=1,
+        layer_types=["full_attention"],
+    )
+    pipe = AceStepPipeline(
+        vae=parts.oobleck_autoencoder(latent_channels=8, sampling_rate=80),
+        text_encoder=parts.qwen3_encoder(),
+        tokenizer=parts.byte_tokenizer(),
+        transformer=transformer,
+        condition_encoder=condition_encoder,
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1),
+    )
+    call = {"audio_duration": 1.0, "guidance_scale": 1.0}
+    return Family("ace_step", pipe, call, media="audio", inputs={"lyrics": ["la la", "lo"]})
+
+
+def ace_step_guided() -> Family:
+    """Its guidance carries a momentum from step to step, inside the call: a step is no function of its state."""
+    base = ace_step()
+    call = base.call | {"guidance_scale": 3.0}
+    return Family("ace_step_guided", base.pipe, call, media="audio", inputs=base.inputs)
+
+
+def stable_audio() -> Family:
+    """An EDM scheduler: neither a flow nor a table of betas."""
+    transformer = StableAudioDiTModel(
+        sample_size=4,
+        in_channels=3,
+        num_layers=2,
+        attention_head_dim=4,
+        num_key_value_attention_heads=2,
+        out_channels=3,
+        cross_attention_dim=4,
+        time_proj_dim=8,
+        global_states_input_dim=8,
+        cross_attention_input_dim=4,
+    )
+    projection = StableAudioProjectionModel(text_encoder_dim=32, conditioning_dim=4, min_value=0, max_value=32)
+    pipe = StableAudioPipeline(
+        vae=parts.oobleck_autoencoder(latent_channels=3, sampling_rate=4),
+        text_encoder=parts.t5_encoder(),
+        projection_model=projection,
+        tokenizer=parts.t5_tokenizer(16),
+        transformer=transformer,
+        scheduler=EDMDPMSolverMultistepScheduler(prediction_type="v_prediction", sigma_data=1.0),
+    )
+    call = {"guidance_scale": 7.0, "audio_end_in_s": 1.0}
+    return Family("stable_audio", pipe, call, kind="epsilon", media="audio", unguided=UNGUIDED)
