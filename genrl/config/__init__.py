@@ -1,7 +1,8 @@
 """Typed configuration: one YAML file, validated before anything is loaded."""
 
 from genrl.config.errors import ConfigError, Problem
-from genrl.config.loading import dump, json_schema, load
+from genrl.config.files import check_files
+from genrl.config.loading import dump, json_schema, load, load_located
 from genrl.config.schema import (
     EMA,
     Checkpoint,
@@ -36,7 +37,9 @@ __all__ = [
     "Reward",
     "Sampling",
     "Window",
+    "check_files",
     "dump",
     "json_schema",
     "load",
+    "load_located",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from genrl.config.errors import ConfigError, Origin, Problem, dotted
+from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
 from genrl.config.messages import explain
 from genrl.config.schema import Config
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
@@ -32,6 +32,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     in the file names one base file, relative to it: sections are merged, lists and values replaced. Where the file
     names no `output`, it is `runs/<file name without ending>`. ConfigError lists everything that is wrong.
     """
+    return load_located(path, overrides)[0]
+
+
+def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origins]:
+    """As `load`, with where each key was written: for messages of later checks (`check_files`)."""
     path = Path(path)
     tree = _with_base(_read(path), path)
     problems = [problem for text in overrides if (problem := _override(tree, text))]
@@ -39,7 +44,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(problems)
     tree.value.setdefault("output", f"runs/{path.stem}")
     try:
-        return Config.model_validate(tree.value)
+        return Config.model_validate(tree.value), tree.origins
     except ValidationError as error:
         raise ConfigError(explain(error, tree.value, tree.origins)) from None
 

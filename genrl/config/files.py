@@ -1,0 +1,188 @@
+"""Checks of a configuration against the disk: model folder, prompt files, rewards, trackers. No weights, no torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import rewards
+from genrl.config.combinations import looks_local
+from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
+from genrl.config.schema import Config
+from genrl.config.yaml_source import KeyPath
+from genrl.prompts import PromptError, PromptRows
+from genrl.prompts import read as read_prompts
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    path: KeyPath
+    text: str
+
+
+def check_files(config: Config, origins: Origins | None = None) -> list[str]:
+    """Check what can be checked without loading weights; returns remarks that stop nothing, one line each.
+
+    `origins` (from `load_located`) gives the messages their file and line. ConfigError lists all problems.
+    """
+    notes: list[str] = []
+    wrong = [*_model(config, notes), *_prompts_and_rewards(config, notes), *_trackers(config)]
+    if wrong:
+        raise ConfigError([Problem(origin_of(w.path, origins or {}), dotted(w.path), w.text) for w in wrong])
+    output = Path(config.output)
+    if output.is_dir() and any(output.iterdir()):
+        notes.append(f"output: {output} is in use; continue it by `genrl resume {output}`, or choose another")
+    return notes
+
+
+def model_folder(config: Config) -> Path | None:
+    """Folder of the pipeline on this machine, the hub's cache included; None if it must be downloaded first."""
+    folder = Path(config.model.path).expanduser()
+    if folder.is_dir() or looks_local(config.model.path):
+        return folder if folder.is_dir() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    index = try_to_load_from_cache(config.model.path, "model_index.json", revision=config.model.revision)
+    return Path(index).parent if isinstance(index, str) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small JSON object of a model folder; empty where there is no such file or it is broken."""
+    if not path.is_file() or path.stat().st_size > 10_000_000:
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
+    key: KeyPath = ("model", "path")
+    path = Path(config.model.path).expanduser()
+    if path.is_file():
+        yield _Wrong(key, f"{path} is a file; a pipeline is a folder, made by pipe.save_pretrained(folder)")
+    elif path.is_dir():
+        if not (path / "model_index.json").is_file():
+            yield _Wrong(key, f"{path} has no model_index.json, so it is not a saved diffusers pipeline")
+        elif not read_json(path / "model_index.json"):
+            yield _Wrong(key, f"{path / 'model_index.json'} is not a JSON object")
+    elif looks_local(config.model.path):
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        close = get_close_matches(path.name, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
+        yield _Wrong(key, f"no such folder: {path}{hint}")
+    elif not _HUB_ID.fullmatch(config.model.path):
+        yield _Wrong(key, f"{config.model.path!r} is neither a folder nor a hub id (org/name)")
+    elif model_folder(config) is None:
+        notes.append(f"model.path: {config.model.path} is not on this machine yet; training downloads it")
+    folder = model_folder(config)
+    if folder is not None:
+        yield from _scheduler(config, read_json(folder / "scheduler" / "scheduler_config.json"))
+
+
+def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]:
+    if not scheduler:
+        return
+    name, trainer = scheduler.get("_class_name", "?"), config.trainer
+    is_flow = "FlowMatch" in str(name) or scheduler.get("prediction_type") == "flow_prediction"
+    if trainer.algorithm == "diffusion_nft":
+        if not is_flow:
+            text = f"diffusion_nft needs a flow model, but this one predicts for {name}; use flow_grpo with kernel ddim"
+            yield _Wrong(("trainer", "algorithm"), text)
+    elif is_flow and trainer.kernel == "ddim":
+        text = f"ddim is for epsilon and v prediction, but this is a flow model ({name}); use flow_sde or flow_cps"
+        yield _Wrong(("trainer", "kernel"), text)
+    elif not is_flow and trainer.kernel != "ddim":
+        text = f"{trainer.kernel} is for flow models, but this one predicts for {name}; use ddim with noise_level 1"
+        yield _Wrong(("trainer", "kernel"), text)
+
+
+def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
+    found: dict[str, PromptRows] = {}
+    for name, source in (("train", config.prompts.train), ("eval", config.prompts.eval)):
+        if source is None:
+            continue
+        if Path(source).suffix not in (".txt", ".jsonl") and ":" in source:
+            notes.append(f"prompts.{name}: {source} is a data set; it is read when training starts")
+            continue
+        try:
+            found[name] = read_prompts(source, config.prompts.column)
+        except PromptError as error:
+            yield _Wrong(("prompts", name), str(error))
+            continue
+        skipped = found[name].skipped
+        notes += [f"prompts.{name}: skipped {row}" for row in skipped[:10]]
+        notes += [f"prompts.{name}: {len(skipped)} rows skipped in all"] if len(skipped) > 10 else []
+    if len(found) == 2:
+        yield from _overlap(found["train"], found["eval"], notes)
+    for index, reward in enumerate(config.rewards):
+        key: KeyPath = ("rewards", index, "name")
+        try:
+            origin = rewards.resolve(reward.name)
+        except ValueError as error:
+            yield _Wrong(key, str(error))
+            continue
+        if origin.kind == "file":
+            notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+        for name, rows in found.items():
+            missing = [column for column in declared_columns(origin) if column not in rows.column_names]
+            if missing:
+                have = ", ".join(rows.column_names) or "none beside the prompt"
+                text = f"{reward.name} asks for the column {', '.join(missing)}; columns of every row: {have}"
+                yield _Wrong(("prompts", name), text)
+
+
+def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Iterator[_Wrong]:
+    known = {row.text for row in train.rows}
+    shared = sum(row.text in known for row in held_out.rows)
+    if shared == len(held_out.rows):
+        yield _Wrong(("prompts", "eval"), "every one of these prompts is trained on; hold some out")
+    elif shared:
+        notes.append(f"prompts.eval: {shared} of {len(held_out.rows)} prompts are trained on too")
+
+
+def declared_columns(origin: rewards.Origin) -> tuple[str, ...]:
+    """Metadata columns that a reward asks for, read from its source text; () where that cannot tell."""
+    source = _source(origin)
+    body: list[ast.stmt] = ast.parse(source.read_bytes()).body if source else []
+    for part in [*origin.attribute.split("."), "__call__"]:
+        definition = next(
+            (node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part), None
+        )
+        if isinstance(definition, ast.FunctionDef):
+            every = [*definition.args.args, *definition.args.kwonlyargs]
+            with_default = definition.args.args[len(definition.args.args) - len(definition.args.defaults) :]
+            pairs = zip(definition.args.kwonlyargs, definition.args.kw_defaults, strict=True)
+            optional = {*with_default, *(argument for argument, default in pairs if default is not None)}
+            own = {"self", "images", "pil_images", "prompts", "group"}
+            return tuple(a.arg for a in every if a not in optional and a.arg not in own)
+        body = definition.body if definition else []
+    return ()
+
+
+def _source(origin: rewards.Origin) -> Path | None:
+    if origin.kind == "file":
+        return Path(origin.where)
+    package = importlib.util.find_spec(origin.where.partition(".")[0])
+    if package is None or not package.submodule_search_locations:
+        return None
+    # Not find_spec of the whole name: that would import the packages above it.
+    base = Path(package.submodule_search_locations[0]).joinpath(*origin.where.split(".")[1:])
+    return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
+
+
+def _trackers(config: Config) -> Iterator[_Wrong]:
+    for index, name in enumerate(config.trackers):
+        if importlib.util.find_spec(name) is None:
+            text = f"the package {name} is not installed: pip install {name.replace('_', '-')}, or take it out"
+            yield _Wrong(("trackers", index), text)
