@@ -172,9 +172,11 @@ _COST = {
     "timing/train_s": MetricDoc("wall time of replay, backward passes and updates", _TIMING_READING, "s", False),
     "timing/eval_s": MetricDoc("wall time of the evaluation", _TIMING_READING, "s", False),
     "timing/checkpoint_s": MetricDoc("wall time of saving", _TIMING_READING, "s", False),
-    "timing/iteration_s": MetricDoc("wall time of the whole iteration", _TIMING_READING, "s", False),
+    "timing/iteration_s": MetricDoc(
+        "wall time of the whole iteration, evaluation and saving included", _TIMING_READING, "s", False
+    ),
     "images_per_s": MetricDoc(
-        "samples of the iteration, all processes / timing/iteration_s",
+        "samples of the iteration, all processes / wall time of sampling, decoding, scoring and training",
         "Training throughput. Divide by the number of processes to compare machines.",
         "images/s",
         False,
@@ -200,10 +202,10 @@ _COST = {
 
 SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
+    "Evaluation": _EVALUATION,
     "Groups and advantages": _ADVANTAGES,
     "Update": _UPDATE,
     "DiffusionNFT": _NFT,
-    "Evaluation": _EVALUATION,
     "Time, memory and cost": _COST,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}

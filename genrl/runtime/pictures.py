@@ -23,7 +23,7 @@ from genrl.runtime.run import write_atomic
 Picture = Image.Image | Tensor
 
 _LOW, _HIGH = 160, 256  # heights between which an image is shown
-_WIDEST = 1700  # of a sheet; a single tile may be wider
+_WIDEST = 1240  # of a sheet; a single tile may be wider
 _FONT_SIZE, _LINE, _GAP = 13, 17, 10
 _PAPER, _INK, _GREY, _FRAME = (255, 255, 255), (30, 30, 34), (105, 105, 112), (214, 214, 220)
 _NO_BREAK = "\u00a0"
@@ -164,7 +164,7 @@ def read_samples(folder: Path) -> list[Samples]:
     return sorted(found, key=lambda samples: samples.step)
 
 
-def before_after(folder: Path, *, limit: int = 16) -> Image.Image | None:
+def before_after(folder: Path, *, limit: int = 12) -> Image.Image | None:
     """The first and the last samples of a run beside each other; None where there are not two. Same prompts only."""
     found = read_samples(folder)
     if len(found) < 2:
@@ -183,7 +183,7 @@ def before_after(folder: Path, *, limit: int = 16) -> Image.Image | None:
         [first.prompts[i] for i in shared],
         [labels[0][i] for i in shared],
         [labels[1][i] for i in shared],
-        columns=min(4, math.ceil(math.sqrt(len(shared)))),
+        columns=3,
         title=f"Before (step {first.step}) and after (step {last.step}): same prompts, same noise",
     )
 

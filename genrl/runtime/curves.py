@@ -1,0 +1,127 @@
+"""Line charts as inline SVG: axes, ticks, and a value under the pointer without any script. Strings in, string out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+Point = tuple[float, float | None]  # (step, value); None breaks the line
+
+_MOST_POINTS = 160
+_SMOOTHED_FROM = 24  # a curve with at least so many points gets a running mean
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 26
+
+
+def chart(series: Sequence[tuple[str, Sequence[Point]]], *, width: int = 380, height: int = 190) -> str:
+    """One `<svg>` with a line per series, drawn in the page's colours `--line-0`, `--line-1`, ...
+
+    series: (name, points by rising step). Where a curve is dense its points are means over neighbours, and a
+    running mean is drawn over the pale raw line. The caller gives the title; names show under the pointer.
+    """
+    thinned = [(name, thin(points)) for name, points in series]
+    values = [value for _, points in thinned for _, value in points if value is not None]
+    steps = [step for _, points in thinned for step, _ in points]
+    if not values:
+        return '<p class="none">no finite value</p>'
+    x_ticks, y_ticks = ticks(min(steps), max(steps), 5, whole=True), ticks(min(values), max(values), 4)
+    x_low, x_high = min(steps), max(max(steps), min(steps) + 1)
+    y_low, y_high = min(y_ticks[0], min(values)), max(y_ticks[-1], max(values))
+
+    def across(step: float) -> float:
+        return _LEFT + (step - x_low) / (x_high - x_low) * (width - _LEFT - _RIGHT)
+
+    def up(value: float) -> float:
+        return height - _BOTTOM - (value - y_low) / (y_high - y_low) * (height - _TOP - _BOTTOM)
+
+    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(", ".join(n for n, _ in series))}">']
+    right, bottom = width - _RIGHT, height - _BOTTOM
+    for tick, text in zip(y_ticks, labels(y_ticks), strict=True):
+        y = up(tick)
+        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
+    for tick, text in zip(x_ticks, labels(x_ticks), strict=True):
+        x = across(tick)
+        parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{text}</text>')
+    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>')
+    for i, (name, points) in enumerate(thinned):
+        xy = [(across(step), None if value is None else up(value)) for step, value in points]
+        dense = sum(value is not None for _, value in points) >= _SMOOTHED_FROM
+        parts.append(f'<path class="line line-{i}{" raw" if dense else ""}" d="{_path(xy)}"/>')
+        if dense:
+            smooth = zip((x for x, _ in xy), _running_mean([y for _, y in xy]), strict=True)
+            parts.append(f'<path class="line line-{i}" d="{_path(list(smooth))}"/>')
+        parts += _spots(name, points, xy, i, dense)
+    return "".join([*parts, "</svg>"])
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most 160 points: each the mean over an equal number of neighbours, at their middle step."""
+    size = math.ceil(len(points) / _MOST_POINTS)
+    if size <= 1:
+        return list(points)
+    found: list[Point] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        values = [value for _, value in part if value is not None]
+        found.append((part[len(part) // 2][0], math.fsum(values) / len(values) if values else None))
+    return found
+
+
+def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
+    """About so many round numbers from at most `low` to at least `high` (inside them if `whole`, for steps)."""
+    span = high - low
+    if span <= 0:
+        span = abs(low) if low else 1.0
+        low, high = low - span / 2, high + span / 2
+        if whole:
+            return [(low + high) / 2]
+    power = 10.0 ** math.floor(math.log10(span / about))
+    unit = min((factor * power for factor in (1, 2, 5, 10)), key=lambda unit: abs(span / unit - about))
+    if whole:
+        unit = max(1.0, unit)
+        return [k * unit for k in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
+    return [k * unit for k in range(math.floor(low / unit + 1e-9), math.ceil(high / unit - 1e-9) + 1)]
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """As few digits as tell the ticks apart."""
+    gap = min((b - a for a, b in zip(values, values[1:], strict=False)), default=1.0)
+    largest = max(map(abs, values))
+    digits = max(0, -math.floor(math.log10(gap) + 1e-9))
+    if digits > 6 or largest >= 1e7:
+        return [f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e") if value else "0" for value in values]
+    return [f"{value + 0.0:.{digits}f}" for value in values]
+
+
+def _path(points: Sequence[tuple[float, float | None]]) -> str:
+    commands, pen_down = [], False
+    for x, y in points:
+        if y is not None:
+            commands.append(f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}")
+        pen_down = y is not None
+    return "".join(commands)
+
+
+def _running_mean(values: Sequence[float | None]) -> list[float | None]:
+    """Over a window of about a tenth of the curve, centred; at the ends over what there is of it."""
+    reach = max(2, len(values) // 20)
+    found: list[float | None] = []
+    for i, value in enumerate(values):
+        near = [v for v in values[max(0, i - reach) : i + reach + 1] if v is not None]
+        found.append(None if value is None else math.fsum(near) / len(near))
+    return found
+
+
+def _spots(
+    name: str, points: Sequence[Point], xy: Sequence[tuple[float, float | None]], index: int, dense: bool
+) -> list[str]:
+    """A dot per point, invisible on dense curves, whose title the browser shows under the pointer."""
+    kind = f"spot line-{index}" + (" dense" if dense else "")
+    return [
+        f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{5 if dense else 3}">'
+        f"<title>{escape(name)}, step {step:g}: {value:.6g}</title></circle>"
+        for (step, value), (x, y) in zip(points, xy, strict=True)
+        if value is not None and y is not None
+    ]
