@@ -221,7 +221,7 @@ def _glyph(letter: str, cell: int, height: int) -> Image.Image:
 
 def shapes_prompts(split: Literal["train", "eval"]) -> list[str]:
     """Captions of shapes for RL, all different, kinds mixed evenly along the list: 272 to train on, 96 held out."""
-    numbers = {"single": 12, "count": 36, "two": 64, "position": 96, "mixed": 64}
+    numbers: dict[Kind, int] = {"single": 12, "count": 36, "two": 64, "position": 96, "mixed": 64}
     if split == "eval":
         numbers = {"single": 8, "count": 20, "two": 20, "position": 28, "mixed": 20}
     rng = np.random.default_rng([2024, split == "eval"])

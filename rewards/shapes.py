@@ -14,10 +14,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+from rewards.contract import to_uint8
+
+if TYPE_CHECKING:
+    import torch
 
 BACKGROUND = (244, 243, 238)
 PALETTE: dict[str, tuple[int, int, int]] = {
@@ -37,8 +42,6 @@ MIN_AREA = 40 / 4096  # of the picture; smaller components are specks
 MIN_IOU = 0.68  # with the best-fitting outline; below, the component has no shape
 MASK = 24  # side of the normalised mask
 POSITION_WEIGHT = 0.4  # of the soft score of a caption that names a relation
-
-Relation = Literal["to the left of", "to the right of", "above", "below"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ def outline(shape: str) -> np.ndarray:
     return np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=1)
 
 
-_GROUP = re.compile(rf"(?P<n>{'|'.join(NUMBERS)}) (?P<colour>{'|'.join(COLOURS)}) (?P<shape>{'|'.join(SHAPES)})(?P<s>s?)")
+_GROUP = re.compile(
+    rf"(?P<n>{'|'.join(NUMBERS)}) (?P<colour>{'|'.join(COLOURS)}) (?P<shape>{'|'.join(SHAPES)})(?P<s>s?)"
+)
 
 
 @lru_cache(maxsize=65536)
@@ -276,11 +281,10 @@ class Shapes:
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
 
-    def __call__(self, images: Any, prompts: list[str]) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, images: torch.Tensor, prompts: list[str]) -> tuple[list[float], dict[str, list[float]]]:
         """images: float tensor [N, 3, H, W] in [0, 1]; prompts: N captions."""
-        pixels = (images.detach().float().cpu().numpy() * 255).round().clip(0, 255).astype(np.uint8)
         parts: dict[str, list[float]] = {name: [] for name in PARTS}
-        for picture, prompt in zip(pixels.transpose(0, 2, 3, 1), prompts, strict=True):
+        for picture, prompt in zip(to_uint8(images), prompts, strict=True):
             asked = parse(prompt)
             result = check(picture, asked) if asked else dict.fromkeys(PARTS, math.nan)
             for name in PARTS:

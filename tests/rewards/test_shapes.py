@@ -1,4 +1,4 @@
-"""The rule-based checker: perfect scenes are perfect, every kind of mistake costs, and what it cannot read has no score."""
+"""The rule-based checker: perfect scenes are perfect, every mistake costs, an unknown caption has no score."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def test_something_extra_costs() -> None:
     [("to the left of", True), ("to the right of", False), ("above", False), ("below", False)],
 )
 def test_a_relation_must_hold(relation: str, holds: bool) -> None:
-    parts = check(scene(("red", "circle", 14, 30), ("blue", "star", 48, 36)), ask(f"a red circle {relation} a blue star"))
+    parts = check(
+        scene(("red", "circle", 14, 30), ("blue", "star", 48, 36)), ask(f"a red circle {relation} a blue star")
+    )
     assert parts["position"] == parts["strict"] == float(holds)
     assert parts["soft"] == pytest.approx(1.0 if holds else 0.6)
 
