@@ -5,31 +5,40 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MAX_ENTRIES = 4096
 """Distinct prompts kept; the least recently used goes first."""
 
 
-def memoise_encode_prompt(pipe: Any) -> None:
+def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
     """Wrap `pipe.encode_prompt` so that each distinct (prompt, negative prompt, settings) is encoded once.
 
     A batch is put together from its rows, each encoded alone: embeddings of a prompt do not depend on its
     neighbours. Where rows differ in length (encoders that pad to the longest of the batch) the batch is encoded as a
     whole and kept under the whole of its prompts. Calls with tensors or images as arguments are passed through.
-    Encodings are kept on the CPU where the device is an accelerator.
+    Encodings are kept on the CPU where the device is an accelerator. With `offload` the text encoders wait on the CPU
+    and are on the device only while they encode.
     """
     original = pipe.encode_prompt
+    encoders = [c for name, c in pipe.components.items() if name.startswith("text_encoder") and c is not None]
+    encoders = encoders if offload else []
+    home = pipe._execution_device
+    for encoder in encoders:
+        encoder.to("cpu")
+    if offload:
+        _keep_execution_device(pipe, home)
     signature = inspect.signature(original)
     cache: OrderedDict[Hashable, Any] = OrderedDict()
 
     def remember(key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in cache:
-            with torch.no_grad():
+            with torch.no_grad(), _on_device(encoders, home):
                 cache[key] = _to(make(), torch.device("cpu"))
             if len(cache) > MAX_ENTRIES:
                 cache.popitem(last=False)
@@ -41,7 +50,7 @@ def memoise_encode_prompt(pipe: Any) -> None:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
         prompts = arguments.get("prompt")
         if not isinstance(prompts, list) or not all(_hashable(v) for v in arguments.values()):
-            with torch.no_grad():
+            with torch.no_grad(), _on_device(encoders, home):
                 return original(*args, **kwargs)
         device = torch.device(arguments.get("device") or pipe._execution_device)
         rows = []
@@ -54,6 +63,23 @@ def memoise_encode_prompt(pipe: Any) -> None:
         return _to(joined, device)
 
     pipe.encode_prompt = encode_prompt
+
+
+@contextmanager
+def _on_device(encoders: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    for encoder in encoders:
+        encoder.to(device)
+    try:
+        yield
+    finally:
+        for encoder in encoders:
+            encoder.to("cpu")
+
+
+def _keep_execution_device(pipe: Any, device: torch.device) -> None:
+    """A pipeline takes its device from its first module, which may now wait on the CPU."""
+    kind = type(pipe)
+    pipe.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda self: device)})
 
 
 def _per_prompt(value: Any, length: int) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from diffusers.utils import logging as diffusers_logging
 from peft import get_peft_model_state_dict
 
 from genrl import __version__
@@ -43,18 +47,30 @@ def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
 def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Raise ExportError unless the adapter in `folder`, as diffusers loads it, acts like the one in memory."""
     wanted = policy.roll_out(probe, stop=1).final
-    policy.pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
-    try:
-        for denoiser in policy.denoisers.values():
-            denoiser.set_adapter(_RELOADED)
-        found = policy.roll_out(probe, stop=1).final
-    finally:
-        for denoiser in policy.denoisers.values():
-            denoiser.delete_adapters(_RELOADED)
-            denoiser.set_adapter(ADAPTER)
+    with warnings.catch_warnings(), _quiet_loading():  # a second adapter beside the first is what we want here
+        warnings.simplefilter("ignore")
+        policy.pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
+        try:
+            for denoiser in policy.denoisers.values():
+                denoiser.set_adapter(_RELOADED)
+            found = policy.roll_out(probe, stop=1).final
+        finally:
+            for denoiser in policy.denoisers.values():
+                denoiser.delete_adapters(_RELOADED)
+                denoiser.set_adapter(ADAPTER)
     if not torch.equal(wanted, found):
         difference = float((wanted - found).abs().max())
         raise ExportError(f"the adapter in {folder} acts differently after reloading (by up to {difference:g})")
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    level = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        diffusers_logging.set_verbosity(level)
 
 
 def save_pipeline(policy: Policy, folder: Path) -> None:

@@ -13,6 +13,7 @@ Settings make it Dance-GRPO (`kernel: dance_sde`), Flow-CPS (`flow_cps`), DDPO-s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from genrl.config import FlowGRPO
 from genrl.diffusion.metering import Meter
-from genrl.diffusion.policy import Kernel, Replayed
+from genrl.diffusion.policy import Batch, Kernel, Replayed
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
 from genrl.mdp.schedules import window_steps
@@ -50,6 +51,8 @@ def train(session: Session, settings: FlowGRPO) -> None:
             check_on_policy(session, settings, rollouts)
             checked = True
 
+        old_log_probs = old_policy(session, settings, rollouts)
+
         # 3. Estimate.
         advantages = group_advantages(
             rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
@@ -62,14 +65,14 @@ def train(session: Session, settings: FlowGRPO) -> None:
         for _ in range(settings.inner_epochs):
             for micro_batches, num_samples in rollouts.updates(settings.updates_per_iteration):
                 for micro_batch in micro_batches:
-                    trajectory, batch = micro_batch.trajectory, micro_batch.batch
+                    trajectory, batch = micro_batch.trajectory, judged_under(settings, micro_batch.batch)
                     advantage = advantages[micro_batch.slots].to(policy.device)
-                    for i, old_log_prob in trajectory.log_probs.items():
+                    for i, old_log_prob in old_log_probs[micro_batch.slots[0]].items():
                         reference = None
                         if settings.kl_weight > 0:
                             with torch.no_grad(), weights.reference():
-                                reference = policy.replay(trajectory, i)
-                        new = policy.replay(trajectory, i)
+                                reference = policy.replay(trajectory, i, batch)
+                        new = policy.replay(trajectory, i, batch)
                         surrogate = clipped_surrogate(new.log_prob, old_log_prob, advantage, low, high)
                         loss = surrogate.loss
                         if reference is not None:
@@ -94,6 +97,29 @@ def stochastic_steps(settings: FlowGRPO, num_steps: int, seed: int, iteration: i
         return range(num_steps - 1)
     window = settings.window
     return window_steps(window.size, window.low, window.high or num_steps - 1, seed=seed, iteration=iteration)
+
+
+def judged_under(settings: FlowGRPO, batch: Batch) -> Batch:
+    """The conditions of the policy that is trained: those of sampling, or the same without guidance."""
+    if settings.guidance_in_training:
+        return batch
+    return replace(batch, sampling={**batch.sampling, "guidance_scale": 1.0})
+
+
+@torch.no_grad()
+def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) -> dict[int, dict[int, Tensor]]:
+    """First slot of a micro-batch -> step -> log p_old, [B]. As recorded; or, where the trained policy goes without the
+    guidance that sampled, evaluated before the first update under the conditions it is trained in."""
+    recorded = {m.slots[0]: m.trajectory.log_probs for m in rollouts.mine.values()}
+    if settings.guidance_in_training:
+        return recorded
+    return {
+        m.slots[0]: {
+            i: session.policy.replay(m.trajectory, i, judged_under(settings, m.batch)).log_prob
+            for i in m.trajectory.log_probs
+        }
+        for m in rollouts.mine.values()
+    }
 
 
 def reference_kl(kind: str, new: Replayed, reference: Replayed) -> Tensor:

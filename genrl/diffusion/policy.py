@@ -135,6 +135,7 @@ class Policy:
         *,
         autocast: torch.dtype | None = None,
         reduction: Reduction = "mean",
+        offload_text_encoders: bool = False,
     ) -> None:
         name = type(pipe).__name__
         self.denoisers: dict[str, nn.Module] = {
@@ -157,7 +158,7 @@ class Policy:
         for component in pipe.components.values():
             if isinstance(component, nn.Module):
                 component.eval().requires_grad_(False)
-        memoise_encode_prompt(pipe)
+        memoise_encode_prompt(pipe, offload=offload_text_encoders)
         self._injected: Tensor | None = None
         self._wrap_prepare_latents()
         self.model_calls = 0
@@ -315,7 +316,7 @@ class Policy:
             if latents.shape != self._injected.shape:
                 raise ValueError(
                     f"{type(self.pipe).__name__}.prepare_latents makes latents of shape {tuple(latents.shape)}, its "
-                    f"loop runs on states of shape {tuple(self._injected.shape)}: it cannot be resumed from a recorded state"
+                    f"loop runs on states of shape {tuple(self._injected.shape)}: no state can be resumed"
                 )
             given = self._injected.to(latents.device, latents.dtype)
             self.head.hold(self._injected.to(latents.device), given)

@@ -100,6 +100,7 @@ def open_session(
         load_pipeline(config.model).to(accelerator.device),
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
         reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
+        offload_text_encoders=config.model.offload_text_encoders,
     )
     weights = Weights(policy.denoisers, config.model.lora, seed=config.seed)
     if config.model.gradient_checkpointing:
