@@ -75,7 +75,7 @@ class Watchdog:
         self.timeout_s = timeout_s
         self.heartbeat = run.folder / "heartbeat" / f"rank-{rank}.json"
         self.stacks = run.dumps / f"hang-rank-{rank}.txt"
-        self.phase, self.step, self.last, self.written = "starting", 0, time.monotonic(), 0.0
+        self.phase, self.step, self.last = "starting", 0, time.monotonic()
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="genrl-watchdog", daemon=True)
 
@@ -97,17 +97,19 @@ class Watchdog:
 
     def beat(self, phase: str, step: int) -> None:
         """Progress was made. Call it at least once per micro-batch, reward call and file written."""
-        now = time.monotonic()
-        self.phase, self.step, self.last = phase, step, now
+        self.phase, self.step, self.last = phase, step, time.monotonic()
         # for a hang inside C code that holds the interpreter's lock, where the thread below cannot run
         faulthandler.dump_traceback_later(self.timeout_s + 15, exit=True, file=self.file)
-        if now - self.written > 1:
-            self.written = now
-            self.heartbeat.write_text(json.dumps({"phase": phase, "step": step, "time": time.time()}))
 
     def _watch(self) -> None:
+        written = 0.0
         while not self.closed.wait(min(1.0, self.timeout_s / 10)):
-            if time.monotonic() - self.last > self.timeout_s:
+            silent = time.monotonic() - self.last
+            if self.last != written:
+                written = self.last
+                seen = {"phase": self.phase, "step": self.step, "time": time.time() - silent}
+                self.heartbeat.write_text(json.dumps(seen))
+            if silent > self.timeout_s:
                 self.file.write(f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}\n")
                 self.file.flush()
                 faulthandler.dump_traceback(self.file, all_threads=True)

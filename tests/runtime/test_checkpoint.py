@@ -1,0 +1,329 @@
+"""Whatever happens during a save, a complete checkpoint is left, and readers never take a broken one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from genrl.runtime import checkpoint
+from genrl.runtime.checkpoint import CheckpointError, latest, load, problem, save, save_rank, steps
+
+
+def weights(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return {"lora": {"a": torch.randn(16, 8, generator=generator), "b": torch.full((3,), float(step))}}
+
+
+def save_step(folder: Path, step: int, keep: int = 2) -> Path:
+    return save(folder, step, tensors=weights(step), state={"step": step, "lr": 0.1}, keep=keep, extra=write_adapter)
+
+
+def write_adapter(folder: Path) -> None:
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "config.json").write_text("{}")
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in steps(folder)]
+
+
+def assert_is_step(path: Path | None, step: int) -> None:
+    assert path is not None
+    loaded = load(path)
+    assert loaded.step == step and loaded.state == {"step": step, "lr": 0.1}
+    expected = weights(step)
+    assert all(torch.equal(loaded.tensors["lora"][name], expected["lora"][name]) for name in expected["lora"])
+
+
+def test_round_trip_and_rotation(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        path = save_step(tmp_path, step)
+        assert (path / "adapter" / "config.json").read_text() == "{}"
+        assert_is_step(latest(tmp_path), step)
+    assert names(tmp_path) == ["step-000005", "step-000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000005"]
+
+
+def test_dtypes_views_ties_and_empty_tensors_keep_their_bits(tmp_path: Path) -> None:
+    base = torch.randn(4, 6)
+    named = {
+        "bfloat16": torch.randn(3).bfloat16(),
+        "uint8": torch.arange(5, dtype=torch.uint8),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 2),
+        "transposed": base.T,
+        "slice": base[:, 2:4],
+        "tied": base,
+        "tied too": base,
+        "bool": torch.tensor([True, False]),
+        "gradient": torch.ones(2, requires_grad=True),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+    }
+    loaded = load(save(tmp_path, 1, tensors={"all": named, "none": {}}, state={}, keep=1))
+    assert loaded.tensors["none"] == {}
+    for name, tensor in named.items():
+        read = loaded.tensors["all"][name]
+        assert read.dtype == tensor.dtype and read.shape == tensor.shape
+        assert torch.equal(
+            read.contiguous().view(-1).view(torch.uint8), tensor.detach().contiguous().view(-1).view(torch.uint8)
+        )
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    first = save_step(tmp_path, 3)
+    inode = (first / "lora.safetensors").stat().st_ino
+    assert save_step(tmp_path, 3) == first
+    assert (first / "lora.safetensors").stat().st_ino == inode
+
+
+def test_an_incomplete_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    (save_step(tmp_path, 3) / "manifest.json").unlink()
+    save_step(tmp_path, 3)
+    assert_is_step(latest(tmp_path), 3)
+
+
+def test_going_on_from_an_earlier_step_drops_the_given_up_future(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_step(tmp_path, step, keep=9)
+    (tmp_path / "step-000004" / "lora.safetensors").write_bytes(b"broken")
+    shutil.copytree(tmp_path / "step-000001", tmp_path / "step-000009")  # broken or not, it lies in the future
+    save_step(tmp_path, 3 + 0, keep=1)  # already there: nothing happens
+    assert "step-000009" in names(tmp_path)
+    (tmp_path / "step-000003" / "state.json").unlink()
+    save_step(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-000003"]
+
+
+def test_rotation_does_not_count_broken_folders(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    save_step(tmp_path, 2)
+    (tmp_path / "step-000002" / "state.json").write_text("{")
+    save_step(tmp_path, 3)
+    assert names(tmp_path) == ["step-000003", "step-000001"]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / "lora.safetensors", 40)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray((path / "lora.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "lora.safetensors").write_bytes(data)
+
+
+def remove_a_file(path: Path) -> None:
+    (path / "adapter" / "config.json").unlink()
+
+
+def remove_the_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def cut_the_manifest(path: Path) -> None:
+    os.truncate(path / "manifest.json", 50)
+
+
+def other_format(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+
+
+def leave_the_folder(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path.parent / "outside").write_text("x")
+    manifest["files"]["../outside"] = {"bytes": 1, "sha256": checkpoint._sha256(path.parent / "outside")}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "lora.safetensors has 40 bytes"),
+        (flip_a_bit, "lora.safetensors was altered"),
+        (remove_a_file, "adapter/config.json is missing"),
+        (remove_the_manifest, "no manifest.json"),
+        (cut_the_manifest, "manifest.json cannot be read"),
+        (other_format, "format 99"),
+        (leave_the_folder, "../outside is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
+) -> None:
+    save_step(tmp_path, 1)
+    damaged = save_step(tmp_path, 2)
+    damage(damaged)
+    assert_is_step(latest(tmp_path), 1)
+    assert str(damaged) in caplog.text and reason in caplog.text
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        load(damaged)
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert latest(tmp_path / "absent") is None
+    assert problem(tmp_path / "absent") == "there is no such folder"
+
+
+def test_shards_of_other_ranks_are_taken_in(tmp_path: Path) -> None:
+    for rank in (1, 2, 3):
+        save_rank(tmp_path, 5, rank, {"rng": torch.tensor([rank])})
+    path = save(tmp_path, 5, tensors=weights(5), state={}, keep=1, ranks=3)  # rank 3 is left from a larger run
+    loaded = load(path)
+    assert sorted(loaded.tensors) == ["lora", "rank-1", "rank-2"]
+    assert loaded.tensors["rank-2"]["rng"].item() == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000005"]
+
+
+def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
+    save_step(tmp_path, 4)
+    save_rank(tmp_path, 5, 1, {"rng": torch.tensor([1])})
+    with pytest.raises(CheckpointError, match="rank-2"):
+        save(tmp_path, 5, tensors=weights(5), state={}, keep=1, ranks=3)
+    assert_is_step(latest(tmp_path), 4)
+
+
+def points_of_a_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The file operations of the save of step 3 into a folder with steps 1 and 2, in order."""
+    seen: list[str] = []
+    prepare(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_fault", seen.append)
+        save_step(folder, 3, keep=1)
+    return seen
+
+
+def prepare(folder: Path) -> None:
+    """Two complete checkpoints and what an interrupted save left behind."""
+    for step in (1, 2):
+        save_step(folder, step, keep=2)
+    (folder / "step-000003.tmp-1").mkdir()
+    (folder / "step-000003").mkdir()
+
+
+def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = points_of_a_save(tmp_path / "clean", monkeypatch)
+    kinds = {point.partition(":")[0] for point in points}
+    assert kinds == {"mkdir", "write", "fsync", "rename", "unlink", "rmtree"} and len(points) >= 15
+    committed = points.index("rename:step-000003")
+    for failing, point in enumerate(points):
+        folder = tmp_path / f"{failing}"
+        prepare(folder)
+        count = iter(range(len(points) + 9))
+
+        def fail(here: str, count: iter = count, failing: int = failing) -> None:
+            if next(count) == failing:
+                raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "_fault", fail)
+            if failing <= committed + 1:  # up to the sync of the parent
+                with pytest.raises(CheckpointError, match="No space left.*Earlier checkpoints are intact"):
+                    save_step(folder, 3, keep=1)
+            else:  # a deletion that fails costs space only
+                save_step(folder, 3, keep=1)
+        assert_is_step(latest(folder), 3 if failing > committed else 2)
+        save_step(folder, 4, keep=1)  # the next save cleans up by itself
+        assert [entry.name for entry in folder.iterdir()] == ["step-000004"], point
+
+
+def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies without a chance to clean up: a forked child leaves by os._exit at the given operation."""
+    points = points_of_a_save(tmp_path / "clean", monkeypatch)
+    for dying in range(len(points)):
+        folder = tmp_path / f"{dying}"
+        prepare(folder)
+        child = os.fork()
+        if child == 0:
+            count = iter(range(len(points) + 9))
+            checkpoint._fault = lambda here: os._exit(9) if next(count) == dying else None  # noqa: B023
+            save_step(folder, 3, keep=1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        path = latest(folder)
+        assert_is_step(path, 3 if dying > points.index("rename:step-000003") else 2)
+        save_step(folder, 4, keep=1)
+        assert [entry.name for entry in folder.iterdir()] == ["step-000004"]
+
+
+LOOP = """
+    import sys, torch
+    from pathlib import Path
+    from genrl.runtime.checkpoint import latest, load, save
+
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    last = latest(folder)
+    step = load(last).step if last else 0
+    print("ready", flush=True)
+    while True:
+        step += 1
+        tensors = {"model": {str(i): torch.full((40_000,), float(step)) for i in range(8)}}
+        save(folder, step, tensors=tensors, state={"step": step}, keep=2)
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    finished = 0
+    for _ in range(20):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(LOOP), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(chance.uniform(0.02, 0.25))
+        process.send_signal(signal.SIGKILL)
+        told = [int(line) for line in process.stdout.read().split()]
+        process.wait()
+        finished = max([finished, *told])
+        path = latest(tmp_path)
+        if finished:
+            assert path is not None
+            loaded = load(path)
+            assert loaded.step in (finished, finished + 1)  # committed, perhaps killed before it could say so
+            assert all((tensor == loaded.step).all() for tensor in loaded.tensors["model"].values())
+            finished = loaded.step
+    assert finished > 20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="needs root to mount a tmpfs")
+def test_full_disk(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        folder = tmp_path / "checkpoints"
+        save_step(folder, 1)
+        big = {"lora": {"a": torch.zeros(2**20)}}
+        with pytest.raises(CheckpointError, match="MiB free there"):
+            save(folder, 2, tensors=big, state={}, keep=1)
+        assert_is_step(latest(folder), 1)
+        assert names(folder) == ["step-000001"]
+        save_step(folder, 2)  # there is room again
+        assert_is_step(latest(folder), 2)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not write checkpoint"):
+        save_step(tmp_path / "file", 1)

@@ -1,0 +1,130 @@
+"""Every metric is documented, every row is readable, and equal runs write equal rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
+from PIL import Image
+
+from genrl.runtime.metrics import METRICS, SECTIONS, MetricLogger, check_trackers, document, markdown
+from genrl.runtime.run import Run, read_metrics
+
+
+def test_the_page_is_made_from_the_catalogue(root: Path) -> None:
+    page = (root / "docs" / "metrics.md").read_text()
+    assert page == markdown(), "run `python -m genrl.runtime.metrics > docs/metrics.md`"
+
+
+def test_every_entry_is_complete() -> None:
+    assert sum(map(len, SECTIONS.values())) == len(METRICS)
+    for key, doc in METRICS.items():
+        assert doc.formula and doc.reading.endswith((".", "!")), key
+
+
+@pytest.mark.parametrize(
+    ("key", "entry"),
+    [
+        ("reward/total_mean", "reward/total_mean"),
+        ("reward/shapes_mean", "reward/<name>_mean"),
+        ("reward/shapes/count_mean", "reward/<name>_mean"),
+        ("eval/my-scorer.v2_failed", "eval/<name>_failed"),
+        ("timing/sample_s", "timing/sample_s"),
+    ],
+)
+def test_keys_find_their_entry(key: str, entry: str) -> None:
+    assert document(key) is METRICS[entry]
+
+
+@pytest.mark.parametrize("key", ["", "losses", "reward/_mean", "reward/a/b/c_mean", "reward/shapes", "timing/<name>_s"])
+def test_an_undocumented_key_is_an_error(tmp_path: Path, key: str) -> None:
+    logger = MetricLogger(Run(tmp_path))
+    with pytest.raises(ValueError, match="has no entry"):
+        logger.log(1, {key: 0.5})
+    assert not Run(tmp_path).metrics.exists()
+
+
+def test_rows(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    logger = MetricLogger(run)
+    logger.log(0, {"eval/total_mean": 0.25})
+    logger.log(1, {"loss": float("nan"), "kl": float("inf"), "grad_norm": None, "lr": 1 / 3, "updates": 2})
+    assert run.metrics.read_text() == (
+        '{"eval/total_mean": 0.25, "step": 0}\n'
+        '{"grad_norm": null, "kl": null, "loss": null, "lr": 0.3333333333333333, "step": 1, "updates": 2}\n'
+    )
+
+
+def test_other_processes_write_nothing(tmp_path: Path) -> None:
+    logger = MetricLogger(Run(tmp_path / "run"), ["tensorboard"], enabled=False)
+    logger.log(1, {"loss": 1.0})
+    logger.log_picture(1, "samples", Image.new("RGB", (4, 4)))
+    logger.finish()
+    assert not (tmp_path / "run").exists()
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
+    scalars = {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    images = {tag: [(e.step, e.width) for e in accumulator.Images(tag)] for tag in accumulator.Tags()["images"]}
+    return scalars | images
+
+
+def test_tensorboard_shows_the_same_rows_and_a_resumed_run_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    logger = MetricLogger(run, ["tensorboard"], config={"a": {"b": 1}})
+    for step in (1, 2, 3):
+        logger.log(step, {"loss": step / 2, "kl": float("nan")})
+    logger.log_picture(0, "samples", Image.new("RGB", (6, 4), (255, 0, 0)))
+    logger.finish()
+    logger = MetricLogger(run, ["tensorboard"], resumed_from=1)
+    logger.log(2, {"loss": 10.0})
+    logger.finish()
+    assert events(tmp_path / "tensorboard") == {"loss": [(1, 0.5), (2, 10.0)], "samples": [(0, 6)]}
+    assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3, 2]  # `run.resume` is what cuts these
+
+
+def test_unknown_and_missing_trackers_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="unknown tracker 'tensorbord'.*tensorboard"):
+        check_trackers(["tensorbord"])
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        MetricLogger(Run(tmp_path), ["tensorboard"])
+
+
+def test_any_tracker_registered_with_accelerate_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.tracking.LOGGER_TYPE_TO_CLASS", dict(LOGGER_TYPE_TO_CLASS))
+    calls: list[tuple[object, ...]] = []
+
+    class Recorder(GeneralTracker):
+        name = "recorder"
+        requires_logging_directory = False
+
+        def __init__(self, run_name: str) -> None:
+            super().__init__()
+            calls.append(("project", run_name))
+
+        @property
+        def tracker(self) -> None:
+            return None
+
+        def store_init_configuration(self, values: dict[str, object]) -> None:
+            calls.append(("config", values))
+
+        def log(self, values: dict[str, float], step: int | None = None) -> None:
+            calls.append(("log", values, step))
+
+        def finish(self) -> None:
+            calls.append(("finish",))
+
+    register_tracker_class(Recorder)
+    logger = MetricLogger(Run(tmp_path), ["recorder"], config={"a": {"b": 1}, "c": [1, 2]})
+    logger.log(3, {"loss": 0.5, "kl": None})
+    logger.finish()
+    config = ("config", {"a.b": 1, "c": "[1, 2]"})
+    assert calls == [("project", "genrl"), config, ("log", {"loss": 0.5}, 3), ("finish",)]

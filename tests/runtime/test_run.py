@@ -1,0 +1,153 @@
+"""Who may start, resume and write into a run folder, and what a reader finds in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from genrl.runtime import run as runs
+from genrl.runtime.run import Run, config_edits, json_line, read_metrics, truncate_metrics, write_atomic
+
+CONFIG = """
+model: {path: a/b, lora: {rank: 32, alpha: 64}}
+rewards: [{name: shapes, weight: 1.0}]
+optimizer: {lr: 0.0003}
+evaluation: {every: 20}
+checkpoint: {every: 20, keep: 3}
+trackers: [tensorboard]
+iterations: 10
+output: runs/x
+"""
+
+
+def start(folder: Path) -> Run:
+    return runs.start(folder, CONFIG, seed=7, command=["genrl", "train", "x.yaml"])
+
+
+def test_a_new_run_says_where_it_came_from(tmp_path: Path) -> None:
+    run = start(tmp_path / "runs" / "x")
+    assert run.config.read_text() == CONFIG
+    info = json.loads(run.info.read_text())
+    assert info["command"] == ["genrl", "train", "x.yaml"] and info["seed"] == 7 and info["processes"] == 1
+    assert info["versions"]["torch"] != "-" and info["started"].endswith("+00:00")
+    assert info["git_commit"] is None or len(info["git_commit"].rstrip("+")) == 40
+    host = os.uname().nodename
+    assert str(tmp_path) not in run.info.read_text() and f'"{host}"' not in run.info.read_text()
+
+
+def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> None:
+    start(tmp_path)
+    runs.lock(tmp_path).close()
+    start(tmp_path)
+
+
+def test_a_used_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.metrics.write_text(json_line({"step": 1}))
+    with pytest.raises(ValueError, match=r"not empty \(metrics.jsonl\): it has no checkpoint: delete it.*output="):
+        start(tmp_path)
+    (run.checkpoints / "step-000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"genrl resume {tmp_path}"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "shown"),
+    [
+        ("iterations: 10", "iterations: 20", "iterations: 10 -> 20"),
+        ("keep: 3", "keep: 1", "checkpoint.keep: 3 -> 1"),
+        ("evaluation: {every: 20}", "evaluation: {every: 5}", "evaluation.every: 20 -> 5"),
+        ("[tensorboard]", "[tensorboard, wandb]", 'trackers: ["tensorboard"] -> ["tensorboard", "wandb"]'),
+        ("output: runs/x", "output: moved", 'output: "runs/x" -> "moved"'),
+    ],
+)
+def test_edits_that_a_resume_allows(tmp_path: Path, old: str, new: str, shown: str) -> None:
+    run = start(tmp_path)
+    edited = CONFIG.replace(old, new)
+    assert runs.resume(tmp_path, edited, step=4, command=["genrl", "resume"]) == [shown]
+    assert run.config.read_text() == edited
+    assert json.loads(run.info.read_text())["resumed"][0]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("lr: 0.0003", "lr: 0.001", "optimizer.lr"),
+        ("rank: 32", "rank: 16", "model.lora.rank"),
+        ("lora: {rank: 32, alpha: 64}", "lora: null", "model.lora"),
+        ("weight: 1.0", "weight: 0.5", "rewards"),
+        ("iterations: 10", "iterations: 10\nseed: 1", "seed"),
+    ],
+)
+def test_edits_that_a_resume_refuses(tmp_path: Path, old: str, new: str, key: str) -> None:
+    run = start(tmp_path)
+    with pytest.raises(ValueError, match=f"another value of .*{key}.*Only iterations, checkpoint"):
+        runs.resume(tmp_path, CONFIG.replace(old, new), step=1, command=[])
+    assert run.config.read_text() == CONFIG
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        runs.resume(tmp_path, CONFIG, step=1, command=[])
+
+
+def test_layout_of_the_yaml_is_no_edit() -> None:
+    assert config_edits("{a: 1.0, b: {c: [1, 2]}}", "b:\n  c:\n  - 1\n  - 2\na: 1.0\n") == {}
+    assert config_edits("a: null", "b: null") == {"a": "a: null -> (absent)", "b": "b: (absent) -> null"}
+
+
+def test_resume_cuts_the_rows_after_its_step(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    lines = [json_line({"step": step, "loss": step / 3}) for step in range(6)]
+    run.metrics.write_text("".join(lines) + '{"loss": 0.1, "st')
+    runs.resume(tmp_path, CONFIG, step=3, command=[])
+    assert run.metrics.read_text() == "".join(lines[:4])
+
+
+def test_cutting_keeps_bytes_and_tolerates_absence(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    truncate_metrics(path, 3)
+    assert not path.exists()
+    text = json_line({"step": 1, "a": 0.1 + 0.2, "b": 1e-17, "c": None, "d": 5})
+    path.write_text(text)
+    truncate_metrics(path, 1)
+    assert path.read_text() == text == '{"a": 0.30000000000000004, "b": 1e-17, "c": null, "d": 5, "step": 1}\n'
+
+
+def test_reading_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    path.write_bytes(b'{"step": 1}\n{"step\xc3')
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a line of JSON"):
+        read_metrics(path)
+
+
+def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder" / "file.txt"
+    write_atomic(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, b"new")
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"] and path.read_text() == "old"
+
+
+def test_one_process_per_run(tmp_path: Path) -> None:
+    program = f"from pathlib import Path; from genrl.runtime.run import lock; lock(Path({str(tmp_path)!r}))"
+    held = runs.lock(tmp_path)
+    second = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert second.returncode == 1 and "another process is training in" in second.stderr
+    held.close()
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,0 +1,123 @@
+"""One signal: save and leave. A second: leave. No progress: leave with the stacks on disk. All in real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+LOOP = """
+    import sys, time
+    from genrl.runtime.signals import catch_stop
+
+    with catch_stop() as stop:
+        print("ready", flush=True)
+        while not stop.requested or "stubborn" in sys.argv:
+            time.sleep(0.01)
+        print("saved", flush=True)
+    sys.exit(stop.exit_code)
+"""
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_lets_the_loop_save(number: signal.Signals, code: int) -> None:
+    process = start(LOOP)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "saved\n")
+    assert f"{number.name}: saving, then stopping" in err
+
+
+def test_an_echo_of_the_first_signal_does_not_count_as_a_second() -> None:
+    process = start(LOOP)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode in (130, 143), out) == (True, "saved\n")
+
+
+def test_the_second_signal_exits_at_once() -> None:
+    process = start(LOOP, "stubborn")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (143, "")
+    assert "stopped without saving" in err
+
+
+def test_handlers_are_put_back() -> None:
+    from genrl.runtime.signals import catch_stop
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with catch_stop() as stop:
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert not stop.requested and stop.exit_code == 0
+
+
+HANG = """
+    import ctypes, sys, time
+    from pathlib import Path
+    from genrl.runtime.run import Run
+    from genrl.runtime.signals import Watchdog
+
+    def wait_for_the_other_rank():
+        if sys.argv[2] == "holding the lock":
+            ctypes.PyDLL(None).sleep(60)
+        time.sleep(60)
+
+    with Watchdog(Run(Path(sys.argv[1])), 0.5, rank=1) as watchdog:
+        print("ready", flush=True)
+        for step in range(6):
+            watchdog.beat("sampling", step)
+            time.sleep(0.15)
+        wait_for_the_other_rank()
+"""
+
+
+def test_a_hang_leaves_the_stacks_and_exits(tmp_path: Path) -> None:
+    process = start(HANG, str(tmp_path), "politely")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 124
+    stacks = (tmp_path / "dumps" / "hang-rank-1.txt").read_text()
+    assert "no progress for 0.5 s in sampling, step 5" in stacks and "wait_for_the_other_rank" in stacks
+    assert "hang-rank-1.txt" in err and "distributed.timeout_s" in err
+    assert json.loads((tmp_path / "heartbeat" / "rank-1.json").read_text())["phase"] == "sampling"
+
+
+@pytest.mark.slow
+def test_a_hang_that_holds_the_interpreter_ends_too(tmp_path: Path) -> None:
+    process = start(HANG, str(tmp_path), "holding the lock")
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "wait_for_the_other_rank" in (tmp_path / "dumps" / "hang-rank-1.txt").read_text()
+
+
+def test_a_watchdog_that_was_not_needed_leaves_nothing(tmp_path: Path) -> None:
+    from genrl.runtime.run import Run
+    from genrl.runtime.signals import Watchdog
+
+    with Watchdog(Run(tmp_path), 60) as watchdog:
+        watchdog.beat("training", 3)
+        time.sleep(1.5)
+        assert (tmp_path / "heartbeat" / "rank-0.json").exists()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
