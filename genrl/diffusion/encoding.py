@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+
+class _Ragged(Exception):
+    """Encodings of single prompts that do not make a batch."""
+
+
 MAX_ENTRIES = 4096
 """Distinct prompts kept; the least recently used goes first."""
 
@@ -35,6 +40,7 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
         _keep_execution_device(pipe, home)
     signature = inspect.signature(original)
     cache: OrderedDict[Hashable, Any] = OrderedDict()
+    axes: list[Any] = []
 
     def remember(key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in cache:
@@ -44,6 +50,14 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
                 cache.popitem(last=False)
         cache.move_to_end(key)
         return cache[key]
+
+    def axes_of(row: dict[str, Any], encoded: Any) -> Any:
+        """Found once, by encoding one prompt twice over: pipelines differ, and text ids have no batch axis."""
+        if not axes:
+            doubled = {k: v * 2 if _per_prompt(v, 1) else v for k, v in row.items()}
+            with torch.no_grad(), _on_device(encoders, home):
+                axes.append(_batch_axes(encoded, _to(original(**doubled), torch.device("cpu"))))
+        return axes[0]
 
     @functools.wraps(original)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
@@ -57,10 +71,12 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
         for r in range(len(prompts)):
             row = {k: [v[r]] if _per_prompt(v, len(prompts)) else v for k, v in arguments.items()}
             rows.append(remember(_freeze(row), functools.partial(original, **row)))
-        joined = _join(rows, int(arguments.get("num_images_per_prompt", 1) or 1))
-        if joined is None:
-            joined = remember(_freeze(arguments), functools.partial(original, **arguments))
-        return _to(joined, device)
+        if len(rows) == 1:
+            return _to(rows[0], device)
+        try:
+            return _to(_join(rows, axes_of(row, rows[-1])), device)
+        except _Ragged:
+            return _to(remember(_freeze(arguments), functools.partial(original, **arguments)), device)
 
     pipe.encode_prompt = encode_prompt
 
@@ -96,20 +112,29 @@ def _freeze(arguments: dict[str, Any]) -> Hashable:
     return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(arguments.items()))
 
 
-def _join(rows: Sequence[Any], copies: int) -> Any:
-    """Batch of the rows' outputs, or None where they do not fit together (different lengths)."""
+def _batch_axes(one: Any, two: Any) -> Any:
+    """Which axis of each output grows with the number of prompts; None for an output that does not."""
+    if isinstance(one, tuple):
+        return tuple(_batch_axes(a, b) for a, b in zip(one, two, strict=True))
+    if isinstance(one, Tensor):
+        grown = [axis for axis, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+        return grown[0] if grown else None
+    return None
+
+
+def _join(rows: Sequence[Any], axes: Any) -> Any:
+    """Batch of the rows' outputs. Raises _Ragged where they do not fit together (different lengths)."""
     first = rows[0]
     if isinstance(first, tuple):
-        parts = [_join([row[k] for row in rows], copies) for k in range(len(first))]
-        missing = any(part is None and first[k] is not None for k, part in enumerate(parts))
-        return None if missing else tuple(parts)
+        return tuple(_join([row[k] for row in rows], axes[k]) for k in range(len(first)))
     if isinstance(first, list):  # one entry per prompt, of any length
         return [item for row in rows for item in row]
     if isinstance(first, Tensor):
-        if any(row.shape != first.shape for row in rows):
-            return None
-        # An output without a batch dimension (position ids of the text) is the same for every prompt.
-        return torch.cat(list(rows)) if first.shape[0] == copies else first
+        if any(row is None or row.shape != first.shape for row in rows):
+            raise _Ragged
+        return first if axes is None else torch.cat(list(rows), dim=axes)
+    if any(row is not None for row in rows) and first is None:
+        raise _Ragged
     return first
 
 

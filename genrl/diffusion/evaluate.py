@@ -57,12 +57,15 @@ def evaluate(
     sampling: arguments of the pipeline call. All processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
-    for k, start in enumerate(range(0, len(prompts), batch_size)):
-        if k % num_processes != process:
-            continue
+    starts = range(0, len(prompts), batch_size)
+    for round_ in range(-(-len(starts) // num_processes)):
+        k = round_ * num_processes + process
+        start = starts[min(k, len(starts) - 1)]  # one too many is drawn and dropped: sharded models draw in step
         rows = list(range(start, min(start + batch_size, len(prompts))))
         batch = Batch([prompts[r].text for r in rows], [("evaluation", seed, r) for r in rows], sampling)
-        pieces.append((rows, policy.decode(batch, policy.generate(batch)).cpu()))
+        images = policy.decode(batch, policy.generate(batch)).cpu()
+        if k < len(starts):
+            pieces.append((rows, images))
     scored = score(scorers, pieces, prompts, list(range(len(prompts))))
     by_label = {label: values.tolist() for label, values in scored.values.items()}
     total = torch.tensor(rewards.weighted_sum(by_label, weights), dtype=torch.float64)

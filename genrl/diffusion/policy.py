@@ -115,6 +115,14 @@ class Replayed:
     step: Step
 
 
+def _per_prompt(arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """One negative prompt for all: some pipelines refuse a string beside a list of prompts."""
+    return {
+        name: [value] * length if name.startswith("negative_prompt") and isinstance(value, str) else value
+        for name, value in arguments.items()
+    }
+
+
 class _Leave(Exception):
     """Leaves the pipeline from within `scheduler.step`; the rest of the call is not needed."""
 
@@ -193,10 +201,13 @@ class Policy:
         states: dict[int, Tensor] = {}
         log_probs: dict[int, Tensor] = {}
         final: Tensor | None = state
+        seen = 0
 
         def on_step(step: Step) -> Tensor:
-            nonlocal final
+            nonlocal final, seen
+            seen += 1
             i = step.index
+            self._check_shape(step)
             transition = self._transition(step, kernel if i in stochastic else ODE)
             final = transition.mean
             if i in stochastic and bool((transition.std > 0).all()):
@@ -208,8 +219,13 @@ class Policy:
             return final
 
         self._call(batch, Request(start, stop, on_step=on_step), state=state)
-        if final is None:
-            raise ValueError(f"{type(self.pipe).__name__} never called scheduler.step: no denoising loop to record")
+        length = len(self.head.full_timesteps)
+        wanted = (length if stop is None else stop) - start
+        if seen != wanted or final is None:
+            raise ValueError(
+                f"{type(self.pipe).__name__} made {seen} denoising steps where {wanted} of its {length} were asked "
+                "for: it does not run one step per timestep, or cuts the schedule itself, and cannot be replayed"
+            )
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
         return Trajectory(batch, kernel, states, log_probs, final, sigmas)
 
@@ -254,6 +270,14 @@ class Policy:
         """Final states by the pipeline's own deterministic solver, float32 [B, ...]: evaluation."""
         return self._call(batch, Request(), state=None).float()
 
+    def _check_shape(self, step: Step) -> None:
+        if step.state.shape != self._latents_shape:
+            raise ValueError(
+                f"{type(self.pipe).__name__} hands states of shape {tuple(step.state.shape)} to its scheduler and "
+                f"latents of shape {tuple(self._latents_shape)} to its loop: part of them is not denoised, or they are packed "
+                "in between; no state can be resumed"
+            )
+
     def _transition(self, step: Step, kernel: Kernel) -> Transition:
         config = self.head.config  # type: ignore[attr-defined]
         prediction_type = config.get("prediction_type", "epsilon")
@@ -295,7 +319,7 @@ class Policy:
                     generator=generators,
                     output_type=output_type,
                     return_dict=False,
-                    **batch.sampling,
+                    **_per_prompt(batch.sampling, len(batch)),
                     **batch.inputs,
                 )
             return output[0]
@@ -311,6 +335,7 @@ class Policy:
         def prepare_latents(*args: Any, **kwargs: Any) -> Any:
             made = original(*args, **kwargs)
             latents = made[0] if isinstance(made, tuple) else made
+            self._latents_shape = latents.shape
             if self._injected is None:
                 return made
             if latents.shape != self._injected.shape:

@@ -182,5 +182,9 @@ def as_policy_head(scheduler: SchedulerMixin) -> Any:
     }
     head_class = type(f"Policy{parent.__name__}", (PolicyHead, parent), members)
     head = head_class.from_config(config, **overrides)
+    if parametrisation == "diffusion":  # some schedulers change the alphas after making them from the betas
+        head.alphas_cumprod = scheduler.alphas_cumprod.clone()
+        final = getattr(scheduler, "final_alpha_cumprod", head.final_alpha_cumprod)
+        head.final_alpha_cumprod = torch.as_tensor(final).clone()
     head.request = Request()
     return head

@@ -26,6 +26,7 @@ from genrl.diffusion.evaluate import evaluate
 from genrl.diffusion.export import save_lora
 from genrl.diffusion.policy import Batch, Policy, Trajectory
 from genrl.diffusion.rollout import Rollouts, call_arguments, collect, score_metrics
+from genrl.diffusion.sharding import load_optimizer_state, whole, whole_optimizer_state
 from genrl.diffusion.weights import Weights
 from genrl.prompts import Prompt
 from genrl.runtime import checkpoint, pictures, state
@@ -148,11 +149,13 @@ class Session:
         """
         parameters = self.weights.parameters
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        if self.accelerator.num_processes > 1:
+        if self.weights.is_sharded:  # FSDP has averaged them; losses are divided by the samples of all processes
+            gradients = [g * self.accelerator.num_processes for g in gradients]
+        elif self.accelerator.num_processes > 1:
             flat = self.accelerator.reduce(torch.cat([g.flatten() for g in gradients]), reduction="sum")
             pieces = flat.split([p.numel() for p in parameters])
             gradients = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        norm = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in gradients]))
         self._require_finite(norm)
         norm = float(norm)
         scale = min(1.0, self.config.optimizer.max_grad_norm / (norm + 1e-6))
@@ -213,7 +216,8 @@ class Session:
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""
         path = self.run.checkpoints
-        optimizer_tensors, optimizer_state = state.pack(self.optimizer.state_dict())
+        optimizer_tensors, optimizer_state = state.pack(whole_optimizer_state(self.optimizer))
+        weights = self.weights.state()
         rng = state.rng_state()
         if not self.is_main:
             checkpoint.save_rank(path, self.iteration, self.accelerator.process_index, rng)
@@ -222,7 +226,7 @@ class Session:
             checkpoint.save(
                 path,
                 self.iteration,
-                tensors=self.weights.state() | {"optimizer": optimizer_tensors, "rng": rng},
+                tensors=weights | {"optimizer": optimizer_tensors, "rng": rng},
                 state={"optimizer_steps": self.optimizer_steps, "optimizer": optimizer_state},
                 keep=self.config.checkpoint.keep,
                 extra=self.export_lora,
@@ -234,7 +238,7 @@ class Session:
         """Go back to the moment of a checkpoint."""
         loaded = checkpoint.load(path)
         self.weights.restore(loaded.tensors)
-        self.optimizer.load_state_dict(state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
+        load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
         self.optimizer_steps, self.iteration = loaded.state["optimizer_steps"], loaded.step
         rank = self.accelerator.process_index
         rng = loaded.tensors.get("rng" if rank == 0 else f"rank-{rank}")

@@ -39,6 +39,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
     """
     check_trackers(config.trackers)
     accelerator = make_accelerator(config)
+    check_processes(config, accelerator.num_processes)
     torch.manual_seed(config.seed)
     run = Run(resume or Path(config.output))
     with ExitStack() as stack:
@@ -68,6 +69,24 @@ def train(config: Config, resume: Path | None = None) -> Path:
     if stop.requested:
         raise SystemExit(stop.exit_code)
     return run.folder
+
+
+def check_processes(config: Config, num_processes: int) -> None:
+    """ValueError where the configuration does not fit the number of processes. Only sharding asks for anything: its
+    forward passes are collectives, so every process must have as many micro-batches in every update."""
+    if not config.distributed.fsdp:
+        return
+    if num_processes == 1:
+        raise ValueError(
+            "distributed.fsdp: there is one process, nothing to shard over; use --nproc or set it to false"
+        )
+    per_update = config.sampling.micro_batches / config.trainer.updates_per_iteration
+    if per_update % num_processes:
+        raise ValueError(
+            f"distributed.fsdp: {config.sampling.micro_batches} micro-batches in "
+            f"{config.trainer.updates_per_iteration} updates cannot be shared out evenly to {num_processes} "
+            "processes; change sampling.batch_size or sampling.prompts_per_iteration"
+        )
 
 
 def open_session(
@@ -102,7 +121,7 @@ def open_session(
         reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
         offload_text_encoders=config.model.offload_text_encoders,
     )
-    weights = Weights(policy.denoisers, config.model.lora, seed=config.seed)
+    weights = Weights(policy.denoisers, config.model.lora, seed=config.seed, sharded=config.distributed.fsdp)
     if config.model.gradient_checkpointing:
         for denoiser in policy.denoisers.values():
             denoiser.enable_gradient_checkpointing()

@@ -14,6 +14,7 @@ from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor, nn
 
 from genrl.config import LoRA
+from genrl.diffusion.sharding import like, shard, whole
 
 ADAPTER = "default"
 
@@ -31,9 +32,12 @@ class Weights:
     Trainable parameters are float32 whatever the dtype of the frozen ones. Raises ValueError where no layer matches.
     """
 
-    def __init__(self, denoisers: Mapping[str, nn.Module], lora: LoRA | None, *, seed: int = 0) -> None:
+    def __init__(
+        self, denoisers: Mapping[str, nn.Module], lora: LoRA | None, *, seed: int = 0, sharded: bool = False
+    ) -> None:
         self.denoisers = dict(denoisers)
         self.is_lora = lora is not None
+        self.is_sharded = sharded
         for name, denoiser in self.denoisers.items():
             if lora is None:
                 denoiser.requires_grad_(True)
@@ -41,14 +45,17 @@ class Weights:
                 with torch.random.fork_rng():  # the adapter's initial values depend on the run's seed alone
                     torch.manual_seed(seed)
                     denoiser.add_adapter(_peft_config(name, denoiser, lora), adapter_name=ADAPTER)
+            for parameter in denoiser.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+            if sharded:
+                shard(denoiser)
         self.named: dict[str, nn.Parameter] = {
             f"{name}.{key}": parameter
             for name, denoiser in self.denoisers.items()
             for key, parameter in denoiser.named_parameters()
             if parameter.requires_grad
         }
-        for parameter in self.named.values():
-            parameter.data = parameter.data.float()
         self.snapshots: dict[str, dict[str, Tensor]] = {}
 
     @property
@@ -71,11 +78,15 @@ class Weights:
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Within the block the models run with snapshot `name`; by pointer, without copies.
+        """Within the block the models run with snapshot `name`; by pointer, without copies, unless sharded.
 
         Not to be entered between a forward pass whose gradients are still wanted and its backward pass.
         """
         kept = self.snapshots[name]
+        if self.is_sharded:  # FSDP gathers from memory of its own, which a change of pointer does not reach
+            with self._exchanged(kept):
+                yield
+            return
         present = {key: p.data for key, p in self.named.items()}
         for key, p in self.named.items():
             p.data = kept[key]
@@ -85,6 +96,20 @@ class Weights:
             for key, p in self.named.items():
                 kept[key] = p.data
                 p.data = present[key]
+
+    @contextmanager
+    def _exchanged(self, kept: Mapping[str, Tensor]) -> Iterator[None]:
+        present = {key: p.detach().clone() for key, p in self.named.items()}
+        self._fill(kept)
+        try:
+            yield
+        finally:
+            self._fill(present)
+
+    @torch.no_grad()
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        for key, p in self.named.items():
+            p.copy_(values[key])
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -101,9 +126,12 @@ class Weights:
             yield
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Everything to be checkpointed: the parameters under `weights`, each snapshot under its name."""
-        return {"weights": {k: p.detach() for k, p in self.named.items()}} | {
-            f"snapshot-{name}": tensors for name, tensors in self.snapshots.items()
+        """Everything to be checkpointed, whole: the parameters under `weights`, each snapshot under its name.
+
+        A collective where the parameters are sharded.
+        """
+        return {"weights": {k: whole(p.detach()) for k, p in self.named.items()}} | {
+            f"snapshot-{name}": {k: whole(t) for k, t in tensors.items()} for name, tensors in self.snapshots.items()
         }
 
     @torch.no_grad()
@@ -115,13 +143,11 @@ class Weights:
             if tensors.keys() != self.named.keys():
                 odd = sorted(tensors.keys() ^ self.named.keys())[:3]
                 raise ValueError(f"the checkpoint is of another model or adapter: parameters differ, e.g. {odd}")
+            placed = {key: like(tensors[key], p) for key, p in self.named.items()}
             if stem == "weights":
-                for key, p in self.named.items():
-                    p.copy_(tensors[key])
+                self._fill(placed)
             else:
-                self.snapshots[stem.removeprefix("snapshot-")] = {
-                    key: tensors[key].to(p.device, copy=True) for key, p in self.named.items()
-                }
+                self.snapshots[stem.removeprefix("snapshot-")] = placed
 
 
 def _peft_config(name: str, denoiser: nn.Module, lora: LoRA) -> PeftLoraConfig:

@@ -1,0 +1,61 @@
+"""Full fine-tuning over several processes: FSDP2, which shards in place and keeps every module's class.
+
+Weights, gradients and optimiser state live as shards; a checkpoint holds whole tensors, so that a run may go on with
+another number of processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def shard(denoiser: nn.Module) -> None:
+    """Shard every block of the denoiser, and then the rest of it, over all processes.
+
+    Its backward pass leaves the mean over the processes of their gradients.
+    """
+    blocks = [block for m in denoiser.children() if isinstance(m, nn.ModuleList) for block in m]
+    for module in (*blocks, denoiser):
+        fully_shard(module)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor (a collective), or the tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, model: Tensor) -> Tensor:
+    """`tensor`, placed and sharded as `model` is."""
+    if isinstance(model, DTensor):
+        return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
+    return tensor.to(model.device, copy=True)
+
+
+def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()` with whole tensors. A collective where the parameters are sharded."""
+    tree = optimizer.state_dict()
+    per_parameter = {
+        index: {name: whole(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
+        for index, entries in tree["state"].items()
+    }
+    return {**tree, "state": per_parameter}
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, tree: dict[str, Any]) -> None:
+    """The reverse of `whole_optimizer_state`."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    per_parameter = {
+        index: {
+            name: like(value, parameters[index])
+            if isinstance(value, Tensor) and value.shape == parameters[index].shape
+            else value
+            for name, value in entries.items()
+        }
+        for index, entries in tree["state"].items()
+    }
+    optimizer.load_state_dict({**tree, "state": per_parameter})
