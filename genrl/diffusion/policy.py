@@ -274,8 +274,8 @@ class Policy:
         if step.state.shape != self._latents_shape:
             raise ValueError(
                 f"{type(self.pipe).__name__} hands states of shape {tuple(step.state.shape)} to its scheduler and "
-                f"latents of shape {tuple(self._latents_shape)} to its loop: part of them is not denoised, or they are packed "
-                "in between; no state can be resumed"
+                f"latents of shape {tuple(self._latents_shape)} to its loop: not all of them are denoised, or "
+                "they are packed in between; no state can be resumed"
             )
 
     def _transition(self, step: Step, kernel: Kernel) -> Transition:
