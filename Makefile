@@ -1,0 +1,44 @@
+# Two commands set up everything: `make demo` trains the embedded model, `make test` runs the tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch first and pinned in every call, so that no other package replaces it by another build.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    install into $(VENV), train the embedded model (about 10 minutes on 2 CPU cores)"
+	@echo "make test    install into $(VENV), run linters, types and all tests"
+	@echo "make lint    linters, types and import rules only"
+	@echo "make bench   the benchmarks that run on a CPU"
+
+$(VENV)/genrl: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP)
+	$(PIP) --editable '.[ocr]'
+	@touch $@
+
+$(VENV)/genrl-dev: $(VENV)/genrl
+	$(PIP) --editable '.[ocr,video,dev]'
+	@touch $@
+
+demo: $(VENV)/genrl
+	$(BIN)/genrl train configs/quickstart.yaml output=runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+lint: $(VENV)/genrl-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy genrl/mdp genrl/objectives
+	$(BIN)/lint-imports
+
+test: lint
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal --durations 15
+
+bench: $(VENV)/genrl-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build *.egg-info
