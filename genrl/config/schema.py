@@ -28,6 +28,12 @@ Kernel = Literal["flow_sde", "dance_sde", "wan_sde", "flow_cps", "flow_ddim", "d
 ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity"]
 Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
 
+# The names of attention projections in diffusers, over all model families: what an adapter is put on by default.
+ATTENTION_LAYERS = (
+    *("to_q", "to_k", "to_v", "to_out.0", "to_out", "to_qkv"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "to_added_qkv", "to_qkv_mlp_proj"),
+)
+
 
 class Section(BaseModel):
     """What every section shares: unknown keys are errors, values cannot be changed after loading."""

@@ -1,0 +1,415 @@
+"""The command line. Every import beyond typer happens inside the commands: `--help` and `check` start without torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from genrl.config import Config
+
+PACKAGES = tuple(str(Path(__file__).resolve().parents[1] / name) + os.sep for name in ("genrl", "rewards"))
+
+
+class _CleanErrors(TyperGroup):
+    """Prints what the user must put right as one red text (exit code 2, or 1 once work had begun), no traceback.
+
+    Such errors are those that a `raise` in this project's own code makes. Anything else is a defect and keeps its
+    traceback; GENRL_DEBUG=1 keeps it always.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, RuntimeError) as error:
+            if os.environ.get("GENRL_DEBUG") or not _is_message(error):
+                raise
+            from genrl.cli_tables import printable
+
+            typer.secho(printable(str(error)), fg=typer.colors.RED, err=True)
+            raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+
+
+app = typer.Typer(
+    cls=_CleanErrors,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Fine-tune generative models by reinforcement learning: any diffusers pipeline, from one YAML file.\n\n"
+    "First steps: `genrl check configs/quickstart.yaml`, then `genrl train configs/quickstart.yaml`.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="About configuration files.")
+app.add_typer(config_app, name="config")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="YAML configuration, for example configs/ocr.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the file, for example optimizer.lr=1e-4 ema=null."),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, for example runs/quickstart.")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Pipeline folder, hub id (org/name), or the folder of a run.")
+]
+Processes = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine, one per device.")]
+Lora = Annotated[str | None, typer.Option(help="LoRA folder or hub id; for a run its newest adapter is the default.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps; default: the run's, or the pipeline's.")]
+Guidance = Annotated[float | None, typer.Option(min=0, help="Default: the run's, or the pipeline's.")]
+Height = Annotated[int | None, typer.Option(min=1, help="Pixels.")]
+Width = Annotated[int | None, typer.Option(min=1, help="Pixels.")]
+Precision = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+PipelineArgs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Further pipeline arguments: num_frames=33 negative_prompt=blurry."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _global(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    if version:
+        from genrl import __version__
+
+        typer.echo(f"genrl {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Processes = 1,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with this run.")] = None,
+) -> None:
+    """Train as a YAML file says.
+
+    Example: `genrl train configs/quickstart.yaml iterations=50 optimizer.lr=1e-4`
+
+    Several processes: `--nproc 2`, or start it yourself by torchrun or accelerate launch, on several machines too.
+    """
+    from genrl.config import load_located
+
+    config, origins = load_located(file, overrides or ())
+    _train(config, origins, resume, nproc)
+
+
+@app.command()
+def resume(run: RunFolder, overrides: Overrides = None, nproc: Processes = 1) -> None:
+    """Go on with an interrupted run from its newest complete checkpoint.
+
+    Example: `genrl resume runs/quickstart iterations=200`
+    """
+    from genrl.config import load_located
+
+    config, origins = load_located(_run_config(run), overrides or ())
+    _train(config, origins, run, nproc)
+
+
+@app.command()
+def sample(
+    model: ModelArgument,
+    pipeline_args: PipelineArgs = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="Prompt file (.txt, .jsonl), or data set id:split.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and the grid.")] = Path("samples"),
+    lora: Lora = None,
+    num_inference_steps: Steps = None,
+    guidance_scale: Guidance = None,
+    height: Height = None,
+    width: Width = None,
+    seed: Annotated[int, typer.Option(min=0, help="Noise of picture k is that of seed + k.")] = 0,
+    dtype: Precision = "float32",
+) -> None:
+    """Draw pictures from any pipeline, with or without a LoRA, from fixed noise.
+
+    Example: `genrl sample runs/quickstart --prompt "two red circles and a blue square"`
+    """
+    if not prompt and not prompts:
+        raise typer.BadParameter('give --prompt "text" (also several times) or --prompts FILE')
+    texts = list(prompt or [])
+    if prompts:
+        from genrl.prompts import load as load_prompts
+
+        texts += [row.text for row in load_prompts(prompts)]
+    path, adapter, arguments = _pipeline_of(model, lora)
+    arguments |= _arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
+
+    from genrl.diffusion.sample import load
+    from genrl.diffusion.sample import sample as draw
+
+    paths = draw(load(path, adapter, dtype=dtype), texts, out, seed=seed, arguments=arguments)
+    typer.echo(f"{len(paths)} pictures and grid.png in {out}")
+
+
+@app.command("eval")
+def evaluate(
+    model: ModelArgument,
+    pipeline_args: PipelineArgs = None,
+    prompts: Annotated[str | None, typer.Option(help="Prompt file or data set; default: the run's.")] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="Name or file.py:Name, several times; default: run's.")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first ones; default: all.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the scores as JSON here, too.")] = None,
+    lora: Lora = None,
+    num_inference_steps: Steps = None,
+    guidance_scale: Guidance = None,
+    height: Height = None,
+    width: Width = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Pictures per call of the model.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the fixed noise (1234: as in training).")] = 1234,
+    dtype: Precision = "float32",
+) -> None:
+    """Score a model by rewards over a prompt file, with its deterministic sampler.
+
+    Example: `genrl eval assets/tiny-t2i --prompts assets/prompts/words_eval.txt --reward ocr --out scores.json`
+    """
+    config = _config_of(model)
+    source = prompts or (config.prompts.eval if config else None)
+    if source is None:
+        raise typer.BadParameter("give --prompts FILE (a run with prompts.eval has its own)")
+    chosen: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in reward or []]
+    if not chosen and config:
+        chosen = [(entry.name, entry.args) for entry in config.rewards]
+    if not chosen:
+        raise typer.BadParameter("give --reward NAME; `genrl rewards` lists them")
+    path, adapter, arguments = _pipeline_of(model, lora)
+    arguments |= _arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
+
+    import torch
+
+    import rewards as reward_package
+    from genrl.diffusion.sample import evaluate_pipeline, load
+    from genrl.prompts import load as load_prompts
+
+    rows = load_prompts(source, config.prompts.column if config else "prompt")[:num_prompts]
+    pipe = load(path, adapter, dtype=dtype)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scorers = {name: reward_package.load(name, args, device=device) for name, args in chosen}
+    found = evaluate_pipeline(
+        pipe, rows, scorers, batch_size=batch_size, seed=seed, num_pictures=0, arguments=arguments
+    )
+    _print_scores(found.metrics, f"{model}, {len(rows)} prompts of {source}")
+    if out:
+        import json
+
+        record = {"model": path, "lora": adapter, "prompts": source, "num_prompts": len(rows), "seed": seed}
+        out.write_text(json.dumps(record | {"arguments": arguments, "scores": found.metrics}, indent=1) + "\n")
+
+
+@app.command()
+def check(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    explain: Annotated[bool, typer.Option("--explain", help="List every key: value, default, meaning.")] = False,
+) -> None:
+    """Validate a configuration and estimate its cost, without loading any weights.
+
+    Example: `genrl check configs/quickstart.yaml sampling.group_size=16 --explain`
+    """
+    from genrl import cli_tables
+    from genrl.config import check_files, load_located
+
+    config, origins = load_located(file, overrides or ())
+    notes = check_files(config, origins)
+    cli_tables.print_check(config, notes)
+    if explain:
+        cli_tables.print_keys(config)
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Checkpoint after so many iterations; default: newest.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Write the whole pipeline, with a LoRA merged into it.")] = False,
+) -> None:
+    """Write a run's model for plain diffusers: the LoRA or the whole pipeline, with a model card.
+
+    Example: `genrl export runs/quickstart --out my-lora`, then `pipe.load_lora_weights("my-lora")`
+    """
+    _run_config(run)
+    from genrl.diffusion.export import export as write
+
+    typer.echo(f"written to {write(run, out, step=step, full=full)}")
+
+
+@app.command()
+def report(run: RunFolder) -> None:
+    """Make one offline HTML page of a run: curves, pictures, settings, timings.
+
+    Example: `genrl report runs/quickstart`
+    """
+    _run_config(run)
+    from genrl.runtime.report import write_report
+
+    typer.echo(f"written to {write_report(run)}")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
+) -> None:
+    """Report versions, devices and back-ends, and what looks wrong with them.
+
+    Example: `genrl doctor --json > doctor.json`
+    """
+    from genrl.doctor import advice, examine
+
+    found = examine()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found | {"advice": advice(found)}, indent=1))
+    else:
+        from genrl import cli_tables
+
+        cli_tables.print_doctor(found, advice(found))
+
+
+@app.command("rewards")
+def list_rewards() -> None:
+    """List the rewards that can be named in a configuration, built in and installed.
+
+    Example: `genrl rewards`
+    """
+    from genrl import cli_tables
+
+    cli_tables.print_rewards()
+
+
+@config_app.command("schema")
+def schema() -> None:
+    """Print the JSON schema of configuration files, for completion in editors.
+
+    Example: `genrl config schema > genrl.schema.json`, and as the first line of a YAML file
+    `# yaml-language-server: $schema=genrl.schema.json`
+    """
+    import json
+
+    from genrl.config import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=1))
+
+
+def _train(config: Config, origins: Any, run: Path | None, nproc: int) -> None:
+    from genrl.cli_tables import printable
+    from genrl.config import check_files
+    from genrl.config.combinations import processes_problem
+
+    inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes
+    if inside and nproc > 1:
+        raise typer.BadParameter("--nproc starts processes, but this already is one of several: leave it out")
+    problem = processes_problem(config, nproc)
+    if problem:
+        raise typer.BadParameter(problem, param_hint="--nproc")
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    for note in check_files(config, origins):
+        if is_main and not (run and note.startswith("output:")):
+            typer.secho(printable(note), fg=typer.colors.YELLOW, err=True)
+    if nproc > 1:
+        _launch(nproc)
+    from genrl.diffusion.train import train as run_training
+
+    run_training(config, run)
+
+
+def _launch(nproc: int) -> None:
+    """Become torchrun of this very command, without --nproc. (`accelerate launch` would import torchvision.)"""
+    arguments, skip = [], False
+    for argument in sys.argv[1:]:
+        if skip or argument == "--nproc" or argument.startswith("--nproc="):
+            skip = argument == "--nproc" and not skip
+            continue
+        arguments.append(argument)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    os.execv(sys.executable, [*command, "-m", "genrl.cli", *arguments])
+
+
+def _run_config(run: Path) -> Path:
+    if not (run / "config.yaml").is_file():
+        raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml", param_hint="RUN")
+    return run / "config.yaml"
+
+
+def _config_of(model: str) -> Config | None:
+    """The configuration of a run folder; None for a pipeline folder or hub id."""
+    from genrl.config import load
+
+    file = Path(model) / "config.yaml"
+    return load(file) if file.is_file() else None
+
+
+def _pipeline_of(model: str, lora: str | None) -> tuple[str, str | None, dict[str, Any]]:
+    """(pipeline, adapter, arguments of the pipeline call) of what the user named."""
+    config = _config_of(model)
+    if config is None:
+        return model, lora, {}
+    run, settings = Path(model), config.sampling
+    adapters = [run / "lora", *sorted(run.glob("checkpoints/step-*/lora"), reverse=True)]
+    newest = next((str(folder) for folder in adapters if folder.is_dir()), None)
+    if lora is None and newest is None:
+        raise typer.BadParameter(f"{run} holds no LoRA; write its pipeline by `genrl export {run} --out FOLDER`")
+    scale = settings.guidance_scale if config.evaluation.guidance_scale is None else config.evaluation.guidance_scale
+    steps = config.evaluation.num_inference_steps or settings.num_inference_steps
+    arguments = _arguments(steps, scale, settings.height, settings.width, None)
+    if settings.num_frames is not None:
+        arguments["num_frames"] = settings.num_frames
+    return config.model.path, lora or newest, arguments | settings.pipeline_args
+
+
+def _arguments(
+    num_inference_steps: int | None,
+    guidance_scale: float | None,
+    height: int | None,
+    width: int | None,
+    further: list[str] | None,
+) -> dict[str, Any]:
+    """Arguments of the pipeline call; what was not given is left to the pipeline."""
+    from genrl.config.yaml_source import SourceError, parse
+
+    named = {
+        "num_inference_steps": num_inference_steps,
+        "guidance_scale": guidance_scale,
+        "height": height,
+        "width": width,
+    }
+    arguments: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    for text in further or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise typer.BadParameter(f"{text!r} is not key=value, for example num_frames=33")
+        try:
+            arguments[name] = parse(value).value
+        except SourceError as error:
+            raise typer.BadParameter(f"{text!r}: the value is not YAML: {error}") from None
+    return arguments
+
+
+def _print_scores(metrics: dict[str, float], title: str) -> None:
+    from genrl import cli_tables
+
+    cli_tables.print_scores(metrics, title)
+
+
+def _is_message(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(PACKAGES) and (frames[-1].line or "").startswith("raise ")
+
+
+def main() -> None:
+    """Entry point of the `genrl` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What the commands print: tables for people. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from genrl.config import Config
+    from genrl.doctor import Report
+
+console = Console(highlight=False)
+
+
+def printable(text: str) -> str:
+    """Without terminal control characters: what is printed may come from prompts, keys and model files."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def safe(text: str) -> str:
+    """Printable, and not read as rich's markup."""
+    return escape(printable(text))
+
+
+def print_check(config: Config, notes: Sequence[str]) -> None:
+    """Remarks, the plan of an iteration, and the memory of one process."""
+    from genrl.config.files import model_folder
+    from genrl.estimate import memory, plan, read_components
+
+    folder = model_folder(config)
+    components = read_components(folder, config.model.variant) if folder else ()
+    console.print("[green]valid[/green]")
+    for note in notes:
+        console.print(f"[yellow]{safe(note)}[/yellow]")
+    console.print(_plan_table(config, plan(config, components)))
+    if not components:
+        where = "is not on this machine" if folder is None else "holds no networks"
+        console.print(f"memory: not estimated, because {safe(config.model.path)} {where}")
+        return
+    console.print(_component_table(components))
+    console.print(_memory_table(memory(config, components)))
+    if config.sampling.guidance_scale is None and plan(config, components).guidance == 2:
+        console.print("guidance_scale is the pipeline's default here, counted as two model calls per step")
+
+
+def _plan_table(config: Config, found: Any) -> Table:
+    sampling = config.sampling
+    table = Table(title="one iteration", title_justify="left", show_header=False)
+    step = f" x {found.guidance} (guidance)" if found.guidance > 1 else ""
+    table.add_row(
+        "samples", f"{found.images:,}", f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} each"
+    )
+    table.add_row("micro-batches", f"{found.micro_batches:,}", f"of {sampling.batch_size} samples")
+    table.add_row(
+        "model calls, sampling",
+        f"{found.sample_calls:,}",
+        f"{found.images} samples x {sampling.num_inference_steps} steps{step}",
+    )
+    table.add_row(
+        "model calls, training",
+        f"{found.train_calls:,}",
+        f"{found.trained_steps} trained steps per sample; {found.backward_calls:,} with gradient cost about 3 times",
+    )
+    trainer = config.trainer
+    table.add_row("optimiser steps", f"{trainer.updates_per_iteration * trainer.inner_epochs:,}", "")
+    table.add_section()
+    table.add_row("iterations", f"{config.iterations:,}", f"{found.optimizer_steps:,} optimiser steps in all")
+    calls = f"{found.evaluation_calls:,} model calls each"
+    table.add_row("evaluations", f"{found.evaluations:,}", calls if found.evaluations else "off")
+    table.add_row("model calls of the run", f"{found.total_calls(config.iterations):,}", "forward, counted per sample")
+    return table
+
+
+def _component_table(components: Sequence[Any]) -> Table:
+    table = Table("component", "class", "parameters", "on disk", "", title="model", title_justify="left")
+    for part in components:
+        row = (part.name, part.kind, f"{part.num_parameters:,}", _size(part.num_file_bytes), part.note)
+        table.add_row(*map(safe, row))
+    return table
+
+
+def _memory_table(parts: Sequence[tuple[str, int]]) -> Table:
+    table = Table("part", "size", title="memory of one process (estimate)", title_justify="left")
+    for name, size in parts:
+        table.add_row(safe(name), _size(size))
+    table.add_section()
+    table.add_row("sum", _size(sum(size for _, size in parts)))
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes <= 0:
+        return "-"
+    exponent = min(3, int(math.log(num_bytes, 1000)))
+    return f"{num_bytes / 1000**exponent:.3g} {('B', 'kB', 'MB', 'GB')[exponent]}"
+
+
+def print_keys(config: Config) -> None:
+    """Every key with its value, its default and its meaning."""
+    for key, value, default, meaning in explained(config, ""):
+        if value == default:
+            console.print(f"{safe(key)}: {safe(value)}", soft_wrap=True)
+        else:
+            console.print(f"[bold]{safe(key)}: {safe(value)}[/bold]   (default {safe(default)})", soft_wrap=True)
+        console.print(f"    [dim]{safe(meaning)}[/dim]", soft_wrap=True)
+
+
+def explained(section: BaseModel, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    """(dotted key, value, default, meaning) of every leaf below `section`."""
+    for name, value in section:
+        field = type(section).model_fields[name]
+        key = f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            yield from explained(value, f"{key}.")
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            for index, item in enumerate(value):
+                yield from explained(item, f"{key}.{index}.")
+        else:
+            default = "required" if field.is_required() else _written(field.default)
+            yield key, _written(value), default, field.description or ""
+
+
+def _written(value: Any) -> str:
+    """The value as YAML would have it."""
+    if isinstance(value, BaseModel):
+        return "a section"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def print_scores(metrics: Mapping[str, float], title: str) -> None:
+    """Scores by metric name."""
+    table = Table("metric", "value", title=safe(title), title_justify="left")
+    for name, value in sorted(metrics.items()):
+        table.add_row(safe(name), f"{value:.4f}")
+    console.print(table)
+
+
+def print_rewards() -> None:
+    """The rewards that can be named."""
+    import rewards
+
+    table = Table("name", "origin", "range", "what it scores")
+    for row in rewards.listing():
+        table.add_row(*map(safe, (row.name, row.origin, row.range, row.doc)))
+    console.print(table)
+    console.print("your own: name: path/to/file.py:function_or_class (a function of images and prompts)")
+
+
+def print_doctor(report: Report, advice: Sequence[str]) -> None:
+    """One table per section, then the advice."""
+    from genrl.doctor import OPTIONAL
+
+    for section, findings in report.items():
+        table = Table(title=section, title_justify="left", show_header=False)
+        for name, value in findings.items():
+            purpose = f" ({OPTIONAL[name]})" if section == "optional" and name in OPTIONAL else ""
+            shown = "-" if value is None else ("yes" if value else "no") if isinstance(value, bool) else str(value)
+            table.add_row(safe(name + purpose), safe(shown))
+        console.print(table)
+    for line in advice:
+        console.print(f"[yellow]{safe(line)}[/yellow]")
+    if not advice:
+        console.print("[green]nothing looks wrong[/green]")
