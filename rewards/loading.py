@@ -105,7 +105,7 @@ def resolve(name: str) -> Origin:
     points: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINTS):
         points.setdefault(point.name, []).append(point)
-    claims = [f"{p.module} ({p.dist.name if p.dist else 'unknown'})" for p in points.get(name, [])]
+    claims = sorted(f"{p.module} ({p.dist.name if p.dist else 'unknown'})" for p in points.get(name, []))
     claims += ["genrl itself"] if name in BUILT_IN else []
     if len(claims) > 1:
         raise ValueError(f"reward {name!r} is claimed by {' and by '.join(claims)}; uninstall or rename one")

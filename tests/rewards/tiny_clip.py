@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
-from rewards.clip_model import _pil_image_processor
+from rewards.clip_model import _pil_image_processor  # first: it makes transformers importable beside any torchvision
+
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer  # isort: skip
 
 SIDE = 16
 

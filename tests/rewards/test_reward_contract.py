@@ -1,0 +1,230 @@
+"""What a reward may declare and return, and what happens when it does something else."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rewards
+from rewards.contract import Failure
+
+IMAGES = torch.rand(3, 3, 4, 6, generator=torch.Generator().manual_seed(0))
+PROMPTS = ["one", "two", "three"]
+
+
+def brightness(images: torch.Tensor) -> torch.Tensor:
+    return images.mean((1, 2, 3))
+
+
+class Everything:
+    def __init__(self, bonus: float = 0.0):
+        self.bonus = bonus
+
+    def __call__(
+        self, images: Any, pil_images: Any, prompts: Any, group: Any, style: Any, weight: Any, limit: float = 1.0
+    ) -> list[float]:
+        self.seen = {"pil_images": pil_images, "prompts": prompts, "group": group, "style": style, "weight": weight}
+        return [self.bonus + w for w in weight]
+
+
+def score(reward: rewards.Reward, **changes: Any) -> rewards.Scores:
+    return rewards.score(reward, **{"images": IMAGES, "prompts": PROMPTS} | changes)
+
+
+def test_a_plain_function_is_a_reward() -> None:
+    assert rewards.needs(brightness) == rewards.Needs(True, False, False, False, ())
+    scores = score(brightness)
+    assert scores.values == pytest.approx(IMAGES.mean((1, 2, 3)).tolist())
+    assert scores.parts == {} and scores.failed == 0 and scores.unscored == 0
+
+
+@pytest.mark.parametrize("reward", [Everything, Everything(), Everything().__call__])
+def test_parameter_names_are_the_declaration(reward: Any) -> None:
+    assert rewards.needs(reward) == rewards.Needs(True, True, True, True, ("style", "weight"))
+
+
+def test_a_class_gets_what_it_declares() -> None:
+    reward = Everything(bonus=0.5)
+    columns = {"style": ["a", "b", "c"], "weight": [1, 2, 3], "unused": [0, 0, 0]}
+    assert score(reward, columns=columns, group=[0, 0, 1]).values == [1.5, 2.5, 3.5]
+    assert reward.seen["prompts"] == PROMPTS and reward.seen["group"] == [0, 0, 1]
+    assert reward.seen["style"] == ["a", "b", "c"]
+    assert [image.size for image in reward.seen["pil_images"]] == [(6, 4)] * 3
+
+
+def test_an_option_is_not_a_column() -> None:
+    def reward(prompts: list[str], strict: bool = False) -> list[float]:
+        return [float(strict)] * len(prompts)
+
+    assert rewards.needs(reward).columns == ()
+    assert rewards.needs(functools.partial(reward, strict=True)).columns == ()
+    assert score(functools.partial(reward, strict=True)).values == [1.0] * 3
+
+
+@pytest.mark.parametrize("reward", [lambda *images: [], lambda images, **rest: [], len])
+def test_a_signature_that_declares_nothing_is_refused(reward: Any) -> None:
+    with pytest.raises(ValueError, match="does not tell what it needs"):
+        rewards.needs(reward)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, None, 0.5],
+        (1.0, math.nan, 0.5),
+        torch.tensor([1.0, math.nan, 0.5], requires_grad=True),
+        torch.tensor([1.0, math.inf, 0.5], dtype=torch.bfloat16),
+        np.array([1.0, -np.inf, 0.5], dtype=np.float16),
+        [np.float32(1), None, torch.tensor(0.5)],
+    ],
+)
+def test_none_nan_and_infinity_are_no_score(returned: Any) -> None:
+    scores = score(lambda prompts: returned)
+    assert [scores.values[0], scores.values[2]] == [1.0, 0.5] and math.isnan(scores.values[1])
+    assert scores.unscored == 1 and scores.failed == 0
+
+
+def test_named_parts_come_with_the_scores() -> None:
+    scores = score(lambda prompts: ([1, 2, 3], {"count": torch.tensor([1, 0, 1]), "colour": [None, 1, 1]}))
+    assert scores.values == [1, 2, 3] and scores.parts["count"] == [1, 0, 1]
+    assert math.isnan(scores.parts["colour"][0])
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1.0, 2.0], "reward 'mine' returned 2 numbers for 3 samples"),
+        (torch.zeros(4), "reward 'mine' returned 4 numbers for 3 samples"),
+        (torch.zeros(3, 1), r"reward 'mine' returned shape \[3, 1\]"),
+        (np.float64(1), "reward 'mine' returned float64"),
+        (1.0, "reward 'mine' returned float;"),
+        (None, "reward 'mine' returned NoneType"),
+        (["a", "b", "c"], "reward 'mine' returned something that is not a number"),
+        (([1, 2, 3], {"count": [1]}), "part 'count' of reward 'mine' returned 1 numbers"),
+    ],
+)
+def test_a_result_that_breaks_the_contract_names_the_reward(returned: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        score(lambda prompts: returned, name="mine")
+
+
+def test_a_missing_column_names_reward_column_and_nearest() -> None:
+    def mine(prompts: list[str], colour: list[str]) -> list[float]:
+        raise AssertionError("never called")
+
+    with pytest.raises(ValueError) as error:
+        score(mine, columns={"colours": ["red"] * 3, "count": [1] * 3})
+    assert str(error.value) == (
+        "reward 'mine' asks for the column 'colour', but the prompt file has the columns colours, count. "
+        "Did you mean 'colours'?"
+    )
+    with pytest.raises(ValueError, match="has no columns beside the prompt"):
+        rewards.check_columns(mine, [])
+    with pytest.raises(ValueError, match="Did you mean 'images'"):
+        rewards.check_columns(lambda image: [], [])
+
+
+def test_groups_and_rows_are_checked() -> None:
+    with pytest.raises(ValueError, match="compares the samples of a group"):
+        score(lambda group: group)
+    with pytest.raises(ValueError, match="unequal numbers of rows: .*'prompts': 2"):
+        score(brightness, prompts=["one", "two"])
+    with pytest.raises(ValueError, match="unequal numbers of rows: .*'style': 1"):
+        score(lambda style: style, columns={"style": [1.0]})
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        torch.zeros(3, 3, 4, 4, dtype=torch.uint8),
+        torch.zeros(3, 4, 4, 3),
+        torch.zeros(3, 4, 4),
+        torch.zeros(3, 1, 4, 4),
+    ],
+)
+def test_images_of_another_layout_are_refused(images: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="images must be float"):
+        score(brightness, images=images)
+
+
+@pytest.mark.parametrize("raised", [KeyError("style"), SystemExit(1)])
+def test_a_reward_that_raises_gives_no_scores_and_keeps_the_traceback(raised: BaseException) -> None:
+    def mine(images: torch.Tensor) -> list[float]:
+        raise raised
+
+    scores = score(mine)
+    assert all(map(math.isnan, scores.values)) and scores.failed == 3 and scores.unscored == 3
+    assert type(raised).__name__ in scores.failures[0].error
+    assert "in mine" in scores.failures[0].traceback
+
+
+def test_an_interrupt_is_not_a_failed_reward() -> None:
+    def mine(images: torch.Tensor) -> list[float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(mine)
+
+
+def test_too_many_failures_stop_the_run_with_the_first_traceback() -> None:
+    first = Failure(4, "KeyError: 'style'", "Traceback: line 3, in mine")
+    rewards.check_failures("mine", 4, 20, first)
+    rewards.check_failures("mine", 0, 0, None)
+    with pytest.raises(rewards.RewardFailed, match="'mine' raised for 5 of 20 .*25%, at most 20%") as error:
+        rewards.check_failures("mine", 5, 20, first)
+    assert first.traceback in str(error.value)
+    with pytest.raises(rewards.RewardFailed, match="log of another process"):
+        rewards.check_failures("mine", 1, 20, None, limit=0.0)
+
+
+def test_rewards_run_without_gradients_and_autocast() -> None:
+    def mine(images: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        product = images.flatten(1) @ images.flatten(1).T
+        assert product.dtype == torch.float32
+        return product[0]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert score(mine, images=IMAGES.clone().requires_grad_()).failed == 0
+
+
+def test_weighted_sum() -> None:
+    values = {"a": [1.0, 2.0, math.nan], "b": [10.0, math.nan, 1.0], "log": [math.nan, math.nan, math.nan]}
+    sums = rewards.weighted_sum(values, {"a": 0.5, "b": 2.0, "log": 0.0})
+    assert sums[0] == 20.5 and math.isnan(sums[1]) and math.isnan(sums[2])
+    assert rewards.weighted_sum({"a": [1.0], "b": [math.nan]}, {"a": -1.0, "b": 0}) == [-1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "words"),
+    [
+        ({"a": [1.0]}, {"b": 1.0}, r"\['a'\].*\['b'\]"),
+        ({"a": [1.0]}, {"a": 0.0}, "every reward has weight 0"),
+        ({"a": [1.0], "b": [1.0, 2.0]}, {"a": 1.0, "b": 1.0}, "unequal"),
+    ],
+)
+def test_weighted_sum_refuses(values: Any, weights: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rewards.weighted_sum(values, weights)
+
+
+def test_rounding_to_eight_bits(golden: Callable[[str], np.lib.npyio.NpzFile]) -> None:
+    data = golden("rewards_jpeg")
+    pixels = rewards.to_uint8(torch.from_numpy(data["float_image_NCHW"]))
+    np.testing.assert_array_equal(pixels, data["uint8_round_NHWC"])
+
+
+def test_rounding_clamps_and_rounds_half_to_even() -> None:
+    levels = torch.tensor([-0.1, 0.5 / 255, 1.5 / 255, 1.003])
+    assert rewards.to_uint8(levels.expand(3, 1, 4)).reshape(-1, 3)[:, 0].tolist() == [0, 0, 2, 255]
+
+
+def test_a_video_becomes_lists_of_frames() -> None:
+    frames = rewards.to_pil(torch.rand(2, 5, 3, 4, 6))
+    assert [len(video) for video in frames] == [5, 5] and frames[0][0].size == (6, 4)

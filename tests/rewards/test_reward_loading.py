@@ -1,0 +1,161 @@
+"""From a name to a reward: built-ins, files, entry points; every way to get it wrong says what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rewards
+from rewards import loading
+
+MINE = """
+import functools
+from math import sqrt as root
+LIMIT = 3
+NOTHING: int = 0
+
+def dark(images, strength=1.0):
+    return [strength] * len(images)
+
+class Style:
+    def __init__(self, style, device, scale=2.0):
+        self.style, self.device, self.scale = style, device, scale
+    def __call__(self, prompts):
+        return [self.scale] * len(prompts)
+
+class Silent:
+    pass
+
+half = functools.partial(dark, strength=0.5)
+try:
+    import no_such_module
+except ImportError:
+    def fallback(images):
+        return [0.0] * len(images)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    return "mine.py"
+
+
+def values(reward: rewards.Reward) -> list[float]:
+    scores = rewards.score(reward, images=torch.zeros(2, 3, 4, 4), prompts=["a", "b"])
+    assert not scores.failures, scores.failures[0].traceback
+    return scores.values
+
+
+def test_nothing_imports_torch_until_a_reward_is_loaded(mine: str) -> None:
+    code = (
+        "import sys, rewards; rewards.listing(); rewards.resolve('pickscore'); rewards.resolve('mine.py:dark');"
+        "assert not {'torch', 'transformers', 'rapidocr'} & set(sys.modules), sorted(sys.modules)"
+    )
+    root = str(Path(rewards.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": root}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_listing_has_every_built_in_and_resolve_finds_it() -> None:
+    listed = rewards.listing()
+    assert {"shapes", "ocr", "clipscore", "pickscore"} <= {row.name for row in listed}
+    for row in listed:
+        assert rewards.resolve(row.name).name == row.name and (row.doc or row.origin != "built-in")
+
+
+@pytest.mark.parametrize("name", loading.BUILT_IN)
+def test_every_built_in_leads_to_a_class_with_a_call(name: str) -> None:
+    origin = rewards.resolve(name)
+    reward = vars(importlib.import_module(origin.where))[origin.attribute]
+    assert callable(reward) and reward.__doc__
+
+
+def test_functions_and_classes_of_a_file(mine: str) -> None:
+    assert values(rewards.load(f"{mine}:dark")) == [1.0, 1.0]
+    assert values(rewards.load(f"{mine}:dark", {"strength": 0.25})) == [0.25, 0.25]
+    assert values(rewards.load(f"{mine}:half")) == [0.5, 0.5]
+    assert values(rewards.load(f"{mine}:fallback")) == [0.0, 0.0]
+    style = rewards.load(f"{mine}:Style", {"style": "oil"}, device="meta")
+    assert (style.style, style.device) == ("oil", "meta") and values(style) == [2.0, 2.0]
+    assert rewards.load(f"{mine}:Style", {"style": "oil", "device": "cpu"}, device="meta").device == "cpu"
+
+
+def test_the_file_and_its_hash_are_said_in_the_log(mine: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="rewards.loading"):
+        rewards.load(f"{mine}:dark")
+    assert hashlib.sha256(MINE.encode()).hexdigest() in caplog.text and "mine.py" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("pikscore", {}, "unknown reward 'pikscore'. Did you mean 'pickscore'.* Known: .*path/to/file.py:Name"),
+        ("CLIPScore", {}, "Did you mean 'clipscore'"),
+        ("mein.py:dark", {}, "'mein.py' does not exist .* Did you mean 'mine.py'"),
+        ("nowhere/mine.py:dark", {}, "no folder 'nowhere'"),
+        ("mine.py", {}, "mine.py:Name. It defines: LIMIT, NOTHING, dark, Style, Silent, half, fallback"),
+        ("mine.py:darc", {}, "has no 'darc'. Did you mean 'dark'.* It defines"),
+        ("mine.py:LIMIT", {}, "is a int; it must be a function or a class"),
+        ("mine.py:Silent", {}, "class without __call__"),
+        ("mine.py:Style", {}, "args of reward 'mine.py:Style' do not fit: missing .*'style'"),
+        ("mine.py:Style", {"style": 1, "scael": 2}, "Did you mean 'scale'.* It takes: style, device, scale"),
+        ("mine.py:dark", {"strenght": 2}, "Did you mean 'strength'.* It takes: strength"),
+        ("mine.py:dark", {"images": 2}, "parameters with a default"),
+        ("broken.py:dark", {}, "broken.py, line 2"),
+    ],
+)
+def test_errors_say_what_to_do(mine: str, name: str, args: dict[str, Any], words: str) -> None:
+    Path("broken.py").write_text("x = 1\ndef dark(:\n")
+    with pytest.raises(ValueError, match=words):
+        rewards.load(name, args)
+
+
+def test_a_failing_import_of_the_users_file_is_the_users_error(mine: str) -> None:
+    Path("mine.py").write_text("import no_such_module\ndef dark(images): return []\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        rewards.load("mine.py:dark")
+
+
+def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = loading.BUILT_IN["ocr"]._replace(packages=("rapidocr_not_here",))
+    monkeypatch.setitem(loading.BUILT_IN, "ocr", entry)
+    with pytest.raises(ValueError, match=r"needs rapidocr_not_here, .* pip install 'genrl\[ocr\]'"):
+        rewards.load("ocr")
+
+
+def install(folder: Path, package: str, entry: str) -> None:
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[genrl.rewards]\n{entry}\n")
+
+
+def test_installed_entry_points_are_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "style_pack.py").write_text(MINE)
+    install(tmp_path, "style-pack", "oil = style_pack:Style\ngone = style_pack:Styel")
+    assert rewards.resolve("oil") == rewards.Origin("oil", "entry point", "style_pack", "Style")
+    assert ("oil", "entry point of style-pack") in [(row.name, row.origin) for row in rewards.listing()]
+    assert values(rewards.load("oil", {"style": "oil"})) == [2.0, 2.0]
+    with pytest.raises(ValueError, match="style_pack has no 'Styel'. Did you mean 'Style'"):
+        rewards.load("gone")
+
+
+def test_a_name_claimed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path, "first", "oil = first:Style\nocr = first:Ocr")
+    install(tmp_path, "second", "oil = second:Style")
+    with pytest.raises(ValueError, match="'oil' is claimed by .*first.* and by .*second"):
+        rewards.resolve("oil")
+    with pytest.raises(ValueError, match="'ocr' is claimed by .*first.* and by genrl itself"):
+        rewards.resolve("ocr")
