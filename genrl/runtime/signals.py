@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Self
@@ -108,7 +108,8 @@ class Watchdog:
             if self.last != written:
                 written = self.last
                 seen = {"phase": self.phase, "step": self.step, "time": time.time() - silent}
-                self.heartbeat.write_text(json.dumps(seen))
+                with suppress(OSError):  # a full disk must not end the watch
+                    self.heartbeat.write_text(json.dumps(seen))
             if silent > self.timeout_s:
                 self.file.write(f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}\n")
                 self.file.flush()
