@@ -158,7 +158,7 @@ def group_ranks(rewards: Tensor, group: Tensor, *, ties_by_position: bool = Fals
         rank = below + (equal & (position[None, :] < position[:, None])).sum(1)
     else:
         rank = below + (equal.sum(1) - 1) / 2.0
-    return torch.where(scored, rank / (peers.sum(1) - 1).clamp(min=1), torch.nan).double()
+    return torch.where(scored, rank.double() / (peers.sum(1) - 1).clamp(min=1), torch.nan)
 
 
 def _checked(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
