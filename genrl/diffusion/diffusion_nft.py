@@ -61,25 +61,30 @@ def train(session: Session, settings: DiffusionNFT) -> None:
                 for micro_batch in micro_batches:
                     clean, batch = micro_batch.trajectory.final, micro_batch.batch
                     r = reward_weight[micro_batch.slots].to(policy.device)
+                    counts = (advantages[micro_batch.slots] != 0).to(policy.device)  # not: no score, or no spread
                     for sigma, noise in forward_draws(micro_batch, num_draws, epoch):
                         level = sigma.view(-1, *[1] * (clean.dim() - 1))
                         noisy = (1.0 - level) * clean + level * noise
                         with torch.no_grad(), weights.use(OLD):
                             old = policy.velocity(batch, noisy, sigma)
-                        with torch.no_grad(), weights.reference():
-                            reference = policy.velocity(batch, noisy, sigma)
+                        reference = None
+                        if settings.kl_weight > 0:
+                            with torch.no_grad(), weights.reference():
+                                reference = policy.velocity(batch, noisy, sigma)
                         new = policy.velocity(batch, noisy, sigma)
-                        matching = diffusion_nft_loss(
+                        loss = diffusion_nft_loss(
                             new, old, noisy, clean, sigma, r,
                             beta=settings.beta, advantage_clip=settings.advantage_clip,
                         )  # fmt: skip
-                        kl = kl_velocity(new, reference)
-                        loss = matching + settings.kl_weight * kl
+                        if reference is not None:
+                            kl = kl_velocity(new, reference)
+                            loss = loss + settings.kl_weight * kl
+                            meter.add("kl", kl)
+                        loss = loss * counts
                         session.backward(
                             loss.sum() / (num_samples * num_draws), batch, {"noisy": noisy, "sigma": sigma, "new": new}
                         )
                         meter.add("loss", loss)
-                        meter.add("kl", kl)
                         meter.add("nft/old_deviation", kl_velocity(new, old))
                 meter.add("grad_norm", torch.tensor([session.step()]))
 

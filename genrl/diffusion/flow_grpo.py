@@ -79,6 +79,7 @@ def train(session: Session, settings: FlowGRPO) -> None:
                             kl = reference_kl(settings.kl, new, reference)
                             loss = loss + settings.kl_weight * kl
                             meter.add("kl", kl)
+                        loss = loss * (advantage != 0)  # no score, or a group without spread: no update
                         session.backward(
                             loss.sum() / (num_samples * len(trajectory.log_probs)),
                             batch,
