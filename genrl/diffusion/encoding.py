@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
+
+
+class _Opaque(Exception):
+    """An argument that cannot be part of a key."""
 
 
 class _Ragged(Exception):
@@ -19,6 +25,9 @@ class _Ragged(Exception):
 
 MAX_ENTRIES = 4096
 """Distinct prompts kept; the least recently used goes first."""
+PER_PROMPT = ("prompt", "negative_prompt", "image", "lyrics", "vocal_language")
+"""How the arguments of `encode_prompt` begin that hold one entry per prompt where they are lists as long as it. Other
+lists (layers to read, lines of a system message) may be as long by chance."""
 
 
 def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
@@ -26,9 +35,9 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
 
     A batch is put together from its rows, each encoded alone: embeddings of a prompt do not depend on its
     neighbours. Where rows differ in length (encoders that pad to the longest of the batch) the batch is encoded as a
-    whole and kept under the whole of its prompts. Calls with tensors or images as arguments are passed through.
-    Encodings are kept on the CPU where the device is an accelerator. With `offload` the text encoders wait on the CPU
-    and are on the device only while they encode.
+    whole and kept under the whole of its prompts. Pictures (an editing model reads its text beside them) are known by
+    their content; calls with tensors as arguments are passed through. Encodings are kept on the CPU where the device
+    is an accelerator. With `offload` the text encoders wait on the CPU and are on the device only while they encode.
     """
     original = pipe.encode_prompt
     encoders = [c for name, c in pipe.components.items() if name.startswith("text_encoder") and c is not None]
@@ -40,7 +49,7 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
         _keep_execution_device(pipe, home)
     signature = inspect.signature(original)
     cache: OrderedDict[Hashable, Any] = OrderedDict()
-    axes: list[Any] = []
+    axes: dict[Hashable, Any] = {}
 
     def remember(key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in cache:
@@ -51,32 +60,41 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
         cache.move_to_end(key)
         return cache[key]
 
-    def axes_of(row: dict[str, Any], encoded: Any) -> Any:
-        """Found once, by encoding one prompt twice over: pipelines differ, and text ids have no batch axis."""
-        if not axes:
-            doubled = {k: v * 2 if _per_prompt(v, 1) else v for k, v in row.items()}
+    def axes_of(key: Hashable, row: dict[str, Any], split: Sequence[str], encoded: Any) -> Any:
+        """Found once for all calls with the same settings, by encoding one prompt twice over: the batch is not always
+        the first axis, and some outputs (position ids of the text) have none."""
+        if key not in axes:
+            doubled = {k: v * 2 if k in split else v for k, v in row.items()}
             with torch.no_grad(), _on_device(encoders, home):
-                axes.append(_batch_axes(encoded, _to(original(**doubled), torch.device("cpu"))))
-        return axes[0]
+                axes[key] = _batch_axes(encoded, _to(original(**doubled), torch.device("cpu")))
+        return axes[key]
 
     @functools.wraps(original)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
-        prompts = arguments.get("prompt")
-        if not isinstance(prompts, list) or not all(_hashable(v) for v in arguments.values()):
+        try:
+            whole_key = _frozen(arguments)
+        except _Opaque:
             with torch.no_grad(), _on_device(encoders, home):
                 return original(*args, **kwargs)
         device = torch.device(arguments.get("device") or pipe._execution_device)
-        rows = []
+        # Copies: an encoder may write into the lists it is given (Z-Image puts its chat template around each prompt).
+        whole = functools.partial(original, **{k: _copy(v) for k, v in arguments.items()})
+        prompts = arguments.get("prompt")
+        if not isinstance(prompts, list):
+            return _to(remember(whole_key, whole), device)
+        split = [k for k, v in arguments.items() if _per_prompt(k, v, len(prompts))]
+        rows, row = [], arguments
         for r in range(len(prompts)):
-            row = {k: [v[r]] if _per_prompt(v, len(prompts)) else v for k, v in arguments.items()}
-            rows.append(remember(_freeze(row), functools.partial(original, **row)))
+            row = {k: [v[r]] if k in split else v for k, v in arguments.items()}
+            rows.append(remember(_frozen(row), functools.partial(original, **{k: _copy(v) for k, v in row.items()})))
         if len(rows) == 1:
             return _to(rows[0], device)
+        settings = _frozen({k: k if k in split else v for k, v in arguments.items()})
         try:
-            return _to(_join(rows, axes_of(row, rows[-1])), device)
+            return _to(_join(rows, axes_of(settings, row, split, rows[-1])), device)
         except _Ragged:
-            return _to(remember(_freeze(arguments), functools.partial(original, **arguments)), device)
+            return _to(remember(whole_key, whole), device)
 
     pipe.encode_prompt = encode_prompt
 
@@ -98,18 +116,25 @@ def _keep_execution_device(pipe: Any, device: torch.device) -> None:
     pipe.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda self: device)})
 
 
-def _per_prompt(value: Any, length: int) -> bool:
-    return isinstance(value, list) and len(value) == length
+def _per_prompt(name: str, value: Any, length: int) -> bool:
+    return name.startswith(PER_PROMPT) and isinstance(value, list) and len(value) == length
 
 
-def _hashable(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_hashable(v) for v in value)
-    return value is None or isinstance(value, (str, int, float, bool, torch.device, torch.dtype))
+def _frozen(value: Any) -> Hashable:
+    """A hashable that stands for a plain value or a picture. Raises _Opaque for anything else."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v) for v in value)
+    if isinstance(value, Mapping):
+        return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
+    if isinstance(value, Image.Image):
+        return value.mode, value.size, hashlib.blake2b(value.tobytes(), digest_size=16).digest()
+    if value is None or isinstance(value, (str, int, float, bool, torch.device, torch.dtype)):
+        return value
+    raise _Opaque
 
 
-def _freeze(arguments: dict[str, Any]) -> Hashable:
-    return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(arguments.items()))
+def _copy(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
 
 
 def _batch_axes(one: Any, two: Any) -> Any:

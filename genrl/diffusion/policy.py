@@ -335,7 +335,7 @@ class Policy:
         def prepare_latents(*args: Any, **kwargs: Any) -> Any:
             made = original(*args, **kwargs)
             latents = made[0] if isinstance(made, tuple) else made
-            self._latents_shape = latents.shape
+            self._latents_shape, self.head.latents_dtype = latents.shape, latents.dtype
             if self._injected is None:
                 return made
             if latents.shape != self._injected.shape:
@@ -343,8 +343,7 @@ class Policy:
                     f"{type(self.pipe).__name__}.prepare_latents makes latents of shape {tuple(latents.shape)}, its "
                     f"loop runs on states of shape {tuple(self._injected.shape)}: no state can be resumed"
                 )
-            given = self._injected.to(latents.device, latents.dtype)
-            self.head.hold(self._injected.to(latents.device), given)
+            given = self.head.hold(self._injected.to(latents.device))
             return (given, *made[1:]) if isinstance(made, tuple) else given
 
         self.pipe.prepare_latents = prepare_latents

@@ -73,14 +73,21 @@ class PolicyHead:
     full_timesteps: Tensor
     full_sigmas: Tensor
 
-    def hold(self, state: Tensor, given: Tensor) -> None:
-        """Keep `state` (float32) as the truth behind `given`, its copy rounded to the pipeline's dtype."""
-        self._state, self._given = state, given
+    latents_dtype: torch.dtype
+    """That of the latents made by the pipeline's `prepare_latents`: in it, its loop is handed every state. (Not that of
+    the model output: under autocast, and in video pipelines, a loop that starts in float32 would go on in bfloat16,
+    and a step replayed from a recorded state would not see what the recorded step saw.)"""
+
+    def hold(self, state: Tensor) -> Tensor:
+        """Keep `state` (float32) as the truth behind its copy rounded to the pipeline's dtype, which is returned."""
+        self._state, self._given = state, state.to(self.latents_dtype)
+        return self._given
 
     def _true_state(self, sample: Tensor) -> Tensor:
         # A pipeline that hands back what it was given gets the float32 state behind it; one that changed the state
         # between two steps (masks, re-noising) is taken at its word.
-        if self._given is not None and sample.shape == self._given.shape and torch.equal(sample, self._given):
+        given = self._given
+        if given is not None and sample.shape == given.shape and torch.equal(sample.to(given.dtype), given):
             return self._state
         return sample.detach().float()
 
@@ -132,10 +139,7 @@ class PolicyHead:
             sigma_max=sigma_max,
         )
         assert self.request.on_step is not None
-        state = self.request.on_step(step)
-        given = state.to(model_output.dtype)
-        self.hold(state, given)
-        return given
+        return self.hold(self.request.on_step(step))
 
 
 def as_policy_head(scheduler: SchedulerMixin) -> Any:
