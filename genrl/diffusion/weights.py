@@ -136,14 +136,16 @@ class Weights:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """The reverse of `state`. Raises ValueError where the parameters are not the same."""
-        for stem, tensors in state.items():
-            if stem != "weights" and not stem.startswith("snapshot-"):
-                continue
-            if tensors.keys() != self.named.keys():
-                odd = sorted(tensors.keys() ^ self.named.keys())[:3]
+        """The reverse of `state`. Raises ValueError, and changes nothing, where the parameters are not the same."""
+        ours = {stem: named for stem, named in state.items() if stem == "weights" or stem.startswith("snapshot-")}
+        shapes = {key: p.shape for key, p in self.named.items()}
+        for named in ours.values():
+            found = {key: tensor.shape for key, tensor in named.items()}
+            if found != shapes:  # shapes too: copying would spread an adapter of rank 1 over one of any rank
+                odd = sorted(key for key in found.keys() | shapes.keys() if found.get(key) != shapes.get(key))[:3]
                 raise ValueError(f"the checkpoint is of another model or adapter: parameters differ, e.g. {odd}")
-            placed = {key: like(tensors[key], p) for key, p in self.named.items()}
+        for stem, named in ours.items():
+            placed = {key: like(named[key], p) for key, p in self.named.items()}
             if stem == "weights":
                 self._fill(placed)
             else:
