@@ -301,8 +301,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 def _start_tracker(name: str, run: Run, config: Mapping[str, object] | None, resumed_from: int) -> Any:
     """accelerate's tracker of that name, writing into the run folder where it writes files."""
+    from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+    PartialState()  # accelerate's trackers write to a logger that needs it; shared with the Accelerator if there is one
     kind = LOGGER_TYPE_TO_CLASS[name]
     if name == "tensorboard":  # rows after the step that is resumed from are hidden; config.yaml holds the config
         tracker = kind("tensorboard", run.folder, purge_step=resumed_from + 1 if resumed_from else None)

@@ -76,6 +76,7 @@ def start(folder: Path, config: str, *, seed: int, command: Sequence[str], proce
     Raises ValueError where the folder already holds a run.
     """
     run = Run(folder)
+    _remove_leftovers(folder)
     used = [path.name for path in folder.iterdir() if path.name not in _BEFORE_TRAINING] if folder.is_dir() else []
     if used:
         begun = any(run.checkpoints.glob("step-*"))
@@ -117,6 +118,7 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str]) -> l
             + "; ".join(edits[key] for key in forbidden)
             + f". Only {', '.join(EDITABLE)} may change; start a new run for anything else (output=FOLDER)."
         )
+    _remove_leftovers(folder)
     info = json.loads(run.info.read_text(encoding="utf-8"))
     info["resumed"].append({"step": step, "time": _now(), "command": list(command), "git_commit": _git_commit()})
     truncate_metrics(run.metrics, step)
@@ -208,6 +210,13 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "-"
     return found
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What `write_atomic` had not renamed when its process was killed."""
+    for path in folder.rglob(".*.tmp-*"):
+        if path.is_file():
+            path.unlink()
 
 
 def _now() -> str:

@@ -213,6 +213,28 @@ def prepare(folder: Path) -> None:
     (folder / "step-000003").mkdir()
 
 
+def test_everything_is_on_disk_before_the_rename_and_nothing_is_deleted_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no kill can show, because the page cache survives it: the order that a power cut needs."""
+    points = points_of_a_save(tmp_path, monkeypatch)
+    committed = points.index("rename:step-000003")
+    before, after = points[:committed], points[committed + 1 :]
+    written = {point.partition(":")[2] for point in before if point.startswith("write:")}
+    assert written == {"lora.safetensors", "state.json", "manifest.json"}
+    temporary = f"step-000003.tmp-{os.getpid()}"
+    for name in [*written, "config.json", "adapter", temporary]:
+        assert f"fsync:{name}" in before
+    assert before.index("write:manifest.json") > max(
+        before.index("fsync:lora.safetensors"), before.index("fsync:config.json")
+    )
+    assert (
+        before.index(f"fsync:{temporary}", before.index("write:manifest.json")) == len(before) - 1 - 2
+    )  # then _remove
+    assert after[0] == f"fsync:{tmp_path.name}"
+    assert after[1:] == [f"{kind}:step-00000{step}" for step in (2, 1) for kind in ("unlink", "rmtree")]
+
+
 def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,9 @@ def test_a_new_run_says_where_it_came_from(tmp_path: Path) -> None:
 def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> None:
     start(tmp_path)
     runs.lock(tmp_path).close()
+    (tmp_path / ".config.yaml.tmp-123").write_text("killed while wri")
     start(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run.json", "run.lock"]
 
 
 def test_a_used_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
