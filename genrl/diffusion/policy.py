@@ -15,8 +15,8 @@ latents it made), `encode_prompt` (memoised: each distinct prompt is encoded onc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,16 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """The samples of these rows."""
+        return replace(
+            self,
+            prompts=[self.prompts[r] for r in rows],
+            keys=[self.keys[r] for r in rows],
+            initial_keys=[self.initial_keys[r] for r in rows] if self.initial_keys else None,
+            inputs={name: [values[r] for r in rows] for name, values in self.inputs.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -168,6 +178,7 @@ class Policy:
                 component.eval().requires_grad_(False)
         memoise_encode_prompt(pipe, offload=offload_text_encoders)
         self._injected: Tensor | None = None
+        self._broadcasts_timesteps: bool | None = None
         self._wrap_prepare_latents()
         self.model_calls = 0
         """Denoiser evaluations so far, counted per sample: a batch of 8 with doubled guidance counts 16."""
@@ -245,15 +256,26 @@ class Policy:
         """The model output at any state, float32 [B, ...]. Gradients are kept where they are enabled.
 
         state: float32 [B, ...]; sigma: noise level in [0, 1], [] or one per sample [B] (diffusion parametrisation:
-        the timestep itself). One sigma per sample works for pipelines that broadcast a timestep [B]; with guidance
-        by doubling the batch they do not, and raise a shape error.
+        the timestep itself). Where the pipeline does not broadcast one timestep per sample (guidance by doubling the
+        batch, for one), samples are called in groups of equal sigma.
         """
-        at = sigma
-        if self.head.parametrisation == "flow":
-            config = self.head.config  # type: ignore[attr-defined]
-            inverted = config.get("invert_sigmas", False)
-            at = (1.0 - sigma if inverted else sigma) * config.num_train_timesteps
-        return self._leave_at(batch, Request(at=at), state).model_output
+        if sigma.ndim == 0 or self._broadcasts_timesteps:
+            return self._leave_at(batch, Request(at=sigma), state).model_output
+        if self._broadcasts_timesteps is None:  # pipelines differ: found once, by trying
+            try:
+                with torch.no_grad():
+                    self._leave_at(batch, Request(at=sigma), state)
+                self._broadcasts_timesteps = True
+            except (RuntimeError, TypeError, ValueError):
+                self._broadcasts_timesteps = False
+            return self.velocity(batch, state, sigma)
+        levels, outputs, order = sigma.unique(), [], []
+        for level in levels:
+            rows = (sigma == level).nonzero().flatten()
+            step = self._leave_at(batch.take(rows.tolist()), Request(at=level), state[rows])
+            outputs.append(step.model_output)
+            order.append(rows)
+        return torch.cat(outputs)[torch.cat(order).argsort()]
 
     def decode(self, batch: Batch, final: Tensor, *, grad: bool = False) -> Tensor:
         """Pictures of final states: float32 in [0, 1], [B, 3, H, W], or [B, F, 3, H, W] for video.
@@ -315,7 +337,7 @@ class Policy:
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
                 output = call(
                     self.pipe,
-                    prompt=batch.prompts,
+                    prompt=list(batch.prompts),  # some pipelines overwrite the list
                     generator=generators,
                     output_type=output_type,
                     return_dict=False,

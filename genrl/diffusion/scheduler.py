@@ -59,7 +59,7 @@ class Request:
     stop: int | None = None
     """One past the last step; None = to the end; equal to `start` = no step at all (decoding)."""
     at: Tensor | None = None
-    """Instead of a segment: one timestep [], or one per sample [B], in the model's own units."""
+    """Instead of a segment: one noise level [], or one per sample [B] (diffusion: the timestep itself)."""
     on_step: OnStep | None = None
     """Returns the next state (float32 [B, ...]), or leaves the pipeline by raising. None = the parent's own step, which
     may keep a history and so runs whole schedules only."""
@@ -97,7 +97,7 @@ class PolicyHead:
             self.full_sigmas = self.sigmas.float().cpu()  # type: ignore[attr-defined]
         request = self.request
         if request.at is not None:
-            at = request.at.to(self.full_timesteps.device)
+            at = self._timestep_at(request.at).to(self.full_timesteps.device)
             self.timesteps = at.reshape(1, *at.shape)
             self._next_index = -1
             return
@@ -108,6 +108,22 @@ class PolicyHead:
         if self.parametrisation == "flow" and (request.start, stop) != (0, len(self.full_timesteps)):
             self.sigmas = self.sigmas[request.start : stop + 1]  # some pipelines read sigmas[i] with their loop's i
         self._next_index = request.start
+
+    def _timestep_at(self, sigma: Tensor) -> Tensor:
+        """The model's time of a noise level, as its schedule pairs them: exact on the grid, linear between.
+
+        Not 1000 sigma: some pipelines shift sigmas but not timesteps, others round them.
+        """
+        if self.parametrisation == "diffusion":
+            return sigma
+        inverted = self.config.get("invert_sigmas", False)  # type: ignore[attr-defined]
+        end = float(self.config.num_train_timesteps) if inverted else 0.0  # type: ignore[attr-defined]
+        sigmas = (1.0 - self.full_sigmas if inverted else self.full_sigmas).double().flip(0)  # ascending from 0
+        times = torch.cat([self.full_timesteps.cpu().double(), torch.tensor([end]).double()]).flip(0)
+        wanted = sigma.detach().cpu().double().clamp(sigmas[0], sigmas[-1])
+        right = torch.searchsorted(sigmas, wanted).clamp(1, len(sigmas) - 1)
+        share = (wanted - sigmas[right - 1]) / (sigmas[right] - sigmas[right - 1])
+        return (times[right - 1] + share * (times[right] - times[right - 1])).float()
 
     def _noise_levels(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         if self.parametrisation == "flow":
