@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from peft import get_peft_model_state_dict
+from torch import Tensor
 
 from genrl import __version__
+from genrl import prompts as prompt_files
 from genrl.config import Config
+from genrl.config import load as load_config
+from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.weights import ADAPTER
-from genrl.runtime.run import write_atomic
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run, read_metrics, write_atomic
 
 _RELOADED = "genrl_reloaded"
 
@@ -83,9 +90,53 @@ def save_pipeline(policy: Policy, folder: Path) -> None:
         policy.pipe.scheduler = head
 
 
-def write_card(folder: Path, config: Config, metrics: dict[str, float], prompts: list[str]) -> None:
-    """README.md of an exported model: base model, method, rewards before and after, how to load it."""
-    is_lora = config.model.lora is not None
+def export(run: Path, out: Path, *, step: int | None = None, full: bool = False) -> Path:
+    """Write a run's model for plain diffusers into the new folder `out`, with its card; returns `out`.
+
+    step: iterations of the checkpoint to take (None = the newest). full: the whole pipeline, a LoRA merged into it;
+    a fully fine-tuned model is always written whole. Averaged weights are taken where the run keeps an average.
+    Raises ValueError where there is no such checkpoint, or where `out` is not empty.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: choose another --out")
+    folders = Run(run).checkpoints
+    source = checkpoint.latest(folders) if step is None else folders / f"step-{step:06d}"
+    if source is None or not source.is_dir():
+        have = ", ".join(str(int(path.name.removeprefix("step-"))) for path in checkpoint.steps(folders)) or "none"
+        raise ValueError(f"{run} has no checkpoint {'' if step is None else step}; checkpoints there: {have}")
+    loaded = checkpoint.load(source)
+    config = load_config(run / "config.yaml")
+    if config.model.lora is not None and not full:
+        shutil.copytree(source / "lora", out, dirs_exist_ok=True)
+    else:
+        pipe = load_pipeline(config.model)
+        if config.model.lora is not None:
+            pipe.load_lora_weights(str(source / "lora"))
+            pipe.fuse_lora()
+            pipe.unload_lora_weights()
+        else:
+            _fill(pipe, loaded.tensors.get("snapshot-average", loaded.tensors["weights"]))
+        pipe.save_pretrained(out)
+    rows = [row for row in read_metrics(Run(run).metrics) if row["step"] <= loaded.step and "eval/total_mean" in row]
+    metrics = {k: v for k, v in rows[-1].items() if k.startswith("eval/") and v is not None} if rows else {}
+    prompts = prompt_files.load(config.prompts.eval or config.prompts.train, config.prompts.column)[:5]
+    write_card(out, config, metrics, [prompt.text for prompt in prompts], whole=full)
+    return out
+
+
+@torch.no_grad()
+def _fill(pipe: DiffusionPipeline, tensors: Mapping[str, Tensor]) -> None:
+    """Put `component.parameter` tensors of a checkpoint into a pipeline."""
+    for name, tensor in tensors.items():
+        component, _, key = name.partition(".")
+        pipe.components[component].get_parameter(key).copy_(tensor)
+
+
+def write_card(
+    folder: Path, config: Config, metrics: Mapping[str, float], prompts: list[str], *, whole: bool = False
+) -> None:
+    """README.md of an exported model: base model, method, held-out rewards, how to load it."""
+    is_lora = config.model.lora is not None and not whole
     load = (
         f'pipe = DiffusionPipeline.from_pretrained("{config.model.path}")\npipe.load_lora_weights("THIS_FOLDER")'
         if is_lora

@@ -17,8 +17,8 @@ from diffusers import DiffusionPipeline
 import rewards
 from genrl.config import Model
 from genrl.diffusion.evaluate import Evaluated, evaluate
+from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Policy
-from genrl.diffusion.train import load_pipeline
 from genrl.prompts import Prompt
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from diffusers import DiffusionPipeline
 
 import rewards
 from genrl import prompts as prompt_files
-from genrl.config import Config, DiffusionNFT, FlowGRPO, Model, dump
+from genrl.config import Config, DiffusionNFT, FlowGRPO, dump
 from genrl.diffusion import diffusion_nft, flow_grpo
 from genrl.diffusion.export import save_lora, write_card
+from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Policy
 from genrl.diffusion.session import AVERAGE, Abandoned, Session, make_accelerator, reward_labels
 from genrl.diffusion.weights import Weights
@@ -159,22 +159,6 @@ def open_session(
         watchdog=watchdog,
         stop=stop,
     )
-
-
-def load_pipeline(model: Model) -> DiffusionPipeline:
-    """The pipeline as diffusers loads it, from a folder or the hub; ValueError naming the key where it cannot."""
-    from rewards.torchvision_compat import ensure
-
-    ensure()
-    try:
-        return DiffusionPipeline.from_pretrained(
-            model.path,
-            revision=model.revision,
-            variant=model.variant,
-            dtype=getattr(torch, model.dtype),
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}") from error
 
 
 def finish(session: Session) -> None:
