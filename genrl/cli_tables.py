@@ -39,13 +39,16 @@ def print_check(config: Config, notes: Sequence[str]) -> None:
     for note in notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
     console.print(_plan_table(config, plan(config, components)))
+    guided = plan(config, components).guidance == 2
     if not components:
+        if guided:
+            console.print("guidance is counted as a second model call; where it is an input of the model, halve these")
         where = "is not on this machine" if folder is None else "holds no networks"
         console.print(f"memory: not estimated, because {safe(config.model.path)} {where}")
         return
     console.print(_component_table(components))
     console.print(_memory_table(memory(config, components)))
-    if config.sampling.guidance_scale is None and plan(config, components).guidance == 2:
+    if config.sampling.guidance_scale is None and guided:
         console.print("guidance_scale is the pipeline's default here, counted as two model calls per step")
 
 

@@ -81,7 +81,7 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         trained = trainer.timesteps_per_sample or steps - 1
         train_guidance = True
         forwards = 3 if trainer.kl_weight > 0 else 2  # the policy, the old one, and the reference for its KL
-    guidance = _guidance(sampling.guidance_scale, components)
+    guidance = _guidance(sampling.guidance_scale, sampling.pipeline_args, components)
     trained_calls = images * trained * trainer.inner_epochs * (guidance if train_guidance else 1)
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     eval_steps = evaluation.num_inference_steps or steps
@@ -96,12 +96,15 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         backward_calls=trained_calls,
         optimizer_steps=config.optimizer_steps,
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
-        evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, components),
+        evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, sampling.pipeline_args, components),
     )
 
 
-def _guidance(scale: float | None, components: tuple[Component, ...]) -> int:
+def _guidance(scale: float | None, pipeline_args: Mapping[str, Any], components: tuple[Component, ...]) -> int:
     """2 where the pipeline evaluates the model twice per step. Unknown (null, the pipeline's default) counts as 2."""
+    true_cfg = pipeline_args.get("true_cfg_scale")
+    if isinstance(true_cfg, int | float):
+        return 2 if true_cfg > 1 and pipeline_args.get("negative_prompt") is not None else 1
     if any(component.settings.get("guidance_embeds") is True for component in components):
         return 1
     return 1 if scale is not None and scale <= 1 else 2

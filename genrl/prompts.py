@@ -252,7 +252,7 @@ def _kind(value: Any) -> str:
 
 
 def _dataset_outcomes(source: str, column: str) -> Iterator[tuple[str, int, Prompt | str]]:
-    name, _, split = source.rpartition(":")
+    name, _, split = source.partition(":")  # a split may be a slice: train[:90%]
     if not name or not split:
         raise PromptError(f"{source}: a data set is written id:split, for example org/name:train")
     from datasets import load_dataset
