@@ -1,0 +1,11 @@
+"""`python -m benchmarks`: every benchmark that runs on a CPU in minutes."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+for name in ("overhead", "ocr_accuracy"):
+    print(f"\n=== {name}", flush=True)
+    sys.argv = [f"benchmarks.{name}"]
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
