@@ -234,9 +234,8 @@ def test_total_is_the_weighted_sum_and_weight_zero_is_left_out() -> None:
     scorers = {
         "one": lambda images: [1.0] * len(images),
         "pixel": first_pixel,
-        "watched": lambda images: [math.nan] * 2,
+        "watched": lambda images: [math.nan] * len(images),
     }
-    scorers["watched"] = lambda images: [math.nan] * len(images)
     found = gather(tiny_config(), scorers=scorers, weights={"one": 2.0, "pixel": -1.0, "watched": 0.0})
     torch.testing.assert_close(found.total, 2.0 - found.scored.values["pixel"])
     metrics = score_metrics(found.scored, found.total)
