@@ -277,10 +277,8 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """The manifest goes first: a folder deleted by half must not pass for a complete one."""
+    """A folder deleted by half lacks a file that its manifest lists, or the manifest: it is not complete."""
     if path.is_dir():
-        _fault(f"unlink:{path.name}")
-        (path / MANIFEST).unlink(missing_ok=True)
         _fault(f"rmtree:{path.name}")
         shutil.rmtree(path)
 
