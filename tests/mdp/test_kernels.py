@@ -312,3 +312,23 @@ def test_ddim_is_diffusers_step_with_the_same_noise(prediction_type: str, to_one
         ours = gaussian.sample(step.mean, step.std, xi)
         assert close(ours, theirs, 1e-9), f"step {i}"
         assert bool((step.std > 0).all()) == (before >= 0 or not to_one)
+
+
+@pytest.mark.parametrize("largest", [1.0, 2.0, 100.0])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_thresholding_is_that_of_diffusers(largest: float, recompute: bool) -> None:
+    """Small samples keep the limit 1, large ones get their own quantile, at most `largest`."""
+    scheduler = DDIMScheduler(
+        prediction_type="sample", thresholding=True, dynamic_thresholding_ratio=0.8, sample_max_value=largest
+    )
+    scheduler.set_timesteps(20)
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod.double()
+    x, clean, xi = (noise.keyed_noise((3, 4, 6, 6), name).double() for name in ("x", "o", "n"))
+    clean = clean * torch.tensor([0.1, 1.0, 5.0], dtype=torch.float64)[:, None, None, None]
+    t = scheduler.timesteps[8]
+    alphas = scheduler.alphas_cumprod[t], scheduler.alphas_cumprod[t - 50]
+    step = kernels.ddim(
+        x, clean, *alphas, eta=1.0, prediction_type="sample", threshold=(0.8, largest), recompute_noise=recompute
+    )
+    theirs = scheduler.step(clean, t, x, eta=1.0, variance_noise=xi, use_clipped_model_output=recompute).prev_sample
+    assert close(gaussian.sample(step.mean, step.std, xi), theirs, 1e-9)
