@@ -57,7 +57,7 @@ SEED = 0
 SCENES = 30_000
 TOKENS = 16  # length of a tokenised caption
 CAPTION_DROPOUT = 0.1
-STEPS = {"vae": 1500, "t2i": 2600, "sd": 3000}
+STEPS = {"vae": 1500, "t2i": 3000, "sd": 2500}
 BATCH = {"vae": 8, "t2i": 64, "sd": 64}  # over all processes
 
 
