@@ -56,6 +56,11 @@ def chart(series: Sequence[tuple[str, Sequence[Point]]], *, width: int = 380, he
     return "".join([*parts, "</svg>"])
 
 
+def is_constant(values: Sequence[float]) -> bool:
+    """Equal up to rounding: there is nothing to draw between them."""
+    return max(values) - min(values) <= 1e-9 * max(map(abs, values))
+
+
 def thin(points: Sequence[Point]) -> list[Point]:
     """At most 160 points: each the mean over an equal number of neighbours, at their middle step."""
     size = math.ceil(len(points) / _MOST_POINTS)
@@ -71,12 +76,12 @@ def thin(points: Sequence[Point]) -> list[Point]:
 
 def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
     """About so many round numbers from at most `low` to at least `high` (inside them if `whole`, for steps)."""
-    span = high - low
-    if span <= 0:
-        span = abs(low) if low else 1.0
-        low, high = low - span / 2, high + span / 2
+    if is_constant([low, high]):
         if whole:
-            return [(low + high) / 2]
+            return [low]
+        span = abs(low) or 1.0
+        low, high = low - span / 2, high + span / 2
+    span = high - low
     power = 10.0 ** math.floor(math.log10(span / about))
     unit = min((factor * power for factor in (1, 2, 5, 10)), key=lambda unit: abs(span / unit - about))
     if whole:

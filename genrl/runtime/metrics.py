@@ -173,10 +173,10 @@ _COST = {
     "timing/eval_s": MetricDoc("wall time of the evaluation", _TIMING_READING, "s", False),
     "timing/checkpoint_s": MetricDoc("wall time of saving", _TIMING_READING, "s", False),
     "timing/iteration_s": MetricDoc(
-        "wall time of the whole iteration, evaluation and saving included", _TIMING_READING, "s", False
+        "wall time of the iteration; evaluation and saving come on top", _TIMING_READING, "s", False
     ),
     "images_per_s": MetricDoc(
-        "samples of the iteration, all processes / wall time of sampling, decoding, scoring and training",
+        "samples of the iteration, all processes / timing/iteration_s",
         "Training throughput. Divide by the number of processes to compare machines.",
         "images/s",
         False,
@@ -307,7 +307,7 @@ def _start_tracker(name: str, run: Run, config: Mapping[str, object] | None, res
     PartialState()  # accelerate's trackers write to a logger that needs it; shared with the Accelerator if there is one
     kind = LOGGER_TYPE_TO_CLASS[name]
     if name == "tensorboard":  # rows after the step that is resumed from are hidden; config.yaml holds the config
-        tracker = kind("tensorboard", run.folder, purge_step=resumed_from + 1 if resumed_from else None)
+        tracker = kind("tensorboard", run.folder, purge_step=resumed_from + 1 if resumed_from else 0)
         tracker.start()
         return tracker
     if kind.requires_logging_directory:

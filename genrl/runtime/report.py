@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from genrl.runtime.curves import Point, chart
+from genrl.runtime.curves import Point, chart, is_constant
 from genrl.runtime.metrics import METRICS, SECTIONS, MetricDoc, document
 from genrl.runtime.pictures import before_after, read_samples
 from genrl.runtime.progress import duration
@@ -63,7 +63,7 @@ def _header(name: str, rows: Sequence[Row], config: str, info: Mapping[str, Any]
     planned = settings.get("iterations") if isinstance(settings, dict) else None
     state = "finished" if planned is not None and done >= planned else "stopped or still running"
     facts = [f"{done} of {planned} iterations, {state}" if planned is not None else f"{done} iterations"]
-    spent = math.fsum(row.get("timing/iteration_s") or 0 for row in rows)
+    spent = _seconds(rows)
     if spent:
         facts.append(duration(spent))
     if "started" in info:
@@ -123,9 +123,9 @@ def _curves(rows: Sequence[Row]) -> list[str]:
             if known.get(id(doc), "Other") != section:
                 continue
             points = _points(rows, key)
-            values = {value for _, value in points}
-            if len(values) == 1 and None not in values:
-                constant.append(f"{key} = {points[0][1]:g}")
+            values = [value for _, value in points if value is not None]
+            if len(values) == len(points) and is_constant(values):
+                constant.append(f"{key} = {values[0]:g}")
             else:
                 figures.append(_figure(key, doc, points))
         if figures or constant:
@@ -140,17 +140,23 @@ def _curves(rows: Sequence[Row]) -> list[str]:
 def _figure(key: str, doc: MetricDoc | None, points: Sequence[Point]) -> str:
     last = next((f"{value:.4g}" for _, value in reversed(points) if value is not None), "-")
     missing = sum(value is None for _, value in points)
-    note = f' <b class="warn">{missing} not finite</b>' if missing else ""
+    note = f' <b class="warn">{missing} without a value</b>' if missing else ""
     hint = escape(f"{doc.formula}. {doc.reading}" if doc else "written by another version of genrl")
     head = f'<figcaption title="{hint}"><code>{escape(key)}</code>{note}<span class="last">{last}</span></figcaption>'
     return f"<figure>{head}{chart([(key, points)])}</figure>"
+
+
+def _seconds(rows: Sequence[Row]) -> float:
+    """Of iterations, evaluations and saves together."""
+    keys = ("timing/iteration_s", "timing/eval_s", "timing/checkpoint_s")
+    return math.fsum(row.get(key) or 0 for row in rows for key in keys)
 
 
 def _timings(rows: Sequence[Row]) -> str:
     entries = [key for key in METRICS if key.startswith("timing/") and any(key in row for row in rows)]
     if not entries:
         return ""
-    whole = math.fsum(row.get("timing/iteration_s") or 0 for row in rows)
+    whole = _seconds(rows)
     table = [["phase", "times", "mean", "total", "share"]]
     for key in entries:
         spent = [row[key] for row in rows if row.get(key) is not None]
@@ -166,7 +172,7 @@ def _pictures(run: Run, room: int) -> list[str]:
     """Before and after, best and worst, then the grids from the newest back, while there is room (bytes)."""
     parts = []
     pair = before_after(run.samples)
-    grids = sorted(run.samples.glob("step-*.png"), reverse=True)
+    grids = sorted(run.samples.glob("step-*.png"), key=lambda path: (path.stem[:11], -len(path.stem)), reverse=True)
     others = [path for path in sorted(run.samples.glob("*.png")) if path not in grids and path.stem != "before_after"]
     wanted: list[tuple[str, Image.Image]] = [("Before and after", pair)] if pair is not None else []
     for path in [*others, *grids]:
@@ -188,8 +194,11 @@ def _pictures(run: Run, room: int) -> list[str]:
 
 
 def _picture_name(stem: str) -> str:
-    step = stem.removeprefix("step-")
-    return f"Samples at step {int(step)}" if step.isdecimal() else stem.replace("_", " ").capitalize()
+    """`step-000020` and `step-000020-best-worst` in words."""
+    step, _, what = stem.removeprefix("step-").partition("-")
+    if not step.isdecimal():
+        return stem.replace("_", " ").capitalize()
+    return f"{what.replace('-', ' and ').capitalize() or 'Samples'} at step {int(step)}"
 
 
 def _encode(image: Image.Image) -> tuple[str, bytes]:

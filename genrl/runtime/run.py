@@ -121,7 +121,7 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str]) -> l
     _remove_leftovers(folder)
     info = json.loads(run.info.read_text(encoding="utf-8"))
     info["resumed"].append({"step": step, "time": _now(), "command": list(command), "git_commit": _git_commit()})
-    truncate_metrics(run.metrics, step)
+    truncate_metrics(run.metrics, step if step else -1)  # from the start: row 0 is made again too
     write_atomic(run.config, config)
     write_atomic(run.info, json.dumps(info, indent=1))
     return list(edits.values())

@@ -80,7 +80,7 @@ def test_a_whole_report(tmp_path: Path) -> None:
     assert page.texts.count(HOSTILE) >= 2  # the command and the prompt, as text
     assert "30 of 30 iterations, finished" in text and "+0.300" in text
     assert page.count("svg") == 4  # headline; reward, eval, loss; timings are constant, and so is the rate
-    assert "1 not finite" in text and "lr = 0.0003" in text
+    assert "1 without a value" in text and "lr = 0.0003" in text
     assert page.count("img") == 1 + 4  # before/after and four grids
     headings = [m[1] for m in re.finditer("<h2>(.*?)</h2>", text)]
     assert headings == [
@@ -168,6 +168,18 @@ def test_thinning_keeps_the_mean() -> None:
     thinned = thin(points)
     assert len(thinned) == 160 and math.isclose(sum(value or 0 for _, value in thinned) / 160, 799.5)
     assert thin([(0.0, None), (1.0, 2.0)]) == [(0.0, None), (1.0, 2.0)]
+
+
+@pytest.mark.parametrize(
+    "values", [[0.5, 0.5 - 1e-16, 0.5], [1e-200, 3e-200], [-1e200, 1e200], [0.0], [7.0] * 200, [-0.0, 0.0]]
+)
+def test_any_finite_values_can_be_drawn(values: list[float]) -> None:
+    points = [(float(step), value) for step, value in enumerate(values)]
+    root = ElementTree.fromstring(chart([("x", points)]))
+    for text in root.iter("text"):
+        assert text.text and len(text.text) <= 9
+    for circle in root.iter("circle"):
+        assert 0 <= float(circle.attrib["cy"]) <= 190
 
 
 def test_a_chart_is_well_formed_stays_in_its_frame_and_breaks_at_gaps() -> None:

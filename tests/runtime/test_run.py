@@ -111,6 +111,13 @@ def test_resume_cuts_the_rows_after_its_step(tmp_path: Path) -> None:
     assert run.metrics.read_text() == "".join(lines[:4])
 
 
+def test_going_on_from_the_start_makes_row_0_again(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.metrics.write_text(json_line({"step": 0}) + json_line({"step": 1}))
+    runs.resume(tmp_path, CONFIG, step=0, command=[])
+    assert run.metrics.read_text() == ""
+
+
 def test_cutting_keeps_bytes_and_tolerates_absence(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     truncate_metrics(path, 3)
