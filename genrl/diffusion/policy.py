@@ -178,7 +178,7 @@ class Policy:
                 component.eval().requires_grad_(False)
         memoise_encode_prompt(pipe, offload=offload_text_encoders)
         self._injected: Tensor | None = None
-        self._broadcasts_timesteps: bool | None = None
+        self._broadcasts_timesteps: dict[tuple[tuple[str, Any], ...], bool] = {}
         self._wrap_prepare_latents()
         self.model_calls = 0
         """Denoiser evaluations so far, counted per sample: a batch of 8 with doubled guidance counts 16."""
@@ -259,16 +259,8 @@ class Policy:
         the timestep itself). Where the pipeline does not broadcast one timestep per sample (guidance by doubling the
         batch, for one), samples are called in groups of equal sigma.
         """
-        if sigma.ndim == 0 or self._broadcasts_timesteps:
+        if sigma.ndim == 0 or self._takes_timesteps(batch, state, sigma):
             return self._leave_at(batch, Request(at=sigma), state).model_output
-        if self._broadcasts_timesteps is None:  # pipelines differ: found once, by trying
-            try:
-                with torch.no_grad():
-                    self._leave_at(batch, Request(at=sigma), state)
-                self._broadcasts_timesteps = True
-            except (RuntimeError, TypeError, ValueError):
-                self._broadcasts_timesteps = False
-            return self.velocity(batch, state, sigma)
         levels, outputs, order = sigma.unique(), [], []
         for level in levels:
             rows = (sigma == level).nonzero().flatten()
@@ -304,6 +296,19 @@ class Policy:
         config = self.head.config  # type: ignore[attr-defined]
         prediction_type = config.get("prediction_type", "epsilon")
         return kernel.transition(step, self.head.parametrisation, prediction_type)
+
+    def _takes_timesteps(self, batch: Batch, state: Tensor, sigma: Tensor) -> bool:
+        """Whether the pipeline takes one timestep per sample under these settings: found once for each, by trying."""
+        plain = (str, int, float, bool, type(None))
+        settings = tuple(sorted((k, v) for k, v in batch.sampling.items() if isinstance(v, plain)))
+        if settings not in self._broadcasts_timesteps:
+            try:
+                with torch.no_grad():
+                    self._leave_at(batch, Request(at=sigma), state)
+                self._broadcasts_timesteps[settings] = True
+            except (RuntimeError, TypeError, ValueError):
+                self._broadcasts_timesteps[settings] = False
+        return self._broadcasts_timesteps[settings]
 
     def _leave_at(self, batch: Batch, request: Request, state: Tensor) -> Step:
         seen: list[Step] = []

@@ -72,11 +72,17 @@ class PolicyHead:
     request: Request
     full_timesteps: Tensor
     full_sigmas: Tensor
+    """Flow: noise levels of the whole schedule, float32 [T + 1], from noise (1) to data (0)."""
 
     latents_dtype: torch.dtype
     """That of the latents made by the pipeline's `prepare_latents`: in it, its loop is handed every state. (Not that of
     the model output: under autocast, and in video pipelines, a loop that starts in float32 would go on in bfloat16,
     and a step replayed from a recorded state would not see what the recorded step saw.)"""
+
+    @property
+    def _inverted(self) -> bool:
+        """Whether the scheduler's own time runs from data to noise, with the velocity `data - noise` (Mochi)."""
+        return bool(self.config.get("invert_sigmas", False))  # type: ignore[attr-defined]
 
     def hold(self, state: Tensor) -> Tensor:
         """Keep `state` (float32) as the truth behind its copy rounded to the pipeline's dtype, which is returned."""
@@ -94,7 +100,8 @@ class PolicyHead:
     def _expose_segment(self) -> None:
         self.full_timesteps = self.timesteps  # type: ignore[has-type]
         if self.parametrisation == "flow":
-            self.full_sigmas = self.sigmas.float().cpu()  # type: ignore[attr-defined]
+            sigmas = self.sigmas.float().cpu()  # type: ignore[attr-defined]
+            self.full_sigmas = 1.0 - sigmas if self._inverted else sigmas
         request = self.request
         if request.at is not None:
             at = self._timestep_at(request.at).to(self.full_timesteps.device)
@@ -116,9 +123,8 @@ class PolicyHead:
         """
         if self.parametrisation == "diffusion":
             return sigma
-        inverted = self.config.get("invert_sigmas", False)  # type: ignore[attr-defined]
-        end = float(self.config.num_train_timesteps) if inverted else 0.0  # type: ignore[attr-defined]
-        sigmas = (1.0 - self.full_sigmas if inverted else self.full_sigmas).double().flip(0)  # ascending from 0
+        end = float(self.config.num_train_timesteps) if self._inverted else 0.0  # type: ignore[attr-defined]
+        sigmas = self.full_sigmas.double().flip(0)  # ascending from 0
         times = torch.cat([self.full_timesteps.cpu().double(), torch.tensor([end]).double()]).flip(0)
         wanted = sigma.detach().cpu().double().clamp(sigmas[0], sigmas[-1])
         right = torch.searchsorted(sigmas, wanted).clamp(1, len(sigmas) - 1)
@@ -128,8 +134,6 @@ class PolicyHead:
     def _noise_levels(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         if self.parametrisation == "flow":
             levels = self.full_sigmas
-            if self.config.get("invert_sigmas", False):  # type: ignore[attr-defined]
-                levels = 1.0 - levels
             return levels[index], levels[index + 1], levels[1]
         t = self.full_timesteps[index]
         t_next = t - self.config.num_train_timesteps // len(self.full_timesteps)  # type: ignore[attr-defined]
@@ -144,7 +148,7 @@ class PolicyHead:
         else:
             sigma, sigma_next, sigma_max = self._noise_levels(index)
             self._next_index += 1
-        sign = -1.0 if self.config.get("invert_sigmas", False) else 1.0  # type: ignore[attr-defined]
+        sign = -1.0 if self._inverted else 1.0
         step = Step(
             index=index,
             num_steps=len(self.full_timesteps),
