@@ -160,7 +160,8 @@ CHAT_TEMPLATE = (
 def byte_tokenizer(truncation_side: str = "right", first_token: bool = False) -> Qwen2Tokenizer:
     """Byte-level tokenizer with Qwen's special tokens; serves every decoder-only text encoder here.
 
-    With `first_token` each text starts with a special token, so that an empty prompt has a length.
+    With `first_token` each text starts with a special token, so that an empty prompt has a length, and
+    is padded on the left, as by the tokenizer of GLM.
     """
     vocab = {token: index for index, token in enumerate([*BYTES, *QWEN_SPECIAL])}
     tokenizer = Qwen2Tokenizer(
@@ -176,6 +177,7 @@ def byte_tokenizer(truncation_side: str = "right", first_token: bool = False) ->
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<|im_start|> $A", special_tokens=special
         )
+        tokenizer.padding_side = "left"
     return tokenizer
 
 
