@@ -45,7 +45,7 @@ def spoil(image: np.ndarray, noise: float, blur: float, rng: np.random.Generator
 def pictures(kind: str, fonts: list[str | None], size: int) -> list[tuple[np.ndarray, str]]:
     rng = np.random.default_rng(0)
     if kind == "signs":
-        scenes = [world.sample_scene(rng, "word", ("train", "eval")[i % 2]) for i in range(200)]
+        scenes = [world.sample_scene(rng, "word", ("train", "eval")[i % 2]) for i in range(400)]
         return [(world.draw(scene, size), quoted(world.caption(scene)) or "") for scene in scenes]
     share = {"fill": 0.8, "half": 0.45}[kind]
     words = [*WORDS, *(word.lower() for word in WORDS)]
