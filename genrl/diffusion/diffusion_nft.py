@@ -33,10 +33,16 @@ OLD = "old"
 def train(session: Session, settings: DiffusionNFT) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     policy, weights, config = session.policy, session.weights, session.config
+    if policy.head.parametrisation != "flow":
+        raise ValueError(
+            f"trainer.algorithm: diffusion_nft needs a flow-matching model; {config.model.path} predicts "
+            f"{policy.prediction_type}. Use flow_grpo with kernel: ddim"
+        )
     num_steps = config.sampling.num_inference_steps
     num_draws = settings.timesteps_per_sample or max(1, num_steps - 1)
     if OLD not in weights.snapshots:  # a resumed run has it
         weights.snapshot(OLD)
+    decay = nft_old_policy_decay(session.optimizer_steps, settings.old_policy_decay)
 
     def draw(batch: Batch) -> Trajectory:
         with weights.use(OLD):
@@ -54,6 +60,7 @@ def train(session: Session, settings: DiffusionNFT) -> None:
         meter = Meter()
         meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
         meter.add("nft/reward_weight_mean", reward_weight)
+        on_policy = decay == 0.0  # until the first update the old policy is the present one: its pass is saved
 
         # 4. Update.
         for epoch in range(settings.inner_epochs):
@@ -65,13 +72,15 @@ def train(session: Session, settings: DiffusionNFT) -> None:
                     for sigma, noise in forward_draws(micro_batch, num_draws, epoch):
                         level = sigma.view(-1, *[1] * (clean.dim() - 1))
                         noisy = (1.0 - level) * clean + level * noise
-                        with torch.no_grad(), weights.use(OLD):
-                            old = policy.velocity(batch, noisy, sigma)
-                        reference = None
+                        old = reference = None
+                        if not on_policy:
+                            with torch.no_grad(), weights.use(OLD):
+                                old = policy.velocity(batch, noisy, sigma)
                         if settings.kl_weight > 0:
                             with torch.no_grad(), weights.reference():
                                 reference = policy.velocity(batch, noisy, sigma)
                         new = policy.velocity(batch, noisy, sigma)
+                        old = new.detach() if old is None else old
                         loss = diffusion_nft_loss(
                             new, old, noisy, clean, sigma, r,
                             beta=settings.beta, advantage_clip=settings.advantage_clip,
@@ -87,6 +96,7 @@ def train(session: Session, settings: DiffusionNFT) -> None:
                         meter.add("loss", loss)
                         meter.add("nft/old_deviation", kl_velocity(new, old))
                 meter.add("grad_norm", torch.tensor([session.step()]))
+                on_policy = False
 
         # 5. The policy that samples follows the one that is trained.
         decay = nft_old_policy_decay(session.optimizer_steps, settings.old_policy_decay)

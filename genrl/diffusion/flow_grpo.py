@@ -24,6 +24,7 @@ from genrl.diffusion.metering import Meter
 from genrl.diffusion.policy import Batch, Kernel, Replayed
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
+from genrl.mdp.kernels import FLOW_KERNELS
 from genrl.mdp.schedules import window_steps
 from genrl.objectives.advantages import group_advantages, group_statistics
 from genrl.objectives.policy_losses import (
@@ -39,7 +40,7 @@ from genrl.objectives.policy_losses import (
 def train(session: Session, settings: FlowGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     policy, weights, config = session.policy, session.weights, session.config
-    kernel = Kernel(settings.kernel, settings.noise_level or 0.0)
+    kernel = choose_kernel(session, settings)
     checked = False
 
     for iteration in session.iterations():
@@ -90,6 +91,19 @@ def train(session: Session, settings: FlowGRPO) -> None:
                 meter.add("grad_norm", torch.tensor([session.step()]))
 
         session.finish(meter.result() | {"window/first": float(steps[0]), "window/size": float(len(steps))})
+
+
+def choose_kernel(session: Session, settings: FlowGRPO) -> Kernel:
+    """The configured transition. Raises ValueError where it is not one for what the model predicts."""
+    is_flow = session.policy.head.parametrisation == "flow"
+    if is_flow == (settings.kernel == "ddim"):
+        predicts = "a velocity (flow matching)" if is_flow else session.policy.prediction_type
+        legal = ", ".join(FLOW_KERNELS[1:]) if is_flow else "ddim"
+        raise ValueError(
+            f"trainer.kernel: {settings.kernel} is no transition for {session.config.model.path}, which predicts "
+            f"{predicts}; use {legal}"
+        )
+    return Kernel(settings.kernel, settings.noise_level or 0.0)
 
 
 def stochastic_steps(settings: FlowGRPO, num_steps: int, seed: int, iteration: int) -> range:

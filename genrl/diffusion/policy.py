@@ -191,6 +191,11 @@ class Policy:
         return next(iter(self.denoisers.values()))
 
     @property
+    def prediction_type(self) -> str:
+        """What the network of a model that is no flow predicts: epsilon, v_prediction or sample."""
+        return str(self.head.config.get("prediction_type", "epsilon"))  # type: ignore[attr-defined]
+
+    @property
     def device(self) -> torch.device:
         return next(self.denoiser.parameters()).device
 
@@ -293,9 +298,7 @@ class Policy:
             )
 
     def _transition(self, step: Step, kernel: Kernel) -> Transition:
-        config = self.head.config  # type: ignore[attr-defined]
-        prediction_type = config.get("prediction_type", "epsilon")
-        return kernel.transition(step, self.head.parametrisation, prediction_type)
+        return kernel.transition(step, self.head.parametrisation, self.prediction_type)
 
     def _takes_timesteps(self, batch: Batch, state: Tensor, sigma: Tensor) -> bool:
         """Whether the pipeline takes one timestep per sample under these settings: found once for each, by trying."""
