@@ -40,7 +40,7 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
 def test_the_first_signal_lets_the_loop_save(number: signal.Signals, code: int) -> None:
     process = start(LOOP)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (code, "saved\n")
     assert f"{number.name}: saving, then stopping" in err
 
@@ -49,7 +49,7 @@ def test_an_echo_of_the_first_signal_does_not_count_as_a_second() -> None:
     process = start(LOOP)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert (process.returncode in (130, 143), out) == (True, "saved\n")
 
 
@@ -59,7 +59,7 @@ def test_the_second_signal_exits_at_once() -> None:
     time.sleep(1.3)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (143, "")
     assert "stopped without saving" in err
 
@@ -96,7 +96,7 @@ HANG = """
 
 def test_a_hang_leaves_the_stacks_and_exits(tmp_path: Path) -> None:
     process = start(HANG, str(tmp_path), "politely")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 124
     stacks = (tmp_path / "dumps" / "hang-rank-1.txt").read_text()
     assert "no progress for 0.5 s in sampling, step 5" in stacks and "wait_for_the_other_rank" in stacks
@@ -107,7 +107,7 @@ def test_a_hang_leaves_the_stacks_and_exits(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hang_that_holds_the_interpreter_ends_too(tmp_path: Path) -> None:
     process = start(HANG, str(tmp_path), "holding the lock")
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode == 1
     assert "wait_for_the_other_rank" in (tmp_path / "dumps" / "hang-rank-1.txt").read_text()
 
