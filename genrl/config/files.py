@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,8 +18,6 @@ from genrl.config.schema import Config
 from genrl.config.yaml_source import KeyPath
 from genrl.prompts import PromptError, PromptRows
 from genrl.prompts import read as read_prompts
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,10 @@ def check_files(config: Config, origins: Origins | None = None) -> list[str]:
 
 
 def model_folder(config: Config) -> Path | None:
-    """Folder of the pipeline on this machine, the hub's cache included; None if it must be downloaded first."""
+    """Folder of the pipeline on this machine, the hub's cache included; None if it must be downloaded first.
+
+    ValueError where model.path is neither a folder nor a hub id.
+    """
     folder = Path(config.model.path).expanduser()
     if folder.is_dir() or looks_local(config.model.path):
         return folder if folder.is_dir() else None
@@ -81,11 +81,13 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         close = get_close_matches(path.name, names, n=1, cutoff=0.5)
         hint = f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
         yield _Wrong(key, f"no such folder: {path}{hint}")
-    elif not _HUB_ID.fullmatch(config.model.path):
-        yield _Wrong(key, f"{config.model.path!r} is neither a folder nor a hub id (org/name)")
-    elif model_folder(config) is None:
+    try:
+        folder = model_folder(config)
+    except ValueError as error:
+        yield _Wrong(key, f"{config.model.path!r} is neither a folder nor a hub id (org/name): {error}")
+        return
+    if folder is None and not looks_local(config.model.path):
         notes.append(f"model.path: {config.model.path} is not on this machine yet; training downloads it")
-    folder = model_folder(config)
     if folder is not None:
         yield from _scheduler(config, read_json(folder / "scheduler" / "scheduler_config.json"))
 

@@ -214,6 +214,9 @@ def allowed(node: Schema | None) -> str:
     """What a value of this schema may be, in words."""
     if node is None:
         return "nothing"
+    if "discriminator" in node:
+        key = node["discriminator"]["propertyName"]
+        return f"a section with {key}: {' or '.join(sorted(node['discriminator']['mapping']))}"
     if "anyOf" in node or "oneOf" in node:
         return " or ".join(dict.fromkeys(allowed(branch) for branch in _branches(node)))
     node = resolve(node)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import yaml
 
-MAX_BYTES = 1_000_000
-MAX_NODES = 10_000  # counted after aliases are expanded, so an alias bomb stops here
+MAX_BYTES = 200_000
+MAX_NODES = 5_000  # counted after aliases are expanded, so an alias bomb stops here
 MAX_DEPTH = 40
 
 KeyPath = tuple[str | int, ...]
@@ -83,7 +83,7 @@ def read(path: Path) -> Source:
 def parse(text: str) -> Source:
     """Parse YAML `text`; SourceError if it is not one acceptable document."""
     try:
-        _refuse_deep(text)
+        _refuse_large(text)
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -101,10 +101,12 @@ def parse(text: str) -> Source:
     return Source(value, builder.lines)
 
 
-def _refuse_deep(text: str) -> None:
+def _refuse_large(text: str) -> None:
     # The event layer does not recurse, so hostile nesting is caught before the composer, which does.
     depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        if count > 2 * MAX_NODES:
+            raise SourceError([(_line(event), f"more than {MAX_NODES:,} values; this is not a configuration file")])
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
@@ -154,6 +156,9 @@ class _Builder:
         return value
 
     def _scalar(self, kind: str, text: str, line: int) -> object:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            self.problems.append((line, f"{text[:40]!r} has half a character (a surrogate); write the whole one"))
+            return None
         matched = next((name for name, pattern, _ in _SCALARS if pattern.match(text)), "str")
         if kind == "str":
             return text
