@@ -332,3 +332,19 @@ def test_thresholding_is_that_of_diffusers(largest: float, recompute: bool) -> N
     )
     theirs = scheduler.step(clean, t, x, eta=1.0, variance_noise=xi, use_clipped_model_output=recompute).prev_sample
     assert close(gaussian.sample(step.mean, step.std, xi), theirs, 1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_step_on_the_device_is_the_step_on_the_host(where: str) -> None:
+    """States on the device, times on either: same transition, same density."""
+    sigmas, index = schedules.sd3_grid(10).to(where), torch.tensor([0, 4, 8], device=where)
+    x, v, y = (noise.keyed_noise((3, 4, 16, 16), name) for name in "xvy")
+    for name, kernel in STOCHASTIC.items():
+        host = kernel(x, v, sigmas.cpu()[index.cpu()], sigmas.cpu()[index.cpu() + 1], 0.7)
+        step = kernel(x.cuda(), v.cuda(), sigmas[index], sigmas[index + 1], 0.7)
+        assert step.mean.is_cuda and step.std.is_cuda, name
+        assert torch.equal(step.std.cpu(), host.std) and close(step.mean.cpu(), host.mean, 1e-6), name
+        density = gaussian.log_prob(y.cuda(), step.mean, step.std).cpu()
+        assert close(density, gaussian.log_prob(y, host.mean, host.std), 1e-6), name
