@@ -166,6 +166,8 @@ def _arguments(
     group: Sequence[int] | None,
     name: str,
 ) -> dict[str, Any]:
+    import torch
+
     check_images(images)
     lengths = {"images": len(images), "prompts": len(prompts)} | {c: len(columns[c]) for c in needed.columns}
     if needed.group:
@@ -176,7 +178,7 @@ def _arguments(
         raise ValueError(f"reward {name!r} is called with unequal numbers of rows: {lengths}")
     arguments: dict[str, Any] = {column: list(columns[column]) for column in needed.columns}
     if needed.images:
-        arguments["images"] = images
+        arguments["images"] = images.to(torch.float32)
     if needed.pil_images:
         arguments["pil_images"] = to_pil(images)
     if needed.prompts:

@@ -194,6 +194,12 @@ def test_rewards_run_without_gradients_and_autocast() -> None:
         assert score(mine, images=IMAGES.clone().requires_grad_()).failed == 0
 
 
+def test_images_arrive_in_float32_whatever_the_decoder_made() -> None:
+    seen = []
+    score(lambda images: seen.append(images.dtype) or [0.0] * 3, images=IMAGES.to(torch.bfloat16))
+    assert seen == [torch.float32]
+
+
 def test_weighted_sum() -> None:
     values = {"a": [1.0, 2.0, math.nan], "b": [10.0, math.nan, 1.0], "log": [math.nan, math.nan, math.nan]}
     sums = rewards.weighted_sum(values, {"a": 0.5, "b": 2.0, "log": 0.0})
