@@ -89,7 +89,7 @@ def _component_table(components: Sequence[Any]) -> Table:
 
 
 def _memory_table(parts: Sequence[tuple[str, int]]) -> Table:
-    table = Table("part", "size", title="memory of one process (estimate)", title_justify="left")
+    table = Table("part", "size", title="memory of one process (estimate), beside the libraries", title_justify="left")
     for name, size in parts:
         table.add_row(safe(name), _size(size))
     table.add_section()

@@ -83,6 +83,13 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         forwards = 3 if trainer.kl_weight > 0 else 2  # the policy, the old one, and the reference for its KL
     guidance = _guidance(sampling.guidance_scale, sampling.pipeline_args, components)
     trained_calls = images * trained * trainer.inner_epochs * (guidance if train_guidance else 1)
+    extra = 0
+    if not train_guidance:  # the samples' log-probabilities without guidance, once before the first update
+        extra = images * trained
+    elif trainer.algorithm == "diffusion_nft" and trainer.old_policy_decay == "none":
+        # Until the first update the old policy is the present one, and its call is saved.
+        first = min(images, sampling.batch_size * (sampling.micro_batches // trainer.updates_per_iteration))
+        extra = -first * trained * guidance
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     eval_steps = evaluation.num_inference_steps or steps
     every = evaluation.every
@@ -92,7 +99,7 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         trained_steps=trained,
         guidance=guidance,
         sample_calls=images * steps * guidance,
-        train_calls=trained_calls * forwards,
+        train_calls=trained_calls * forwards + extra,
         backward_calls=trained_calls,
         optimizer_steps=config.optimizer_steps,
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
@@ -155,7 +162,7 @@ def read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
         raw = stream.read(length)
     try:
         header = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise HeaderError("its header is not JSON") from None
     if not isinstance(header, dict):
         raise HeaderError("its header is not a JSON object")

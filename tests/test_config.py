@@ -530,3 +530,12 @@ def test_default_lora_layers_are_those_that_are_trained() -> None:
     from genrl.diffusion import weights
 
     assert ATTENTION_LAYERS == weights.ATTENTION_LINEARS
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '"a"', "\udcff"])
+def test_broken_model_index(text: str, tmp_path: Path) -> None:
+    from genrl.config.files import read_json
+
+    path = tmp_path / "model_index.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert read_json(path) == {}

@@ -160,6 +160,9 @@ def _noise(config: Config) -> Iterator[Finding]:
 def _policy(config: Config) -> Iterator[Finding]:
     if config.trainer.algorithm != "flow_grpo":
         return
+    if not config.trainer.guidance_in_training and "true_cfg_scale" in config.sampling.pipeline_args:
+        text = "only guidance_scale can be switched off in training, this guidance would stay; write true"
+        yield ("trainer.guidance_in_training", "sampling.pipeline_args.true_cfg_scale"), text
     low, _ = config.trainer.clip_bounds
     if low >= 1:
         yield ("trainer.clip_range",), f"the ratio would be kept above 1 - {low:g} <= 0, which clips nothing; use 1e-4"
