@@ -76,14 +76,14 @@ class Kernel:
                 x, out, step.sigma, step.sigma_next, eta=self.noise_level, prediction_type=prediction_type
             )
         sigma, sigma_next, a = step.sigma, step.sigma_next, self.noise_level
+        if self.name == "wan_sde":  # its noise follows the schedule: it has no level, so none of 0 either
+            return kernels.wan_sde(x, out, sigma, sigma_next, sigma_max=step.sigma_max)
         if self.name == "ode" or a == 0.0:
             return kernels.ode(x, out, sigma, sigma_next)
         if self.name == "flow_sde":
             return kernels.flow_sde(x, out, sigma, sigma_next, noise_level=a, sigma_max=step.sigma_max)
         if self.name == "dance_sde":
             return kernels.dance_sde(x, out, sigma, sigma_next, noise_level=a)
-        if self.name == "wan_sde":
-            return kernels.wan_sde(x, out, sigma, sigma_next, sigma_max=step.sigma_max)
         if self.name == "flow_cps":
             return kernels.flow_cps(x, out, sigma, sigma_next, noise_level=a)
         if self.name == "flow_ddim":
