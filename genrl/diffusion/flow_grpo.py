@@ -155,10 +155,10 @@ def check_on_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) ->
     An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
     raises RuntimeError in all processes, since the clip would cut numerical noise.
     """
-    worst = 0.0
+    deviations = [torch.zeros(1)]
     first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
     if first is not None:
         for i, old in first.trajectory.log_probs.items():
             ratio = importance_ratio(session.policy.replay(first.trajectory, i).log_prob, old)
-            worst = max(worst, float((ratio - 1.0).abs().max()))
-    session.check_ratio(worst, min(settings.clip_bounds))
+            deviations.append((ratio - 1.0).abs().cpu())
+    session.check_ratio(float(torch.cat(deviations).max()), min(settings.clip_bounds))  # NaN is the largest

@@ -261,7 +261,7 @@ class Session:
 
         Raises RuntimeError in all processes where one is above a tenth of the clip range.
         """
-        worst = max(gather_object([deviation]))
+        worst = float(torch.tensor(gather_object([deviation])).max())  # NaN where one is, unlike Python's max
         if worst == 0.0:
             return
         found = f"before the first update the ratio of the replayed to the recorded policy is off 1 by {worst:.3g}"
