@@ -12,7 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,10 +23,13 @@ import torch
 import yaml
 
 from genrl.config import Config, load
-from genrl.diffusion.train import train
+from genrl.diffusion.session import Session, make_accelerator
+from genrl.diffusion.train import open_session, train
 from genrl.runtime import checkpoint
 from genrl.runtime.metrics import document
+from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.signals import Watchdog, catch_stop
 
 PROMPTS = ["a red star", "two blue dogs", "one green square", "a cat"]
 HELD_OUT = ["three stars", "a yellow dog"]
@@ -71,10 +75,13 @@ def write_folder(folder: Path) -> None:
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
 
 
-def settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
-    """The YAML of a tiny Flow-GRPO run in `folder`; `changes` are whole sections, merged key by key."""
+LORA: dict[str, Any] = {"rank": 4, "alpha": 8}
+
+
+def settings(folder: Path, model: Path, *, lora: dict[str, Any] | None = LORA, **changes: Any) -> dict[str, Any]:
+    """The YAML of a tiny Flow-GRPO run in `folder`; `changes` are sections, merged key by key but for the trainer."""
     tree: dict[str, Any] = {
-        "model": {"path": str(model), "lora": {"rank": 4, "alpha": 8}},
+        "model": {"path": str(model), "lora": lora},
         "prompts": {"train": str(folder / "train.txt"), "eval": str(folder / "eval.txt")},
         "rewards": [{"name": f"{folder / 'rewards.py'}:brightness"}],
         "sampling": {
@@ -114,6 +121,15 @@ NFT = {"algorithm": "diffusion_nft"}
 
 def reward(folder: Path, name: str, **extra: Any) -> dict[str, Any]:
     return {"name": f"{folder / 'rewards.py'}:{name}", **extra}
+
+
+@contextmanager
+def session(config: Config) -> Iterator[Session]:
+    """The session of a new run, as `train` opens it: for tests that look at a trainer from inside."""
+    run = Run(Path(config.output))
+    torch.manual_seed(config.seed)
+    with catch_stop() as stop, Watchdog(run, 600) as watchdog, Progress(config.iterations) as progress:
+        yield open_session(config, make_accelerator(config), run, progress, watchdog, stop)
 
 
 # -- what a run left behind --------------------------------------------------------------------------------------
