@@ -26,6 +26,8 @@ from genrl.runtime import checkpoint
 from genrl.runtime.run import Run, read_metrics, write_atomic
 
 _RELOADED = "genrl_reloaded"
+_SECOND = "_2"
+"""How the component of a second denoiser ends: `transformer_2`."""
 
 
 class ExportError(RuntimeError):
@@ -35,32 +37,42 @@ class ExportError(RuntimeError):
 def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Write the present adapter so that `pipe.load_lora_weights(folder)` restores it, and prove it.
 
-    The folder is loaded back through the pipeline's own loader under another adapter name, and a denoising step of
-    `probe` must come out equal. Raises ExportError where it does not, or where the pipeline has no LoRA loader.
+    The second expert of a pipeline that has two (Wan 2.2) gets the folder `transformer_2` within, to be loaded with
+    `load_into_transformer_2=True`. Everything is loaded back through the pipeline's own loader under another adapter
+    name, and the denoising of `probe` must come out equal. Raises ExportError where it does not, or where the
+    pipeline has no LoRA loader.
     """
     pipe = policy.pipe
     if not hasattr(type(pipe), "save_lora_weights"):
         raise ExportError(f"{type(pipe).__name__} cannot load LoRA weights; train all weights with model.lora=null")
-    arguments = {}
     for name, denoiser in policy.denoisers.items():
-        arguments[f"{name}_lora_layers"] = get_peft_model_state_dict(denoiser, adapter_name=ADAPTER)
-        # Without the metadata lora_alpha is lost: the adapter would load at another strength, without a word.
-        arguments[f"{name}_lora_adapter_metadata"] = denoiser.peft_config[ADAPTER].to_dict()
-    type(pipe).save_lora_weights(folder, **arguments)
+        part = name.removesuffix(_SECOND)
+        arguments = {
+            f"{part}_lora_layers": get_peft_model_state_dict(denoiser, adapter_name=ADAPTER),
+            # Without the metadata lora_alpha is lost: the adapter would load at another strength, without a word.
+            f"{part}_lora_adapter_metadata": denoiser.peft_config[ADAPTER].to_dict(),
+        }
+        type(pipe).save_lora_weights(folder if part == name else folder / name, **arguments)
     verify_lora(policy, folder, probe)
 
 
 @torch.no_grad()
 def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Raise ExportError unless the adapter in `folder`, as diffusers loads it, acts like the one in memory."""
-    wanted = policy.roll_out(probe, stop=1).final
+    stop = None if len(policy.denoisers) > 1 else 1  # each expert has its steps
+    wanted = policy.roll_out(probe, stop=stop).final
     with warnings.catch_warnings(), _quiet_loading():  # a second adapter beside the first is what we want here
         warnings.simplefilter("ignore")
-        policy.pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
+        for name in policy.denoisers:
+            if name.endswith(_SECOND):
+                path = str(folder / name)
+                policy.pipe.load_lora_weights(path, adapter_name=_RELOADED, load_into_transformer_2=True)
+            else:
+                policy.pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
         try:
             for denoiser in policy.denoisers.values():
                 denoiser.set_adapter(_RELOADED)
-            found = policy.roll_out(probe, stop=1).final
+            found = policy.roll_out(probe, stop=stop).final
         finally:
             for denoiser in policy.denoisers.values():
                 denoiser.delete_adapters(_RELOADED)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
+from diffusers.loaders import PeftAdapterMixin
 from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor, nn
 
@@ -42,9 +43,10 @@ class Weights:
             if lora is None:
                 denoiser.requires_grad_(True)
             else:
+                peft_config = _peft_config(name, denoiser, lora)
                 with torch.random.fork_rng():  # the adapter's initial values depend on the run's seed alone
                     torch.manual_seed(seed)
-                    denoiser.add_adapter(_peft_config(name, denoiser, lora), adapter_name=ADAPTER)
+                    denoiser.add_adapter(peft_config, adapter_name=ADAPTER)
             for parameter in denoiser.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
@@ -153,9 +155,14 @@ class Weights:
 
 
 def _peft_config(name: str, denoiser: nn.Module, lora: LoRA) -> PeftLoraConfig:
+    if not isinstance(denoiser, PeftAdapterMixin):
+        raise ValueError(
+            f"model.lora: diffusers has no adapters for a {type(denoiser).__name__}; set model.lora=null to train all"
+        )
     linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    others = {key for key, _ in denoiser.named_modules()} - linears
     candidates = lora.targets or ATTENTION_LINEARS
-    found = [t for t in candidates if any(key == t or key.endswith(f".{t}") for key in linears)]
+    found = [t for t in candidates if _ending(t, linears)]
     missing = [t for t in candidates if t not in found] if lora.targets else []
     if not found or missing:
         last = sorted({key.rsplit(".", 1)[-1] for key in linears if not key.endswith(".0")})
@@ -163,4 +170,11 @@ def _peft_config(name: str, denoiser: nn.Module, lora: LoRA) -> PeftLoraConfig:
             f"model.lora.targets: no layer of the {name} ({type(denoiser).__name__}) is called "
             f"{', '.join(missing or candidates)}; its linear layers end in {', '.join(last)}"
         )
-    return PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found, init_lora_weights="gaussian")
+    # In some models a name is that of a linear layer here and of a list of layers there: spelt out.
+    targets = [key for t in found for key in (_ending(t, linears) if _ending(t, others) else [t])]
+    return PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights="gaussian")
+
+
+def _ending(target: str, keys: set[str]) -> list[str]:
+    """The modules that peft takes for this target."""
+    return sorted(key for key in keys if key == target or key.endswith(f".{target}"))
