@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from families import FAMILIES, REFUSED
 from tiny_parts import Family
 from torch import Tensor, nn
 
+from genrl.config import LoRA
+from genrl.diffusion.export import save_lora
 from genrl.diffusion.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.weights import Weights
 from genrl.mdp.noise import derive_seed
 
 STEPS = 4
@@ -246,6 +250,32 @@ def test_half_precision(name: str, autocast: torch.dtype | None) -> None:
         for index, log_prob in recorded.log_probs.items():
             assert torch.equal(policy.replay(recorded, index).log_prob, log_prob), f"step {index}"
         assert policy.decode(batch, recorded.final).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "pixart_sigma"])
+def test_adapter(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]()
+    policy, batch, kernel = Policy(family.pipe), batch_of(family), kernel_of(family)
+    weights = Weights(policy.denoisers, LoRA(rank=2, alpha=4.0))
+    with torch.no_grad():
+        for parameter in weights.parameters:  # its second half starts at zero
+            parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+        recorded = policy.roll_out(batch, kernel, STOCHASTIC)
+    for index, log_prob in recorded.log_probs.items():
+        replayed = policy.replay(recorded, index).log_prob
+        assert torch.equal(replayed, log_prob), f"step {index}"
+        replayed.sum().backward()
+    reached = sum(p.grad is not None and bool(p.grad.abs().max() > 0) for p in weights.parameters)
+    assert reached > 0.7 * len(weights.parameters)
+    with torch.no_grad(), weights.reference():
+        assert not torch.equal(policy.replay(recorded, 1).log_prob, recorded.log_probs[1])
+    save_lora(policy, tmp_path / "lora", batch)  # reloads it by the pipeline's own loader, and compares
+
+
+def test_no_adapter_for_pixart() -> None:
+    policy = Policy(FAMILIES["pixart_sigma"]().pipe)
+    with pytest.raises(ValueError, match="no adapters for a PixArtTransformer2DModel; set model.lora=null"):
+        Weights(policy.denoisers, LoRA())
 
 
 @pytest.mark.parametrize("name", ["sd3", "hidream", "z_image"])
