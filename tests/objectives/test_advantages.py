@@ -155,7 +155,7 @@ def test_a_missing_score_changes_nothing_for_the_others() -> None:
         assert torch.equal(ours[kept], advantages.group_advantages(rewards[kept], group[kept], scale=scale))
 
 
-@pytest.mark.parametrize("value", [0.1, 0.9, 1e6 + 0.1, 22.0])
+@pytest.mark.parametrize("value", [0.1, -0.1, 0.9, 1e6 + 0.1, 22.0])
 @pytest.mark.parametrize("scale", ["group", "global", "none"])
 def test_equal_rewards_give_exactly_zero(value: float, scale: str) -> None:
     """Their mean need not be exact in floating point; the advantage is exactly zero all the same."""
@@ -219,6 +219,13 @@ def test_pairs_and_ranks_prefer_nothing_among_equals() -> None:
     ranks = advantages.group_ranks(rewards, group)
     assert ranks[:3].tolist() == [0.5, 0.5, 0.5] and ranks[4].isnan()
     assert advantages.best_of_group(rewards, group).tolist() == [1, 1, 1, 1, 0, 1]
+
+
+def test_rewards_may_be_negative() -> None:
+    group, rewards = torch.tensor([0, 0, 1, 1]), torch.tensor([-3.0, -1.0, -2.0, -2.0])
+    assert advantages.best_of_group(rewards, group).tolist() == [0, 1, 1, 1]
+    assert advantages.best_and_worst(rewards, group).tolist() == [-1, 1, 0, 0]
+    assert advantages.group_statistics(rewards, group).zero_std_ratio == 0.5
 
 
 def test_ranks_of_distinct_scores_run_from_zero_to_one() -> None:
