@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import torch
+from diffusers import DiffusionPipeline
 
 from genrl.config import Model
-from rewards.torchvision_compat import ensure
-
-ensure()  # before diffusers and transformers look for a torchvision that may be broken beside a CPU-only torch
-
-from diffusers import DiffusionPipeline  # noqa: E402
 
 
 def load_pipeline(model: Model) -> DiffusionPipeline:
