@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +51,12 @@ def evaluate(
     num_pictures: int,
     process: int = 0,
     num_processes: int = 1,
+    advance: Callable[[int], None] = lambda images: None,
 ) -> Evaluated:
     """Draw one picture per prompt from noise that depends on (seed, row) alone, and score it.
 
-    sampling: arguments of the pipeline call. All processes return the same scores.
+    sampling: arguments of the pipeline call. `advance` is told of pictures drawn, by all processes as often. All
+    processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
     starts = range(0, len(prompts), batch_size)
@@ -66,6 +68,7 @@ def evaluate(
         images = policy.decode(batch, policy.generate(batch)).cpu()
         if k < len(starts):
             pieces.append((rows, images))
+        advance(len(rows) * num_processes)
     scored = score(scorers, pieces, prompts, list(range(len(prompts))))
     by_label = {label: values.tolist() for label, values in scored.values.items()}
     total = torch.tensor(rewards.weighted_sum(by_label, weights), dtype=torch.float64)

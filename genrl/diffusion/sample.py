@@ -31,6 +31,8 @@ def load(model: str, lora: str | None, *, dtype: str = "float32") -> DiffusionPi
         if not hasattr(pipe, "load_lora_weights"):
             raise ValueError(f"--lora: {type(pipe).__name__} cannot load LoRA weights")
         pipe.load_lora_weights(lora)
+        if (Path(lora) / "transformer_2").is_dir():  # the second expert of Wan 2.2
+            pipe.load_lora_weights(str(Path(lora) / "transformer_2"), load_into_transformer_2=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
 

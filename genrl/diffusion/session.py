@@ -9,7 +9,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +49,8 @@ class Suspect:
 
 
 class Abandoned(Exception):
-    """The process is to end and the running iteration has changed nothing yet."""
+    """The process is to end, and what is running can be left without loss: an evaluation, or an iteration that has
+    changed nothing yet."""
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Session:
             self._evaluate()
         while self.iteration < self.config.iterations and not any_rank(self.stop.requested, self.accelerator):
             self.timings.clear()
-            self._started, self._calls = time.perf_counter(), self.policy.model_calls
+            self._started, self._calls, self._updated = time.perf_counter(), self.policy.model_calls, False
             yield self.iteration
 
     def collect(self, draw: Callable[[Batch], Trajectory]) -> Rollouts:
@@ -120,14 +121,14 @@ class Session:
         self.watchdog.beat(name, self.iteration)
 
     def advance(self, images: int) -> None:
-        """Images done in the running phase. In sampling, also the point where an asked-for end is agreed."""
+        """Images done in the running phase; in sampling and evaluating also where an asked-for end is agreed."""
         self.progress.advance(images)
         self.watchdog.beat(self.progress.name, self.iteration)
-        if self.progress.name == "sampling":
+        if self.progress.name in ("sampling", "evaluating"):
             self.leave_if_asked()
 
     def leave_if_asked(self) -> None:
-        """Raise Abandoned in all processes where one was asked to end. Only before the first update of an iteration."""
+        """Raise Abandoned in all processes where one was asked to end."""
         if any_rank(self.stop.requested, self.accelerator):
             raise Abandoned
 
@@ -138,6 +139,8 @@ class Session:
         """
         if self.suspect is None and not math.isfinite(loss.item()):
             self.suspect = Suspect(batch, loss.detach(), {name: t.detach() for name, t in tensors.items()})
+        if not self._updated and self.accelerator.num_processes == 1:
+            self.leave_if_asked()
         loss.backward()
         self.watchdog.beat("training", self.iteration)
 
@@ -147,6 +150,8 @@ class Session:
         One collective for the gradient, one to agree. Raises NonFiniteError in all processes together where a loss or
         the gradient is not finite; the weights are then untouched.
         """
+        if not self._updated:
+            self.leave_if_asked()
         parameters = self.weights.parameters
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         if self.weights.is_sharded:  # FSDP has averaged them; losses are divided by the samples of all processes
@@ -166,6 +171,7 @@ class Session:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer_steps += 1
+        self._updated = True
         if self.config.ema is not None:
             self.weights.blend(AVERAGE, self.config.ema.decay)
         return norm
@@ -205,7 +211,8 @@ class Session:
         every = config.evaluation.every
         if every and (self.iteration % every == 0 or last):
             self._draw_best_and_worst()
-            row |= self._evaluate(log=False)
+            with suppress(Abandoned):  # asked to end: saving comes first, this row goes without
+                row |= self._evaluate(log=False)
         row |= {f"timing/{phase}_s": seconds for phase, seconds in self.timings.items()}
         row["timing/iteration_s"] = elapsed
         self.log.log(self.iteration, row)
@@ -302,6 +309,7 @@ class Session:
                 num_pictures=config.grid_prompts,
                 process=self.accelerator.process_index,
                 num_processes=self.accelerator.num_processes,
+                advance=self.advance,
             )
         self.policy.model_calls = calls  # the counter is of training
         if self.is_main:
