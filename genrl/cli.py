@@ -27,6 +27,8 @@ class _CleanErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):  # these are RuntimeErrors, too
+            raise
         except (ValueError, RuntimeError) as error:
             if os.environ.get("GENRL_DEBUG") or not _is_message(error):
                 raise
@@ -191,7 +193,11 @@ def evaluate(
     rows = load_prompts(source, config.prompts.column if config else "prompt")[:num_prompts]
     pipe = load(path, adapter, dtype=dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    scorers = {name: reward_package.load(name, args, device=device) for name, args in chosen}
+    scorers: dict[str, reward_package.Reward] = {}
+    for name, args in chosen:
+        label = name.rsplit(":", 1)[-1]
+        label = f"{label}-{len(scorers) + 1}" if label in scorers else label
+        scorers[label] = reward_package.load(name, args, device=device)
     found = evaluate_pipeline(
         pipe, rows, scorers, batch_size=batch_size, seed=seed, num_pictures=0, arguments=arguments
     )
@@ -317,6 +323,7 @@ def _train(config: Config, origins: Any, run: Path | None, nproc: int) -> None:
             typer.secho(printable(note), fg=typer.colors.YELLOW, err=True)
     if nproc > 1:
         _launch(nproc)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of one process starve those of the next
     from genrl.diffusion.train import train as run_training
 
     run_training(config, run)
