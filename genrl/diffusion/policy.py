@@ -102,6 +102,9 @@ class Trajectory:
     kernel: Kernel
     states: dict[int, Tensor]
     """Step index i -> x_i, float32 [B, ...]: both ends of every stochastic step."""
+    next_states: dict[int, Tensor]
+    """Step index i -> x_{i+1} as it was drawn, the action of step i: `states[i + 1]`, unless the pipeline changes states
+    between its steps (inpainting masks)."""
     log_probs: dict[int, Tensor]
     """Step index i -> log p(x_{i+1} | x_i), float32 [B]. Deterministic steps are not actions and have none."""
     final: Tensor
@@ -215,6 +218,7 @@ class Policy:
         step whose transition has no variance (the last one, mostly) is never recorded.
         """
         states: dict[int, Tensor] = {}
+        next_states: dict[int, Tensor] = {}
         log_probs: dict[int, Tensor] = {}
         final: Tensor | None = state
         seen = 0
@@ -231,7 +235,7 @@ class Policy:
                 noise = torch.stack([keyed_noise(shape, *key, "step", i) for key in batch.keys])
                 final = transition.mean + transition.std * noise.to(step.state)
                 log_probs[i] = log_prob(final, transition.mean, transition.std, self.reduction)
-                states[i], states[i + 1] = step.state, final
+                states[i], states[i + 1], next_states[i] = step.state, final, final
             return final
 
         self._call(batch, Request(start, stop, on_step=on_step), state=state)
@@ -243,7 +247,7 @@ class Policy:
                 "for: it does not run one step per timestep, or cuts the schedule itself, and cannot be replayed"
             )
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
-        return Trajectory(batch, kernel, states, log_probs, final, sigmas)
+        return Trajectory(batch, kernel, states, next_states, log_probs, final, sigmas)
 
     def replay(self, trajectory: Trajectory, index: int, batch: Batch | None = None) -> Replayed:
         """Step `index` of a trajectory under the current parameters; on-policy, `log_prob` equals the recorded one.
@@ -251,7 +255,7 @@ class Policy:
         `batch` replaces the trajectory's own where the step is to be judged under other conditions (no guidance).
         Gradients are kept where they are enabled. Raises KeyError for a step that was not recorded.
         """
-        next_state = trajectory.states[index + 1]
+        next_state = trajectory.next_states[index]
         step = self._leave_at(batch or trajectory.batch, Request(index, index + 1), trajectory.states[index])
         transition = self._transition(step, trajectory.kernel)
         logp = log_prob(next_state, transition.mean, transition.std, self.reduction)
