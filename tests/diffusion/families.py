@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import editing_families as editing
 import image_families as image
 import torch
 import video_families as video
@@ -42,7 +43,7 @@ FAMILIES = _table(
     image.sdxl,
     image.sd3,
     image.flux,
-    image.flux_kontext,
+    editing.flux_kontext,
     image.flux2,
     image.chroma,
     image.auraflow,
@@ -52,7 +53,7 @@ FAMILIES = _table(
     image.cogview4,
     image.z_image,
     image.qwen_image,
-    image.qwen_image_edit,
+    editing.qwen_image_edit,
     image.hidream,
     video.wan_t2v,
     video.wan22,
@@ -64,5 +65,5 @@ FAMILIES = _table(
     video.ace_step,
 )
 
-REFUSED = _table(image.sd3_img2img, video.ltx_i2v, video.stable_audio, video.ace_step_guided)
+REFUSED = _table(editing.sd3_img2img, video.ltx_i2v, video.stable_audio, video.ace_step_guided)
 """Pipelines whose loop does not fit; each says why in its docstring."""

@@ -1,11 +1,9 @@
-"""Tiny random-weight pipelines that make or edit images, one function per family.
+"""Tiny random-weight pipelines that make images, one function per family.
 
 The classes, the schedulers and their settings are those of the real checkpoints.
 """
 
 from __future__ import annotations
-
-import functools
 
 import tiny_parts as parts
 from diffusers import (
@@ -20,7 +18,6 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     Flux2Pipeline,
     Flux2Transformer2DModel,
-    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     HiDreamImagePipeline,
@@ -30,13 +27,11 @@ from diffusers import (
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
     PNDMScheduler,
-    QwenImageEditPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
     SD3Transformer2DModel,
-    StableDiffusion3Img2ImgPipeline,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
@@ -44,7 +39,6 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from tiny_parts import Family
 
 SIZE = {"height": 16, "width": 16}
@@ -137,15 +131,7 @@ def sd3() -> Family:
     return Family("sd3", pipe, call, unguided=UNGUIDED)
 
 
-def sd3_img2img() -> Family:
-    """Starts half way: it cuts the schedule itself, so it cannot be given a segment of one."""
-    base = sd3()
-    pipe = StableDiffusion3Img2ImgPipeline(**base.pipe.components)
-    inputs = {"image": parts.pictures()}
-    return Family("sd3_img2img", pipe, base.call | {"strength": 0.5}, unguided=UNGUIDED, inputs=inputs)
-
-
-def _flux_parts() -> dict[str, object]:
+def flux_parts() -> dict[str, object]:
     transformer = FluxTransformer2DModel(
         patch_size=1,
         in_channels=16,
@@ -171,13 +157,7 @@ def _flux_parts() -> dict[str, object]:
 
 def flux() -> Family:
     call = {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 16}
-    return Family("flux", FluxPipeline(**_flux_parts()), call)
-
-
-def flux_kontext() -> Family:
-    call = {**SIZE, "guidance_scale": 2.5, "max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
-    inputs = {"image": parts.pictures()}
-    return Family("flux_kontext", FluxKontextPipeline(**_flux_parts()), call, inputs=inputs)
+    return Family("flux", FluxPipeline(**flux_parts()), call)
 
 
 def flux2() -> Family:
@@ -376,7 +356,7 @@ def z_image() -> Family:
     return Family("z_image", pipe, call, unguided={"guidance_scale": 0.0})
 
 
-def _qwen_parts() -> dict[str, object]:
+def qwen_parts() -> dict[str, object]:
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=64,
@@ -410,23 +390,7 @@ QWEN_UNGUIDED: dict[str, object] = {"true_cfg_scale": 1.0}
 def qwen_image() -> Family:
     call = QWEN_CALL | {"negative_prompt": " "}
     unguided = QWEN_UNGUIDED | {"negative_prompt": None}
-    return Family("qwen_image", QwenImagePipeline(**_qwen_parts()), call, unguided=unguided)
-
-
-_dimensions = pipeline_qwenimage_edit.calculate_dimensions
-
-
-@functools.wraps(_dimensions)
-def _small_dimensions(target_area: int, ratio: float) -> tuple[int, int, None]:
-    return _dimensions(target_area // 32**2, ratio)
-
-
-def qwen_image_edit() -> Family:
-    # The pipeline scales every picture to 1024 x 1024, a constant of its code; here to 32 x 32.
-    pipeline_qwenimage_edit.calculate_dimensions = _small_dimensions
-    pipe = QwenImageEditPipeline(**_qwen_parts(), processor=parts.qwen_vl_processor())
-    inputs = {"image": parts.pictures(32), "negative_prompt": [" ", " "]}
-    return Family("qwen_image_edit", pipe, QWEN_CALL, unguided=QWEN_UNGUIDED, inputs=inputs)
+    return Family("qwen_image", QwenImagePipeline(**qwen_parts()), call, unguided=unguided)
 
 
 def hidream() -> Family:

@@ -1,0 +1,44 @@
+"""Tiny random-weight pipelines that start from pictures, one function per family.
+
+The classes, the schedulers and their settings are those of the real checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import tiny_parts as parts
+from diffusers import FluxKontextPipeline, QwenImageEditPipeline, StableDiffusion3Img2ImgPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+from image_families import QWEN_CALL, QWEN_UNGUIDED, SIZE, UNGUIDED, flux_parts, qwen_parts, sd3
+from tiny_parts import Family
+
+
+def sd3_img2img() -> Family:
+    """Starts half way: it cuts the schedule itself, so it cannot be given a segment of one."""
+    base = sd3()
+    pipe = StableDiffusion3Img2ImgPipeline(**base.pipe.components)
+    inputs = {"image": parts.pictures()}
+    return Family("sd3_img2img", pipe, base.call | {"strength": 0.5}, unguided=UNGUIDED, inputs=inputs)
+
+
+def flux_kontext() -> Family:
+    call = {**SIZE, "guidance_scale": 2.5, "max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
+    inputs = {"image": parts.pictures()}
+    return Family("flux_kontext", FluxKontextPipeline(**flux_parts()), call, inputs=inputs)
+
+
+_dimensions = pipeline_qwenimage_edit.calculate_dimensions
+
+
+@functools.wraps(_dimensions)
+def _small_dimensions(target_area: int, ratio: float) -> tuple[int, int, None]:
+    return _dimensions(target_area // 32**2, ratio)
+
+
+def qwen_image_edit() -> Family:
+    # The pipeline scales every picture to 1024 x 1024, a constant of its code; here to 32 x 32.
+    pipeline_qwenimage_edit.calculate_dimensions = _small_dimensions
+    pipe = QwenImageEditPipeline(**qwen_parts(), processor=parts.qwen_vl_processor())
+    inputs = {"image": parts.pictures(32), "negative_prompt": [" ", " "]}
+    return Family("qwen_image_edit", pipe, QWEN_CALL, unguided=QWEN_UNGUIDED, inputs=inputs)
