@@ -103,8 +103,8 @@ class Trajectory:
     states: dict[int, Tensor]
     """Step index i -> x_i, float32 [B, ...]: both ends of every stochastic step."""
     next_states: dict[int, Tensor]
-    """Step index i -> x_{i+1} as it was drawn, the action of step i: `states[i + 1]`, unless the pipeline changes states
-    between its steps (inpainting masks)."""
+    """Step index i -> x_{i+1} as it was drawn, the action of step i: `states[i + 1]`, unless the pipeline changes
+    states between its steps (inpainting masks)."""
     log_probs: dict[int, Tensor]
     """Step index i -> log p(x_{i+1} | x_i), float32 [B]. Deterministic steps are not actions and have none."""
     final: Tensor

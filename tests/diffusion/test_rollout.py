@@ -54,7 +54,7 @@ ROWS = [Prompt(text, {"wanted": k}) for k, text in enumerate(["a star", "a dog",
 def painted(batch: Batch) -> Trajectory:
     """A stand-in for a model: one number per sample, from its key."""
     final = torch.tensor([[derive_seed(*key) % 1000 / 1000] for key in batch.keys])
-    return Trajectory(batch, Kernel("ode", 0.0), {}, {}, final, torch.ones(3))
+    return Trajectory(batch, Kernel("ode", 0.0), {}, {}, {}, final, torch.ones(3))
 
 
 def plain(final: Tensor) -> Tensor:
