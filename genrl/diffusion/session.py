@@ -84,6 +84,13 @@ class Session:
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
+    @property
+    def loss_scale(self) -> float:
+        """Power of two that keeps gradients of float16 activations from underflow: a log-probability that is a mean
+        over 10^4 to 10^6 numbers has gradients below float16's smallest. Gradients are divided by it again."""
+        model = self.config.model
+        return 2.0**14 if "float16" in (model.dtype, model.autocast) else 1.0
+
     def iterations(self) -> Iterator[int]:
         """The iterations still to do, 0-based; fewer where the process is asked to end."""
         if self.iteration == 0:
@@ -141,7 +148,7 @@ class Session:
             self.suspect = Suspect(batch, loss.detach(), {name: t.detach() for name, t in tensors.items()})
         if not self._updated and self.accelerator.num_processes == 1:
             self.leave_if_asked()
-        loss.backward()
+        (loss * self.loss_scale).backward()
         self.watchdog.beat("training", self.iteration)
 
     def step(self) -> float:
@@ -154,6 +161,7 @@ class Session:
             self.leave_if_asked()
         parameters = self.weights.parameters
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        torch._foreach_div_(gradients, self.loss_scale)
         if self.weights.is_sharded:  # FSDP has averaged them; losses are divided by the samples of all processes
             gradients = [g * self.accelerator.num_processes for g in gradients]
         elif self.accelerator.num_processes > 1:
