@@ -1,0 +1,102 @@
+"""docs/configuration.md, made from the schema: `python -m genrl.config.page > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import json
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from genrl.config.schema import Config
+
+HEAD = """# Configuration
+
+One YAML file says everything about a run. It is validated before anything is loaded: an unknown key, a wrong type or
+settings that contradict each other are errors that name the file, the line, the key and the nearest legal value.
+
+```bash
+genrl check configs/quickstart.yaml             # validate, count model calls, estimate memory; no weights are read
+genrl check configs/quickstart.yaml --explain   # every key with its value, default and meaning
+genrl train configs/quickstart.yaml optimizer.lr=1e-4 ema=null rewards.0.weight=2
+genrl config schema > genrl.schema.json         # completion in editors
+```
+
+- **Overrides** are `key.sub=value` after the file, the value written as in YAML.
+- **`include: base.yaml`** takes over one base file (which includes none itself); sections are merged, lists replaced.
+- **Numbers** are read as YAML 1.2 does: `1e-4` is a number, `on` is text, `010` is refused.
+- **Paths** are relative to the folder the command is run in.
+- The **resolved configuration** is saved as `config.yaml` in the run folder and runs as it stands.
+- With `genrl resume`, only `iterations`, `checkpoint`, `evaluation`, `trackers` and `output` may be changed.
+
+`configs/quickstart.yaml`, `configs/ocr.yaml` and `configs/flow_grpo.yaml` run on the embedded model;
+`configs/diffusion/` has recipes for published models, with the field's defaults and their sources. No machine that
+could run those was at hand: they are validated, not run.
+
+Keys and defaults, made from `genrl/config/schema.py`:
+"""
+
+
+def markdown() -> str:
+    """The page."""
+    lines = [HEAD.rstrip("\n")]
+    _section(Config, "", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _section(section: type[BaseModel], name: str, lines: list[str]) -> None:
+    """A heading, the section's meaning, a table of its own keys, then its subsections."""
+    if name:
+        lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split())]
+    lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    below: list[tuple[type[BaseModel], str]] = []
+    for key, field in section.model_fields.items():
+        inner = _models(field.annotation)
+        default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
+        lines.append(
+            f"| `{key}` | {_type(field.annotation)} | {default} | {(field.description or '').replace('|', '/')} |"
+        )
+        prefix = f"{name}.{key}" if name else key
+        below += [(m, f"{prefix} ({m.model_fields['algorithm'].default})" if len(inner) > 1 else prefix) for m in inner]
+    for model, prefix in below:
+        _section(model, prefix, lines)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The sections an annotation may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models(argument)]
+
+
+def _type(annotation: Any) -> str:
+    """The annotation in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_type, arguments)))
+    if origin is tuple:
+        return f"list of {_type(arguments[0])}" if arguments[-1] is ... else f"{len(arguments)} x {_type(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return {str: "text", bool: "true or false", int: "whole number", float: "number"}[annotation]
+
+
+def _shown(value: Any) -> str:
+    """A default as it would be written; a section's is the table below."""
+    if isinstance(value, BaseModel):
+        return "see below"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
