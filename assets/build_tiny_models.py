@@ -1,7 +1,8 @@
 """Make the embedded models and prompt files from nothing but drawn scenes. See assets/README.md.
 
     torchrun --nproc-per-node 2 assets/build_tiny_models.py --stage vae        # the autoencoder, then
-    torchrun --nproc-per-node 2 assets/build_tiny_models.py --stage t2i        # assets/tiny-t2i
+    torchrun --nproc-per-node 2 assets/build_tiny_models.py --stage t2i        # shapes, mostly, then
+    torchrun --nproc-per-node 2 assets/build_tiny_models.py --stage t2i-words  # words: assets/tiny-t2i
     torchrun --nproc-per-node 2 assets/build_tiny_models.py --stage sd         # assets/tiny-sd
     python assets/build_tiny_models.py --stage prompts                         # assets/prompts, assets/world.png
 
@@ -57,8 +58,9 @@ SEED = 0
 SCENES = 30_000
 TOKENS = 16  # length of a tokenised caption
 CAPTION_DROPOUT = 0.1
-STEPS = {"vae": 1500, "t2i": 3000, "sd": 2500}
-BATCH = {"vae": 8, "t2i": 64, "sd": 64}  # over all processes
+STEPS = {"vae": 1500, "t2i": 3000, "t2i-words": 600, "sd": 2500}
+BATCH = {"vae": 8, "t2i": 64, "t2i-words": 64, "sd": 64}  # over all processes
+WORD_SHARE = {"vae": 0.15, "t2i": 0.15, "t2i-words": 0.5, "sd": 0.15}  # of the scenes
 
 
 # --- processes -------------------------------------------------------------------------------------------------
@@ -232,10 +234,10 @@ class BlankTokenAttention:
 # --- data ------------------------------------------------------------------------------------------------------
 
 
-def draw_scenes(rank: int, world_size: int, number: int = SCENES) -> tuple[Tensor, list[str]]:
+def draw_scenes(stage: str, rank: int, world_size: int, number: int = SCENES) -> tuple[Tensor, list[str]]:
     """This process's share of the scenes: pictures uint8 [N, 3, 64, 64] and captions."""
-    rng = np.random.default_rng([SEED, rank, world_size])
-    scenes = [world.sample_scene(rng, split="all") for _ in range(number // world_size)]
+    rng, share = np.random.default_rng([SEED, rank, world_size]), WORD_SHARE[stage]
+    scenes = [world.sample_scene(rng, split="all", word_share=share) for _ in range(number // world_size)]
     pictures = torch.from_numpy(np.stack([world.draw(scene) for scene in scenes])).permute(0, 3, 1, 2)
     return pictures.contiguous(), [world.caption(scene) for scene in scenes]
 
@@ -338,7 +340,7 @@ def drop_captions(ids: Tensor, empty: Tensor, generator: torch.Generator) -> Ten
 def stage_vae(args: argparse.Namespace, rank: int, world_size: int) -> None:
     torch.manual_seed(SEED)
     vae, batch = make_vae(), BATCH["vae"] // world_size
-    pictures, _ = draw_scenes(rank, world_size)
+    pictures, _ = draw_scenes("vae", rank, world_size)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.98))
 
     def loss_of(generator: torch.Generator) -> Tensor:
@@ -366,6 +368,11 @@ def stage_vae(args: argparse.Namespace, rank: int, world_size: int) -> None:
 
 
 def stage_t2i(args: argparse.Namespace, rank: int, world_size: int) -> None:
+    """Both phases: mostly shapes, then half words from its averaged weights.
+
+    Letters are learnt suddenly and then almost perfectly, binding shapes to colours and places slowly: in one phase
+    either the words leave RL nothing to improve or they are not learnt at all.
+    """
     torch.manual_seed(SEED + 1)
     tokenizer = make_tokenizer(args.work / f"tokenizer-{rank}")
     vae = AutoencoderKL.from_pretrained(args.work / "vae").eval().requires_grad_(False)
@@ -376,11 +383,13 @@ def stage_t2i(args: argparse.Namespace, rank: int, world_size: int) -> None:
             "text_encoder_2": make_text_encoder(tokenizer, CLIPTextModelWithProjection),
         }
     )
+    if args.stage == "t2i-words":
+        start_from(modules, args.work / "t2i.pt")
     attention = BlankTokenAttention()
     modules["transformer"].set_attn_processor(attention)
-    pictures, captions = draw_scenes(rank, world_size)
+    pictures, captions = draw_scenes(args.stage, rank, world_size)
     latents, ids = encode_scenes(vae, pictures), tokenise(tokenizer, captions)
-    empty, batch = tokenise(tokenizer, [""]), BATCH["t2i"] // world_size
+    empty, batch = tokenise(tokenizer, [""]), BATCH[args.stage] // world_size
     matrices, rest = split_parameters(modules, "transformer.transformer_blocks")
     optimizers = [
         torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.0),
@@ -402,9 +411,15 @@ def stage_t2i(args: argparse.Namespace, rank: int, world_size: int) -> None:
     def export(modules: nn.ModuleDict, folder: Path) -> None:
         export_t2i(modules, vae, tokenizer, folder)
 
-    train("t2i", modules, optimizers, loss_of, export, args, rank, world_size)
-    if rank == 0:
+    train(args.stage, modules, optimizers, loss_of, export, args, rank, world_size)
+    if rank == 0 and args.stage == "t2i-words":
         export(modules, args.out / "tiny-t2i")
+
+
+def start_from(modules: nn.ModuleDict, state_file: Path) -> None:
+    """Take the averaged weights of a finished stage."""
+    averaged = torch.load(state_file, weights_only=True)["averaged"]
+    torch._foreach_copy_([p.data for p in modules.parameters() if p.requires_grad], averaged)
 
 
 def export_t2i(modules: nn.ModuleDict, vae: AutoencoderKL, tokenizer: CLIPTokenizer, folder: Path) -> None:
@@ -447,7 +462,7 @@ def stage_sd(args: argparse.Namespace, rank: int, world_size: int) -> None:
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
         steps_offset=1, prediction_type="epsilon",
     )  # fmt: skip
-    pictures, captions = draw_scenes(rank, world_size)
+    pictures, captions = draw_scenes("sd", rank, world_size)
     latents, ids = encode_scenes(vae, pictures), tokenise(tokenizer, captions)
     empty, batch = tokenise(tokenizer, [""]), BATCH["sd"] // world_size
     optimizer = torch.optim.AdamW(modules.parameters(), lr=2e-3, betas=(0.9, 0.98))
@@ -512,7 +527,7 @@ def stage_prompts(args: argparse.Namespace, rank: int, world_size: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = {"vae": stage_vae, "t2i": stage_t2i, "sd": stage_sd, "prompts": stage_prompts}
+    stages = {"vae": stage_vae, "t2i": stage_t2i, "t2i-words": stage_t2i, "sd": stage_sd, "prompts": stage_prompts}
     parser.add_argument("--stage", choices=stages, required=True)
     parser.add_argument("--steps", type=int, help=f"default: {STEPS}")
     parser.add_argument("--out", type=Path, default=ASSETS, help="where the model folders go")

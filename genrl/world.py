@@ -28,7 +28,7 @@ Kind = Literal["single", "count", "two", "position", "mixed", "word"]
 
 SIZE = 64  # pixels; all coordinates are given for this size
 SHAPE_KINDS: dict[Kind, float] = {"single": 1, "count": 2, "two": 2, "position": 3, "mixed": 2}
-WORD_SHARE = 0.15  # of all scenes
+WORD_SHARE = 0.38  # of all scenes, unless told otherwise
 LIST_SHARE = 0.4  # of the signs show a word of the list, the rest random letters
 MIXED_COUNTS = ((1, 2), (2, 1), (1, 3), (3, 1), (2, 2))
 NUMBER_WORDS = {1: "a", 2: "two", 3: "three", 4: "four"}
@@ -97,12 +97,14 @@ def words(split: Split) -> tuple[str, ...]:
     return tuple(word for i, word in enumerate(WORDS) if (i % 4 == 3) == (split == "eval"))
 
 
-def sample_scene(rng: np.random.Generator, kind: Kind | None = None, split: Split = "train") -> Scene:
-    """Draw a scene at random; without `kind`, 15 % words and shapes in the proportions of `SHAPE_KINDS`."""
+def sample_scene(
+    rng: np.random.Generator, kind: Kind | None = None, split: Split = "train", word_share: float = WORD_SHARE
+) -> Scene:
+    """Draw a scene at random; without `kind`, a share of words, and shapes in the proportions of `SHAPE_KINDS`."""
     if kind is None:
         weights = np.array(list(SHAPE_KINDS.values()))
         shape_kind = list(SHAPE_KINDS)[rng.choice(len(weights), p=weights / weights.sum())]
-        kind = "word" if rng.random() < WORD_SHARE else shape_kind
+        kind = "word" if rng.random() < word_share else shape_kind
     if kind == "word":
         text = _word(rng, split)
         colour = list(SIGN_COLOURS)[rng.integers(len(SIGN_COLOURS))]
