@@ -309,12 +309,14 @@ class Policy:
         plain = (str, int, float, bool, type(None))
         settings = tuple(sorted((k, v) for k, v in batch.sampling.items() if isinstance(v, plain)))
         if settings not in self._broadcasts_timesteps:
+            calls = self.model_calls
             try:
                 with torch.no_grad():
                     self._leave_at(batch, Request(at=sigma), state)
                 self._broadcasts_timesteps[settings] = True
             except (RuntimeError, TypeError, ValueError):
                 self._broadcasts_timesteps[settings] = False
+            self.model_calls = calls  # a resumed run tries again, and must count what the first one did
         return self._broadcasts_timesteps[settings]
 
     def _leave_at(self, batch: Batch, request: Request, state: Tensor) -> Step:
