@@ -73,7 +73,7 @@ def save(
     try:
         _make_folder(folder)
         _remove_leftovers(folder, but=f"{final.name}.ranks")
-        if problem(final, hashes=False) is None:
+        if problem(final) is None:
             return final
         _make_folder(temporary)
         for stem, named in tensors.items():
