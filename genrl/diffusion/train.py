@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 
 import rewards
 from genrl import prompts as prompt_files
@@ -40,7 +41,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
     check_trackers(config.trackers)
     accelerator = make_accelerator(config)
     check_processes(config, accelerator.num_processes)
-    torch.manual_seed(config.seed)
+    set_seed(config.seed)  # the global generators too: rewards of the user may draw from them
     run = Run(resume or Path(config.output))
     with ExitStack() as stack:
         if accelerator.is_main_process:
