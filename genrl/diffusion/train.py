@@ -163,22 +163,31 @@ def open_session(
 
 
 def finish(session: Session) -> None:
-    """The end of a run, complete or not: last checkpoint, LoRA, before/after picture, report."""
+    """The end of a run, complete or not: last checkpoint, LoRA, before/after picture, report, and where they are."""
     session.save()
     if not session.is_main:
         return
-    run, config = session.run, session.config
-    if session.weights.is_lora and session.iteration == config.iterations:
+    run, config, say = session.run, session.config, session.progress.say
+    rows = [row for row in run_folder.read_metrics(run.metrics) if row.get("eval/total_mean") is not None]
+    complete = session.iteration == config.iterations
+    if session.weights.is_lora and complete:
         with session.averaged():
             save_lora(session.policy, run.lora, session.probe)
-        rows = [row for row in run_folder.read_metrics(run.metrics) if "eval/total_mean" in row]
         last = {k: v for k, v in rows[-1].items() if k.startswith("eval/") and v is not None} if rows else {}
         write_card(run.lora, config, last, [prompt.text for prompt in session.eval_prompts[:5]])
+    if len(rows) > 1:
+        before, after = rows[0]["eval/total_mean"], rows[-1]["eval/total_mean"]
+        say(f"held-out reward: {before:.3f} before, {after:.3f} after {rows[-1]['step']} iterations")
     picture = before_after(run.samples)
     if picture is not None:
-        save_png(picture, run.samples / "before_after.png")
-    write_report(run.folder)
-    session.progress.say(f"run folder: {run.folder}")
+        say(f"before and after: {save_png(picture, run.samples / 'before_after.png')}")
+    say(f"curves and pictures: {write_report(run.folder)}")
+    if session.weights.is_lora and complete:
+        say(f"LoRA, for pipe.load_lora_weights: {run.lora}")
+    elif not complete:
+        say(f"stopped after {session.iteration} of {config.iterations} iterations; go on: genrl resume {run.folder}")
+    else:
+        say(f"to write the pipeline: genrl export {run.folder} --out FOLDER")
 
 
 def _prepare_folder(run: Run, config: Config, found: Path | None, resuming: bool, accelerator: Accelerator) -> None:
