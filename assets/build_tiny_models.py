@@ -58,8 +58,9 @@ SEED = 0
 SCENES = 30_000
 TOKENS = 16  # length of a tokenised caption
 CAPTION_DROPOUT = 0.1
-STEPS = {"vae": 1500, "t2i": 3000, "t2i-words": 600, "sd": 2500}
+STEPS = {"vae": 1500, "t2i": 3000, "t2i-words": 1250, "sd": 2500}
 BATCH = {"vae": 8, "t2i": 64, "t2i-words": 64, "sd": 64}  # over all processes
+CONSTANT = {"vae": 0.6, "t2i": 0.6, "t2i-words": 0.8, "sd": 0.6}  # part of the steps before the rate falls
 WORD_SHARE = {"vae": 0.15, "t2i": 0.15, "t2i-words": 0.5, "sd": 0.15}  # of the scenes
 
 
@@ -263,9 +264,9 @@ def encode_scenes(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
 # --- training --------------------------------------------------------------------------------------------------
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Warm-up over 100 steps, constant to 60 % of the run, then linear down to 2 %."""
-    fall = (step - 0.6 * steps) / (0.4 * steps)
+def learning_rate(step: int, steps: int, constant: float) -> float:
+    """Warm-up over 100 steps, constant for that part of the run, then linear down to 2 %."""
+    fall = (step - constant * steps) / ((1 - constant) * steps)
     return min(1.0, (step + 1) / 100) * (1 - 0.98 * max(0.0, fall))
 
 
@@ -295,7 +296,7 @@ def train(
     for step in range(first, steps):
         for optimizer, rates in zip(optimizers, base, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * learning_rate(step, steps)
+                group["lr"] = rate * learning_rate(step, steps, CONSTANT[name])
         generator = torch.Generator().manual_seed((SEED * 1_000_003 + step) * 64 + rank)
         for optimizer in optimizers:
             optimizer.zero_grad()
