@@ -206,6 +206,7 @@ def recut(rollouts: Rollouts, size: int) -> Rollouts:
                 one.trajectory,
                 batch=batch,
                 states={i: x[rows] for i, x in one.trajectory.states.items()},
+                next_states={i: x[rows] for i, x in one.trajectory.next_states.items()},
                 log_probs={i: x[rows] for i, x in one.trajectory.log_probs.items()},
                 final=one.trajectory.final[rows],
             )
