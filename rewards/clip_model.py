@@ -88,9 +88,9 @@ class ClipScorer:
 
     def _embed_texts(self, prompts: Sequence[str]) -> torch.Tensor:
         limit = self.model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(
-            list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt"
-        ).to(self.device)
+        tokens = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt").to(
+            self.device
+        )
         features = self.model.get_text_features(tokens["input_ids"], tokens["attention_mask"])
         return projected(features).float().cpu()
 

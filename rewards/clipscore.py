@@ -40,13 +40,9 @@ class ClipScore:
     `scale`     `cosine` (default), `over_30`, `hessel`, `torchmetrics`; see `clipscore`
     """
 
-    def __init__(
-        self, model: str = MODEL, processor: str | None = None, scale: str = "cosine", device: str = "cpu"
-    ):
+    def __init__(self, model: str = MODEL, processor: str | None = None, scale: str = "cosine", device: str = "cpu"):
         if scale not in SCALES:
-            raise ValueError(
-                f"clipscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}"
-            )
+            raise ValueError(f"clipscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}")
         self.scale = scale
         self.scorer = ClipScorer(model, processor or model, device)
 

@@ -217,9 +217,7 @@ def _numbers(result: Any, count: int, what: str) -> list[float]:
     return [value if math.isfinite(value) else math.nan for value in values]
 
 
-def check_failures(
-    name: str, failed: int, total: int, first: Failure | None, *, limit: float = FAILED_LIMIT
-) -> None:
+def check_failures(name: str, failed: int, total: int, first: Failure | None, *, limit: float = FAILED_LIMIT) -> None:
     """Stop a run whose reward raises too often: RewardFailed with the first traceback.
 
     Called once per reward and iteration with the counts summed over all processes, so that all stop together.
@@ -250,17 +248,14 @@ def weighted_sum(values: Mapping[str, Sequence[float]], weights: Mapping[str, fl
     lengths = {name: len(values[name]) for name in trained}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"rewards with unequal numbers of scores: {lengths}")
-    return [
-        math.fsum(weights[name] * values[name][row] for name in trained) for row in range(lengths[trained[0]])
-    ]
+    return [math.fsum(weights[name] * values[name][row] for name in trained) for row in range(lengths[trained[0]])]
 
 
 def check_images(images: torch.Tensor) -> None:
     """Raise ValueError unless float [N, 3, H, W] or [N, F, 3, H, W]. Range and layout are never guessed."""
     if not images.is_floating_point() or images.ndim not in (4, 5) or images.shape[-3] != 3:
         raise ValueError(
-            "images must be float [N, 3, H, W] or [N, F, 3, H, W] in [0, 1], "
-            f"not {images.dtype} {list(images.shape)}"
+            f"images must be float [N, 3, H, W] or [N, F, 3, H, W] in [0, 1], not {images.dtype} {list(images.shape)}"
         )
 
 

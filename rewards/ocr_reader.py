@@ -97,9 +97,7 @@ class Reader:
 
 
 @lru_cache(maxsize=256)
-def _fold(
-    characters: tuple[str, ...], alphabet: str | None
-) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
+def _fold(characters: tuple[str, ...], alphabet: str | None) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
     """The symbols that can be read, the model's classes that are used, and the column each is added to."""
     allowed = None if alphabet is None else set(alphabet.lower())
     columns: dict[str, int] = {}

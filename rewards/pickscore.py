@@ -43,13 +43,9 @@ class PickScore:
     `scale`     `over_26` (default), `raw`, `minus_18_over_8`, `cosine`; see `pickscore`
     """
 
-    def __init__(
-        self, model: str = MODEL, processor: str = PROCESSOR, scale: str = "over_26", device: str = "cpu"
-    ):
+    def __init__(self, model: str = MODEL, processor: str = PROCESSOR, scale: str = "over_26", device: str = "cpu"):
         if scale not in SCALES:
-            raise ValueError(
-                f"pickscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}"
-            )
+            raise ValueError(f"pickscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}")
         self.scale = scale
         self.scorer = ClipScorer(model, processor, device)
 

@@ -82,9 +82,7 @@ def test_scores_agree_with_the_models_own_forward(checkpoint: Path, images: torc
     pixels = scorer.image_processor(images=rewards.to_pil(images), return_tensors="pt")["pixel_values"]
     tokens = scorer.tokenizer(PROMPTS, padding="max_length", max_length=77, return_tensors="pt")
     with torch.no_grad():
-        own = scorer.model(
-            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], pixel_values=pixels
-        )
+        own = scorer.model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], pixel_values=pixels)
     assert scores == pytest.approx(own.logits_per_image.diag().tolist(), abs=1e-5)
     assert np.ptp(scores) > 0.01, "three different pairs should not score the same"
 
