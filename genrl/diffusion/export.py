@@ -61,23 +61,18 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Raise ExportError unless the adapter in `folder`, as diffusers loads it, acts like the one in memory."""
     stop = None if len(policy.denoisers) > 1 else 1  # each expert has its steps
     wanted = policy.roll_out(probe, stop=stop).final
-    with warnings.catch_warnings(), _quiet_loading():  # a second adapter beside the first is what we want here
-        warnings.simplefilter("ignore")
-        for name in policy.denoisers:
-            if name.endswith(_SECOND):
-                path = str(folder / name)
-                policy.pipe.load_lora_weights(path, adapter_name=_RELOADED, load_into_transformer_2=True)
-            else:
-                policy.pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
-        try:
-            for denoiser in policy.denoisers.values():
-                _require_equal_adapters(denoiser, folder)
-                denoiser.set_adapter(_RELOADED)
-            found = policy.roll_out(probe, stop=stop).final
-        finally:
-            for denoiser in policy.denoisers.values():
-                denoiser.delete_adapters(_RELOADED)
-                denoiser.set_adapter(ADAPTER)
+    try:
+        with warnings.catch_warnings(), _quiet_loading():  # a second adapter beside the first is what we want here
+            warnings.simplefilter("ignore")
+            _load_again(policy, folder)
+        for denoiser in policy.denoisers.values():
+            _require_equal_adapters(denoiser, folder)
+            denoiser.set_adapter(_RELOADED)
+        found = policy.roll_out(probe, stop=stop).final
+    finally:
+        for denoiser in policy.denoisers.values():
+            denoiser.delete_adapters(_RELOADED)
+            denoiser.set_adapter(ADAPTER)
     # Equal bits in float32 on a CPU; a pipeline in lower precision holds the reloaded adapter rounded to it.
     tolerance = max(1e-5, 4 * torch.finfo(policy.denoiser.dtype).eps) * float(wanted.abs().max())
     difference = float((wanted - found).abs().max())
@@ -85,8 +80,23 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
         raise ExportError(f"the adapter in {folder} acts differently after reloading (by up to {difference:g})")
 
 
+def _load_again(policy: Policy, folder: Path) -> None:
+    """Load the folder beside the adapter in training. Raises ExportError where diffusers cannot read it."""
+    try:
+        for name in policy.denoisers:
+            if name.endswith(_SECOND):
+                path = str(folder / name)
+                policy.pipe.load_lora_weights(path, adapter_name=_RELOADED, load_into_transformer_2=True)
+            else:
+                policy.pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ExportError(f"the adapter in {folder} cannot be loaded again: {error}") from error
+
+
 def _require_equal_adapters(denoiser: nn.Module, folder: Path) -> None:
     """The reloaded adapter is the trained one: scale, rank, names, and values up to the dtype it is held in."""
+    if _RELOADED not in denoiser.peft_config:
+        raise ExportError(f"the adapter in {folder} holds nothing for the {type(denoiser).__name__}")
     trained, reloaded = (denoiser.peft_config[name] for name in (ADAPTER, _RELOADED))
     values, again = (get_peft_model_state_dict(denoiser, adapter_name=name) for name in (ADAPTER, _RELOADED))
     same = (trained.r, trained.lora_alpha) == (reloaded.r, reloaded.lora_alpha) and values.keys() == again.keys()
