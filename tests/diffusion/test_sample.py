@@ -1,0 +1,106 @@
+"""`genrl sample` and `genrl eval`: pictures and scores of any pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+import rewards
+from genrl.diffusion.sample import evaluate_pipeline, load, sample
+from genrl.diffusion.train import train
+from genrl.prompts import Prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+ARGUMENTS: dict[str, Any] = {
+    "num_inference_steps": 3,
+    "guidance_scale": 1.0,
+    "height": 16,
+    "width": 16,
+    "max_sequence_length": 4,
+}
+PROMPTS = ["a red star", "two blue dogs", "a cat"]
+
+
+def test_each_picture_is_that_of_a_plain_call(model: Path, tmp_path: Path) -> None:
+    """Prompt k of seed s is drawn alone from seed s + k: it does not depend on the other prompts."""
+    paths = sample(load(str(model), None), PROMPTS, tmp_path, seed=40, arguments=ARGUMENTS)
+    assert [path.name for path in paths] == ["00000.png", "00001.png", "00002.png"]
+    pipe = DiffusionPipeline.from_pretrained(model)
+    for k, path in enumerate(paths):
+        generator = torch.Generator().manual_seed(40 + k)
+        wanted = pipe(prompt=PROMPTS[k], generator=generator, **ARGUMENTS).images[0]
+        assert np.array_equal(np.asarray(Image.open(path)), np.asarray(wanted))
+    record = json.loads((tmp_path / "prompts.json").read_text())
+    assert record == [{"file": f"0000{k}.png", "prompt": PROMPTS[k], "seed": 40 + k} for k in range(3)]
+    assert Image.open(tmp_path / "grid.png").width > 3 * 16
+
+
+def test_seed_decides(model: Path, tmp_path: Path) -> None:
+    def first(name: str, seed: int) -> np.ndarray:
+        (path,) = sample(load(str(model), None), PROMPTS[:1], tmp_path / name, seed=seed, arguments=ARGUMENTS)
+        return np.asarray(Image.open(path))
+
+    assert np.array_equal(first("a", 1), first("b", 1))
+    assert not np.array_equal(first("a", 1), first("c", 2))
+
+
+def test_loading_what_is_not_there(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.path: '.*nowhere' could not be loaded as a diffusers pipeline"):
+        load(str(tmp_path / "nowhere"), None)
+    with pytest.raises((ValueError, OSError)):
+        load(str(model), str(tmp_path / "no-lora"))
+
+
+def test_evaluation_is_that_of_training(folder: Path, model: Path) -> None:
+    """`genrl eval` of the untrained model gives row 0 of a run; with its adapter, the last row: averaged weights."""
+    run = train(runs.config(folder, model, optimizer={"lr": 0.1}, ema={"decay": 0.5}, iterations=2))
+    scorers = {"brightness": rewards.load(f"{folder}/rewards.py:brightness")}
+    rows = [Prompt(text) for text in runs.HELD_OUT]
+
+    def evaluated(lora: Path | None) -> dict[str, float]:
+        pipe = load(str(model), str(lora) if lora else None)
+        return evaluate_pipeline(pipe, rows, scorers, batch_size=2, seed=1234, arguments=ARGUMENTS).metrics
+
+    logged = [row for row in runs.rows(run) if "eval/total_mean" in row]
+    for lora, row in ((None, logged[0]), (run / "lora", logged[-1])):
+        for name, value in evaluated(lora).items():
+            assert row[name] == pytest.approx(value, abs=1e-7), name
+    assert logged[0]["eval/total_mean"] != logged[-1]["eval/total_mean"]
+
+
+def test_evaluation_has_pictures_and_parts(folder: Path, model: Path) -> None:
+    scorers = {"redness": rewards.load(f"{folder}/rewards.py:redness")}
+    rows = [Prompt(text) for text in PROMPTS]
+    found = evaluate_pipeline(load(str(model), None), rows, scorers, batch_size=2, num_pictures=2, arguments=ARGUMENTS)
+    assert found.prompts == PROMPTS and len(found.images) == 2 and found.images[0].shape == (3, 16, 16)
+    assert len(found.total) == 3 and torch.equal(found.total, found.scored.values["redness"])
+    parts = found.scored.parts
+    torch.testing.assert_close(parts["redness/red"] - parts["redness/blue"], found.total, rtol=0, atol=1e-6)
+    assert found.metrics["eval/redness/red_mean"] == pytest.approx(float(parts["redness/red"].mean()))
+
+
+def test_evaluation_does_not_depend_on_the_batch(folder: Path, model: Path) -> None:
+    scorers = {"brightness": rewards.load(f"{folder}/rewards.py:brightness")}
+    rows = [Prompt(text) for text in PROMPTS]
+    totals = [
+        evaluate_pipeline(load(str(model), None), rows, scorers, batch_size=size, arguments=ARGUMENTS).total
+        for size in (1, 2, 3)
+    ]
+    for total in totals[1:]:
+        torch.testing.assert_close(total, totals[0], rtol=0, atol=1e-5)
+
+
+def test_a_missing_column_is_refused_before_drawing(folder: Path, model: Path) -> None:
+    (folder / "wants.py").write_text("def wants(images, colour):\n    return [0.0] * len(images)\n")
+    scorers = {"wants": rewards.load(f"{folder}/wants.py:wants")}
+    with pytest.raises(ValueError, match="reward 'wants' asks for the column 'colour'"):
+        evaluate_pipeline(load(str(model), None), [Prompt("a", {"shape": 1})], scorers, arguments=ARGUMENTS)
