@@ -1,0 +1,97 @@
+"""What the processes of the distributed tests run: one training, watched from inside, with its tensors on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import runs
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from genrl.config import load
+from genrl.diffusion import diffusion_nft, flow_grpo
+from genrl.diffusion.rollout import Rollouts
+from genrl.diffusion.session import Session
+from genrl.runtime.guards import NonFiniteError
+
+
+def trained(path: str, prepare: Callable[[Session], None]) -> None:
+    """Train the YAML file in a session that `prepare` has changed."""
+    config = load(Path(path))
+    with runs.session(config) as session:
+        prepare(session)
+        if config.trainer.algorithm == "flow_grpo":
+            flow_grpo.train(session, config.trainer)
+        else:
+            diffusion_nft.train(session, config.trainer)
+
+
+def record(path: str, out: str) -> None:
+    """Train, and write samples, scores and gradients of every iteration to `out`/rank-<r>-<iteration>.safetensors."""
+
+    def prepare(session: Session) -> None:
+        collect, step = session.collect, session.optimizer.step
+        rank, kept = session.accelerator.process_index, dict[str, Tensor]()
+
+        def watched_collect(draw: Any) -> Rollouts:
+            found = collect(draw)
+            kept.update(samples(found))
+            return found
+
+        def watched_step() -> None:
+            kept.update({f"gradient/{k}": p.grad.clone() for k, p in session.weights.named.items()})
+            save_file(kept, Path(out) / f"rank-{rank}-{session.iteration}.safetensors")
+            kept.clear()
+            step()
+
+        session.collect = watched_collect  # type: ignore[method-assign]
+        session.optimizer.step = watched_step  # type: ignore[method-assign, assignment]
+
+    trained(path, prepare)
+
+
+def samples(found: Rollouts) -> dict[str, Tensor]:
+    """Everything that was drawn, by position in the plan and by slot."""
+    tensors = {"scores": found.total, "group": found.group}
+    tensors["prompts"] = torch.tensor([list(text.ljust(40).encode()[:40]) for text in found.prompts])
+    for position, one in found.mine.items():
+        recorded = one.trajectory
+        parts: Mapping[str, Tensor] = {"images": one.images, "final": recorded.final, "slots": torch.tensor(one.slots)}
+        parts = dict(parts) | {f"state-{i}": x for i, x in recorded.states.items()}
+        parts = dict(parts) | {f"log-prob-{i}": x for i, x in recorded.log_probs.items()}
+        tensors |= {f"position/{position}/{name}": tensor.contiguous().clone() for name, tensor in parts.items()}
+    return tensors
+
+
+def planted(path: str, out: str, rank: int, call: int) -> None:
+    """Train with a NaN in the loss of the `call`-th backward pass of process `rank`; the weights go to `out`."""
+
+    def prepare(session: Session) -> None:
+        backward, calls = session.backward, iter(range(1000))
+        here = session.accelerator.process_index
+
+        def broken(loss: Tensor, batch: Any, tensors: Any) -> None:
+            spoiled = here == rank and next(calls) == call
+            backward(loss * math.nan if spoiled else loss, batch, tensors)
+
+        def keep(name: str) -> None:
+            values = {k: p.detach().clone() for k, p in session.weights.named.items()}
+            save_file(values, Path(out) / f"{name}-{here}.safetensors")
+
+        step = session.step
+
+        def watched_step() -> float:
+            keep("before")
+            try:
+                return step()
+            except NonFiniteError:
+                keep("after")
+                raise
+
+        session.backward, session.step = broken, watched_step  # type: ignore[method-assign]
+
+    trained(path, prepare)

@@ -1,0 +1,145 @@
+"""The same run in 1, 2 and 4 processes (gloo)."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from genrl.diffusion.policy import Batch, Kernel
+from genrl.diffusion.rollout import call_arguments
+from genrl.runtime.guards import read_dump
+from genrl.runtime.run import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
+NFT = {"algorithm": "diffusion_nft", "kl_weight": 1e-3}
+# 9 samples in 5 micro-batches: neither 2 nor 4 processes share them out evenly
+SAMPLING = {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 2}
+QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}, "optimizer": {"max_grad_norm": 1e9}}
+
+
+def start(folder: Path, model: Path, name: str, count: int, target: Any, *arguments: Any, **changes: Any) -> list[Any]:
+    """Processes of a run in `folder/name`."""
+    (folder / name).mkdir()
+    runs.config(folder, model, output=str(folder / name / "run"), **changes)
+    path = (folder / "tiny.yaml").rename(folder / f"{name}.yaml")
+    log = folder / f"{name}.log"
+    if count == 1:
+        return [runs.start(target, str(path), *arguments, log=log)]
+    return runs.start_ranks(count, target, str(path), *arguments, log=log)
+
+
+def logs(folder: Path, name: str) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob(f"{name}*.log")))
+
+
+def recorded(folder: Path, model: Path, count: int, **changes: Any) -> list[dict[str, Tensor]]:
+    """What `ranks.record` wrote in the first iteration, by rank."""
+    name = f"world-{count}"
+    processes = start(folder, model, name, count, ranks.record, str(folder / name), **{**QUIET, **changes})
+    assert runs.wait(processes, 300) == [0] * count, logs(folder, name)
+    return [load_file(folder / name / f"rank-{rank}-0.safetensors") for rank in range(count)]
+
+
+@pytest.mark.parametrize("trainer", [GRPO, NFT], ids=["flow_grpo", "diffusion_nft"])
+def test_any_number_of_processes_draws_the_same(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
+    """Prompts, noise, states and pictures to the bit; scores equal; gradients to 1e-6."""
+    changes = {"trainer": trainer, "sampling": SAMPLING, "iterations": 1}
+    (alone,) = recorded(folder, model, 1, **changes)
+    drawn = {key for key in alone if key.startswith("position/")}
+    assert len({key.split("/")[1] for key in drawn}) == 5
+    for count in (2, 4):
+        parts = recorded(folder, model, count, **changes)
+        found = [key for part in parts for key in part if key.startswith("position/")]
+        assert sorted(found) == sorted(drawn)  # everything was drawn once
+        for part in parts:
+            same = [key for key in part if not key.startswith("gradient/")]
+            assert all(torch.equal(part[key], alone[key]) for key in same)
+            assert {"scores", "group", "prompts"} <= set(same) and not part["scores"].isnan().any()
+            gradients = {key for key in part if key.startswith("gradient/")}
+            difference = math.fsum(float((part[k] - alone[k]).double().square().sum()) for k in gradients)
+            norm = math.fsum(float(alone[k].double().square().sum()) for k in gradients)
+            assert norm > 0 and math.sqrt(difference / norm) < 1e-6
+            assert all(torch.equal(part[key], parts[0][key]) for key in gradients)  # all take the same step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nan_on_one_rank_stops_all_before_the_step(folder: Path, model: Path, rank: int) -> None:
+    """The guilty rank leaves a dump from which its micro-batch can be made again."""
+    changes = {**QUIET, "trainer": GRPO, "sampling": {**SAMPLING, "group_size": 4}, "iterations": 1}
+    processes = start(folder, model, "nan", 2, ranks.planted, str(folder / "nan"), rank, 3, **changes)
+    assert runs.wait(processes, 300) == [1, 1], logs(folder, "nan")
+    for r in range(2):
+        before, after = (load_file(folder / "nan" / f"{name}-{r}.safetensors") for name in ("before", "after"))
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert "NonFiniteError: stopped before the update of step 0" in (folder / f"nan-rank-{r}.log").read_text()
+
+    run = Run(folder / "nan" / "run")
+    dump = read_dump(run.dumps / f"step-000000-loss-rank-{rank}")
+    assert dump.where == "loss" and dump.checked["loss"].isnan()
+    assert dump.batch["log_prob"].isfinite().all()
+    (folder / "nan.yaml").rename(folder / "tiny.yaml")
+    config = runs.load(folder / "tiny.yaml", [f"output={folder}/again"])
+    batch = Batch(dump.info["prompts"], [tuple(key) for key in dump.info["keys"]], call_arguments(config.sampling))
+    with runs.session(config) as session, torch.no_grad():
+        again = session.policy.roll_out(batch, Kernel("flow_sde", 0.7), (0, 1))
+    step = 3 % 2  # the fourth backward pass is of its second micro-batch's second step
+    assert torch.equal(again.states[step], dump.batch["state"])
+    assert torch.equal(again.log_probs[step], dump.batch["old_log_prob"])
+
+
+def test_a_checkpoint_of_two_processes_goes_on_with_one_or_two(folder: Path, model: Path) -> None:
+    """With two: equal to the bit. With one: the same samples and the same course, up to the order of sums."""
+    common: dict[str, Any] = {"trainer": GRPO, "sampling": SAMPLING, "evaluation": {"every": 2}}
+    for name, iterations in (("straight", 4), ("stopped", 2)):
+        processes = start(folder, model, name, 2, runs.train_file, iterations=iterations, **common)
+        assert runs.wait(processes, 300) == [0, 0], logs(folder, name)
+    stopped = folder / "stopped" / "run"
+    assert set(runs.last_state(stopped).tensors) >= {"rng", "rank-1"}
+    kept = folder / "kept"
+    kept.mkdir()
+    os.system(f"cp -r {stopped} {kept}/run")
+
+    path = folder / "stopped.yaml"
+    path.write_text(path.read_text().replace("iterations: 2", "iterations: 4"))
+    both = runs.start_ranks(2, runs.train_file, str(path), str(stopped), log=folder / "two.log")
+    assert runs.wait(both, 300) == [0, 0], logs(folder, "two")
+    assert [d for d in runs.differences(folder / "straight" / "run", stopped) if "row 2" not in d] == []
+
+    one = runs.start(runs.train_file, str(path), str(kept / "run"), log=folder / "one.log")
+    assert runs.wait([one], 300) == [0], logs(folder, "one")
+    ours, theirs = runs.rows(kept / "run"), runs.rows(stopped)
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [0, 1, 2, 3, 4]
+    for mine, yours in zip(ours, theirs, strict=True):
+        for key, value in mine.items():
+            if not key.startswith("ratio/"):
+                assert value == pytest.approx(yours[key], rel=1e-3, abs=1e-6), (mine["step"], key)
+    left, right = (runs.last_state(run).tensors["weights"] for run in (kept / "run", stopped))
+    for key, tensor in left.items():
+        torch.testing.assert_close(tensor, right[key], rtol=1e-2, atol=1e-3)
+
+
+def test_a_signal_to_one_process_stops_both_together(folder: Path, model: Path) -> None:
+    changes = {"trainer": GRPO, "sampling": SAMPLING, "iterations": 1000, "evaluation": {"every": 0}}
+    processes = start(folder, model, "stopped", 2, runs.train_file, **changes)
+    run = folder / "stopped" / "run"
+    deadline = time.monotonic() + 200
+    while len(runs.read_metrics(Run(run).metrics)) < 2:
+        assert time.monotonic() < deadline and all(p.exitcode is None for p in processes), logs(folder, "stopped")
+        time.sleep(0.05)
+    os.kill(processes[1].pid, signal.SIGTERM)
+    assert runs.wait(processes, 100) in ([0, 143], [143, 143]), logs(folder, "stopped")
+    state = runs.last_state(run)
+    assert state.step == len(runs.read_metrics(Run(run).metrics)) >= 2 and "rank-1" in state.tensors
