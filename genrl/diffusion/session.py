@@ -9,7 +9,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -77,6 +77,8 @@ class Session:
     """Finished optimiser steps."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds per phase of the running iteration."""
+    unfinished_row: dict[str, float] | None = None
+    """Metrics of the last iteration where its evaluation was left; kept in the checkpoint."""
     suspect: Suspect | None = None
     """First micro-batch of this process whose loss was not finite."""
 
@@ -95,6 +97,9 @@ class Session:
         """The iterations still to do, 0-based; fewer where the process is asked to end."""
         if self.iteration == 0:
             self._evaluate()
+        if self.unfinished_row is not None:
+            self.log.log(self.iteration, self.unfinished_row | self._evaluate(log=False))
+            self.unfinished_row = None
         while self.iteration < self.config.iterations and not any_rank(self.stop.requested, self.accelerator):
             self.timings.clear()
             self._started, self._calls, self._updated = time.perf_counter(), self.policy.model_calls, False
@@ -219,14 +224,19 @@ class Session:
         every = config.evaluation.every
         if every and (self.iteration % every == 0 or last):
             self._draw_best_and_worst()
-            with suppress(Abandoned):  # asked to end: saving comes first, this row goes without
+            self.unfinished_row = row | self._timing_row(elapsed)
+            try:
                 row |= self._evaluate(log=False)
-        row |= {f"timing/{phase}_s": seconds for phase, seconds in self.timings.items()}
-        row["timing/iteration_s"] = elapsed
-        self.log.log(self.iteration, row)
+            except Abandoned:  # asked to end: saving comes first, the row is written with its evaluation on resume
+                return self.save()
+            self.unfinished_row = None
+        self.log.log(self.iteration, row | self._timing_row(elapsed))
         self.progress.finish_iteration(self.iteration, row)
         if self.iteration % config.checkpoint.every == 0 or last:
             self.save()
+
+    def _timing_row(self, elapsed: float) -> dict[str, float]:
+        return {f"timing/{phase}_s": s for phase, s in self.timings.items()} | {"timing/iteration_s": elapsed}
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""
@@ -242,7 +252,11 @@ class Session:
                 path,
                 self.iteration,
                 tensors=weights | {"optimizer": optimizer_tensors, "rng": rng},
-                state={"optimizer_steps": self.optimizer_steps, "optimizer": optimizer_state},
+                state={
+                    "optimizer_steps": self.optimizer_steps,
+                    "optimizer": optimizer_state,
+                    "unfinished_row": self.unfinished_row,
+                },
                 keep=self.config.checkpoint.keep,
                 extra=self.export_lora,
                 ranks=self.accelerator.num_processes,
@@ -255,6 +269,7 @@ class Session:
         self.weights.restore(loaded.tensors)
         load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
         self.optimizer_steps, self.iteration = loaded.state["optimizer_steps"], loaded.step
+        self.unfinished_row = loaded.state["unfinished_row"]
         rank = self.accelerator.process_index
         rng = loaded.tensors.get("rng" if rank == 0 else f"rank-{rank}")
         if rng is not None:  # absent where the run goes on with more processes than it had
