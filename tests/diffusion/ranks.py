@@ -19,9 +19,9 @@ from genrl.diffusion.session import Session
 from genrl.runtime.guards import NonFiniteError
 
 
-def trained(path: str, prepare: Callable[[Session], None]) -> None:
+def trained(path: str, prepare: Callable[[Session], None], overrides: list[str] | None = None) -> None:
     """Train the YAML file in a session that `prepare` has changed."""
-    config = load(Path(path))
+    config = load(Path(path), overrides or [])
     with runs.session(config) as session:
         prepare(session)
         if config.trainer.algorithm == "flow_grpo":
@@ -95,3 +95,18 @@ def planted(path: str, out: str, rank: int, call: int) -> None:
         session.backward, session.step = broken, watched_step  # type: ignore[method-assign]
 
     trained(path, prepare)
+
+
+def full(path: str, sharded: bool) -> None:
+    """Fine-tune all weights, and save."""
+
+    def prepare(session: Session) -> None:
+        finish = session.finish
+
+        def finish_and_save(metrics: Mapping[str, float]) -> None:
+            finish(metrics)
+            session.save()
+
+        session.finish = finish_and_save  # type: ignore[method-assign]
+
+    trained(path, prepare, ["model.lora=null", f"distributed.fsdp={str(sharded).lower()}"])

@@ -143,3 +143,23 @@ def test_a_signal_to_one_process_stops_both_together(folder: Path, model: Path) 
     assert runs.wait(processes, 100) in ([0, 143], [143, 143]), logs(folder, "stopped")
     state = runs.last_state(run)
     assert state.step == len(runs.read_metrics(Run(run).metrics)) >= 2 and "rank-1" in state.tensors
+
+
+def test_sharded_full_fine_tuning_learns_what_one_process_learns(folder: Path, model: Path) -> None:
+    """FSDP2 over two processes: whole tensors in the checkpoint, equal to one process's up to the order of sums."""
+    changes = {
+        "trainer": NFT,
+        "sampling": {"prompts_per_iteration": 2, "group_size": 2, "batch_size": 2},
+        "optimizer": {"lr": 1e-3},
+        "iterations": 1,
+    }
+    found = []
+    for count in (1, 2):
+        name = f"sharded-{count}"
+        processes = start(folder, model, name, count, ranks.full, count > 1, **{**QUIET, **changes})
+        assert runs.wait(processes, 300) == [0] * count, logs(folder, name)
+        found.append(load_file(folder / name / "run" / "checkpoints" / "step-000001" / "weights.safetensors"))
+    alone, sharded = found
+    assert alone.keys() == sharded.keys()
+    for key, tensor in alone.items():
+        assert torch.allclose(tensor, sharded[key], atol=2e-4), key  # Adam turns the sign of a rounding into a step
