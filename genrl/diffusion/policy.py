@@ -268,6 +268,8 @@ class Policy:
         the timestep itself). Where the pipeline does not broadcast one timestep per sample (guidance by doubling the
         batch, for one), samples are called in groups of equal sigma.
         """
+        if sigma.numel() == 1:  # one sample says nothing about whether the pipeline takes one timestep per sample
+            sigma = sigma.reshape(())
         if sigma.ndim == 0 or self._takes_timesteps(batch, state, sigma):
             return self._leave_at(batch, Request(at=sigma), state).model_output
         levels, outputs, order = sigma.unique(), [], []

@@ -21,7 +21,8 @@ def shard(denoiser: nn.Module) -> None:
     """
     blocks = [block for m in denoiser.children() if isinstance(m, nn.ModuleList) for block in m]
     for module in (*blocks, denoiser):
-        fully_shard(module)
+        # the root too: by default it keeps what it gathered, and a snapshot switched in after that would not be seen
+        fully_shard(module, reshard_after_forward=True)
 
 
 def whole(tensor: Tensor) -> Tensor:
