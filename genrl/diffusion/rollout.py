@@ -182,6 +182,9 @@ def score(
                     ),
                 )
             )
+    # A picture that is not finite has no score, whatever a reward makes of it.
+    mine = [s for slots, images in pieces for s, image in zip(slots, images, strict=True) if not image.isfinite().all()]
+    broken = set(gather_object(mine))
     everything: list[tuple[str, list[int], rewards.Scores]] = gather_object(found)
 
     values = {label: torch.full((len(rows),), math.nan, dtype=torch.float64) for label in scorers}
@@ -189,6 +192,7 @@ def score(
     failures: dict[str, list[rewards.Failure]] = {label: [] for label in scorers}
     for label, slots, scores in everything:
         values[label][slots] = torch.tensor(scores.values, dtype=torch.float64)
+        values[label][[slot for slot in slots if slot in broken]] = math.nan
         failures[label] += scores.failures
         for part, numbers in scores.parts.items():
             column = parts.setdefault(f"{label}/{part}", torch.full((len(rows),), math.nan, dtype=torch.float64))
