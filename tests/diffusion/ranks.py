@@ -16,12 +16,13 @@ from genrl.config import load
 from genrl.diffusion import diffusion_nft, flow_grpo
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session
+from genrl.diffusion.sharding import whole
 from genrl.runtime.guards import NonFiniteError
 
 
-def trained(path: str, prepare: Callable[[Session], None], overrides: list[str] | None = None) -> None:
+def trained(path: str, prepare: Callable[[Session], None]) -> None:
     """Train the YAML file in a session that `prepare` has changed."""
-    config = load(Path(path), overrides or [])
+    config = load(Path(path))
     with runs.session(config) as session:
         prepare(session)
         if config.trainer.algorithm == "flow_grpo":
@@ -43,7 +44,7 @@ def record(path: str, out: str) -> None:
             return found
 
         def watched_step() -> None:
-            kept.update({f"gradient/{k}": p.grad.clone() for k, p in session.weights.named.items()})
+            kept.update({f"gradient/{k}": whole(p.grad).clone() for k, p in session.weights.named.items()})
             save_file(kept, Path(out) / f"rank-{rank}-{session.iteration}.safetensors")
             kept.clear()
             step()
@@ -95,18 +96,3 @@ def planted(path: str, out: str, rank: int, call: int) -> None:
         session.backward, session.step = broken, watched_step  # type: ignore[method-assign]
 
     trained(path, prepare)
-
-
-def full(path: str, sharded: bool) -> None:
-    """Fine-tune all weights, and save."""
-
-    def prepare(session: Session) -> None:
-        finish = session.finish
-
-        def finish_and_save(metrics: Mapping[str, float]) -> None:
-            finish(metrics)
-            session.save()
-
-        session.finish = finish_and_save  # type: ignore[method-assign]
-
-    trained(path, prepare, ["model.lora=null", f"distributed.fsdp={str(sharded).lower()}"])

@@ -211,6 +211,8 @@ def test_draws_do_not_depend_on_the_neighbours() -> None:
         assert sigma[2] == sigma_alone[0] and torch.equal(noise[2], noise_alone[0])
     first, second = draws([0, 1, 2]), draws([0, 1, 2], epoch=1)
     assert not torch.equal(first[0][1], second[0][1])
+    levels = [torch.stack([sigma for sigma, _ in one]) for one in (first, second)]
+    assert not torch.equal(*levels)
 
 
 # -- the old policy --------------------------------------------------------------------------------------------------

@@ -294,6 +294,23 @@ def test_model_calls_are_the_closed_form(guidance: float, factor: int) -> None:
     assert calls(lambda: policy.roll_out(drawn, start=1, stop=3, state=recorded.final)) == 2 * 3 * factor
 
 
+def test_a_plain_call_afterwards_is_the_pipelines_own(policy: Policy) -> None:
+    """No segment, no recorded state is left behind by a call, nor by one that failed."""
+    recorded = policy.roll_out(batch([0]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    fresh = FAMILIES["sd3"]().pipe
+
+    def plain(pipe: object) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        made: Tensor = pipe(prompt=[PROMPTS[1]], generator=generator, output_type="pt", **SAMPLING)[0]  # type: ignore
+        return made
+
+    policy.replay(recorded, 1)
+    assert torch.equal(plain(policy.pipe), plain(fresh))
+    with pytest.raises(TypeError):
+        policy.replay(recorded, 1, batch([0], no_such_argument=1))
+    assert torch.equal(plain(policy.pipe), plain(fresh))
+
+
 @pytest.mark.parametrize("rows", [[1], [0, 1]])
 def test_decode_is_the_pipelines_own_picture(policy: Policy, rows: list[int]) -> None:
     drawn = batch(rows)

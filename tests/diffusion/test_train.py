@@ -124,6 +124,24 @@ def test_low_precision_trains_on_policy(folder: Path, model: Path, precision: di
     assert {tensor.dtype for tensor in weights(run).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("limit", [1e-4, 1e3])
+def test_gradients_are_scaled_down_to_the_norm_and_never_up(folder: Path, model: Path, limit: float) -> None:
+    config = runs.config(folder, model, optimizer={"max_grad_norm": limit}, iterations=1, **QUIET)
+    norms: list[float] = []
+    with runs.session(config) as session:
+        step = session.optimizer.step
+
+        def watched() -> None:
+            norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in session.weights.parameters)))
+            step()
+
+        session.optimizer.step = watched  # type: ignore[method-assign, assignment]
+        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+    (row,) = runs.rows(Path(config.output))
+    assert row["grad_norm"] > 1e-4  # as it was
+    assert norms == pytest.approx([min(limit, row["grad_norm"])], rel=1e-2)
+
+
 # -- stops -----------------------------------------------------------------------------------------------------------
 
 
