@@ -33,7 +33,7 @@ from genrl.runtime import checkpoint, pictures, state
 from genrl.runtime.guards import any_rank, require_finite
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run
+from genrl.runtime.run import Run, truncate_metrics
 from genrl.runtime.signals import Stop, Watchdog
 
 AVERAGE = "average"
@@ -98,7 +98,10 @@ class Session:
         if self.iteration == 0:
             self._evaluate()
         if self.unfinished_row is not None:
-            self.log.log(self.iteration, self.unfinished_row | self._evaluate(log=False))
+            row = self.unfinished_row | self._evaluate(log=False)
+            if self.is_main:  # a run that was stopped again since has written this row before
+                truncate_metrics(self.run.metrics, self.iteration - 1)
+            self.log.log(self.iteration, row)
             self.unfinished_row = None
         while self.iteration < self.config.iterations and not any_rank(self.stop.requested, self.accelerator):
             self.timings.clear()

@@ -16,6 +16,7 @@ import pytest
 import runs
 
 from genrl.config import dump, load
+from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
@@ -86,6 +87,69 @@ def test_stopped_in_the_middle_of_an_iteration(folder: Path, model: Path, call: 
     written.write_text(written.read_text().replace(f"call: {call}", "call: 1000"))
     train(load(written), folder / "stopped")
     assert runs.differences(folder / "straight", folder / "stopped") == []
+
+
+def stop_in(monkeypatch: pytest.MonkeyPatch, phase: str, iteration: int) -> None:
+    """Let the process send itself SIGTERM in that phase of the run (after so many finished iterations), once."""
+    advance, armed = Session.advance, [True]
+
+    def watched(self: Session, images: int) -> None:
+        if armed and (self.progress.name, self.iteration) == (phase, iteration):
+            armed.clear()
+            signal.raise_signal(signal.SIGTERM)
+        advance(self, images)
+
+    monkeypatch.setattr(Session, "advance", watched)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [("evaluating", 0)],
+        [("evaluating", 2)],
+        [("evaluating", 4)],
+        [("evaluating", 0), ("sampling", 0), ("evaluating", 0)],
+        [("evaluating", 2), ("evaluating", 2), ("sampling", 2), ("sampling", 3)],
+    ],
+    ids=["before", "between", "at the end", "before, again and again", "between, again and again"],
+)
+def test_stopped_in_an_evaluation(
+    folder: Path, model: Path, places: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done again on resume, and its row is written once, however often the run is stopped."""
+    common: dict[str, Any] = {"evaluation": {"every": 2, "batch_size": 1}, "checkpoint": {"every": 4}, "iterations": 4}
+    straight = train(runs.config(folder, model, output=str(folder / "straight"), **common))
+    config = runs.config(folder, model, output=str(folder / "stopped"), **common)
+    for attempt, (phase, iteration) in enumerate(places):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+            stop_in(patch, phase, iteration)
+            train(config, Path(config.output) if attempt else None)
+        assert stopped.value.code == 143
+        assert runs.last_state(Path(config.output)).step == iteration
+    train(config, Path(config.output))
+    assert runs.differences(straight, Path(config.output)) == []
+
+
+def test_stopped_before_the_first_update_of_an_iteration(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two backward passes: nothing has changed yet, and the iteration is done again."""
+    common: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 4}, "iterations": 2}
+    straight = train(runs.config(folder, model, output=str(folder / "straight"), **common))
+    config = runs.config(folder, model, output=str(folder / "stopped"), **common)
+    backward, calls = Session.backward, iter(range(1000))
+
+    def watched(self: Session, *arguments: Any) -> None:
+        if next(calls) == 6:  # the third of the second iteration's four
+            signal.raise_signal(signal.SIGTERM)
+        backward(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Session, "backward", watched)
+        train(config)
+    assert next(calls) == 7 and runs.last_state(folder / "stopped").step == 1
+    train(config, folder / "stopped")
+    assert runs.differences(straight, folder / "stopped") == []
 
 
 NOISY = '''\
