@@ -14,7 +14,7 @@ from genrl.objectives.policy_losses import SurrogateOutput
 
 
 class Meter:
-    """Collects per-sample values; `result` is their mean (maximum for names ending in max_abs_dev)."""
+    """Collects per-sample values; `result` is their mean (`*/std`: standard deviation, `*/max_abs_dev`: maximum)."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = defaultdict(list)
@@ -38,6 +38,7 @@ class Meter:
         ratio = surrogate.ratio
         self.add("loss/policy", surrogate.loss)
         self.add("ratio/mean", ratio)
+        self.add("ratio/std", ratio - 1.0)  # about 1, where squares would lose what distinguishes ratios
         self.add("ratio/max_abs_dev", (ratio - 1.0).abs())
         self.add("clip_frac_high", surrogate.clipped & (advantage > 0))
         self.add("clip_frac_low", surrogate.clipped & (advantage < 0))
@@ -45,13 +46,17 @@ class Meter:
     def result(self) -> dict[str, float]:
         """Name -> value over all processes; the same on each."""
         mine = {name: torch.cat(values) for name, values in self._values.items()}
-        summed = {name: (float(v.sum()), len(v), float(v.max())) for name, v in mine.items()}
-        everyone: list[dict[str, tuple[float, int, float]]] = gather_object([summed])
+        summed = {name: (float(v.sum()), len(v), float(v.max()), float(v.square().sum())) for name, v in mine.items()}
+        everyone: list[dict[str, tuple[float, int, float, float]]] = gather_object([summed])
         found = dict(self._same)
         for name in sorted({name for one in everyone for name in one}):
             pieces = [one[name] for one in everyone if name in one]
-            if name.endswith("max_abs_dev"):
-                found[name] = max(piece[2] for piece in pieces)
+            count = sum(p[1] for p in pieces)
+            mean = math.fsum(p[0] for p in pieces) / count
+            if name.endswith("/max_abs_dev"):
+                found[name] = max(p[2] for p in pieces)
+            elif name.endswith("/std"):
+                found[name] = math.sqrt(max(0.0, math.fsum(p[3] for p in pieces) / count - mean**2))
             else:
-                found[name] = math.fsum(p[0] for p in pieces) / sum(p[1] for p in pieces)
+                found[name] = mean
         return found

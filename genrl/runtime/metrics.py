@@ -83,21 +83,34 @@ _ADVANTAGES = {
 
 _UPDATE = {
     "loss": MetricDoc(
-        "mean over the iteration's micro-batches of the training loss, penalties included",
+        "mean over samples and trained steps (DiffusionNFT: noise levels) of the training loss, penalties included",
         "In policy-gradient training its level says little: it starts near 0 and need not fall.",
     ),
-    "loss/policy": MetricDoc("the policy term of `loss` alone", "As `loss`."),
     "kl": MetricDoc(
         "mean of the configured KL estimate between the policy and the reference (adapter off), before its weight",
         "Distance from the starting model. Slow growth is normal; a sudden jump comes before broken images: lower "
         "the learning rate or raise kl_weight.",
         "nats, or as `trainer.kl` says",
     ),
+    "grad_norm": MetricDoc(
+        "L2 norm of the averaged gradient over all trainable parameters, before clipping to max_grad_norm; "
+        "mean over the iteration's updates",
+        "Spikes come before divergence. Constantly above max_grad_norm: every step has the same, clipped length.",
+    ),
+    "lr": MetricDoc("learning rate of the iteration's last update", "The schedule, as it was applied."),
+    "updates": MetricDoc("optimiser steps of this iteration", "0: no group had spread.", "steps"),
+}
+
+_FLOW_GRPO = {
+    "loss/policy": MetricDoc("the policy term of `loss` alone", "As `loss`."),
     "ratio/mean": MetricDoc(
         "mean of exp(log-prob now - log-prob when sampled) over samples and trained steps",
         "Exactly 1 in the first update of an on-policy iteration, close to 1 afterwards.",
     ),
-    "ratio/std": MetricDoc("standard deviation of the same ratio", "How far the updates of one iteration went."),
+    "ratio/std": MetricDoc(
+        "standard deviation of the same ratio over samples and trained steps",
+        "How far the updates of one iteration went.",
+    ),
     "ratio/max_abs_dev": MetricDoc(
         "max of |ratio - 1| over samples and trained steps",
         "Should be of the order of clip_range. Not 0 in the first update: training does not replay what sampling did.",
@@ -113,14 +126,6 @@ _UPDATE = {
         "As `clip_frac_high`, for samples that are pushed away.",
         "share 0..1",
     ),
-    "grad_norm": MetricDoc(
-        "L2 norm of the averaged gradient over all trainable parameters, before clipping to max_grad_norm; "
-        "mean over the iteration's updates",
-        "Spikes come before divergence. Constantly above max_grad_norm: every step has the same, clipped length.",
-    ),
-    "lr": MetricDoc("learning rate of the iteration's last update", "The schedule, as it was applied."),
-    "updates": MetricDoc("optimiser steps of this iteration", "0: no group had spread.", "steps"),
-    "ema/decay": MetricDoc("decay of the weight average at this iteration", "Rises from 0 in the warm-up."),
     "window/first": MetricDoc(
         "index of the first stochastic denoising step of this iteration", "Moves only with `trainer.window`.", "step"
     ),
@@ -138,10 +143,6 @@ _NFT = {
         "0.5 for centred advantages.",
         "0..1",
     ),
-    "nft/loss_positive": MetricDoc(
-        "mean of the loss of the implicit positive policy", "Compare with the negative one."
-    ),
-    "nft/loss_negative": MetricDoc("mean of the loss of the implicit negative policy", "As `nft/loss_positive`."),
     "nft/old_deviation": MetricDoc(
         "mean of (velocity - old velocity)^2 over elements",
         "How far the policy moved from the one that sampled. A steep rise comes before divergence.",
@@ -171,7 +172,6 @@ _COST = {
     "timing/score_s": MetricDoc("wall time of all rewards", _TIMING_READING, "s", False),
     "timing/train_s": MetricDoc("wall time of replay, backward passes and updates", _TIMING_READING, "s", False),
     "timing/eval_s": MetricDoc("wall time of the evaluation", _TIMING_READING, "s", False),
-    "timing/checkpoint_s": MetricDoc("wall time of saving", _TIMING_READING, "s", False),
     "timing/iteration_s": MetricDoc(
         "wall time of the iteration; evaluation and saving come on top", _TIMING_READING, "s", False
     ),
@@ -187,14 +187,15 @@ _COST = {
         "calls x samples",
     ),
     "model_calls/train": MetricDoc(
-        "denoiser forward passes with gradient, summed over samples; a guided step counts 2",
-        "As `model_calls/sample`; one costs about three of those, because of its backward pass.",
+        "denoiser forward passes while training, those of the reference and the old policy included, summed over "
+        "samples; a guided step counts 2",
+        "As `model_calls/sample`; one with a backward pass costs about three of those.",
         "calls x samples",
     ),
     "memory/peak_mb": MetricDoc(
-        "peak memory in this iteration: torch's allocated peak on the accelerator, the resident peak of the "
-        "process on CPU; maximum over processes",
-        "Grows over iterations: a leak.",
+        "peak memory of the process so far: torch's allocated peak on the accelerator, the resident peak "
+        "on CPU; maximum over processes",
+        "Grows on after the first few iterations: a leak.",
         "MiB",
         False,
     ),
@@ -205,6 +206,7 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Evaluation": _EVALUATION,
     "Groups and advantages": _ADVANTAGES,
     "Update": _UPDATE,
+    "Flow-GRPO": _FLOW_GRPO,
     "DiffusionNFT": _NFT,
     "Time, memory and cost": _COST,
 }

@@ -1,0 +1,64 @@
+"""What a run logs is what the catalogue documents, both ways; means and spreads are those of all values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+
+from genrl.diffusion.metering import Meter
+from genrl.diffusion.train import train
+from genrl.objectives.policy_losses import clipped_surrogate
+from genrl.runtime.metrics import METRICS, SECTIONS, document
+from genrl.runtime.run import Run, read_metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+KL = {"kl"}  # only with kl_weight above 0
+EVALUATION = set(SECTIONS["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
+CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    # settings, and the entries that such a run does not log
+    "flow_grpo": (
+        {"trainer": {"algorithm": "flow_grpo", "kl_weight": 0.01}, "evaluation": {"every": 2}},
+        set(SECTIONS["DiffusionNFT"]),
+    ),
+    "diffusion_nft": (
+        {"trainer": {**runs.NFT, "kl_weight": 0.0}, "evaluation": {"every": 0}, "ema": None},
+        set(SECTIONS["Flow-GRPO"]) | KL | EVALUATION,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_run_logs_what_the_catalogue_has(folder: Path, model: Path, name: str) -> None:
+    """That no other key is logged is the logger's to refuse (`document` raises)."""
+    changes, absent = CONFIGURATIONS[name]
+    run = train(runs.config(folder, model, rewards=[runs.reward(folder, "redness")], **changes))
+    entry = {id(doc): key for key, doc in METRICS.items()}
+    logged = {entry[id(document(key))] for row in read_metrics(Run(run).metrics) for key in row if key != "step"}
+    assert logged == METRICS.keys() - absent
+
+
+def test_every_entry_is_logged_by_some_run() -> None:
+    assert set.intersection(*(absent for _, absent in CONFIGURATIONS.values())) == set()
+
+
+def test_ratios_are_measured_over_all_their_values() -> None:
+    """Deviations of 1e-7 about 1 keep their spread, whatever the micro-batches."""
+    ratios = 1.0 + 1e-7 * torch.tensor([1.0, -2.0, 4.0, 0.0, -3.0, 5.0], dtype=torch.float64)
+    meter = Meter()
+    for part in ratios.split([1, 3, 2]):
+        meter.add_surrogate(clipped_surrogate(part.log(), torch.zeros_like(part), torch.ones_like(part), 1, 1), part)
+    found = meter.result()
+    assert found["ratio/mean"] == pytest.approx(float(ratios.mean()), abs=1e-14)
+    assert found["ratio/std"] == pytest.approx(float(ratios.std(correction=0)), rel=1e-6)
+    assert found["ratio/max_abs_dev"] == pytest.approx(5e-7, rel=1e-6)
+
+
+def test_equal_ratios_have_no_spread() -> None:
+    meter = Meter()
+    meter.add_surrogate(clipped_surrogate(torch.zeros(3), torch.zeros(3), torch.ones(3), 0.1, 0.1), torch.ones(3))
+    assert meter.result()["ratio/std"] == 0.0
