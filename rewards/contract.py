@@ -9,7 +9,8 @@ A reward is a function, or an object with `__call__`. **Its parameter names are 
     any other parameter without a default: the column of that name of the prompt file, a list of N values
 
 A parameter with another name *and* a default is an option, set by `args:` in the configuration.
-It returns one number per sample (list, tensor or array), or `(scores, {part name: N numbers})`.
+It returns one number per sample (list, tensor or array), or `(scores, {part name: N numbers})`; part names are words of
+letters, digits and `. _ -`, with single spaces between them, since each becomes the metric `reward/<name>/<part>_mean`.
 `None` or NaN says "no score for this sample"; it is left out of the statistics and never becomes a zero.
 
 Nothing here imports torch until something is scored, so that a configuration can be checked in no time.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ Reward: TypeAlias = Callable[..., Any]
 
 FROM_SAMPLER = ("images", "pil_images", "prompts", "group")
 FAILED_LIMIT = 0.2
+_PART_NAME = re.compile(r"[\w.-]+( [\w.-]+)*")
 
 
 class Needs(NamedTuple):
@@ -192,6 +195,12 @@ def _read(result: Any, count: int, name: str) -> Scores:
     parts: Mapping[str, Any] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         result, parts = result
+    for part in parts:
+        if not isinstance(part, str) or not _PART_NAME.fullmatch(part):
+            raise ValueError(
+                f"reward {name!r} returned a part called {part!r}: a part is logged as the metric "
+                f"reward/{name}/<part>_mean, so call it by letters, digits, '.', '_', '-' and single spaces"
+            )
     values = _numbers(result, count, f"reward {name!r}")
     numbers = {part: _numbers(row, count, f"part {part!r} of reward {name!r}") for part, row in parts.items()}
     return Scores(values, numbers)

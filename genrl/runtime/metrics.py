@@ -212,7 +212,7 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}
 
-_NAME = r"[\w.-]+(/[\w.-]+)?"
+_NAME = r"[\w.-]+(/[\w.-]+( [\w.-]+)*)?"  # reward, or reward/part; as `rewards.contract` allows part names
 _PATTERNS = {key: re.compile(_NAME.join(map(re.escape, key.split("<name>")))) for key in METRICS if "<name>" in key}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import rewards
+from genrl.runtime.metrics import METRICS, document
 from rewards.contract import Failure
 
 IMAGES = torch.rand(3, 3, 4, 6, generator=torch.Generator().manual_seed(0))
@@ -112,6 +113,20 @@ def test_named_parts_come_with_the_scores() -> None:
 def test_a_result_that_breaks_the_contract_names_the_reward(returned: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         score(lambda prompts: returned, name="mine")
+
+
+@pytest.mark.parametrize("part", ["text quality", "ned_max", "top-1.5", "質"])
+def test_part_names_become_metrics(part: str) -> None:
+    scores = score(lambda images: ([1, 2, 3], {part: [0.5, 0.5, 0.5]}), name="mine")
+    assert scores.parts == {part: [0.5, 0.5, 0.5]}
+    assert document(f"reward/mine/{part}_mean") is METRICS["reward/<name>_mean"]
+
+
+@pytest.mark.parametrize("part", ["a/b", "", " padded", "two  spaces", "accuracy (%)", "line\nbreak", 3])
+def test_other_part_names_are_refused_with_reward_and_part(part: Any) -> None:
+    with pytest.raises(ValueError, match="reward 'mine' returned a part called") as error:
+        score(lambda images: ([1, 2, 3], {part: [0.5, 0.5, 0.5]}), name="mine")
+    assert repr(part) in str(error.value) and "reward/mine/<part>_mean" in str(error.value)
 
 
 def test_a_missing_column_names_reward_column_and_nearest() -> None:

@@ -29,6 +29,7 @@ def test_every_entry_is_complete() -> None:
         ("reward/total_mean", "reward/total_mean"),
         ("reward/shapes_mean", "reward/<name>_mean"),
         ("reward/shapes/count_mean", "reward/<name>_mean"),
+        ("reward/mine/text quality_mean", "reward/<name>_mean"),
         ("eval/my-scorer.v2_failed", "eval/<name>_failed"),
         ("timing/sample_s", "timing/sample_s"),
     ],
@@ -81,9 +82,13 @@ def test_tensorboard_shows_the_same_rows_and_a_resumed_run_once(tmp_path: Path) 
     logger.log_picture(0, "samples", Image.new("RGB", (6, 4), (255, 0, 0)))
     logger.finish()
     logger = MetricLogger(run, ["tensorboard"], resumed_from=1)
-    logger.log(2, {"loss": 10.0})
+    logger.log(2, {"loss": 10.0, "reward/mine/text quality_mean": 0.5})
     logger.finish()
-    assert events(tmp_path / "tensorboard") == {"loss": [(1, 0.5), (2, 10.0)], "samples": [(0, 6)]}
+    assert events(tmp_path / "tensorboard") == {
+        "loss": [(1, 0.5), (2, 10.0)],
+        "reward/mine/text quality_mean": [(2, 0.5)],
+        "samples": [(0, 6)],
+    }
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3, 2]  # `run.resume` is what cuts these
 
 
