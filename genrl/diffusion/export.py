@@ -114,16 +114,6 @@ def _quiet_loading() -> Iterator[None]:
         diffusers_logging.set_verbosity(level)
 
 
-def save_pipeline(policy: Policy, folder: Path) -> None:
-    """Write the whole pipeline with its trained weights and its own scheduler, as `from_pretrained` loads it."""
-    head = policy.pipe.scheduler
-    policy.pipe.scheduler = policy.original_scheduler
-    try:
-        policy.pipe.save_pretrained(folder)
-    finally:
-        policy.pipe.scheduler = head
-
-
 def export(run: Path, out: Path, *, step: int | None = None, full: bool = False) -> Path:
     """Write a run's model for plain diffusers into the new folder `out`, with its card; returns `out`.
 

@@ -17,14 +17,10 @@ Scale = Literal["group", "global", "none"]
 
 
 class GroupStatistics(NamedTuple):
-    """What the rewards of one iteration carry. Ratios are in [0, 1]; means over nothing are NaN."""
+    """How much the rewards of one iteration can teach."""
 
-    num_groups: int
-    num_scored: int
-    num_unscored: int  # samples with a NaN reward
-    zero_std_ratio: float  # groups without spread (fewer than two scores included): they give no update
-    mean_std: float  # mean over scored groups of the population standard deviation
-    mean_reward: float
+    zero_std_ratio: float  # share of the groups without spread (fewer than two scores included): they give no update
+    mean_std: float  # mean over scored groups of the population standard deviation; NaN where nothing has a score
 
 
 def group_advantages(
@@ -61,18 +57,14 @@ def group_advantages(
 
 
 def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
-    """Counts and spreads to log beside the advantages."""
+    """Spreads to log beside the advantages."""
     values, index, scored = _checked(rewards, group)
     _, std = _moments(values, index, scored, ddof=0)
     _, spread = _informative(values, index, scored)
     has_score = torch.zeros_like(std).index_add(0, index, scored.to(std)) > 0
     return GroupStatistics(
-        num_groups=std.numel(),
-        num_scored=int(scored.sum()),
-        num_unscored=int((~scored).sum()),
         zero_std_ratio=float((~spread).double().mean()),
         mean_std=float(std[has_score].mean()),
-        mean_reward=float(values[scored].mean()),
     )
 
 
@@ -112,7 +104,7 @@ def gdpo_advantages(rewards: Sequence[Tensor], weights: Sequence[float], group: 
     `c = sum_k w_k z_k` is whitened over the iteration, `A = (c - mean c) / max(std c, eps)` (population std).
     rewards: K tensors [N]. A sample without one of the scores has none.
     """
-    parts = _complete(rewards, weights)
+    parts = complete_rewards(rewards, weights)
     total = torch.zeros_like(parts[0])
     for part, weight in zip(parts, weights, strict=True):
         total += weight * group_advantages(part, group, scale="group", eps=eps, eps_mode="floor")
@@ -132,7 +124,7 @@ def aggregated_advantages(
 
     trim_ratio t leaves the lowest floor(t K) scores of a group of K out of its mean and std; they keep an advantage.
     """
-    parts = _complete(rewards, weights)
+    parts = complete_rewards(rewards, weights)
     result = torch.zeros_like(parts[0])
     for part, weight in zip(parts, weights, strict=True):
         values, index, scored = _checked(part, group)
@@ -178,8 +170,11 @@ def _checked(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(scored, values, 0.0), index, scored
 
 
-def _complete(rewards: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
-    """The rewards in float64, NaN in all where any of weight other than 0 is: the same samples in every statistic."""
+def complete_rewards(rewards: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
+    """The rewards in float64, NaN in all where any of weight other than 0 is: the same samples in every statistic.
+
+    Raises ValueError for no reward, another number of weights, or no weight other than 0.
+    """
     if not rewards or len(rewards) != len(weights):
         raise ValueError(f"as many weights as rewards are needed, at least one; got {len(weights)} and {len(rewards)}")
     if not any(weights):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from genrl.config import LoRA
-from genrl.diffusion.export import ExportError, export, save_lora, save_pipeline, write_card
+from genrl.diffusion.export import ExportError, export, save_lora, write_card
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
@@ -233,17 +233,6 @@ def test_a_pipeline_without_lora_loader_is_refused(tmp_path: Path) -> None:
 
 
 # -- whole pipelines -------------------------------------------------------------------------------------------------
-
-
-def test_saved_pipeline_has_its_own_scheduler_and_pictures(tmp_path: Path) -> None:
-    policy, _ = moved(None)
-    save_pipeline(policy, tmp_path / "pipe")
-    pipe = DiffusionPipeline.from_pretrained(tmp_path / "pipe")
-    assert type(pipe.scheduler) is FlowMatchEulerDiscreteScheduler and pipe.scheduler.config.shift == 3.0
-    assert "genrl" not in (tmp_path / "pipe" / "model_index.json").read_text()
-    assert np.array_equal(picture(pipe, 5), picture(policy.pipe, 5))
-    assert not np.array_equal(picture(pipe, 5), picture(FAMILIES["sd3"]().pipe, 5))
-    assert policy.pipe.scheduler is policy.head  # and training can go on
 
 
 @pytest.mark.parametrize("ema", [{"decay": 0.5}, None], ids=["average", "no average"])
