@@ -72,17 +72,6 @@ def log_prob(x: Tensor, mean: Tensor, std: Tensor | float, reduction: Reduction 
     return reduce_elements(-0.5 * z * z - scale.log() - _HALF_LOG_TWO_PI, reduction)
 
 
-def kl_divergence(mean_p: Tensor, mean_q: Tensor, std: Tensor | float, reduction: Reduction = "mean") -> Tensor:
-    """KL(p || q) of two Gaussians of equal std: `(mean_p - mean_q)^2 / (2 std^2)` per element, in nats.
-
-    Shapes: means [B, ...]; std as in `log_prob`, the *transition* std; returns [B], "mean" (per dimension) or "sum".
-    Raises ValueError where a std is not positive.
-    """
-    dtype = compute_dtype(mean_p, mean_q)
-    z = (mean_p.to(dtype) - mean_q.to(dtype)) / _positive(per_sample(std, mean_p, dtype))
-    return reduce_elements(0.5 * z * z, reduction)
-
-
 def _positive(std: Tensor) -> Tensor:
     if not bool((std > 0).all()):
         raise ValueError(
