@@ -5,13 +5,26 @@ A reward is a function, or an object with `__call__`. **Its parameter names are 
     images       float32 tensor [N, 3, H, W], RGB in [0, 1]; video [N, F, 3, H, W]. Read only.
     pil_images   list of N PIL RGB images (video: list of N lists of F), rounded to 8 bit
     prompts      list of N strings
-    group        list of N ints; equal numbers mark the samples of one group (same prompt, one batch)
+    group        list of N ints; equal numbers mark the samples of one group (same prompt), which is then complete
+    pairs        list of P (i, j): every ordered pair of two samples of one group, which is then complete
+    reference_images, source_images   list of N PIL RGB images, read from the files that the columns
+                 `reference_image` and `source_image` of the prompt file name
     any other parameter without a default: the column of that name of the prompt file, a list of N values
 
 A parameter with another name *and* a default is an option, set by `args:` in the configuration.
 It returns one number per sample (list, tensor or array), or `(scores, {part name: N numbers})`; part names are words of
 letters, digits and `. _ -`, with single spaces between them, since each becomes the metric `reward/<name>/<part>_mean`.
 `None` or NaN says "no score for this sample"; it is left out of the statistics and never becomes a zero.
+
+So a reward is *pointwise* (neither `group` nor `pairs`: the score of a sample depends on that sample alone),
+*groupwise* (`group`), or *pairwise* (`pairs`: it returns one number per pair, how well i does beside j, and the
+score of a sample is the mean over its pairs (i, j)).
+
+What a signature cannot say are attributes and methods, all of them optional:
+
+    differentiable = True   with gradients enabled, the scores keep the graph to `images` (see `score_with_gradients`)
+    to(device)              moves the model; called where the configuration says `offload: true`
+    close()                 ends what the reward has started (processes, connections)
 
 Nothing here imports torch until something is scored, so that a configuration can be checked in no time.
 """
@@ -23,21 +36,26 @@ import inspect
 import math
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import torch
     from PIL.Image import Image
 
 Reward: TypeAlias = Callable[..., Any]
 
-FROM_SAMPLER = ("images", "pil_images", "prompts", "group")
+IMAGE_COLUMNS = {"reference_images": "reference_image", "source_images": "source_image"}
+FROM_SAMPLER = ("images", "pil_images", "prompts", "group", "pairs", *IMAGE_COLUMNS)
 FAILED_LIMIT = 0.2
 _PART_NAME = re.compile(r"[\w.-]+( [\w.-]+)*")
+MAX_PIXELS = 2**26  # of one picture file: 8192 x 8192
 
 
 class Needs(NamedTuple):
@@ -48,6 +66,25 @@ class Needs(NamedTuple):
     prompts: bool
     group: bool
     columns: tuple[str, ...]
+    """Columns of the prompt file, those of the pictures below included."""
+    pairs: bool = False
+    pictures: tuple[str, ...] = ()
+    """`reference_images`, `source_images`."""
+    gradients: bool = False
+    """Whether scores can keep the graph to the images."""
+
+    @property
+    def kind(self) -> Literal["pointwise", "pairwise", "groupwise"]:
+        """What a score depends on: the sample alone, its pairs, or its whole group."""
+        return "pairwise" if self.pairs else "groupwise" if self.group else "pointwise"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that the reward takes, as its signature names it."""
+        flags = (self.images, self.pil_images, self.prompts, self.group, self.pairs)
+        taken = [name for name, flag in zip(FROM_SAMPLER, flags, strict=False) if flag]
+        pictured = [IMAGE_COLUMNS[name] for name in self.pictures]
+        return (*taken, *self.pictures, *(name for name in self.columns if name not in pictured))
 
 
 class Failure(NamedTuple):
@@ -56,6 +93,8 @@ class Failure(NamedTuple):
     samples: int
     error: str
     traceback: str
+    fatal: bool = False
+    """The reward itself asked to stop the run (it raised RewardFailed)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +117,7 @@ class Scores:
 
 
 class RewardFailed(RuntimeError):
-    """Too large a share of an iteration's samples could not be scored."""
+    """The run cannot go on: too many samples could not be scored, or a reward that raises this says so itself."""
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
@@ -113,8 +152,23 @@ def needs(reward: Reward) -> Needs:
                 f"Name each parameter: {', '.join(FROM_SAMPLER)}, or a column of the prompt file."
             )
     names = [p.name for p in parameters if p.default is p.empty or p.name in FROM_SAMPLER]
-    images, pil_images, prompts, group = (name in names for name in FROM_SAMPLER)
-    return Needs(images, pil_images, prompts, group, tuple(n for n in names if n not in FROM_SAMPLER))
+    pictures = tuple(name for name in names if name in IMAGE_COLUMNS)
+    columns = (*(n for n in names if n not in FROM_SAMPLER), *(IMAGE_COLUMNS[name] for name in pictures))
+    return Needs(
+        images="images" in names,
+        pil_images="pil_images" in names,
+        prompts="prompts" in names,
+        group="group" in names,
+        columns=tuple(dict.fromkeys(columns)),
+        pairs="pairs" in names,
+        pictures=pictures,
+        gradients=_is_differentiable(reward),
+    )
+
+
+def _is_differentiable(reward: Reward) -> bool:
+    inner = reward.func if isinstance(reward, functools.partial) else reward
+    return bool(getattr(inner, "differentiable", False))
 
 
 def check_columns(reward: Reward, columns: Iterable[str], *, name: str = "") -> None:
@@ -156,9 +210,83 @@ def score(
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             result = reward(**arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code; kept, counted and reported, not hidden
-        failure = Failure(len(prompts), f"{type(error).__name__}: {error}", traceback.format_exc())
+        fatal = isinstance(error, RewardFailed)
+        what = str(error) if fatal else f"{type(error).__name__}: {error}"
+        failure = Failure(len(prompts), what, traceback.format_exc(), fatal)
         return Scores([math.nan] * len(prompts), failures=(failure,))
-    return _read(result, len(prompts), name)
+    pairs = arguments.get("pairs")
+    if pairs is None:
+        return read(result, len(prompts), name)
+    of_pairs = read(result, len(pairs), name, each="pair")
+    parts = {part: mean_over_pairs(row, pairs, len(prompts)) for part, row in of_pairs.parts.items()}
+    return Scores(mean_over_pairs(of_pairs.values, pairs, len(prompts)), parts)
+
+
+def score_with_gradients(
+    reward: Reward,
+    *,
+    images: torch.Tensor,
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    name: str = "",
+) -> torch.Tensor:
+    """Score N samples so that the scores, float32 [N], keep the graph to `images`; nothing is caught.
+
+    Raises ValueError for a reward that is not declared `differentiable` and pointwise, does not take `images`, or
+    returns something else than a tensor [N] with a graph.
+    """
+    import torch
+
+    name = name or name_of(reward)
+    needed = needs(reward)
+    if not needed.gradients or not needed.images or needed.kind != "pointwise":
+        raise ValueError(
+            f"reward {name!r} has no gradients: it must be pointwise, take `images`, and say so by the attribute "
+            "`differentiable = True`"
+        )
+    columns = columns or {}
+    check_columns(reward, columns, name=name)
+    arguments = _arguments(needed, images, prompts, columns, None, name)
+    with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
+        result = reward(**arguments)
+    result = result[0] if isinstance(result, tuple) else result
+    if not isinstance(result, torch.Tensor) or result.shape != (len(prompts),) or not result.requires_grad:
+        raise ValueError(
+            f"reward {name!r} is declared differentiable; it must then return a tensor of {len(prompts)} scores "
+            "that keeps the graph to `images` (no PIL, no numpy, no detach)"
+        )
+    return result.to(torch.float32)
+
+
+def pairs_of(group: Sequence[int]) -> list[tuple[int, int]]:
+    """Every ordered pair (i, j), i != j, of samples of the same group, in ascending order."""
+    members: dict[int, list[int]] = {}
+    for row, number in enumerate(group):
+        members.setdefault(number, []).append(row)
+    return [(i, j) for i, number in enumerate(group) for j in members[number] if i != j]
+
+
+def mean_over_pairs(values: Sequence[float], pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
+    """The score of sample i: the mean of the values of its pairs (i, j) that have one; NaN where none has."""
+    rows: list[list[float]] = [[] for _ in range(count)]
+    for (i, _), value in zip(pairs, values, strict=True):
+        if not math.isnan(value):
+            rows[i].append(value)
+    return [math.fsum(row) / len(row) if row else math.nan for row in rows]
+
+
+def move(reward: Reward, device: str) -> None:
+    """Move the model of a reward that can be moved: one with a method `to(device)`. Others stay."""
+    to = getattr(reward, "to", None)
+    if to is not None:
+        to(device)
+
+
+def close(reward: Reward) -> None:
+    """End what a reward has started, where it has a method `close()`. May be called twice."""
+    end = getattr(reward, "close", None)
+    if end is not None:
+        end()
 
 
 def _arguments(
@@ -173,13 +301,16 @@ def _arguments(
 
     check_images(images)
     lengths = {"images": len(images), "prompts": len(prompts)} | {c: len(columns[c]) for c in needed.columns}
-    if needed.group:
+    if needed.kind != "pointwise":
         if group is None:
             raise ValueError(f"reward {name!r} compares the samples of a group, but is called without groups")
         lengths["group"] = len(group)
     if len(set(lengths.values())) > 1:
         raise ValueError(f"reward {name!r} is called with unequal numbers of rows: {lengths}")
-    arguments: dict[str, Any] = {column: list(columns[column]) for column in needed.columns}
+    taken = needed.names
+    arguments: dict[str, Any] = {column: list(columns[column]) for column in needed.columns if column in taken}
+    for pictures in needed.pictures:
+        arguments[pictures] = [open_picture(file) for file in columns[IMAGE_COLUMNS[pictures]]]
     if needed.images:
         arguments["images"] = images.to(torch.float32)
     if needed.pil_images:
@@ -188,10 +319,31 @@ def _arguments(
         arguments["prompts"] = list(prompts)
     if needed.group:
         arguments["group"] = list(group or ())
+    if needed.pairs:
+        arguments["pairs"] = pairs_of(group or ())
     return arguments
 
 
-def _read(result: Any, count: int, name: str) -> Scores:
+def open_picture(file: str | Path | Image) -> Image:
+    """The picture in a file, as PIL RGB; a picture that is open already is converted.
+
+    Raises ValueError, naming the file, for one that is missing, broken, or of more than `MAX_PIXELS` pixels.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is lower
+            picture = file if isinstance(file, Image.Image) else Image.open(file)
+            if picture.width * picture.height > MAX_PIXELS:
+                raise ValueError(f"{picture.width} x {picture.height} pixels; at most {MAX_PIXELS:,} are read")
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"picture {str(file)!r} cannot be read: {error}") from error
+
+
+def read(result: Any, count: int, name: str, *, each: str = "sample") -> Scores:
+    """What a reward returned as `Scores` of `count` numbers. Raises ValueError where it breaks the contract."""
     parts: Mapping[str, Any] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         result, parts = result
@@ -201,16 +353,16 @@ def _read(result: Any, count: int, name: str) -> Scores:
                 f"reward {name!r} returned a part called {part!r}: a part is logged as the metric "
                 f"reward/{name}/<part>_mean, so call it by letters, digits, '.', '_', '-' and single spaces"
             )
-    values = _numbers(result, count, f"reward {name!r}")
-    numbers = {part: _numbers(row, count, f"part {part!r} of reward {name!r}") for part, row in parts.items()}
+    values = _numbers(result, count, f"reward {name!r}", each)
+    numbers = {part: _numbers(row, count, f"part {part!r} of reward {name!r}", each) for part, row in parts.items()}
     return Scores(values, numbers)
 
 
-def _numbers(result: Any, count: int, what: str) -> list[float]:
+def _numbers(result: Any, count: int, what: str, each: str) -> list[float]:
     import numpy as np
     import torch
 
-    wanted = f"it must return a list, tensor or array of {count} numbers, one per sample"
+    wanted = f"it must return a list, tensor or array of {count} numbers, one per {each}"
     if isinstance(result, torch.Tensor | np.ndarray):
         if result.ndim != 1:
             raise ValueError(f"{what} returned shape {list(result.shape)}; {wanted}")
@@ -218,7 +370,7 @@ def _numbers(result: Any, count: int, what: str) -> list[float]:
     if not isinstance(result, list | tuple):
         raise ValueError(f"{what} returned {type(result).__name__}; {wanted}")
     if len(result) != count:
-        raise ValueError(f"{what} returned {len(result)} numbers for {count} samples; {wanted}")
+        raise ValueError(f"{what} returned {len(result)} numbers for {count} {each}s; {wanted}")
     try:
         values = [math.nan if value is None else float(value) for value in result]
     except (TypeError, ValueError) as error:
@@ -232,7 +384,10 @@ def check_failures(name: str, failed: int, total: int, first: Failure | None, *,
     Called once per reward and iteration with the counts summed over all processes, so that all stop together.
     `limit` is the largest share of the samples that may fail. Only calls that raised count: a reward that
     *returns* NaN says that it does not apply to the sample (a prompt without quotes has no text to read).
+    A reward that raises RewardFailed stops the run at once, whatever the share: `first` is then that failure.
     """
+    if first is not None and first.fatal:
+        raise RewardFailed(f"reward {name!r}: {first.error}")
     if total == 0 or failed <= limit * total:
         return
     where = first.traceback if first is not None else "The first failure is in the log of another process."
@@ -240,6 +395,11 @@ def check_failures(name: str, failed: int, total: int, first: Failure | None, *,
         f"reward {name!r} raised for {failed} of {total} samples of this iteration "
         f"({failed / total:.0%}, at most {limit:.0%} may fail). The first failure:\n{where}"
     )
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure | None:
+    """The failure to report of several: the first that asked to stop the run, else the first."""
+    return next((f for f in failures if f.fatal), failures[0] if failures else None)
 
 
 def weighted_sum(values: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:

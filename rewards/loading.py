@@ -19,51 +19,14 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
 
+from rewards.built_in import BUILT_IN, BuiltIn
 from rewards.contract import Reward, nearest
+from rewards.declared import declared
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "genrl.rewards"
 EMPTY: Mapping[str, object] = MappingProxyType({})
-
-
-class BuiltIn(NamedTuple):
-    module: str
-    attribute: str
-    doc: str
-    range: str
-    extra: str = ""
-    packages: tuple[str, ...] = ()  # what the extra installs, by import name
-
-
-BUILT_IN: dict[str, BuiltIn] = {
-    "shapes": BuiltIn(
-        module="rewards.shapes",
-        attribute="Shapes",
-        doc="count, colour, shape and position in the embedded world, by rules",
-        range="0 to 1",
-    ),
-    "ocr": BuiltIn(
-        module="rewards.ocr",
-        attribute="Ocr",
-        doc="is the quoted text of the prompt written in the image (RapidOCR)",
-        range="0 to 1",
-        extra="ocr",
-        packages=("rapidocr", "onnxruntime", "cv2"),
-    ),
-    "clipscore": BuiltIn(
-        module="rewards.clipscore",
-        attribute="ClipScore",
-        doc="cosine of CLIP's embeddings of image and prompt",
-        range="-1 to 1, usually .1 to .4",
-    ),
-    "pickscore": BuiltIn(
-        module="rewards.pickscore",
-        attribute="PickScore",
-        doc="human preference: PickScore v1 over 26",
-        range="usually .6 to 1",
-    ),
-}
 
 
 class Origin(NamedTuple):
@@ -82,14 +45,19 @@ class Listed(NamedTuple):
     origin: str
     doc: str
     range: str
+    needs: str
 
 
 def listing() -> list[Listed]:
     """Every reward that can be named: built-ins, then the installed entry points. Imports none of them."""
-    rows = [Listed(name, "built-in", entry.doc, entry.range) for name, entry in BUILT_IN.items()]
+    rows = []
+    for name, entry in BUILT_IN.items():
+        takes = entry.needs or declared(entry.module, entry.attribute).needs
+        rows.append(Listed(name, "built-in", entry.doc, entry.range, takes))
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
         package = point.dist.name if point.dist is not None else point.module
-        rows.append(Listed(point.name, f"entry point of {package}", point.value, ""))
+        found = declared(point.module, point.attr)
+        rows.append(Listed(point.name, f"entry point of {package}", found.doc or point.value, found.range, found.needs))
     return rows
 
 
@@ -159,13 +127,14 @@ def _names(tree: ast.Module) -> tuple[list[str], set[str]]:
     return list(own), imported
 
 
-def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu") -> Reward:
+def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu", dtype: str | None = None) -> Reward:
     """Import and build a reward.
 
-    A class is constructed with `args`, and with `device` where its constructor has that parameter and `args`
-    does not say otherwise. A function gets `args` as its options (its parameters with a default).
+    A class is constructed with `args`, and with `device` and `dtype` (`float32`, `bfloat16`, `float16`; None: its
+    own default) where its constructor has these parameters and `args` does not say otherwise. A function gets
+    `args` as its options (its parameters with a default).
     Raises ValueError as `resolve` does, and for a missing extra (with the pip command), for something that
-    is not callable, and for arguments that do not fit.
+    is not callable, for arguments that do not fit, and for a dtype where the reward has no such parameter.
     """
     origin = resolve(name)
     if origin.kind == "built-in":
@@ -176,9 +145,11 @@ def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu") 
             raise ValueError(f"reward {name!r}: {origin.where} has no {part!r}.{nearest(part, vars(target))}")
         target = vars(target)[part]
     if inspect.isclass(target):
-        return _construct(target, name, args, device)
+        return _construct(target, name, args, device, dtype)
     if not callable(target):
         raise ValueError(f"reward {name!r} is a {type(target).__name__}; it must be a function or a class")
+    if dtype is not None:
+        raise ValueError(_no_dtype(name, dtype))
     return _with_options(target, name, args) if args else target
 
 
@@ -205,13 +176,21 @@ def _import_file(origin: Origin) -> ModuleType:
     return module
 
 
-def _construct(target: type, name: str, args: Mapping[str, object], device: str) -> Reward:
+def _no_dtype(name: str, dtype: str) -> str:
+    return f"reward {name!r} cannot be run in {dtype}: its constructor has no parameter `dtype`. Leave dtype out"
+
+
+def _construct(target: type, name: str, args: Mapping[str, object], device: str, dtype: str | None) -> Reward:
     if "__call__" not in dir(target):
         raise ValueError(f"reward {name!r} is a class without __call__(self, images, prompts)")
     parameters = inspect.signature(target).parameters
     arguments = dict(args)
     if "device" in parameters:
         arguments.setdefault("device", device)
+    if dtype is not None:
+        if "dtype" not in parameters:
+            raise ValueError(_no_dtype(name, dtype))
+        arguments.setdefault("dtype", dtype)
     try:
         inspect.signature(target).bind(**arguments)
     except TypeError as error:

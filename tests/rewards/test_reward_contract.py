@@ -249,3 +249,136 @@ def test_rounding_clamps_and_rounds_half_to_even() -> None:
 def test_a_video_becomes_lists_of_frames() -> None:
     frames = rewards.to_pil(torch.rand(2, 5, 3, 4, 6))
     assert [len(video) for video in frames] == [5, 5] and frames[0][0].size == (6, 4)
+
+
+def test_a_signature_says_what_a_score_depends_on() -> None:
+    assert rewards.needs(brightness).kind == "pointwise"
+    assert rewards.needs(lambda images, group: []).kind == "groupwise"
+    assert rewards.needs(lambda images, pairs: []).kind == "pairwise"
+    assert rewards.needs(Everything).names == ("images", "pil_images", "prompts", "group", "style", "weight")
+
+
+def test_a_pairwise_reward_is_asked_of_every_ordered_pair_of_a_group() -> None:
+    seen = []
+
+    def better(images: torch.Tensor, pairs: list[tuple[int, int]]) -> Any:
+        seen.extend(pairs)
+        means = images.mean((1, 2, 3))
+        return [float(means[i] > means[j]) for i, j in pairs], {"place": [float(i) for i, _ in pairs]}
+
+    images = torch.tensor([0.2, 0.9, 0.5, 0.1, 0.7]).view(5, 1, 1, 1).expand(5, 3, 4, 4)
+    scores = rewards.score(better, images=images, prompts=["a"] * 5, group=[7, 3, 7, 7, 9])
+    assert seen == [(0, 2), (0, 3), (2, 0), (2, 3), (3, 0), (3, 2)]
+    assert scores.values[0] == 0.5 and scores.values[2] == 1.0 and scores.values[3] == 0.0
+    assert math.isnan(scores.values[1]) and math.isnan(scores.values[4])  # alone in their groups: nothing to compare
+    assert scores.parts["place"][2] == 2.0
+    with pytest.raises(ValueError, match="returned 5 numbers for 6 pairs; .*one per pair"):
+        rewards.score(lambda pairs: [1.0] * 5, images=images, prompts=["a"] * 5, group=[0, 0, 0, 1, 2])
+
+
+def test_a_pair_without_a_score_is_left_out_of_the_mean() -> None:
+    scores = score(lambda pairs: [1.0, None, None, None, 0.25, 0.75], group=[0, 0, 0])
+    assert scores.values[0] == 1.0 and math.isnan(scores.values[1]) and scores.values[2] == 0.5
+
+
+def test_reference_pictures_are_read_from_their_column(tmp_path: Any) -> None:
+    from PIL import Image
+
+    paths = []
+    for k, mode in enumerate(("RGB", "L", "RGBA")):
+        paths.append(str(tmp_path / f"{k}.png"))
+        Image.new(mode, (5, 4), 40 if mode == "L" else None).save(paths[-1])
+
+    def mine(images: Any, reference_images: Any, source_images: Any) -> list[float]:
+        assert [picture.mode for picture in reference_images] == ["RGB"] * 3 and source_images[0].size == (5, 4)
+        return [float(picture.getpixel((0, 0))[0]) for picture in reference_images]
+
+    assert rewards.needs(mine).columns == ("reference_image", "source_image")
+    assert rewards.needs(mine).names == ("images", "reference_images", "source_images")
+    columns = {"reference_image": paths, "source_image": [Image.open(path) for path in paths]}
+    assert score(mine, columns=columns).values == [0.0, 40.0, 0.0]
+    with pytest.raises(ValueError, match="asks for the column 'source_image'.*Did you mean"):
+        rewards.check_columns(mine, ["reference_image", "source_images"])
+    (tmp_path / "1.png").write_bytes(b"not a picture")
+    with pytest.raises(ValueError, match="1.png' cannot be read"):
+        score(mine, columns={"reference_image": paths, "source_image": paths})
+
+
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: Any) -> None:
+    import struct
+    import zlib
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    (tmp_path / "bomb.png").write_bytes(bomb)
+    with pytest.raises(ValueError, match="bomb.png' cannot be read: "):
+        rewards.open_picture(tmp_path / "bomb.png")
+
+
+def test_gradients_reach_the_images_of_a_differentiable_reward() -> None:
+    class Bright:
+        differentiable = True
+
+        def __call__(self, images: torch.Tensor) -> torch.Tensor:
+            return images.mean((1, 2, 3))
+
+    assert rewards.needs(Bright()).gradients and not rewards.needs(brightness).gradients
+    images = IMAGES.clone().requires_grad_()
+    with torch.no_grad():
+        scores = rewards.score_with_gradients(Bright(), images=images, prompts=PROMPTS)
+    scores.sum().backward()
+    assert torch.equal(images.grad, torch.full_like(images, 1 / images[0].numel()))
+    assert score(Bright()).values == scores.tolist()
+
+
+@pytest.mark.parametrize(
+    ("returned", "declared", "words"),
+    [
+        (lambda images: images.mean((1, 2, 3)), False, "has no gradients"),
+        (lambda images, group: images.mean((1, 2, 3)), True, "has no gradients"),
+        (lambda prompts: [1.0] * 3, True, "has no gradients"),
+        (lambda images: images.detach().mean((1, 2, 3)), True, "keeps the graph"),
+        (lambda images: images.mean((1, 2)), True, "keeps the graph"),
+        (lambda images: images.mean((1, 2, 3)).tolist(), True, "keeps the graph"),
+    ],
+)
+def test_a_reward_without_gradients_says_so(returned: Any, declared: bool, words: str) -> None:
+    returned.differentiable = declared
+    with pytest.raises(ValueError, match=words):
+        rewards.score_with_gradients(returned, images=IMAGES.clone().requires_grad_(), prompts=PROMPTS)
+
+
+def test_a_reward_can_stop_the_run() -> None:
+    def gone(prompts: list[str]) -> list[float]:
+        raise rewards.RewardFailed("the server is gone")
+
+    (failure,) = score(gone).failures
+    assert failure.fatal
+    kept = rewards.first_failure([Failure(1, "other", ""), failure])
+    assert kept is failure and rewards.first_failure([]) is None
+    with pytest.raises(rewards.RewardFailed, match="'mine': the server is gone"):
+        rewards.check_failures("mine", 1, 1000, kept)
+
+
+def test_move_and_close_are_optional() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def __call__(self, prompts: list[str]) -> list[float]:
+            return [0.0] * len(prompts)
+
+        def to(self, device: str) -> None:
+            self.calls.append(device)
+
+        def close(self) -> None:
+            self.calls.append("closed")
+
+    model = Model()
+    for reward in (model, brightness):
+        rewards.move(reward, "meta")
+        rewards.close(reward)
+    assert model.calls == ["meta", "closed"]

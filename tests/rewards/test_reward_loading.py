@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import logging
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 import rewards
 from rewards import loading
 
-MINE = """
+MINE = '''
 import functools
 from math import sqrt as root
 LIMIT = 3
@@ -26,6 +27,10 @@ def dark(images, strength=1.0):
     return [strength] * len(images)
 
 class Style:
+    """How oily it is.
+
+    Nothing else."""
+    range = "0 to 9"
     def __init__(self, style, device, scale=2.0):
         self.style, self.device, self.scale = style, device, scale
     def __call__(self, prompts):
@@ -40,7 +45,7 @@ try:
 except ImportError:
     def fallback(images):
         return [0.0] * len(images)
-"""
+'''
 
 
 @pytest.fixture
@@ -73,6 +78,16 @@ def test_listing_has_every_built_in_and_resolve_finds_it() -> None:
         assert rewards.resolve(row.name).name == row.name and (row.doc or row.origin != "built-in")
 
 
+def test_the_listing_says_what_a_reward_takes() -> None:
+    for row in rewards.listing():
+        if row.origin != "built-in" or loading.BUILT_IN[row.name].needs:
+            continue
+        entry = loading.BUILT_IN[row.name]
+        reward = vars(importlib.import_module(entry.module))[entry.attribute]
+        names = inspect.signature(reward.__call__ if inspect.isclass(reward) else reward).parameters
+        assert set(row.needs.split(", ")) == set(rewards.needs(reward).names) and set(row.needs.split(", ")) <= {*names}
+
+
 @pytest.mark.parametrize("name", loading.BUILT_IN)
 def test_every_built_in_leads_to_a_class_with_a_call(name: str) -> None:
     origin = rewards.resolve(name)
@@ -88,6 +103,19 @@ def test_functions_and_classes_of_a_file(mine: str) -> None:
     style = rewards.load(f"{mine}:Style", {"style": "oil"}, device="meta")
     assert (style.style, style.device) == ("oil", "meta") and values(style) == [2.0, 2.0]
     assert rewards.load(f"{mine}:Style", {"style": "oil", "device": "cpu"}, device="meta").device == "cpu"
+
+
+def test_dtype_is_handed_on_or_refused(mine: str) -> None:
+    Path("typed.py").write_text(
+        "class Typed:\n    def __init__(self, dtype='float32'):\n        self.dtype = dtype\n"
+        "    def __call__(self, images):\n        return [0.0] * len(images)\n"
+    )
+    assert rewards.load("typed.py:Typed").dtype == "float32"
+    assert rewards.load("typed.py:Typed", dtype="bfloat16").dtype == "bfloat16"
+    assert rewards.load("typed.py:Typed", {"dtype": "float16"}, dtype="bfloat16").dtype == "float16"
+    for name in (f"{mine}:dark", f"{mine}:Style"):
+        with pytest.raises(ValueError, match="cannot be run in bfloat16.*no parameter `dtype`"):
+            rewards.load(name, {"style": "oil"} if "Style" in name else {}, dtype="bfloat16")
 
 
 def test_the_file_and_its_hash_are_said_in_the_log(mine: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,6 +172,8 @@ def test_installed_entry_points_are_rewards(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "style_pack.py").write_text(MINE)
     install(tmp_path, "style-pack", "oil = style_pack:Style\ngone = style_pack:Styel")
+    (row,) = (row for row in rewards.listing() if row.name == "oil")
+    assert (row.needs, row.range, row.doc) == ("prompts", "0 to 9", "How oily it is.")
     assert rewards.resolve("oil") == rewards.Origin("oil", "entry point", "style_pack", "Style")
     assert ("oil", "entry point of style-pack") in [(row.name, row.origin) for row in rewards.listing()]
     assert values(rewards.load("oil", {"style": "oil"})) == [2.0, 2.0]
