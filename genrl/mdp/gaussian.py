@@ -27,7 +27,8 @@ def per_sample(value: Tensor | float, like: Tensor, dtype: torch.dtype) -> Tenso
 
     Raises ValueError where a vector is not one value per sample.
     """
-    tensor = torch.as_tensor(value, dtype=dtype, device=like.device)
+    tensor = value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+    tensor = tensor.to(like.device)  # only now: MPS has no float64
     if tensor.dim() in (0, like.dim()):
         return tensor
     if tensor.dim() == 1 and tensor.shape[0] in (1, like.shape[0]):

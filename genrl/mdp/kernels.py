@@ -183,7 +183,9 @@ def _std_column(std: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _host(value: Scalar) -> Tensor:
     """A few scalars are cheaper and exact on the CPU in float64, and some accelerators have no float64."""
-    return torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+    if isinstance(value, Tensor):
+        return value.detach().cpu().double()  # in this order: MPS cannot convert to float64 on the way
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _times(sigma: Scalar, sigma_next: Scalar) -> tuple[Tensor, Tensor]:

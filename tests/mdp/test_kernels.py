@@ -11,6 +11,7 @@ from diffusers import DDIMScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from genrl.mdp import gaussian, kernels, noise, schedules
 from genrl.mdp.kernels import Transition
@@ -333,6 +334,28 @@ def test_thresholding_is_that_of_diffusers(largest: float, recompute: bool) -> N
     )
     theirs = scheduler.step(clean, t, x, eta=1.0, variance_noise=xi, use_clipped_model_output=recompute).prev_sample
     assert close(gaussian.sample(step.mean, step.std, xi), theirs, 1e-9)
+
+
+class NoFloat64OnTheWay(TorchDispatchMode):
+    """As on MPS, which has no float64: no conversion from or to it together with a change of device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+            assert torch.float64 not in (args[0].dtype, kwargs.get("dtype")), "float64 between two devices"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("times", ["float", "one", "each"])
+def test_no_float64_leaves_the_host(times: str) -> None:
+    x, v = (tensor.float() for tensor in pair(0))
+    sigma = {"float": 0.75, "one": torch.tensor(0.75), "each": torch.tensor([0.75, 0.5])}[times]
+    with NoFloat64OnTheWay():
+        steps = [kernel(x, v, sigma, sigma / 2, 0.7) for kernel in STOCHASTIC.values()]
+        steps.append(kernels.ddim(x, v, sigma / 2, sigma, eta=1.0, prediction_type="epsilon"))
+        for step in steps:
+            density = gaussian.log_prob(x, step.mean, step.std)
+            assert {step.mean.dtype, step.std.dtype, density.dtype} == {torch.float32}
 
 
 @pytest.mark.gpu
