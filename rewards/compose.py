@@ -1,0 +1,210 @@
+"""From several scores per sample to the one that is trained on: gates, normalisation, weights and their schedules.
+
+    total_s = sum over rewards k of  weight_k(iteration) * normalise_k(gate_k(score_k,s))
+
+Scores are float64 [N], N samples of one iteration over all processes; NaN = no score. Everything here is a pure
+function: running statistics go in and come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewards.contract import nearest, weighted_sum
+
+Normalize = Literal["none", "group", "running"]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A reward counts only where another one is good enough."""
+
+    reward: str
+    """Label of the other one, which may have weight 0."""
+    at_least: float
+    """Threshold, in the other one's own units."""
+    otherwise: float = 0.0
+    """What a sample below it scores instead, in the gated reward's own units, before normalisation."""
+
+
+@dataclass(frozen=True)
+class Component:
+    """How one reward enters the total."""
+
+    weight: float = 1.0
+    schedule: tuple[tuple[int, float], ...] = ()
+    """(iteration, factor on the weight), rising iterations; linear between them, constant outside. Empty: 1."""
+    normalize: Normalize = "none"
+    gate: Gate | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """Mean and spread of all scores seen so far (Welford 1962; merged as in Chan, Golub and LeVeque 1979)."""
+
+    count: int = 0
+    mean: float = 0.0
+    sum_of_squares: float = 0.0
+    """Sum of squared differences from the mean."""
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation; 0 before anything was seen."""
+        return math.sqrt(self.sum_of_squares / self.count) if self.count else 0.0
+
+
+class Combined(NamedTuple):
+    """The total of one iteration, and what each reward put into it."""
+
+    total: Tensor
+    """float64 [N]; NaN where one of the rewards that count has no score."""
+    contributions: dict[str, Tensor]
+    """Label -> weight times gated and normalised score, float64 [N]."""
+    weights: dict[str, float]
+    """Label -> weight at this iteration."""
+    gated: dict[str, Tensor]
+    """Label -> whether the gate closed, bool [N]; gated rewards only."""
+    running: dict[str, Running]
+    """Label -> statistics with this iteration's scores; rewards with `normalize: running` only."""
+
+
+def combine(
+    scores: Mapping[str, Tensor],
+    components: Mapping[str, Component],
+    group: Tensor,
+    *,
+    iteration: int,
+    running: Mapping[str, Running] | None = None,
+) -> Combined:
+    """The total of one iteration.
+
+    scores: label -> float64 [N]. group: int64 [N], equal numbers mark the samples of one group. iteration: 0-based.
+    running: statistics of the iterations before. A reward whose weight is 0 now is not asked for a score.
+    Raises ValueError for labels that differ, and for a gate on a reward that is not there.
+    """
+    if set(scores) != set(components):
+        raise ValueError(f"scores are of the rewards {sorted(scores)}, components of {sorted(components)}")
+    weights = {
+        label: component.weight * factor(component.schedule, iteration) for label, component in components.items()
+    }
+    gated: dict[str, Tensor] = {}
+    after: dict[str, Running] = {}
+    contributions: dict[str, Tensor] = {}
+    for label, component in components.items():
+        values = scores[label].double()
+        if component.gate is not None:
+            check_gate(label, component.gate, components)
+            values, gated[label] = gate(values, scores[component.gate.reward].double(), component.gate)
+        if component.normalize == "group":
+            values = normalize_in_groups(values, group)
+        elif component.normalize == "running":
+            after[label] = update((running or {}).get(label, Running()), values)
+            values = normalize_by(values, after[label])
+        contributions[label] = weights[label] * values
+    return Combined(_sum(contributions, weights, len(group)), contributions, weights, gated, after)
+
+
+def evaluate(scores: Mapping[str, Tensor], components: Mapping[str, Component]) -> Tensor:
+    """The total of held-out samples, float64 [N]: gates and weights, without schedules and normalisation.
+
+    There is one sample per prompt, so no group to normalise in; and a curve over a run needs one measure.
+    """
+    plain = {k: Component(c.weight, (), "none", c.gate) for k, c in components.items()}
+    lengths = {len(values) for values in scores.values()}
+    return combine(scores, plain, torch.arange(max(lengths, default=0)), iteration=0).total
+
+
+def factor(schedule: Sequence[tuple[int, float]], iteration: int) -> float:
+    """The factor on a weight at an iteration: linear between the points, constant outside them."""
+    if not schedule:
+        return 1.0
+    before = [point for point in schedule if point[0] <= iteration]
+    after = [point for point in schedule if point[0] > iteration]
+    if not before or not after:
+        return float((before[-1] if before else after[0])[1])
+    (left, low), (right, high) = before[-1], after[0]
+    return low + (high - low) * (iteration - left) / (right - left)
+
+
+def gate(values: Tensor, other: Tensor, rule: Gate) -> tuple[Tensor, Tensor]:
+    """(gated scores, whether the gate closed), both [N]: `otherwise` where `other` is below the threshold.
+
+    Where `other` has no score nobody can say, so there is none; where the gated reward has none, it stays so.
+    """
+    closed = other < rule.at_least
+    replaced = torch.where(closed & ~values.isnan(), torch.full_like(values, rule.otherwise), values)
+    return torch.where(other.isnan(), torch.full_like(values, math.nan), replaced), closed
+
+
+def normalize_in_groups(values: Tensor, group: Tensor) -> Tensor:
+    """(score - mean) / population standard deviation of its group's scores, float64 [N].
+
+    0 for a group without spread or with a single score: there is nothing to prefer. NaN stays NaN.
+    """
+    found = torch.full_like(values, math.nan)
+    for number in set(group.tolist()):
+        rows = torch.nonzero((group == number) & ~values.isnan()).flatten()
+        members = values[rows]
+        spread = len(members) > 1 and bool(members.max() > members.min())
+        found[rows] = (members - members.mean()) / members.std(correction=0) if spread else torch.zeros_like(members)
+    return found
+
+
+def update(running: Running, values: Tensor) -> Running:
+    """Statistics with this iteration's scores [N] added; NaN is left out."""
+    new = values[~values.isnan()].double()
+    if len(new) == 0:
+        return running
+    count, mean = len(new), float(new.mean())
+    squares = float(((new - mean) ** 2).sum())
+    total, shift = running.count + count, mean - running.mean
+    return Running(
+        total,
+        running.mean + shift * count / total,
+        running.sum_of_squares + squares + shift**2 * running.count * count / total,
+    )
+
+
+def normalize_by(values: Tensor, running: Running) -> Tensor:
+    """(score - running mean) / running standard deviation, [N]; 0 while all scores so far were equal."""
+    if running.std == 0:
+        return torch.where(values.isnan(), values, torch.zeros_like(values))
+    return (values - running.mean) / running.std
+
+
+def metrics(combined: Combined, components: Mapping[str, Component]) -> dict[str, float]:
+    """What to log of an iteration beside the plain scores, by metric name: each component as it entered the total."""
+    found: dict[str, float] = {}
+    for label, values in combined.contributions.items():
+        kept = values[~values.isnan()]
+        found[f"reward/{label}_weighted_mean"] = float(kept.mean()) if len(kept) else math.nan
+        found[f"reward/{label}_weighted_std"] = float(kept.std(correction=0)) if len(kept) else math.nan
+        if components[label].schedule:
+            found[f"reward/{label}_weight"] = combined.weights[label]
+        if label in combined.gated:
+            found[f"reward/{label}_gated"] = float(combined.gated[label].double().mean())
+    return found
+
+
+def check_gate(label: str, rule: Gate, labels: Iterable[str]) -> None:
+    """Raise ValueError where a gate names a reward that is not there, or the gated one itself."""
+    known = [other for other in labels if other != label]
+    if rule.reward not in known:
+        others = f"The others are: {', '.join(known)}" if known else "There is no other reward"
+        raise ValueError(
+            f"the gate of reward {label!r} is on {rule.reward!r}, which is no other reward of this run."
+            f"{nearest(rule.reward, known)} {others}"
+        )
+
+
+def _sum(contributions: Mapping[str, Tensor], weights: Mapping[str, float], count: int) -> Tensor:
+    counted = {label: values.tolist() for label, values in contributions.items() if weights[label] != 0}
+    if not counted:  # a schedule may have all weights at 0 for a while: nothing to prefer
+        return torch.zeros(count, dtype=torch.float64)
+    return torch.tensor(weighted_sum(counted, dict.fromkeys(counted, 1.0)), dtype=torch.float64)

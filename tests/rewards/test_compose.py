@@ -1,0 +1,150 @@
+"""One number from several rewards: weights and schedules, gates, normalisation; nothing turns into a silent zero."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import rewards
+from rewards import compose
+from rewards.compose import Component, Gate, Running
+
+NAN = math.nan
+GROUP = torch.tensor([0, 0, 0, 1, 1, 1])
+scores_of_two_groups = st.lists(
+    st.one_of(st.floats(-100, 100), st.just(NAN)), min_size=len(GROUP), max_size=len(GROUP)
+).map(lambda row: torch.tensor(row, dtype=torch.float64))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True))
+
+
+def values(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+@given(scores_of_two_groups, scores_of_two_groups, st.floats(-3, 3), st.floats(0.1, 3))
+def test_plain_components_are_the_weighted_sum(a: Tensor, b: Tensor, first: float, second: float) -> None:
+    found = compose.combine({"a": a, "b": b}, {"a": Component(first), "b": Component(second)}, GROUP, iteration=3)
+    plain = rewards.weighted_sum({"a": a.tolist(), "b": b.tolist()}, {"a": first, "b": second})
+    assert torch.equal(found.total.nan_to_num(nan=1e9), values(*plain).nan_to_num(nan=1e9))
+    assert found.weights == {"a": first, "b": second} and not found.gated and not found.running
+
+
+def test_schedule_is_linear_between_its_points_and_constant_outside() -> None:
+    schedule = ((10, 0.0), (20, 1.0), (40, 0.5))
+    found = [compose.factor(schedule, k) for k in (0, 10, 15, 20, 30, 40, 1000)]
+    assert found == [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.5]
+    assert compose.factor((), 7) == 1.0 and compose.factor(((5, 2.0),), 7) == 2.0
+
+
+def test_a_weight_of_zero_now_asks_for_no_score() -> None:
+    components = {"a": Component(2.0), "b": Component(1.0, schedule=((0, 0.0), (10, 1.0)))}
+    scores = {"a": values(1, 2), "b": values(NAN, 4)}
+    group = torch.zeros(2)
+    assert compose.combine(scores, components, group, iteration=0).total.tolist() == [2.0, 4.0]
+    late = compose.combine(scores, components, group, iteration=5)
+    assert math.isnan(late.total[0]) and late.total[1] == 6.0 and late.weights["b"] == 0.5
+    none = compose.combine(scores, {k: Component(1, ((0, 0.0),)) for k in scores}, group, iteration=0)
+    assert none.total.tolist() == [0.0, 0.0]
+
+
+def test_a_closed_gate_replaces_the_score_and_is_counted() -> None:
+    rule = Gate("quality", at_least=0.5, otherwise=-1.0)
+    components = {"text": Component(2.0, gate=rule), "quality": Component(0.0)}
+    scores = {"text": values(0.9, 0.8, NAN, 0.7, NAN), "quality": values(0.5, 0.4, 0.1, NAN, 0.9)}
+    found = compose.combine(scores, components, torch.zeros(5), iteration=0)
+    assert found.total[:2].tolist() == [1.8, -2.0]
+    assert found.total[2:].isnan().all()  # no score of its own, or no score to judge it by
+    assert found.gated["text"].tolist() == [False, True, True, False, False]
+    logged = compose.metrics(found, components)
+    assert logged["reward/text_gated"] == 0.4 and logged["reward/text_weighted_mean"] == pytest.approx(-0.1)
+
+
+def test_a_gate_is_applied_before_normalisation() -> None:
+    rule = Gate("quality", at_least=0.5)
+    components = {"text": Component(normalize="group", gate=rule), "quality": Component(0.0)}
+    scores = {"text": values(1.0, 1.0), "quality": values(0.9, 0.1)}
+    found = compose.combine(scores, components, torch.zeros(2), iteration=0)
+    assert found.total.tolist() == [1.0, -1.0]
+
+
+@given(scores_of_two_groups)
+def test_group_normalisation_has_mean_0_and_spread_1_or_is_0(scores: Tensor) -> None:
+    found = compose.normalize_in_groups(scores, GROUP)
+    assert torch.equal(found.isnan(), scores.isnan())
+    for number in (0, 1):
+        rows = (number == GROUP) & ~scores.isnan()
+        before, after = scores[rows], found[rows]
+        if len(before) > 1 and before.max() - before.min() > 1e-6:
+            assert abs(after.mean()) < 1e-6 and abs(after.std(correction=0) - 1) < 1e-6
+        elif len(before) < 2 or before.max() == before.min():
+            assert (after == 0).all()
+
+
+@given(scores_of_two_groups, st.floats(0.01, 100), st.floats(-50, 50))
+def test_group_normalisation_makes_scale_and_offset_irrelevant(scores: Tensor, scale: float, offset: float) -> None:
+    for number in (0, 1):
+        members = scores[(number == GROUP) & ~scores.isnan()]
+        assume(len(members) < 2 or members.max() == members.min() or members.max() - members.min() > 1e-3)
+    moved = compose.normalize_in_groups(scale * scores + offset, GROUP)
+    spread = compose.normalize_in_groups(scores, GROUP)
+    informative = spread.nan_to_num() != 0
+    assert torch.allclose(moved[informative], spread[informative], atol=1e-4)
+
+
+@given(st.lists(scores_of_two_groups, min_size=1, max_size=5))
+def test_running_statistics_are_those_of_all_scores(rows: list[Tensor]) -> None:
+    running = Running()
+    for row in rows:
+        running = compose.update(running, row)
+    everything = torch.cat(rows)
+    kept = everything[~everything.isnan()]
+    assert running.count == len(kept)
+    if len(kept):
+        assert running.mean == pytest.approx(float(kept.mean()), abs=1e-9)
+        assert running.std == pytest.approx(float(kept.std(correction=0)), rel=1e-6, abs=1e-6)
+
+
+def test_running_normalisation_goes_in_and_comes_out() -> None:
+    components = {"a": Component(normalize="running")}
+    first = compose.combine({"a": values(1, 3)}, components, torch.zeros(2), iteration=0)
+    assert first.running == {"a": Running(2, 2.0, 2.0)} and first.total.tolist() == [-1.0, 1.0]
+    second = compose.combine({"a": values(5, NAN)}, components, torch.zeros(2), iteration=1, running=first.running)
+    assert second.running["a"].count == 3 and second.running["a"].mean == pytest.approx(3)
+    assert float(second.total[0]) == pytest.approx((5 - 3) / math.sqrt(8 / 3)) and math.isnan(second.total[1])
+    flat = compose.combine({"a": values(2, NAN)}, components, torch.zeros(2), iteration=0)
+    assert flat.total[0] == 0 and math.isnan(flat.total[1])
+
+
+def test_evaluation_uses_gates_and_plain_weights() -> None:
+    components = {
+        "a": Component(2.0, ((0, 0.0), (9, 1.0)), "group", Gate("b", 0.5)),
+        "b": Component(1.0, normalize="running"),
+    }
+    total = compose.evaluate({"a": values(1, 1), "b": values(0.5, 0.25)}, components)
+    assert total.tolist() == [2.5, 0.25]
+
+
+def test_a_gate_on_a_reward_that_is_not_there_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="'clipscor'.*Did you mean 'clipscore'.*others are: clipscore"):
+        compose.check_gate("ocr", Gate("clipscor", 0.2), ["ocr", "clipscore"])
+    with pytest.raises(ValueError, match="no other reward"):
+        compose.check_gate("ocr", Gate("ocr", 0.2), ["ocr"])
+    with pytest.raises(ValueError, match=r"\['a'\].*\['b'\]"):
+        compose.combine({"a": values(1)}, {"b": Component()}, torch.zeros(1), iteration=0)
+
+
+def test_what_is_logged() -> None:
+    components = {"a": Component(3.0), "b": Component(1.0, ((0, 0.5),))}
+    found = compose.combine({"a": values(1, 3), "b": values(NAN, NAN)}, components, torch.zeros(2), iteration=0)
+    logged = compose.metrics(found, components)
+    assert logged["reward/a_weighted_mean"] == 6.0 and logged["reward/a_weighted_std"] == 3.0
+    assert math.isnan(logged["reward/b_weighted_mean"]) and logged["reward/b_weight"] == 0.5
+    assert set(logged) == {f"reward/{k}_weighted_{s}" for k in "ab" for s in ("mean", "std")} | {"reward/b_weight"}
