@@ -166,6 +166,12 @@ def _policy(config: Config) -> Iterator[Finding]:
     low, _ = config.trainer.clip_bounds
     if low >= 1:
         yield ("trainer.clip_range",), f"the ratio would be kept above 1 - {low:g} <= 0, which clips nothing; use 1e-4"
+    kernel, kl = config.trainer.kernel, config.trainer.kl
+    if config.trainer.kl_weight > 0 and kl == "gaussian_dt" and kernel in ("ddim", "flow_cps"):
+        # It takes the transition std s for b sqrt(dt), b the diffusion coefficient of an SDE. flow_ddim is one step of
+        # such an SDE (b -> eta sqrt(2 sigma / (1 - sigma)) as dt -> 0); the s of flow_cps does not shrink with dt.
+        reason = "its steps are alpha-bars" if kernel == "ddim" else "its noise does not shrink with the step"
+        yield ("trainer.kl", "trainer.kernel"), f"{kernel} has no dt to weight by ({reason}); use gaussian"
 
 
 def _matching(config: Config) -> Iterator[Finding]:
@@ -228,6 +234,9 @@ def _precision(config: Config) -> Iterator[Finding]:
     if dtype == "float16" and config.model.lora is None:
         text = "trained float16 weights lose small updates and overflow; use float32 with autocast: float16, or lora"
         yield ("model.dtype", "model.lora"), text
+    if dtype == "bfloat16" and autocast is None and config.model.lora is None:
+        text = "all weights are trained in float32 and would be fed the bfloat16 of the other parts; use bfloat16"
+        yield ("model.autocast", "model.dtype", "model.lora"), text
 
 
 def _model(config: Config) -> Iterator[Finding]:

@@ -161,7 +161,7 @@ class FlowGRPO(Section):
     kl_weight: NonNegative = 0.0
     """Weight of the divergence from the starting model (Flow-GRPO: 0 to 0.04)."""
     kl: ReferenceKL = "gaussian"
-    """Which divergence: gaussian (exact), gaussian_dt (Flow-GRPO's), mean_square, velocity."""
+    """Which divergence: gaussian (exact), gaussian_dt (Flow-GRPO's, of SDE kernels), mean_square, velocity."""
     log_prob_reduction: Literal["mean", "sum"] = "mean"
     """Log-probability over the latent's numbers: mean (all peers; clip_range assumes it) or sum."""
     guidance_in_training: Flag = True

@@ -179,6 +179,17 @@ def test_the_exact_kl_of_the_sdes(i: int, level: float, seed: int) -> None:
     assert torch.allclose(exact, want, rtol=1e-9)
 
 
+@given(st.floats(0.05, 0.9), st.floats(0.1, 1.0))
+def test_which_stds_are_a_diffusion_coefficient_times_the_root_of_the_step(sigma: float, level: float) -> None:
+    """The KL weighted by dt supposes s = b sqrt(dt): true of DDIM in the limit of small steps, not of CPS."""
+    x, v = pair(0)
+    dt = 1e-6
+    ddim = kernels.flow_ddim(x, v, sigma, sigma - dt, noise_level=level).std.flatten()[0].item()
+    assert ddim / math.sqrt(dt) == pytest.approx(level * math.sqrt(2 * sigma / (1 - sigma)), rel=1e-3)
+    small, large = (kernels.flow_cps(x, v, sigma, sigma - d, noise_level=level).std for d in (dt, 1e4 * dt))
+    assert (small > large).all()
+
+
 # Replay --------------------------------------------------------------------------------------------------------------
 
 
