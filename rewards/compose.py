@@ -145,13 +145,14 @@ def gate(values: Tensor, other: Tensor, rule: Gate) -> tuple[Tensor, Tensor]:
 def normalize_in_groups(values: Tensor, group: Tensor) -> Tensor:
     """(score - mean) / population standard deviation of its group's scores, float64 [N].
 
-    0 for a group without spread or with a single score: there is nothing to prefer. NaN stays NaN.
+    0 for a group with a single score, or whose spread is within a millionth of its scores (rounding of float32, which
+    would be blown up to a verdict): there is nothing to prefer. NaN stays NaN.
     """
     found = torch.full_like(values, math.nan)
     for number in set(group.tolist()):
         rows = torch.nonzero((group == number) & ~values.isnan()).flatten()
         members = values[rows]
-        spread = len(members) > 1 and bool(members.max() > members.min())
+        spread = len(members) > 1 and bool(members.max() - members.min() > 1e-6 * members.abs().max())
         found[rows] = (members - members.mean()) / members.std(correction=0) if spread else torch.zeros_like(members)
     return found
 

@@ -82,7 +82,7 @@ def test_group_normalisation_has_mean_0_and_spread_1_or_is_0(scores: Tensor) -> 
     for number in (0, 1):
         rows = (number == GROUP) & ~scores.isnan()
         before, after = scores[rows], found[rows]
-        if len(before) > 1 and before.max() - before.min() > 1e-6:
+        if len(before) > 1 and before.max() - before.min() > 1e-3:
             assert abs(after.mean()) < 1e-6 and abs(after.std(correction=0) - 1) < 1e-6
         elif len(before) < 2 or before.max() == before.min():
             assert (after == 0).all()
@@ -92,7 +92,7 @@ def test_group_normalisation_has_mean_0_and_spread_1_or_is_0(scores: Tensor) -> 
 def test_group_normalisation_makes_scale_and_offset_irrelevant(scores: Tensor, scale: float, offset: float) -> None:
     for number in (0, 1):
         members = scores[(number == GROUP) & ~scores.isnan()]
-        assume(len(members) < 2 or members.max() == members.min() or members.max() - members.min() > 1e-3)
+        assume(len(members) < 2 or members.max() - members.min() > 1)
     moved = compose.normalize_in_groups(scale * scores + offset, GROUP)
     spread = compose.normalize_in_groups(scores, GROUP)
     informative = spread.nan_to_num() != 0
@@ -110,6 +110,12 @@ def test_running_statistics_are_those_of_all_scores(rows: list[Tensor]) -> None:
     if len(kept):
         assert running.mean == pytest.approx(float(kept.mean()), abs=1e-9)
         assert running.std == pytest.approx(float(kept.std(correction=0)), rel=1e-6, abs=1e-6)
+
+
+def test_rounding_noise_is_no_spread() -> None:
+    noisy = torch.tensor([0.81, 0.81, 0.81]) + torch.tensor([0, 6e-8, -6e-8])
+    assert noisy.max() > noisy.min()
+    assert compose.normalize_in_groups(noisy.double(), torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_running_normalisation_goes_in_and_comes_out() -> None:
