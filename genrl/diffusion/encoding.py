@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+Fetch = Callable[[], None]
+
 
 class _Opaque(Exception):
     """An argument that cannot be part of a key."""
@@ -23,14 +25,14 @@ class _Ragged(Exception):
     """Encodings of single prompts that do not make a batch."""
 
 
-MAX_ENTRIES = 4096
-"""Distinct prompts kept; the least recently used goes first."""
+MAX_BYTES = 2 * 2**30
+"""Encodings kept (a prompt of FLUX.1 takes 4 MB in bfloat16); the least recently used goes first."""
 PER_PROMPT = ("prompt", "negative_prompt", "image", "lyrics", "vocal_language")
 """How the arguments of `encode_prompt` begin that hold one entry per prompt where they are lists as long as it. Other
 lists (layers to read, lines of a system message) may be as long by chance."""
 
 
-def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
+def memoise_encode_prompt(pipe: Any, *, offload: bool = False, autocast: torch.dtype | None = None) -> None:
     """Wrap `pipe.encode_prompt` so that each distinct (prompt, negative prompt, settings) is encoded once.
 
     A batch is put together from its rows, each encoded alone: embeddings of a prompt do not depend on its
@@ -38,6 +40,7 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
     whole and kept under the whole of its prompts. Pictures (an editing model reads its text beside them) are known by
     their content; calls with tensors as arguments are passed through. Encodings are kept on the CPU where the device
     is an accelerator. With `offload` the text encoders wait on the CPU and are on the device only while they encode.
+    Encoding runs under `autocast`, whatever the caller does: what is kept must not depend on who asked first.
     """
     original = pipe.encode_prompt
     encoders = [c for name, c in pipe.components.items() if name.startswith("text_encoder") and c is not None]
@@ -48,66 +51,98 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
     if offload:
         _keep_execution_device(pipe, home)
     signature = inspect.signature(original)
-    cache: OrderedDict[Hashable, Any] = OrderedDict()
+    kept = _Kept()
     axes: dict[Hashable, Any] = {}
 
-    def remember(key: Hashable, make: Callable[[], Any]) -> Any:
-        if key not in cache:
-            with torch.no_grad(), _on_device(encoders, home):
-                cache[key] = _to(make(), torch.device("cpu"))
-            if len(cache) > MAX_ENTRIES:
-                cache.popitem(last=False)
-        cache.move_to_end(key)
-        return cache[key]
-
-    def axes_of(key: Hashable, row: dict[str, Any], split: Sequence[str], encoded: Any) -> Any:
+    def axes_of(key: Hashable, row: dict[str, Any], split: Sequence[str], encoded: Any, fetch: Fetch) -> Any:
         """Found once for all calls with the same settings, by encoding one prompt twice over: the batch is not always
         the first axis, and some outputs (position ids of the text) have none."""
         if key not in axes:
             doubled = {k: v * 2 if k in split else v for k, v in row.items()}
-            with torch.no_grad(), _on_device(encoders, home):
-                axes[key] = _batch_axes(encoded, _to(original(**doubled), torch.device("cpu")))
+            fetch()
+            axes[key] = _batch_axes(encoded, _to(original(**doubled), torch.device("cpu")))
         return axes[key]
 
-    @functools.wraps(original)
-    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-        arguments = dict(signature.bind(*args, **kwargs).arguments)
+    def encode(arguments: dict[str, Any], fetch: Fetch) -> Any:
+        def made(of: dict[str, Any]) -> Any:
+            fetch()
+            # Copies: an encoder may write into the lists it is given (Z-Image puts its chat template around prompts).
+            return original(**{k: _copy(v) for k, v in of.items()})
+
         try:
             whole_key = _frozen(arguments)
         except _Opaque:
-            with torch.no_grad(), _on_device(encoders, home):
-                return original(*args, **kwargs)
+            return made(arguments)
         device = torch.device(arguments.get("device") or pipe._execution_device)
-        # Copies: an encoder may write into the lists it is given (Z-Image puts its chat template around each prompt).
-        whole = functools.partial(original, **{k: _copy(v) for k, v in arguments.items()})
         prompts = arguments.get("prompt")
         if not isinstance(prompts, list):
-            return _to(remember(whole_key, whole), device)
+            return _to(kept.get(whole_key, lambda: made(arguments)), device)
         split = [k for k, v in arguments.items() if _per_prompt(k, v, len(prompts))]
         rows, row = [], arguments
         for r in range(len(prompts)):
             row = {k: [v[r]] if k in split else v for k, v in arguments.items()}
-            rows.append(remember(_frozen(row), functools.partial(original, **{k: _copy(v) for k, v in row.items()})))
+            rows.append(kept.get(_frozen(row), functools.partial(made, row)))
         if len(rows) == 1:
             return _to(rows[0], device)
         settings = _frozen({k: k if k in split else v for k, v in arguments.items()})
         try:
-            return _to(_join(rows, axes_of(settings, row, split, rows[-1])), device)
+            return _to(_join(rows, axes_of(settings, row, split, rows[-1], fetch)), device)
         except _Ragged:
-            return _to(remember(whole_key, whole), device)
+            return _to(kept.get(whole_key, lambda: made(arguments)), device)
+
+    @functools.wraps(original)
+    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        precision = torch.autocast(pipe._execution_device.type, dtype=autocast, enabled=autocast is not None)
+        with torch.no_grad(), precision, _on_demand(encoders, home) as fetch:
+            return encode(arguments, fetch)
 
     pipe.encode_prompt = encode_prompt
 
 
+class _Kept:
+    """Encodings on the CPU, the most recently used ones up to MAX_BYTES."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._size = 0
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._entries:
+            value = _to(make(), torch.device("cpu"))
+            self._entries[key] = value
+            self._size += _bytes(value)
+            while self._size > MAX_BYTES and len(self._entries) > 1:
+                self._size -= _bytes(self._entries.popitem(last=False)[1])
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+
+def _bytes(value: Any) -> int:
+    """Memory that the tensors within hold; that of a view is all of what it looks at."""
+    if isinstance(value, Tensor):
+        return value.untyped_storage().nbytes()
+    return sum(map(_bytes, value)) if isinstance(value, (tuple, list)) else 0
+
+
 @contextmanager
-def _on_device(encoders: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    for encoder in encoders:
-        encoder.to(device)
+def _on_demand(encoders: Sequence[nn.Module], device: torch.device) -> Iterator[Fetch]:
+    """A function that moves the encoders to the device when it is first called; afterwards they are on the CPU."""
+    fetched = False
+
+    def fetch() -> None:
+        nonlocal fetched
+        if not fetched:
+            fetched = True
+            for encoder in encoders:
+                encoder.to(device)
+
     try:
-        yield
+        yield fetch
     finally:
-        for encoder in encoders:
-            encoder.to("cpu")
+        if fetched:
+            for encoder in encoders:
+                encoder.to("cpu")
 
 
 def _keep_execution_device(pipe: Any, device: torch.device) -> None:

@@ -179,7 +179,7 @@ class Policy:
         for component in pipe.components.values():
             if isinstance(component, nn.Module):
                 component.eval().requires_grad_(False)
-        memoise_encode_prompt(pipe, offload=offload_text_encoders)
+        memoise_encode_prompt(pipe, offload=offload_text_encoders, autocast=autocast)
         self._injected: Tensor | None = None
         self._broadcasts_timesteps: dict[tuple[tuple[str, Any], ...], bool] = {}
         self._wrap_prepare_latents()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from families import FAMILIES
 from torch import Tensor
 
+from genrl.diffusion import encoding
 from genrl.diffusion.policy import Batch, Kernel, Policy
 from genrl.mdp import gaussian
 from genrl.mdp.noise import derive_seed, keyed_noise
@@ -250,6 +252,39 @@ def test_offloaded_text_encoders_give_the_same_bits(policy: Policy) -> None:
     calls = len(moved)
     offloaded.roll_out(batch([1, 0]))
     assert len(moved) == calls  # nothing new to encode, so nothing is moved
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+def test_offloaded_text_encoders_are_moved_once_per_call(prompts: list[str]) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe, offload_text_encoders=True)
+    moved: list[str] = []
+    policy.pipe.text_encoder.to = lambda device: moved.append(str(device))
+    encode = functools.partial(policy.pipe.encode_prompt, prompt_2=None, prompt_3=None)
+    encode(prompt=prompts, negative_prompt=[""] * len(prompts))
+    assert moved == ["cpu", "cpu"]  # to the device, which is the CPU here, and back
+    encode(prompt=prompts[::-1], negative_prompt=[""] * len(prompts))
+    assert moved == ["cpu", "cpu"]
+    with pytest.raises(ValueError, match="text input must be"):
+        encode(prompt=[3])
+    assert moved == ["cpu"] * 4  # back after a failure too
+
+
+def test_encodings_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    encode = functools.partial(policy.pipe.encode_prompt, prompt_2=None, prompt_3=None, max_sequence_length=16)
+    size = sum(part.untyped_storage().nbytes() for part in encode(prompt=["a house"]) if part is not None)
+    monkeypatch.setattr(encoding, "MAX_BYTES", 3 * size)
+    seen = count_encodings(policy)
+
+    def encoded(prompt: str) -> bool:
+        before = len(seen)
+        encode(prompt=[prompt])
+        return len(seen) > before
+
+    assert [encoded(prompt) for prompt in ("a house", "one", "two", "a house")] == [False, True, True, False]
+    assert [encoded(prompt) for prompt in ("three", "a house", "two", "one")] == [True, False, False, True]
+    monkeypatch.setattr(encoding, "MAX_BYTES", size // 2)
+    assert [encoded("four"), encoded("four"), encoded("one")] == [True, False, True]  # one is kept, whatever its size
 
 
 # -- refusals and costs ----------------------------------------------------------------------------------------------
