@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import warnings
@@ -34,17 +35,31 @@ class ExportError(RuntimeError):
     """The written adapter does not give back the model it was made from."""
 
 
+def check_lora_loader(policy: Policy) -> None:
+    """Raise ValueError, naming the key, where diffusers has no LoRA loader for the denoisers of this pipeline.
+
+    It may have adapters for the denoiser all the same; then training would work and saving would not.
+    """
+    kind = type(policy.pipe)
+    loader = hasattr(kind, "load_lora_weights") and hasattr(kind, "save_lora_weights")
+    takes = inspect.signature(kind.save_lora_weights).parameters.keys() if loader else ()
+    if not all(f"{name.removesuffix(_SECOND)}_lora_layers" in takes for name in policy.denoisers):
+        raise ValueError(
+            f"model.lora: {kind.__name__} cannot load LoRA weights of its {', '.join(policy.denoisers)}; train all "
+            "weights with model.lora=null"
+        )
+
+
 def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Write the present adapter so that `pipe.load_lora_weights(folder)` restores it, and prove it.
 
     The second expert of a pipeline that has two (Wan 2.2) gets the folder `transformer_2` within, to be loaded with
     `load_into_transformer_2=True`. Everything is loaded back through the pipeline's own loader under another adapter
-    name, and the denoising of `probe` must come out equal. Raises ExportError where it does not, or where the
+    name, and the denoising of `probe` must come out equal. Raises ExportError where it does not, ValueError where the
     pipeline has no LoRA loader.
     """
+    check_lora_loader(policy)
     pipe = policy.pipe
-    if not hasattr(type(pipe), "save_lora_weights"):
-        raise ExportError(f"{type(pipe).__name__} cannot load LoRA weights; train all weights with model.lora=null")
     for name, denoiser in policy.denoisers.items():
         part = name.removesuffix(_SECOND)
         arguments = {

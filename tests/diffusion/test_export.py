@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import runs
 import torch
 import yaml
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from families import FAMILIES
 from PIL import Image
 from safetensors import safe_open
@@ -21,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from genrl.config import LoRA
-from genrl.diffusion.export import ExportError, export, save_lora, write_card
+from genrl.diffusion.export import ExportError, check_lora_loader, export, save_lora, write_card
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
@@ -189,6 +191,7 @@ def test_a_file_that_does_not_give_the_model_back_is_refused(
     kind = type(policy.pipe)
     write = kind.save_lora_weights
 
+    @functools.wraps(write)
     def corrupting(folder: Path, **arguments: Any) -> None:
         write(folder, **arguments)
         CORRUPTIONS[how](Path(folder) / "pytorch_lora_weights.safetensors")
@@ -207,6 +210,7 @@ def test_a_failed_export_fails_the_checkpoint(folder: Path, model: Path, monkeyp
     kind = type(FAMILIES["sd3"]().pipe)
     write, calls = kind.save_lora_weights, iter(range(100))
 
+    @functools.wraps(write)
     def corrupting(folder: Path, **arguments: Any) -> None:
         write(folder, **arguments)
         if next(calls) == 1:
@@ -221,15 +225,25 @@ def test_a_failed_export_fails_the_checkpoint(folder: Path, model: Path, monkeyp
     assert runs.last_state(Path(config.output)).step == 3
 
 
-def test_a_pipeline_without_lora_loader_is_refused(tmp_path: Path) -> None:
+class Bare(DiffusionPipeline):
+    """No LoRA loader at all."""
+
+
+class UNetOnly(DiffusionPipeline, StableDiffusionLoraLoaderMixin):
+    """A loader, but for another denoiser, as PRXPipeline has."""
+
+
+@pytest.mark.parametrize("kind", [Bare, UNetOnly])
+def test_a_pipeline_without_lora_loader_is_refused(kind: type[DiffusionPipeline], tmp_path: Path) -> None:
     policy, _ = moved()
-
-    class Bare(DiffusionPipeline):
-        pass
-
-    policy.pipe = Bare()
-    with pytest.raises(ExportError, match="Bare cannot load LoRA weights; train all weights with model.lora=null"):
+    check_lora_loader(policy)
+    policy.pipe = kind()
+    reason = f"model.lora: {kind.__name__} cannot load LoRA weights of its transformer; train all weights with"
+    with pytest.raises(ValueError, match=reason):
+        check_lora_loader(policy)
+    with pytest.raises(ValueError, match=reason):
         save_lora(policy, tmp_path / "lora", PROBE)
+    assert not (tmp_path / "lora").exists()
 
 
 # -- whole pipelines -------------------------------------------------------------------------------------------------
