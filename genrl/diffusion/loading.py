@@ -1,11 +1,16 @@
-"""Loading a pipeline by the real loader of diffusers."""
+"""Loading a pipeline by the real loader of diffusers, and whether it can be called as configured."""
 
 from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
 
 import torch
 from diffusers import DiffusionPipeline
 
-from genrl.config import Model
+from genrl.config import Model, Sampling
+from genrl.config.combinations import OURS
 
 
 def load_pipeline(model: Model) -> DiffusionPipeline:
@@ -19,3 +24,25 @@ def load_pipeline(model: Model) -> DiffusionPipeline:
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}") from error
+
+
+def check_call_arguments(pipe: DiffusionPipeline, arguments: Iterable[str], section: str = "sampling") -> None:
+    """Raise ValueError where the pipeline's call does not take an argument, naming its key and the nearest it takes.
+
+    arguments: names of all that is to be passed but what the trainer sets itself (prompt, generator, ...). section:
+    that of the configuration they come from; `pipeline_args` holds those that are no key of their own.
+    """
+    kind = type(pipe)
+    parameters = inspect.signature(kind.__call__).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    legal = sorted(parameters.keys() - {"self", *OURS})
+    for name in arguments:
+        if name in legal:
+            continue
+        own = name in Sampling.model_fields
+        key = f"{section}.{name}" if own else f"{section}.pipeline_args.{name}"
+        near = difflib.get_close_matches(name, legal, n=1)
+        nearest = f"did you mean {near[0]}? " if near else ""
+        remedy = "; set it to null" if own else "; remove it"
+        raise ValueError(f"{key}: {kind.__name__} takes no such argument{remedy}; {nearest}it takes {', '.join(legal)}")
