@@ -47,4 +47,42 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="human preference: PickScore v1 over 26",
         range="usually .6 to 1",
     ),
+    "aesthetic": BuiltIn(
+        module="rewards.aesthetic",
+        attribute="Aesthetic",
+        doc="LAION's aesthetic predictor v2 on CLIP ViT-L/14; the prompt is ignored",
+        range="1 to 10, usually 4.5 to 6.5",
+    ),
+    "imagereward": BuiltIn(
+        module="rewards.imagereward",
+        attribute="ImageReward",
+        doc="human preference: ImageReward v1.0, standardised",
+        range="about -2.3 to 2",
+    ),
+    "hpsv2": BuiltIn(
+        module="rewards.hpsv2",
+        attribute="HPSv2",
+        doc="human preference: HPSv2.1 (or 2.0), a cosine",
+        range="usually .20 to .34",
+        extra="hps",
+        packages=("ftfy",),
+    ),
+    "jpeg": BuiltIn(
+        module="rewards.statistics",
+        attribute="jpeg",
+        doc="size as a JPEG of quality 95: a smoke test, and a monitor of noise",
+        range="0 up, in kB",
+    ),
+    "sharpness": BuiltIn(
+        module="rewards.statistics",
+        attribute="sharpness",
+        doc="variance of the Laplacian: a monitor of blur and noise",
+        range="0 to 16",
+    ),
+    "saturation": BuiltIn(
+        module="rewards.statistics",
+        attribute="saturation",
+        doc="mean saturation of the colours: a monitor of glaring pictures",
+        range="0 to 1",
+    ),
 }

@@ -2,7 +2,8 @@
 
 The image processor's backend changes scores: transformers 5 takes torchvision's resize where torchvision imports
 and Pillow's elsewhere, with the same saved configuration. Here it is always Pillow's (bicubic, antialiased), which
-is what the checkpoints were made with, and the run's log says so.
+is what the checkpoints were made with, and the run's log says so. Where a score is to be differentiated, the same
+steps are done on tensors, without rounding the resized picture to 8 bit.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import PIL
 import torch
@@ -21,12 +22,11 @@ ensure()  # before transformers is imported for the first time
 
 import transformers  # noqa: E402
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from rewards.checkpoints import pretrained  # noqa: E402
+from rewards.contract import to_pil  # noqa: E402
+from rewards.pixels import crop_to, frames, mean_over_frames, normalise, wants_gradients  # noqa: E402
 
 logger = logging.getLogger(__name__)
-
-Pictures: TypeAlias = "Sequence[Image] | Sequence[Sequence[Image]]"
 
 CHUNK = 32  # pictures or prompts per forward, to bound memory
 
@@ -40,11 +40,12 @@ class ClipScorer:
     """A `transformers.CLIPModel` in float32 with its tokenizer and image processor.
 
     `model` and `processor` are hub ids or local folders in the Hugging Face format, weights in safetensors.
+    `reward` is named in errors: ValueError for a checkpoint of another architecture, an empty folder, missing weights.
     """
 
-    def __init__(self, model: str, processor: str, device: str):
-        clip: Any = transformers.CLIPModel.from_pretrained(model, dtype=torch.float32, use_safetensors=True)
-        self.model = clip.eval().requires_grad_(False).to(device)
+    def __init__(self, model: str, processor: str, device: str, reward: str = "clip"):
+        clip = pretrained(transformers.CLIPModel, model, types=("clip",), reward=reward)
+        self.model = clip.to(device)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(processor)
         self.image_processor = _pil_image_processor().from_pretrained(processor)
         self.device = device
@@ -52,47 +53,61 @@ class ClipScorer:
         versions = f"transformers {transformers.__version__}, Pillow {PIL.__version__}"
         logger.info("CLIP %s, images by %s of %s, %s", model, backend, processor, versions)
 
+    def to(self, device: str) -> None:
+        """Move the model."""
+        self.model.to(device)
+        self.device = device
+
     @property
     def logit_scale(self) -> float:
         """exp of the checkpoint's logit scale; 100 in the published ones."""
         return math.exp(self.model.logit_scale.item())
 
-    def cosines(self, pictures: Pictures, prompts: Sequence[str]) -> torch.Tensor:
-        """Cosine of each of N pictures and its prompt, float32 [N] on the CPU; a video is the mean of its frames."""
-        rows = [[p] if not isinstance(p, Sequence) else list(p) for p in pictures]
-        texts = self.embed_texts(prompts)
-        images = self.embed_images([frame for row in rows for frame in row])
-        owner = torch.tensor([i for i, row in enumerate(rows) for _ in row])
-        per_frame = cosine(images, texts[owner])
-        sums = torch.zeros(len(rows)).index_add(0, owner, per_frame)
-        return sums / torch.tensor([len(row) for row in rows])
+    def cosines(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        """Cosine of each of N pictures and its prompt, float32 [N] on the device of the images.
 
-    @torch.no_grad()
-    def embed_images(self, pictures: Sequence[Image]) -> torch.Tensor:
-        """Projected embeddings of N pictures, not normalised, float32 [N, D] on the CPU."""
-        return torch.cat([self._embed_images(chunk) for chunk in _chunks(pictures)])
+        A video [N, F, 3, H, W] is the mean of its frames. Differentiable in the images.
+        """
+        texts = self.embed_texts(prompts).to(images.device)
+        pictures = self.embed_images(frames(images))
+        per_prompt = len(pictures) // max(len(texts), 1)
+        return mean_over_frames(cosine(pictures, texts.repeat_interleave(per_prompt, 0)), images)
+
+    def embed_images(self, images: torch.Tensor) -> torch.Tensor:
+        """Projected embeddings of pictures [N, 3, H, W] in [0, 1], not normalised, float32 [N, D]."""
+        return torch.cat([self._embed_images(chunk) for chunk in _chunks(images)]).to(images.device)
 
     @torch.no_grad()
     def embed_texts(self, prompts: Sequence[str]) -> torch.Tensor:
-        """Projected embeddings of N prompts, cut to the model's 77 tokens, float32 [N, D] on the CPU.
+        """Projected embeddings of N prompts, cut to the model's 77 tokens, float32 [N, D] on the CPU."""
+        return embed_texts(self.model, self.tokenizer, prompts)
 
-        A prompt that occurs several times (a group has the same one) is encoded once.
-        """
-        distinct = list(dict.fromkeys(prompts))
-        embeds = torch.cat([self._embed_texts(chunk) for chunk in _chunks(distinct)])
-        return embeds[[distinct.index(prompt) for prompt in prompts]]
+    def _embed_images(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = self.prepare(images).to(self.device)
+        return projected(self.model.get_image_features(pixel_values=pixels)).float()
 
-    def _embed_images(self, pictures: Sequence[Image]) -> torch.Tensor:
-        pixels = self.image_processor(images=list(pictures), return_tensors="pt")["pixel_values"]
-        return projected(self.model.get_image_features(pixel_values=pixels.to(self.device))).float().cpu()
+    def prepare(self, images: torch.Tensor) -> torch.Tensor:
+        """The model's input for pictures [N, 3, H, W]: by Pillow, or on tensors where gradients are wanted."""
+        processor = self.image_processor
+        if wants_gradients(images):
+            return normalise(crop_to(images, processor.crop_size["height"]), processor.image_mean, processor.image_std)
+        return processor(images=to_pil(images), return_tensors="pt")["pixel_values"]
 
-    def _embed_texts(self, prompts: Sequence[str]) -> torch.Tensor:
-        limit = self.model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt").to(
-            self.device
+
+def embed_texts(model: Any, tokenizer: Any, prompts: Sequence[str]) -> torch.Tensor:
+    """Projected embeddings of N prompts by a CLIPModel, cut to what it takes, float32 [N, D] on the CPU.
+
+    A prompt that occurs several times (a group has the same one) is encoded once.
+    """
+    distinct = list(dict.fromkeys(prompts))
+    limit = model.config.text_config.max_position_embeddings
+    rows = []
+    for chunk in _chunks(distinct):
+        tokens = tokenizer(list(chunk), padding=True, truncation=True, max_length=limit, return_tensors="pt").to(
+            model.device
         )
-        features = self.model.get_text_features(tokens["input_ids"], tokens["attention_mask"])
-        return projected(features).float().cpu()
+        rows.append(projected(model.get_text_features(tokens["input_ids"], tokens["attention_mask"])).float().cpu())
+    return torch.cat(rows)[[distinct.index(prompt) for prompt in prompts]]
 
 
 def projected(features: Any) -> torch.Tensor:
@@ -111,5 +126,5 @@ def _pil_image_processor() -> Any:
     return transformers.CLIPImageProcessor
 
 
-def _chunks(rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def _chunks(rows: Any) -> Iterator[Any]:
     return (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rewards.clip_model import ClipScorer, Pictures
+from rewards.clip_model import ClipScorer
 from rewards.contract import nearest
 
 if TYPE_CHECKING:
@@ -40,11 +40,17 @@ class ClipScore:
     `scale`     `cosine` (default), `over_30`, `hessel`, `torchmetrics`; see `clipscore`
     """
 
+    differentiable = True
+
     def __init__(self, model: str = MODEL, processor: str | None = None, scale: str = "cosine", device: str = "cpu"):
         if scale not in SCALES:
             raise ValueError(f"clipscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}")
         self.scale = scale
-        self.scorer = ClipScorer(model, processor or model, device)
+        self.scorer = ClipScorer(model, processor or model, device, "clipscore")
 
-    def __call__(self, pil_images: Pictures, prompts: Sequence[str]) -> torch.Tensor:
-        return clipscore(self.scorer.cosines(pil_images, prompts), self.scale)
+    def to(self, device: str) -> None:
+        """Move the model."""
+        self.scorer.to(device)
+
+    def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        return clipscore(self.scorer.cosines(images, prompts), self.scale)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rewards.clip_model import ClipScorer, Pictures
+from rewards.clip_model import ClipScorer
 from rewards.contract import nearest
 
 if TYPE_CHECKING:
@@ -43,12 +43,18 @@ class PickScore:
     `scale`     `over_26` (default), `raw`, `minus_18_over_8`, `cosine`; see `pickscore`
     """
 
+    differentiable = True
+
     def __init__(self, model: str = MODEL, processor: str = PROCESSOR, scale: str = "over_26", device: str = "cpu"):
         if scale not in SCALES:
             raise ValueError(f"pickscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}")
         self.scale = scale
-        self.scorer = ClipScorer(model, processor, device)
+        self.scorer = ClipScorer(model, processor, device, "pickscore")
 
-    def __call__(self, pil_images: Pictures, prompts: Sequence[str]) -> torch.Tensor:
-        cosines = self.scorer.cosines(pil_images, prompts)
+    def to(self, device: str) -> None:
+        """Move the model."""
+        self.scorer.to(device)
+
+    def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        cosines = self.scorer.cosines(images, prompts)
         return pickscore(cosines, self.scorer.logit_scale, self.scale)

@@ -142,3 +142,35 @@ def test_the_pillow_backend_is_used_and_said(checkpoint: Path, caplog: pytest.Lo
 def test_an_unknown_scale_is_refused_before_anything_is_loaded(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: unknown scale 'cosin'. Did you mean 'cosine'"):
         rewards.load(name, {"model": "no/such-model", "scale": "cosin"})
+
+
+@pytest.mark.parametrize("name", ["clipscore", "pickscore"])
+def test_gradients_reach_the_picture_and_the_two_paths_agree(checkpoint: Path, images: torch.Tensor, name: str) -> None:
+    reward = rewards.load(name, {"model": str(checkpoint), "processor": str(checkpoint)})
+    plain = rewards.score(reward, images=images, prompts=PROMPTS).values
+    leaf = images.clone().requires_grad_()
+    scores = rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS)
+    scores.sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    assert scores.tolist() == pytest.approx(plain, abs=0.005), "8-bit rounding of the resized picture only"
+
+
+def test_a_checkpoint_of_another_architecture_or_without_weights_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="clipscore: .* has no config.json. It holds nothing: the folder is empty"):
+        rewards.load("clipscore", {"model": str(tmp_path), "processor": str(checkpoint)})
+    (tmp_path / "config.json").write_text('{"model_type": "siglip"}')
+    with pytest.raises(ValueError, match="is a 'siglip' model; this reward needs 'clip'"):
+        rewards.load("clipscore", {"model": str(tmp_path), "processor": str(checkpoint)})
+
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    held = load_file(checkpoint / "model.safetensors")
+    del held["visual_projection.weight"]
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 weights of CLIPModel .visual_projection.weight"):
+        rewards.load("clipscore", {"model": str(tmp_path), "processor": str(checkpoint)})
+    with pytest.raises(ValueError, match="there is no folder './nowhere'"):
+        rewards.load("clipscore", {"model": "./nowhere"})
+    with pytest.raises(ValueError, match="is no folder here, and its file 'config.json' is neither in the hub's cache"):
+        rewards.load("clipscore", {"model": "no-such-user/no-such-model"})

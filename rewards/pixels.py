@@ -1,0 +1,76 @@
+"""Pictures as tensors on their way into a model: resize, crop, pad, normalise, all differentiable.
+
+Resizing is bicubic with antialiasing (Pillow's filter, on floats). Without antialiasing, shrinking 512 to 224 pixels
+moves the model's input by up to 2 standard deviations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def frames(images: torch.Tensor) -> torch.Tensor:
+    """All frames as pictures: [N, 3, H, W] as it is, video [N, F, 3, H, W] as [N F, 3, H, W]."""
+    return images if images.ndim == 4 else images.flatten(0, 1)
+
+
+def mean_over_frames(per_frame: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    """[N F] scores of `frames(images)` to one per sample, [N]."""
+    return per_frame.reshape(len(images), -1).mean(1)
+
+
+def wants_gradients(images: torch.Tensor) -> bool:
+    """Whether the caller will differentiate the score: then no PIL and no rounding may come in between."""
+    return torch.is_grad_enabled() and images.requires_grad
+
+
+def eight_bit(images: torch.Tensor) -> torch.Tensor:
+    """Rounded to the 256 levels of a picture file, half to even, in [0, 1]."""
+    return (images * 255).round().clamp(0, 255) / 255
+
+
+def resize(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """[N, C, H, W] to [N, C, height, width], bicubic with antialiasing."""
+    if images.shape[-2:] == (height, width):
+        return images
+    return torch.nn.functional.interpolate(images, (height, width), mode="bicubic", antialias=True)
+
+
+def shortest_side(height: int, width: int, size: int) -> tuple[int, int]:
+    """Height and width after the shorter side becomes `size`; the other is rounded down."""
+    short = min(height, width)
+    return (size, int(size * width / height)) if height == short else (int(size * height / width), size)
+
+
+def crop_to(images: torch.Tensor, size: int) -> torch.Tensor:
+    """Shorter side to `size`, then the central square: CLIP's own preparation, [N, 3, size, size]."""
+    images = resize(images, *shortest_side(*images.shape[-2:], size)).clamp(0, 1)
+    top, left = (images.shape[-2] - size) // 2, (images.shape[-1] - size) // 2
+    return images[..., top : top + size, left : left + size]
+
+
+def longest_side(height: int, width: int, size: int) -> tuple[int, int]:
+    """Height and width after the longer side becomes `size`; the other is rounded to nearest."""
+    scale = size / max(height, width)
+    return round(height * scale), round(width * scale)
+
+
+def pad_to(images: torch.Tensor, size: int) -> torch.Tensor:
+    """Longer side to `size`, then black borders left and right or above and below, [N, 3, size, size].
+
+    HPSv2's preparation. Its authors' code leaves a picture whose longer side is `size` already without borders,
+    which then is not square; here it gets them.
+    """
+    height, width = longest_side(*images.shape[-2:], size)
+    left, top = (size - width) // 2, (size - height) // 2
+    return torch.nn.functional.pad(resize(images, height, width), (left, size - width - left, top, size - height - top))
+
+
+def normalise(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+    """(images - mean) / std by channel."""
+    shape = (1, 3, 1, 1)
+    return (images - images.new_tensor(mean).view(shape)) / images.new_tensor(std).view(shape)

@@ -1,0 +1,127 @@
+"""A random ImageReward in the true key format: a ViT of timm's naming, BERT with cross-attention, the linear head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", "red", "circle", "##s"]
+WIDTH, TEXT, LAYERS = 64, 32, 2
+MED = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": TEXT,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "layer_norm_eps": 1e-12,
+    "encoder_width": WIDTH,
+}
+
+
+def _linear(weights: dict[str, torch.Tensor], name: str, out: int, into: int) -> None:
+    weights[f"{name}.weight"] = torch.randn(out, into) / into**0.5
+    weights[f"{name}.bias"] = 0.1 * torch.randn(out)
+
+
+def _norm(weights: dict[str, torch.Tensor], name: str, width: int) -> None:
+    weights[f"{name}.weight"], weights[f"{name}.bias"] = 1 + 0.1 * torch.randn(width), 0.1 * torch.randn(width)
+
+
+def weights(side: int = 32, patch: int = 16) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    held: dict[str, torch.Tensor] = {}
+    eye = "blip.visual_encoder"
+    held[f"{eye}.cls_token"] = torch.randn(1, 1, WIDTH)
+    held[f"{eye}.pos_embed"] = torch.randn(1, (side // patch) ** 2 + 1, WIDTH)
+    held[f"{eye}.patch_embed.proj.weight"] = torch.randn(WIDTH, 3, patch, patch) / patch
+    held[f"{eye}.patch_embed.proj.bias"] = torch.randn(WIDTH)
+    for i in range(LAYERS):
+        block = f"{eye}.blocks.{i}"
+        _norm(held, f"{block}.norm1", WIDTH)
+        _norm(held, f"{block}.norm2", WIDTH)
+        _linear(held, f"{block}.attn.qkv", 3 * WIDTH, WIDTH)
+        _linear(held, f"{block}.attn.proj", WIDTH, WIDTH)
+        _linear(held, f"{block}.mlp.fc1", 4 * WIDTH, WIDTH)
+        _linear(held, f"{block}.mlp.fc2", WIDTH, 4 * WIDTH)
+    _norm(held, f"{eye}.norm", WIDTH)
+    text = "blip.text_encoder"
+    held[f"{text}.embeddings.position_ids"] = torch.arange(MED["max_position_embeddings"])[None]
+    held[f"{text}.embeddings.word_embeddings.weight"] = torch.randn(len(VOCABULARY), TEXT)
+    held[f"{text}.embeddings.position_embeddings.weight"] = torch.randn(MED["max_position_embeddings"], TEXT)
+    _norm(held, f"{text}.embeddings.LayerNorm", TEXT)
+    for i in range(LAYERS):
+        layer = f"{text}.encoder.layer.{i}"
+        for attention, into in (("attention", TEXT), ("crossattention", WIDTH)):
+            _linear(held, f"{layer}.{attention}.self.query", TEXT, TEXT)
+            _linear(held, f"{layer}.{attention}.self.key", TEXT, into)
+            _linear(held, f"{layer}.{attention}.self.value", TEXT, into)
+            _linear(held, f"{layer}.{attention}.output.dense", TEXT, TEXT)
+            _norm(held, f"{layer}.{attention}.output.LayerNorm", TEXT)
+        _linear(held, f"{layer}.intermediate.dense", 48, TEXT)
+        _linear(held, f"{layer}.output.dense", TEXT, 48)
+        _norm(held, f"{layer}.output.LayerNorm", TEXT)
+    _linear(held, "blip.vision_proj", 8, WIDTH)
+    _linear(held, "blip.text_proj", 8, TEXT)
+    for number, (into, out) in zip(
+        (0, 2, 4, 6, 7), ((TEXT, 1024), (1024, 128), (128, 64), (64, 16), (16, 1)), strict=True
+    ):
+        _linear(held, f"mlp.layers.{number}", out, into)
+    return held
+
+
+def reference_score(held: dict[str, torch.Tensor], pixels: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor):
+    """The raw score by the published equations, from the published names alone; [N]."""
+    import torch.nn.functional as F
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, held[f"{name}.weight"], held[f"{name}.bias"])
+
+    def norm(x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], held[f"{name}.weight"], held[f"{name}.bias"], eps)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None):
+        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    eye = "blip.visual_encoder"
+    patch = held[f"{eye}.patch_embed.proj.weight"]
+    x = F.conv2d(pixels, patch, held[f"{eye}.patch_embed.proj.bias"], stride=patch.shape[-1]).flatten(2).transpose(1, 2)
+    x = torch.cat([held[f"{eye}.cls_token"].expand(len(x), -1, -1), x], 1) + held[f"{eye}.pos_embed"]
+    for i in range(LAYERS):
+        block = f"{eye}.blocks.{i}"
+        qkv = linear(norm(x, f"{block}.norm1", 1e-6), f"{block}.attn.qkv")
+        x = x + linear(attend(*qkv.chunk(3, -1), heads=WIDTH // 64), f"{block}.attn.proj")
+        x = x + linear(F.gelu(linear(norm(x, f"{block}.norm2", 1e-6), f"{block}.mlp.fc1")), f"{block}.mlp.fc2")
+    seen = norm(x, f"{eye}.norm", 1e-6)
+    text = "blip.text_encoder"
+    y = held[f"{text}.embeddings.word_embeddings.weight"][tokens]
+    y = y + held[f"{text}.embeddings.position_embeddings.weight"][: tokens.shape[1]]
+    y = norm(y, f"{text}.embeddings.LayerNorm", 1e-12)
+    allowed = mask.bool()[:, None, None]
+    for i in range(LAYERS):
+        layer = f"{text}.encoder.layer.{i}"
+        for attention, source, where in (("attention", None, allowed), ("crossattention", seen, None)):
+            name = f"{layer}.{attention}"
+            keys = y if source is None else source
+            q, k, v = linear(y, f"{name}.self.query"), *(linear(keys, f"{name}.self.{p}") for p in ("key", "value"))
+            y = norm(y + linear(attend(q, k, v, 2, where), f"{name}.output.dense"), f"{name}.output.LayerNorm", 1e-12)
+        inner = F.gelu(linear(y, f"{layer}.intermediate.dense"))
+        y = norm(y + linear(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm", 1e-12)
+    z = y[:, 0]
+    for number in (0, 2, 4, 6, 7):
+        z = linear(z, f"mlp.layers.{number}")
+    return z.squeeze(-1)
+
+
+def save(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(weights(), folder / "ImageReward.pt")
+    (folder / "med_config.json").write_text(json.dumps(MED))
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY))
+    from transformers import BertTokenizer
+
+    BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
