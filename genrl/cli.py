@@ -261,6 +261,21 @@ def report(run: RunFolder) -> None:
 
 
 @app.command()
+def replay(
+    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="Folder of a dump, RUN/dumps/step-...")],
+    run: Annotated[Path | None, typer.Option(help="Run folder; default: the one that the dump is in.")] = None,
+) -> None:
+    """Run the micro-batch that stopped a run again, and show where its numbers stop being finite.
+
+    Example: `genrl replay runs/quickstart/dumps/step-000012-loss-rank-0`
+    """
+    from genrl import cli_tables
+    from genrl.diffusion.replay import replay as run_again
+
+    cli_tables.print_replay(run_again(dump, run))
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
 ) -> None:

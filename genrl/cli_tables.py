@@ -13,6 +13,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from genrl.config import Config
+    from genrl.diffusion.replay import Replay
     from genrl.doctor import Report
 
 console = Console(highlight=False)
@@ -146,6 +147,48 @@ def print_scores(metrics: Mapping[str, float], title: str) -> None:
     for name, value in sorted(metrics.items()):
         table.add_row(safe(name), f"{value:.4f}")
     console.print(table)
+
+
+def print_replay(found: Replay) -> None:
+    """The tensors of a dump and of its replay, and the place where they stop being finite."""
+    from genrl.runtime.guards import statistics
+
+    dump = found.dump
+    console.print(
+        f"{safe(dump.where)} not finite at step {dump.step}, trainer {safe(dump.info['trainer']['algorithm'])}"
+    )
+    console.print(f"weights: {safe(found.weights)}")
+    for title, tensors in (("recorded", found.recorded), ("run again", found.tensors)):
+        table = Table("tensor", "shape", "min", "max", "mean", "NaN", "inf", title=title, title_justify="left")
+        for name, tensor in tensors.items():
+            of = statistics(tensor)
+            numbers = ("-" if of[key] is None else f"{of[key]:.4g}" for key in ("min", "max", "mean"))
+            table.add_row(
+                safe(name), " x ".join(map(str, tensor.shape)) or "-", *numbers, str(of["nan"]), str(of["inf"])
+            )
+        console.print(table)
+    for line in replay_verdict(found):
+        console.print(f"[bold]{safe(line)}[/bold]", soft_wrap=True)
+
+
+def replay_verdict(found: Replay) -> Iterator[str]:
+    """Where the numbers stop being finite, in words."""
+    from genrl.runtime.guards import non_finite
+
+    given = non_finite({k: v for k, v in found.recorded.items() if k in ("state", "next_state", "clean", "old")})
+    if given:
+        yield f"not finite before training began: {', '.join(given)}. Look at the weights that sampled, and model.dtype"
+    if found.module:
+        yield f"first module whose output is not finite: {found.module}"
+    elif bad := non_finite({k: v for k, v in found.tensors.items() if k != "gradient"}):
+        yield f"all modules gave finite outputs; not finite is {bad[0]}, which is computed from them"
+    elif found.gradients:
+        yield (
+            f"the forward pass is finite; {len(found.gradients)} parameters have a gradient that is not. The one "
+            f"nearest the output: {found.gradients[-1]}"
+        )
+    elif not given:
+        yield "everything is finite this time: other weights (see above), another device or other software"
 
 
 def print_rewards() -> None:

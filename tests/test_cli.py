@@ -15,7 +15,19 @@ from genrl import __version__, cli
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "assets" / "tiny-t2i"
-COMMANDS = ["train", "resume", "sample", "eval", "check", "export", "report", "doctor", "rewards", "config schema"]
+COMMANDS = [
+    "train",
+    "resume",
+    "sample",
+    "eval",
+    "check",
+    "export",
+    "report",
+    "replay",
+    "doctor",
+    "rewards",
+    "config schema",
+]
 
 SMALL = f"""\
 model: {{path: {MODEL}, lora: {{rank: 2}}}}
@@ -153,6 +165,7 @@ class TestErrors:
             (["resume", "absent"], "is not a run folder"),
             (["export", "absent", "--out", "x"], "is not a run folder"),
             (["report", "absent"], "is not a run folder"),
+            (["replay", "absent"], "absent is no dump: it has no dump.json"),
             (["sample", "org/model"], "--prompt"),
             (["sample", "org/model", "num_frames", "--prompt", "a"], "is not key=value"),
             (["sample", "org/model", "x=[", "--prompt", "a"], "is not YAML"),

@@ -91,7 +91,20 @@ def train(session: Session, settings: DiffusionNFT) -> None:
                             meter.add("kl", kl)
                         loss = loss * counts
                         session.backward(
-                            loss.sum() / (num_samples * num_draws), batch, {"noisy": noisy, "sigma": sigma, "new": new}
+                            loss,
+                            batch,
+                            {
+                                "clean": clean,
+                                "noise": noise,
+                                "sigma": sigma,
+                                "noisy": noisy,
+                                "advantage": advantages[micro_batch.slots],
+                                "reward_weight": r,
+                                "old": old,
+                                "new": new,
+                            },
+                            num_samples=num_samples,
+                            passes=num_draws,
                         )
                         meter.add("loss", loss)
                         meter.add("nft/old_deviation", kl_velocity(new, old))

@@ -82,9 +82,19 @@ def train(session: Session, settings: FlowGRPO) -> None:
                             meter.add("kl", kl)
                         loss = loss * (advantage != 0)  # no score, or a group without spread: no update
                         session.backward(
-                            loss.sum() / (num_samples * len(trajectory.log_probs)),
+                            loss,
                             batch,
-                            {"state": trajectory.states[i], "log_prob": new.log_prob, "old_log_prob": old_log_prob},
+                            {
+                                "step": torch.tensor(i),
+                                "state": trajectory.states[i],
+                                "next_state": trajectory.next_states[i],
+                                "advantage": advantage,
+                                "old_log_prob": old_log_prob,
+                                "model_output": new.model_output,
+                                "log_prob": new.log_prob,
+                            },
+                            num_samples=num_samples,
+                            passes=len(trajectory.log_probs),
                         )
                         meter.add_surrogate(surrogate, advantage)
                         meter.add("loss", loss)

@@ -26,11 +26,11 @@ from genrl.diffusion.evaluate import evaluate
 from genrl.diffusion.export import save_lora
 from genrl.diffusion.policy import Batch, Policy, Trajectory
 from genrl.diffusion.rollout import Rollouts, call_arguments, collect, score_metrics
-from genrl.diffusion.sharding import load_optimizer_state, whole, whole_optimizer_state
+from genrl.diffusion.sharding import load_optimizer_state, local, whole, whole_optimizer_state
 from genrl.diffusion.weights import Weights
 from genrl.prompts import Prompt
 from genrl.runtime import checkpoint, pictures, state
-from genrl.runtime.guards import any_rank, require_finite
+from genrl.runtime.guards import any_rank, non_finite, require_finite
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, truncate_metrics
@@ -41,11 +41,13 @@ AVERAGE = "average"
 
 @dataclass(frozen=True)
 class Suspect:
-    """A micro-batch kept for the dump."""
+    """A micro-batch kept for the dump, with all that its gradient was made of but the weights."""
 
     batch: Batch
-    loss: Tensor
+    checked: dict[str, Tensor]
+    """Losses [B], and the norm of this process's gradient (its shard) with this micro-batch added."""
     tensors: dict[str, Tensor]
+    numbers: dict[str, float]
 
 
 class Abandoned(Exception):
@@ -80,7 +82,7 @@ class Session:
     unfinished_row: dict[str, float] | None = None
     """Metrics of the last iteration where its evaluation was left; kept in the checkpoint."""
     suspect: Suspect | None = None
-    """First micro-batch of this process whose loss was not finite."""
+    """First micro-batch of this process whose loss or gradient was not finite."""
 
     @property
     def is_main(self) -> bool:
@@ -147,16 +149,25 @@ class Session:
         if any_rank(self.stop.requested, self.accelerator):
             raise Abandoned
 
-    def backward(self, loss: Tensor, batch: Batch, tensors: Mapping[str, Tensor]) -> None:
-        """Add the gradient of one micro-batch's share of the loss (already divided by the samples of the update).
+    def backward(
+        self, loss: Tensor, batch: Batch, tensors: Mapping[str, Tensor], *, num_samples: int, passes: int
+    ) -> None:
+        """Add the gradient of `loss.sum() / (num_samples * passes)`, one micro-batch's share of the update.
 
-        `tensors` go into the dump, should the loss not be finite; that all processes stop is agreed in `step`.
+        loss: [B]. num_samples: of the update, over all processes; passes: losses per sample in an epoch. `tensors` are
+        what the loss is made from (`replay.py` makes it again): they go into the dump, should it or its gradient not
+        be finite; that all processes stop is agreed in `step`.
         """
-        if self.suspect is None and not math.isfinite(loss.item()):
-            self.suspect = Suspect(batch, loss.detach(), {name: t.detach() for name, t in tensors.items()})
         if not self._updated and self.accelerator.num_processes == 1:
             self.leave_if_asked()
-        (loss * self.loss_scale).backward()
+        scale = self.loss_scale
+        (loss.sum() / (num_samples * passes) * scale).backward()
+        if self.suspect is None:
+            gradients = [local(p.grad) for p in self.weights.parameters if p.grad is not None]
+            checked = {"loss": loss.detach(), "gradient": torch.stack(torch._foreach_norm(gradients)).sum()}
+            if non_finite(checked):
+                numbers = {"num_samples": num_samples, "passes": passes, "loss_scale": scale}
+                self.suspect = Suspect(batch, checked, {name: t.detach() for name, t in tensors.items()}, numbers)
         self.watchdog.beat("training", self.iteration)
 
     def step(self) -> float:
@@ -193,18 +204,26 @@ class Session:
         return norm
 
     def _require_finite(self, norm: Tensor) -> None:
-        kept = self.suspect
+        kept, info, weights = self.suspect, {}, {}
+        if kept is not None:
+            info = {
+                "optimizer_steps": self.optimizer_steps,
+                "trainer": self.config.trainer.model_dump(mode="json"),
+                **kept.numbers,
+                "prompts": kept.batch.prompts,
+                "keys": kept.batch.keys,
+                "initial_keys": kept.batch.initial_keys,
+                "sampling": dict(kept.batch.sampling),
+            }
+            if self.weights.is_lora:  # those of a full fine-tuning are too large; a checkpoint has them nearly
+                weights = {f"weights/{key}": whole(p.detach()) for key, p in self.weights.named.items()}
         require_finite(
-            {"gradient norm": norm} | ({"loss": kept.loss} if kept else {}),
-            where="loss" if kept else "gradient",
+            {"gradient": norm} if kept is None else kept.checked,
+            where="gradient" if kept is None or "loss" not in non_finite(kept.checked) else "loss",
             step=self.iteration,
             dumps=self.run.dumps,
-            batch=kept.tensors if kept else {},
-            info={
-                "optimizer_steps": self.optimizer_steps,
-                "prompts": kept.batch.prompts if kept else [],
-                "keys": [list(key) for key in kept.batch.keys] if kept else [],
-            },
+            batch={} if kept is None else kept.tensors | weights,
+            info=info,
             accelerator=self.accelerator,
         )
 

@@ -30,6 +30,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that this process holds, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def like(tensor: Tensor, model: Tensor) -> Tensor:
     """`tensor`, placed and sharded as `model` is."""
     if isinstance(model, DTensor):

@@ -66,8 +66,9 @@ def require_finite(
     """Raise NonFiniteError on all ranks if `checked` is not finite on one. Call it before the optimiser step.
 
     where: the place in words ("loss", "gradient"). dumps: the run's dump folder. batch: the micro-batch's
-    tensors, enough to run it again. info: JSON: prompts, seeds, timesteps. A rank with a bad value dumps its own
-    micro-batch into `dumps/step-<step>-<where>-rank-<r>/`; a rank without one says that another has it.
+    tensors, enough to run it again; empty where no micro-batch of this rank is to blame. info: JSON: prompts, seeds,
+    settings. A rank with a bad value dumps its own micro-batch into `dumps/step-<step>-<where>-rank-<r>/`; a rank
+    without one says that another has it.
     """
     bad = non_finite(checked)
     if not any_rank(bool(bad), accelerator):
@@ -75,22 +76,31 @@ def require_finite(
     rank = 0 if accelerator is None else accelerator.process_index
     if not bad:
         raise NonFiniteError(
-            f"stopped before the update of step {step}: another rank found a {where} that is not finite; "
+            f"stopped before the update of step {step}: another rank found a number that is not finite; "
             f"its message and its dump in {dumps} tell more.",
             None,
         )
     place = re.sub(r"[^\w-]+", "-", where)
     folder = dumps / f"step-{step:06d}-{place}-rank-{rank}"
     found = "; ".join(f"{name}: {_brief(checked[name])}" for name in bad)
-    try:
-        dump: Path | None = _write_dump(folder, checked, batch, info, step, where)
-        evidence = f"The micro-batch, with its prompts, seeds and statistics, is in {folder}."
-    except OSError as error:
-        dump, evidence = None, f"Its micro-batch could not be dumped: {error}."
+    dump: Path | None = None
+    if batch:
+        try:
+            dump = _write_dump(folder, checked, batch, info, step, where)
+            evidence = (
+                f"The micro-batch is in {folder}: `genrl replay {folder}` runs it again and shows where it begins."
+            )
+        except OSError as error:
+            evidence = f"Its micro-batch could not be dumped: {error}."
+    else:
+        evidence = (
+            f"Each micro-batch of this rank was finite: see the dumps of the others in {dumps}. Without any, it was "
+            "the sum over ranks that overflowed."
+        )
     raise NonFiniteError(
         f"stopped before the update of step {step} on rank {rank}: {where} is not finite ({found}). {evidence} "
-        "The weights are still finite. Usual causes: float16 overflow (use model.dtype bfloat16 or float32), "
-        "optimizer.lr too high (look for grad_norm spikes in metrics.jsonl), or a reward that returned inf.",
+        "The update was not made. Usual causes: float16 overflow (use model.dtype bfloat16 or float32), or "
+        "optimizer.lr too high (look for grad_norm spikes in metrics.jsonl).",
         dump,
     )
 

@@ -75,9 +75,9 @@ def planted(path: str, out: str, rank: int, call: int) -> None:
         backward, calls = session.backward, iter(range(1000))
         here = session.accelerator.process_index
 
-        def broken(loss: Tensor, batch: Any, tensors: Any) -> None:
+        def broken(loss: Tensor, batch: Any, tensors: Any, **counts: int) -> None:
             spoiled = here == rank and next(calls) == call
-            backward(loss * math.nan if spoiled else loss, batch, tensors)
+            backward(loss * math.nan if spoiled else loss, batch, tensors, **counts)
 
         def keep(name: str) -> None:
             values = {k: p.detach().clone() for k, p in session.weights.named.items()}

@@ -70,9 +70,9 @@ def run(config: Config) -> Watched:
             seen.rollouts.append(collect(draw))
             return seen.rollouts[-1]
 
-        def watched_backward(loss: Tensor, batch: Batch, tensors: Any) -> None:
+        def watched_backward(loss: Tensor, batch: Batch, tensors: Any, **counts: int) -> None:
             pieces.append(Piece(batch, tensors["noisy"].clone(), tensors["sigma"].clone()))
-            backward(loss, batch, tensors)
+            backward(loss, batch, tensors, **counts)
 
         def watched_step() -> float:
             gradient = {key: p.grad.clone() for key, p in weights.named.items() if p.grad is not None}

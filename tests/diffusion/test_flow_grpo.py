@@ -388,10 +388,10 @@ def test_training_without_guidance_judges_by_the_unguided_policy(folder: Path, m
         ratios: list[float] = []
         backward = session.backward
 
-        def watched(loss: Tensor, batch: Any, tensors: Any) -> None:
+        def watched(loss: Tensor, batch: Any, tensors: Any, **counts: int) -> None:
             assert batch.sampling["guidance_scale"] == 1.0
             ratios.append(float((tensors["log_prob"] - tensors["old_log_prob"]).exp().sub(1).abs().max()))
-            backward(loss, batch, tensors)
+            backward(loss, batch, tensors, **counts)
 
         session.backward = watched  # type: ignore[method-assign]
         flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]

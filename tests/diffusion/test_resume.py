@@ -139,10 +139,10 @@ def test_stopped_before_the_first_update_of_an_iteration(
     config = runs.config(folder, model, output=str(folder / "stopped"), **common)
     backward, calls = Session.backward, iter(range(1000))
 
-    def watched(self: Session, *arguments: Any) -> None:
+    def watched(self: Session, *arguments: Any, **counts: int) -> None:
         if next(calls) == 6:  # the third of the second iteration's four
             signal.raise_signal(signal.SIGTERM)
-        backward(self, *arguments)
+        backward(self, *arguments, **counts)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(Session, "backward", watched)

@@ -150,14 +150,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(folder: Path, model: Pa
     config = runs.config(folder, model, iterations=1, **QUIET)
     with runs.session(config) as session:
         backward = session.backward
-        session.backward = lambda loss, batch, tensors: backward(loss * value, batch, tensors)  # type: ignore
+        session.backward = lambda loss, *rest, **counts: backward(loss * value, *rest, **counts)  # type: ignore
         before = {key: p.detach().clone() for key, p in session.weights.named.items()}
         with pytest.raises(NonFiniteError, match="stopped before the update of step 0") as stopped:
             flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
         assert all(torch.equal(p, before[key]) for key, p in session.weights.named.items())
     assert stopped.value.dump is not None
     dump = read_dump(stopped.value.dump)
-    assert dump.where == "loss" and not dump.checked["loss"].isfinite()
+    assert dump.where == "loss" and not dump.checked["loss"].isfinite().any()
     assert dump.info["prompts"] and dump.batch["state"].isfinite().all()
 
 
@@ -167,9 +167,12 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(folder: Path, model
         first = session.weights.parameters[0]
         first.register_hook(lambda gradient: gradient * math.nan)
         before = first.detach().clone()
-        with pytest.raises(NonFiniteError, match="gradient is not finite"):
+        with pytest.raises(NonFiniteError, match="gradient is not finite") as stopped:
             flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
         assert torch.equal(first, before)
+    assert stopped.value.dump is not None
+    dump = read_dump(stopped.value.dump)
+    assert dump.where == "gradient" and dump.checked["loss"].isfinite().all() and dump.batch["state"].isfinite().all()
 
 
 def test_a_reward_that_fails_stops_the_run_with_its_traceback(folder: Path, model: Path) -> None:

@@ -41,7 +41,8 @@ def test_the_error_says_what_where_and_the_dump_holds_it(tmp_path: Path, value: 
     text = str(caught.value)
     assert "before the update of step 12 on rank 0: log-prob is not finite" in text
     assert f"log_prob: {int(value != value)} NaN and {int(value == value)} infinite of 2" in text
-    assert str(caught.value.dump) in text and "optimizer.lr" in text
+    assert f"`genrl replay {caught.value.dump}`" in text and "optimizer.lr" in text
+    assert "reward" not in text  # an infinite score is no score: it cannot be the cause
     assert caught.value.dump is not None
     dump = read_dump(caught.value.dump)
     assert (dump.step, dump.where, dump.info) == (12, "log-prob", {"prompts": ["<b>", "two"], "seeds": [1, 2]})
@@ -63,6 +64,15 @@ def test_a_dump_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -
     with pytest.raises(NonFiniteError, match="could not be dumped") as caught:
         check(tmp_path, float("nan"))
     assert caught.value.dump is None
+
+
+def test_without_a_micro_batch_there_is_no_dump(tmp_path: Path) -> None:
+    bad = {"gradient": torch.tensor(float("inf"))}
+    with pytest.raises(
+        NonFiniteError, match="Each micro-batch of this rank was finite: see the dumps of the"
+    ) as caught:
+        require_finite(bad, where="gradient", step=1, dumps=tmp_path / "dumps", batch={}, info={})
+    assert caught.value.dump is None and not (tmp_path / "dumps").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -115,6 +125,6 @@ def test_all_ranks_stop_when_one_has_a_nan(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
     subprocess.run([*command, str(tmp_path)], check=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert "on rank 1: loss is not finite" in (tmp_path / "error-1.txt").read_text()
-    assert "another rank found a loss that is not finite" in (tmp_path / "error-0.txt").read_text()
+    assert "another rank found a number that is not finite" in (tmp_path / "error-0.txt").read_text()
     assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step-000003-loss-rank-1"]
     assert read_dump(tmp_path / "dumps" / "step-000003-loss-rank-1").info == {"rank": 1}

@@ -1,0 +1,187 @@
+"""`genrl replay`: the micro-batch that stopped a run, run again, to find where its numbers stop being finite.
+
+A dump (`runtime.guards`) holds what the loss was made of, the settings of the trainer and, of an adapter, the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from genrl.config import Config, DiffusionNFT, FlowGRPO
+from genrl.config import load as load_config
+from genrl.diffusion.flow_grpo import reference_kl
+from genrl.diffusion.loading import load_pipeline
+from genrl.diffusion.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.weights import Weights
+from genrl.objectives.matching import diffusion_nft_loss
+from genrl.objectives.policy_losses import clipped_surrogate, kl_velocity
+from genrl.runtime import checkpoint
+from genrl.runtime.guards import Dump, non_finite, read_dump
+from genrl.runtime.run import Run
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a dump holds, and what came of running it again."""
+
+    dump: Dump
+    weights: str
+    """Where the weights came from, in words."""
+    recorded: Tensors
+    """As the run had it, the weights left out."""
+    tensors: Tensors
+    """As it came out now, in the order of computation."""
+    module: str | None
+    """First module of the denoiser whose output was not finite, with its class."""
+    gradients: list[str]
+    """Parameters whose gradient is not finite, in the order of the network."""
+
+
+def replay(folder: Path, run: Path | None = None) -> Replay:
+    """Run a dump again under the conditions that were recorded; run: its run folder, where it was moved out of it.
+
+    Raises ValueError where the folder holds no dump, or there is no run around it.
+    """
+    if not (folder / "dump.json").is_file():
+        raise ValueError(
+            f"{folder} is no dump: it has no dump.json. A run that was stopped by a number that is not finite has its "
+            "dumps in RUN/dumps/step-..."
+        )
+    found = Run(run or folder.resolve().parent.parent)
+    if not found.config.is_file():
+        raise ValueError(f"{found.folder} is not a run folder: it has no config.yaml. Name the dump's run by --run")
+    dump, config = read_dump(folder), load_config(found.config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = Policy(
+        load_pipeline(config.model).to(device),
+        autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
+        reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
+        offload_text_encoders=config.model.offload_text_encoders,
+    )
+    weights = Weights(policy.denoisers, config.model.lora, seed=config.seed)
+    if not weights.is_lora:
+        weights.snapshot("reference")
+    source = _put_weights(weights, dump, found)
+    if config.model.gradient_checkpointing:
+        for denoiser in policy.denoisers.values():
+            denoiser.enable_gradient_checkpointing()
+
+    recorded = {name: tensor for name, tensor in dump.batch.items() if not name.startswith("weights/")}
+    given = {name: tensor.to(device) for name, tensor in recorded.items()}
+    batch = batch_of(dump.info)
+    with first_not_finite(policy.denoisers) as module:
+        made = _again(config, policy, weights, batch, given)
+        share = made["loss"].sum() / (dump.info["num_samples"] * dump.info["passes"])
+        (share * dump.info["loss_scale"]).backward()
+    gradients = {name: p.grad for name, p in weights.named.items() if p.grad is not None}
+    made["gradient"] = torch.stack(torch._foreach_norm(list(gradients.values())))
+    made = {name: tensor.detach() for name, tensor in made.items()}
+    return Replay(dump, source, recorded | dump.checked, made, next(iter(module), None), non_finite(gradients))
+
+
+def batch_of(info: Mapping[str, Any]) -> Batch:
+    """The micro-batch of a dump's record: prompts, keys of its noise, arguments of the pipeline call."""
+    initial = info["initial_keys"]
+    return Batch(
+        prompts=info["prompts"],
+        keys=[tuple(key) for key in info["keys"]],
+        sampling=info["sampling"],
+        initial_keys=None if initial is None else [tuple(key) for key in initial],
+    )
+
+
+def _put_weights(weights: Weights, dump: Dump, run: Run) -> str:
+    kept = {name.removeprefix("weights/"): t for name, t in dump.batch.items() if name.startswith("weights/")}
+    if kept:
+        weights.restore({"weights": kept})
+        return "the dump's: those of the run at that moment"
+    for path in checkpoint.steps(run.checkpoints):
+        if int(path.name.removeprefix("step-")) <= dump.step and checkpoint.problem(path) is None:
+            loaded = checkpoint.load(path)
+            weights.restore(loaded.tensors)
+            missed = dump.info["optimizer_steps"] - loaded.state["optimizer_steps"]
+            return f"{path.name}'s, {missed} updates before that moment" if missed else f"{path.name}'s: as they were"
+    return f"the model's before training: there is no checkpoint of step {dump.step} or before"
+
+
+def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given: Tensors) -> Tensors:
+    """The micro-batch's loss, as its trainer computes it, and what comes before it."""
+    trainer, reference = config.trainer, None
+    counts = given["advantage"] != 0
+    if isinstance(trainer, FlowGRPO):
+        i = int(given["step"])
+        kernel = Kernel(trainer.kernel, trainer.noise_level or 0.0)
+        states = {i: given["state"]}
+        trajectory = Trajectory(
+            batch, kernel, states, {i: given["next_state"]}, {}, given["next_state"], torch.empty(0)
+        )
+        if trainer.kl_weight > 0:
+            with torch.no_grad(), weights.reference():
+                reference = policy.replay(trajectory, i)
+        new = policy.replay(trajectory, i)
+        surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], given["advantage"], *trainer.clip_bounds)
+        loss, kl = surrogate.loss, None
+        if reference is not None:
+            kl = reference_kl(trainer.kl, new, reference)
+        made = {"model_output": new.model_output, "mean": new.mean, "std": new.std, "log_prob": new.log_prob,
+                "ratio": surrogate.ratio}  # fmt: skip
+    else:
+        assert isinstance(trainer, DiffusionNFT)
+        noisy, sigma, old = given["noisy"], given["sigma"], given["old"]
+        if trainer.kl_weight > 0:
+            with torch.no_grad(), weights.reference():
+                reference = policy.velocity(batch, noisy, sigma)
+        output = policy.velocity(batch, noisy, sigma)
+        loss, kl = diffusion_nft_loss(
+            output, old, noisy, given["clean"], sigma, given["reward_weight"],
+            beta=trainer.beta, advantage_clip=trainer.advantage_clip,
+        ), None  # fmt: skip
+        if reference is not None:
+            kl = kl_velocity(output, reference)
+        made = {"model_output": output}
+    if kl is not None:
+        loss = loss + trainer.kl_weight * kl
+        made["kl"] = kl
+    return made | {"loss": loss * counts}
+
+
+@contextmanager
+def first_not_finite(denoisers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
+    """The list gets the first module that ends, within the block, with an output that is not finite."""
+    bad: list[str] = []
+
+    def watch(name: str) -> Any:
+        def look(module: nn.Module, _: object, output: object) -> None:
+            if not bad and any(not tensor.isfinite().all() for tensor in _tensors(output)):
+                bad.append(f"{name} ({type(module).__name__})")
+
+        return look
+
+    handles = [
+        module.register_forward_hook(watch(f"{component}.{name}" if name else component))
+        for component, denoiser in denoisers.items()
+        for name, module in denoiser.named_modules()
+    ]
+    try:
+        yield bad
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from (tensor for value in output.values() for tensor in _tensors(value))
+    elif isinstance(output, list | tuple):
+        yield from (tensor for value in output for tensor in _tensors(value))

@@ -1,0 +1,142 @@
+"""What stopped a run is run again from its dump: the same numbers, and the module where they stop being finite."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from torch import nn
+
+from genrl.cli_tables import print_replay, replay_verdict
+from genrl.config import Config
+from genrl.config import dump as to_yaml
+from genrl.diffusion import replay as replaying
+from genrl.diffusion.diffusion_nft import train as train_nft
+from genrl.diffusion.flow_grpo import train as train_grpo
+from genrl.diffusion.loading import load_pipeline
+from genrl.diffusion.replay import first_not_finite, replay
+from genrl.runtime.guards import NonFiniteError, non_finite
+from genrl.runtime.run import Run, write_atomic
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+QUIET = {"evaluation": {"every": 0}}
+TRAINERS: dict[str, dict[str, Any]] = {
+    "flow_grpo": {"algorithm": "flow_grpo", "kernel": "flow_cps", "noise_level": 0.8, "kl_weight": 0.1},
+    "window": {"algorithm": "flow_grpo", "window": {"size": 1, "low": 1}, "guidance_in_training": False},
+    "diffusion_nft": {**runs.NFT, "kl_weight": 0.1, "updates_per_iteration": 2, "inner_epochs": 2},
+}
+
+
+def stopped(config: Config, call: int, spoil: float = math.nan) -> tuple[Path, torch.Tensor]:
+    """The dump of a run whose `call`-th loss (from 0) is multiplied by `spoil`, and that loss as it was."""
+    write_atomic(Run(Path(config.output)).config, to_yaml(config))
+    losses: list[torch.Tensor] = []
+    with runs.session(config) as session, pytest.raises(NonFiniteError) as error:
+        backward = session.backward
+
+        def broken(loss: torch.Tensor, *rest: Any, **counts: int) -> None:
+            losses.append(loss.detach().clone())
+            backward(loss * spoil if len(losses) == call + 1 else loss, *rest, **counts)
+
+        session.backward = broken  # type: ignore[method-assign, assignment]
+        (train_nft if config.trainer.algorithm == "diffusion_nft" else train_grpo)(session, config.trainer)  # type: ignore
+    assert error.value.dump is not None
+    return error.value.dump, losses[call]
+
+
+@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_it_computes_what_the_run_computed(folder: Path, model: Path, name: str, lora: dict[str, Any] | None) -> None:
+    """To the bit: the adapter is in the dump, other weights in the checkpoint of the iteration that was stopped."""
+    sampling = {"guidance_scale": 3.0, "same_initial_noise": name != "diffusion_nft"}
+    trainer, last = TRAINERS[name], {"flow_grpo": 5, "window": 3, "diffusion_nft": 10}[name]
+    if lora is None and name == "diffusion_nft":
+        trainer = {**trainer, "updates_per_iteration": 1, "inner_epochs": 1}
+        last = 5
+    config = runs.config(folder, model, lora=lora, trainer=trainer, sampling=sampling, iterations=2, **QUIET)
+    dump, loss = stopped(config, last)
+    again = replay(dump)
+    assert again.dump.step == 1 and again.weights.startswith("the dump's" if lora else "step-000001's: as")
+    assert torch.equal(again.tensors["loss"], loss)
+    output = again.recorded["new" if name == "diffusion_nft" else "model_output"]
+    assert torch.equal(again.tensors["model_output"], output)
+    if name != "diffusion_nft":
+        assert torch.equal(again.tensors["log_prob"], again.recorded["log_prob"])
+    assert not non_finite(again.tensors) and not again.module and not again.gradients
+    assert "everything is finite this time" in next(replay_verdict(again))
+
+
+def test_the_first_bad_module_is_named(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights blown up by the first of two updates: attention overflows in the second's forward pass."""
+    config = runs.config(
+        folder,
+        model,
+        trainer={"algorithm": "flow_grpo", "updates_per_iteration": 2},
+        optimizer={"lr": 1e25, "weight_decay": 0},
+        iterations=1,
+        **QUIET,
+    )
+    dump, _ = stopped(config, 0, spoil=1.0)
+    again = replay(dump)
+    assert again.recorded["state"].isfinite().all() and again.recorded["next_state"].isfinite().all()
+    assert non_finite(again.tensors)[0] == "model_output"
+    assert again.module is not None and again.module.startswith("transformer.transformer_blocks.0.attn.")
+    print_replay(again)
+    shown = capsys.readouterr().out
+    assert f"first module whose output is not finite: {again.module}" in shown.replace("\n", "")
+    assert "loss not finite at step 0, trainer flow_grpo" in shown and "log_prob" in shown
+
+
+def test_a_gradient_alone_is_found(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = runs.config(folder, model, trainer={"algorithm": "flow_grpo"}, iterations=1, **QUIET)
+    load = load_pipeline
+
+    def planted(settings: Any) -> Any:
+        pipe = load(settings)
+        pipe.transformer.proj_out.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], math.inf),))
+        return pipe
+
+    monkeypatch.setattr("genrl.diffusion.train.load_pipeline", planted)
+    monkeypatch.setattr(replaying, "load_pipeline", planted)
+    dump, _ = stopped(config, 0, spoil=1.0)
+    assert "-gradient-rank-0" in dump.name
+    again = replay(dump)
+    assert again.dump.checked["loss"].isfinite().all() and not again.dump.checked["gradient"].isfinite()
+    assert again.module is None and again.gradients and non_finite(again.tensors) == ["gradient"]
+    assert again.gradients[-1] in next(replay_verdict(again))
+
+
+def test_a_dump_elsewhere_needs_its_run(folder: Path, model: Path) -> None:
+    config = runs.config(folder, model, iterations=1, **QUIET)
+    dump, loss = stopped(config, 0)
+    moved = dump.rename(folder / "moved")
+    with pytest.raises(ValueError, match="is not a run folder: it has no config.yaml. Name the dump's run by --run"):
+        replay(moved)
+    assert torch.equal(replay(moved, Path(config.output)).tensors["loss"], loss)
+
+
+def test_a_full_fine_tuning_without_checkpoint_says_so(folder: Path, model: Path) -> None:
+    config = runs.config(folder, model, lora=None, iterations=1, **QUIET)
+    dump, loss = stopped(config, 0)
+    again = replay(dump)
+    assert again.weights.startswith("the model's before training") and torch.equal(again.tensors["loss"], loss)
+
+
+def test_modules_are_watched_inside_tuples_and_dictionaries() -> None:
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"a": (x, [x.log()])}
+
+    network = nn.Sequential(nn.Identity(), Nested())
+    with first_not_finite({"net": network}) as bad:
+        network(torch.ones(2))
+        assert bad == []
+        network(torch.zeros(2))
+    assert bad == ["net.1 (Nested)"]
+    network(torch.zeros(2))  # no longer watched
+    assert len(bad) == 1
