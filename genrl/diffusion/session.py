@@ -168,6 +168,9 @@ class Session:
             if non_finite(checked):
                 numbers = {"num_samples": num_samples, "passes": passes, "loss_scale": scale}
                 self.suspect = Suspect(batch, checked, {name: t.detach() for name, t in tensors.items()}, numbers)
+        mine = sum(len(m.slots) for m in self._rollouts.mine.values())  # the whole bar stands for them
+        done = len(batch) / (passes * self.config.trainer.inner_epochs)
+        self.progress.advance(done * self.config.sampling.images_per_iteration / mine)
         self.watchdog.beat("training", self.iteration)
 
     def step(self) -> float:

@@ -40,7 +40,7 @@ class Progress:
         self.console = console or Console(stderr=True)
         self.enabled, self.quiet_s, self.clock = enabled, quiet_s, clock
         self.began = clock()
-        self.name, self.total, self.count, self.phase_began = "starting", 0, 0, self.began
+        self.name, self.total, self.count, self.phase_began = "starting", 0, 0.0, self.began
         self.printed = -float("inf")
         live = enabled and self.console.is_terminal
         self.live = (
@@ -60,9 +60,10 @@ class Progress:
 
     def phase(self, name: str, total: int = 0) -> None:
         """A phase begins ("sampling", "scoring", "training", "evaluating") with `total` images to do."""
-        self.name, self.total, self.count, self.phase_began = name, total, 0, self.clock()
+        self.name, self.total, self.count, self.phase_began = name, total, 0.0, self.clock()
 
-    def advance(self, images: int) -> None:
+    def advance(self, images: float) -> None:
+        """So many images of the phase's total are done; parts of one where each is gone through several times."""
         self.count += images
 
     def finish_iteration(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -101,7 +102,7 @@ class Progress:
         running = min(self.done + 1, self.iterations)
         line = Text.assemble((f"{self.name:<10}", "bold cyan"), f" iteration {running}/{self.iterations}")
         if self.total:
-            line.append(f"  {self.count}/{self.total}")
+            line.append(f"  {self.count:.0f}/{self.total}")
         if self.count and seconds > 0:
             line.append(f"  {self.count / seconds:.3g} images/s", "green")
         left = self._left()

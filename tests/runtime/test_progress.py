@@ -67,6 +67,17 @@ def test_the_live_line() -> None:
     assert progress._line().plain.split() == "training iteration 2/10 18 s left".split()
 
 
+def test_parts_of_images_add_up_to_the_total() -> None:
+    progress = Progress(1, console=Console(file=io.StringIO()), clock=Clock())
+    progress.phase("training", 7)
+    for _ in range(2 * 7):
+        progress.advance(1 / 3)
+    assert progress._line().plain.split() == "training iteration 1/1 5/7 0 s so far".split()
+    for _ in range(7):
+        progress.advance(1 / 3)
+    assert "7/7" in progress._line().plain
+
+
 def test_markup_in_what_is_said_stays_text() -> None:
     out = io.StringIO()
     Progress(1, console=Console(file=out)).say("[red]prompt[/red] 3")
