@@ -20,7 +20,7 @@ from torch import Tensor
 from genrl.config import DiffusionNFT
 from genrl.diffusion.metering import Meter
 from genrl.diffusion.policy import Batch, Trajectory
-from genrl.diffusion.rollout import MicroBatch
+from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages import group_advantages, group_statistics
@@ -38,8 +38,6 @@ def train(session: Session, settings: DiffusionNFT) -> None:
             f"trainer.algorithm: diffusion_nft needs a flow-matching model; {config.model.path} predicts "
             f"{policy.prediction_type}. Use flow_grpo with kernel: ddim"
         )
-    num_steps = config.sampling.num_inference_steps
-    num_draws = settings.timesteps_per_sample or max(1, num_steps - 1)
     if OLD not in weights.snapshots:  # a resumed run has it
         weights.snapshot(OLD)
     decay = nft_old_policy_decay(session.optimizer_steps, settings.old_policy_decay)
@@ -51,70 +49,78 @@ def train(session: Session, settings: DiffusionNFT) -> None:
     for _ in session.iterations():
         # 1, 2. Collect and score.
         rollouts = session.collect(draw)
-
-        # 3. Estimate.
-        advantages = group_advantages(
-            rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
-        )
-        reward_weight = nft_reward_weight(advantages, settings.advantage_clip)
-        meter = Meter()
-        meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
-        meter.add("nft/reward_weight_mean", reward_weight)
-        on_policy = decay == 0.0  # until the first update the old policy is the present one: its pass is saved
-
-        # 4. Update.
-        for epoch in range(settings.inner_epochs):
-            for micro_batches, num_samples in rollouts.updates(settings.updates_per_iteration):
-                for micro_batch in micro_batches:
-                    clean, batch = micro_batch.trajectory.final, micro_batch.batch
-                    r = reward_weight[micro_batch.slots].to(policy.device)
-                    counts = (advantages[micro_batch.slots] != 0).to(policy.device)  # not: no score, or no spread
-                    for sigma, noise in forward_draws(micro_batch, num_draws, epoch):
-                        level = sigma.view(-1, *[1] * (clean.dim() - 1))
-                        noisy = (1.0 - level) * clean + level * noise
-                        old = reference = None
-                        if not on_policy:
-                            with torch.no_grad(), weights.use(OLD):
-                                old = policy.velocity(batch, noisy, sigma)
-                        if settings.kl_weight > 0:
-                            with torch.no_grad(), weights.reference():
-                                reference = policy.velocity(batch, noisy, sigma)
-                        new = policy.velocity(batch, noisy, sigma)
-                        old = new.detach() if old is None else old
-                        loss = diffusion_nft_loss(
-                            new, old, noisy, clean, sigma, r,
-                            beta=settings.beta, advantage_clip=settings.advantage_clip,
-                        )  # fmt: skip
-                        if reference is not None:
-                            kl = kl_velocity(new, reference)
-                            loss = loss + settings.kl_weight * kl
-                            meter.add("kl", kl)
-                        loss = loss * counts
-                        session.backward(
-                            loss,
-                            batch,
-                            {
-                                "clean": clean,
-                                "noise": noise,
-                                "sigma": sigma,
-                                "noisy": noisy,
-                                "advantage": advantages[micro_batch.slots],
-                                "reward_weight": r,
-                                "old": old,
-                                "new": new,
-                            },
-                            num_samples=num_samples,
-                            passes=num_draws,
-                        )
-                        meter.add("loss", loss)
-                        meter.add("nft/old_deviation", kl_velocity(new, old))
-                meter.add("grad_norm", torch.tensor([session.step()]))
-                on_policy = False
-
+        # Until the first update after a decay of 0 the old policy is the present one: its pass is saved.
+        metrics = learn(session, settings, rollouts, on_policy=decay == 0.0)
+        del rollouts
         # 5. The policy that samples follows the one that is trained.
         decay = nft_old_policy_decay(session.optimizer_steps, settings.old_policy_decay)
         weights.blend(OLD, decay)
-        session.finish(meter.result() | {"policy/old_decay": decay})
+        session.finish(metrics | {"policy/old_decay": decay})
+
+
+def learn(session: Session, settings: DiffusionNFT, rollouts: Rollouts, *, on_policy: bool) -> dict[str, float]:
+    """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
+    policy, weights = session.policy, session.weights
+    num_draws = settings.timesteps_per_sample or max(1, session.config.sampling.num_inference_steps - 1)
+
+    # 3. Estimate.
+    advantages = group_advantages(
+        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
+    )
+    reward_weight = nft_reward_weight(advantages, settings.advantage_clip)
+    meter = Meter()
+    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+    meter.add("nft/reward_weight_mean", reward_weight)
+
+    # 4. Update.
+    for epoch in range(settings.inner_epochs):
+        for micro_batches, num_samples in rollouts.updates(settings.updates_per_iteration):
+            for micro_batch in micro_batches:
+                clean, batch = micro_batch.trajectory.final, micro_batch.batch
+                r = reward_weight[micro_batch.slots].to(policy.device)
+                counts = (advantages[micro_batch.slots] != 0).to(policy.device)  # not: no score, or no spread
+                for sigma, noise in forward_draws(micro_batch, num_draws, epoch):
+                    level = sigma.view(-1, *[1] * (clean.dim() - 1))
+                    noisy = (1.0 - level) * clean + level * noise
+                    old = reference = None
+                    if not on_policy:
+                        with torch.no_grad(), weights.use(OLD):
+                            old = policy.velocity(batch, noisy, sigma)
+                    if settings.kl_weight > 0:
+                        with torch.no_grad(), weights.reference():
+                            reference = policy.velocity(batch, noisy, sigma)
+                    new = policy.velocity(batch, noisy, sigma)
+                    old = new.detach() if old is None else old
+                    loss = diffusion_nft_loss(
+                        new, old, noisy, clean, sigma, r,
+                        beta=settings.beta, advantage_clip=settings.advantage_clip,
+                    )  # fmt: skip
+                    if reference is not None:
+                        kl = kl_velocity(new, reference)
+                        loss = loss + settings.kl_weight * kl
+                        meter.add("kl", kl)
+                    loss = loss * counts
+                    session.backward(
+                        loss,
+                        batch,
+                        {
+                            "clean": clean,
+                            "noise": noise,
+                            "sigma": sigma,
+                            "noisy": noisy,
+                            "advantage": advantages[micro_batch.slots],
+                            "reward_weight": r,
+                            "old": old,
+                            "new": new,
+                        },
+                        num_samples=num_samples,
+                        passes=num_draws,
+                    )
+                    meter.add("loss", loss)
+                    meter.add("nft/old_deviation", kl_velocity(new, old))
+            meter.add("grad_norm", torch.tensor([session.step()]))
+            on_policy = False
+    return meter.result()
 
 
 def forward_draws(micro_batch: MicroBatch, count: int, epoch: int) -> list[tuple[Tensor, Tensor]]:

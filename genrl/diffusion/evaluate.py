@@ -11,9 +11,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 import rewards
+from genrl.config import Config
 from genrl.diffusion.policy import Batch, Policy
-from genrl.diffusion.rollout import Scored, score
+from genrl.diffusion.rollout import Rollouts, Scored, call_arguments, score, to_bytes
 from genrl.prompts import Prompt
+from genrl.runtime import pictures
+from genrl.runtime.metrics import MetricLogger
+from genrl.runtime.run import Run
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ def evaluate(
     process: int = 0,
     num_processes: int = 1,
     advance: Callable[[int], None] = lambda images: None,
+    beat: Callable[[], None] = lambda: None,
 ) -> Evaluated:
     """Draw one picture per prompt from noise that depends on (seed, row) alone, and score it.
 
@@ -69,13 +74,67 @@ def evaluate(
         if k < len(starts):
             pieces.append((rows, images))
         advance(len(rows) * num_processes)
-    scored = score(scorers, pieces, prompts, list(range(len(prompts))))
+    scored = score(scorers, pieces, prompts, list(range(len(prompts))), beat)
     by_label = {label: values.tolist() for label, values in scored.values.items()}
     total = torch.tensor(rewards.weighted_sum(by_label, weights), dtype=torch.float64)
-    shown = [(r, _to_bytes(image)) for rows, images in pieces for r, image in zip(rows, images, strict=True)]
+    shown = [(r, to_bytes(image)) for rows, images in pieces for r, image in zip(rows, images, strict=True)]
     gathered = sorted(gather_object([(r, image) for r, image in shown if r < num_pictures]), key=lambda item: item[0])
     return Evaluated(scored, total, [p.text for p in prompts], [image.float() / 255 for _, image in gathered])
 
 
-def _to_bytes(image: Tensor) -> Tensor:
-    return (image * 255).round().clamp(0, 255).to(torch.uint8)
+def evaluate_held_out(
+    config: Config,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    scorers: Mapping[str, rewards.Reward],
+    weights: Mapping[str, float],
+    *,
+    process: int,
+    num_processes: int,
+    advance: Callable[[int], None],
+    beat: Callable[[], None],
+) -> Evaluated:
+    """`evaluate` as the configuration of a run says."""
+    settings = config.evaluation
+    named = {
+        "num_inference_steps": settings.num_inference_steps,
+        "guidance_scale": settings.guidance_scale,
+    }
+    return evaluate(
+        policy,
+        prompts,
+        scorers,
+        weights,
+        call_arguments(config.sampling) | {name: value for name, value in named.items() if value is not None},
+        batch_size=settings.batch_size or config.sampling.batch_size,
+        seed=settings.seed,
+        num_pictures=settings.grid_prompts,
+        process=process,
+        num_processes=num_processes,
+        advance=advance,
+        beat=beat,
+    )
+
+
+def show(found: Evaluated, run: Run, log: MetricLogger, iteration: int) -> None:
+    """The pictures of an evaluation as a grid, each with its scores."""
+    if not found.images:
+        return
+    shown = len(found.images)
+    scores = {label: values[:shown].tolist() for label, values in found.scored.values.items()}
+    grid = pictures.save_samples(run.samples, iteration, found.images, found.prompts[:shown], scores)
+    log.log_picture(iteration, "samples/grid", grid)
+
+
+def draw_best_and_worst(rollouts: Rollouts, run: Run, log: MetricLogger, iteration: int) -> None:
+    """Best and worst sample of the groups that this process drew (its own pictures only)."""
+    slots = [s for m in rollouts.mine.values() for s in m.slots]
+    picture = pictures.best_and_worst(
+        [image.float() / 255 for m in rollouts.mine.values() for image in m.images],
+        [float(rollouts.total[s]) for s in slots],
+        [int(rollouts.group[s]) for s in slots],
+        [rollouts.prompts[s] for s in slots],
+    )
+    if picture is not None:
+        pictures.save_png(picture, run.samples / f"step-{iteration:06d}-best-worst.png")
+        log.log_picture(iteration, "samples/best_worst", picture)

@@ -13,10 +13,12 @@ Settings make it Dance-GRPO (`kernel: dance_sde`), Flow-CPS (`flow_cps`), DDPO-s
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config import FlowGRPO
@@ -39,68 +41,71 @@ from genrl.objectives.policy_losses import (
 
 def train(session: Session, settings: FlowGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights, config = session.policy, session.weights, session.config
     kernel = choose_kernel(session, settings)
     checked = False
-
     for iteration in session.iterations():
-        steps = stochastic_steps(settings, config.sampling.num_inference_steps, config.seed, iteration)
-
+        steps = stochastic_steps(settings, session.config.sampling.num_inference_steps, session.config.seed, iteration)
         # 1, 2. Collect and score.
-        rollouts = session.collect(partial(policy.roll_out, kernel=kernel, stochastic=steps))
+        rollouts = session.collect(partial(session.policy.roll_out, kernel=kernel, stochastic=steps))
         if not checked:
             check_on_policy(session, settings, rollouts)
             checked = True
+        metrics = learn(session, settings, rollouts)
+        del rollouts
+        session.finish(metrics | {"window/first": float(steps[0]), "window/size": float(len(steps))})
 
-        old_log_probs = old_policy(session, settings, rollouts)
 
-        # 3. Estimate.
-        advantages = group_advantages(
-            rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
-        )
-        meter = Meter()
-        meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts) -> dict[str, float]:
+    """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
+    policy, weights = session.policy, session.weights
+    old_log_probs = old_policy(session, settings, rollouts)
 
-        # 4. Update.
-        low, high = settings.clip_bounds
-        for _ in range(settings.inner_epochs):
-            for micro_batches, num_samples in rollouts.updates(settings.updates_per_iteration):
-                for micro_batch in micro_batches:
-                    trajectory, batch = micro_batch.trajectory, judged_under(settings, micro_batch.batch)
-                    advantage = advantages[micro_batch.slots].to(policy.device)
-                    for i, old_log_prob in old_log_probs[micro_batch.slots[0]].items():
-                        reference = None
-                        if settings.kl_weight > 0:
-                            with torch.no_grad(), weights.reference():
-                                reference = policy.replay(trajectory, i, batch)
-                        new = policy.replay(trajectory, i, batch)
-                        surrogate = clipped_surrogate(new.log_prob, old_log_prob, advantage, low, high)
-                        loss = surrogate.loss
-                        if reference is not None:
-                            kl = reference_kl(settings.kl, new, reference)
-                            loss = loss + settings.kl_weight * kl
-                            meter.add("kl", kl)
-                        loss = loss * (advantage != 0)  # no score, or a group without spread: no update
-                        session.backward(
-                            loss,
-                            batch,
-                            {
-                                "step": torch.tensor(i),
-                                "state": trajectory.states[i],
-                                "next_state": trajectory.next_states[i],
-                                "advantage": advantage,
-                                "old_log_prob": old_log_prob,
-                                "model_output": new.model_output,
-                                "log_prob": new.log_prob,
-                            },
-                            num_samples=num_samples,
-                            passes=len(trajectory.log_probs),
-                        )
-                        meter.add_surrogate(surrogate, advantage)
-                        meter.add("loss", loss)
-                meter.add("grad_norm", torch.tensor([session.step()]))
+    # 3. Estimate.
+    advantages = group_advantages(
+        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
+    )
+    meter = Meter()
+    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
 
-        session.finish(meter.result() | {"window/first": float(steps[0]), "window/size": float(len(steps))})
+    # 4. Update.
+    low, high = settings.clip_bounds
+    for _ in range(settings.inner_epochs):
+        for micro_batches, num_samples in rollouts.updates(settings.updates_per_iteration):
+            for micro_batch in micro_batches:
+                trajectory, batch = micro_batch.trajectory, judged_under(settings, micro_batch.batch)
+                advantage = advantages[micro_batch.slots].to(policy.device)
+                for i, old_log_prob in old_log_probs[micro_batch.slots[0]].items():
+                    reference = None
+                    if settings.kl_weight > 0:
+                        with torch.no_grad(), weights.reference():
+                            reference = policy.replay(trajectory, i, batch)
+                    new = policy.replay(trajectory, i, batch)
+                    surrogate = clipped_surrogate(new.log_prob, old_log_prob, advantage, low, high)
+                    loss = surrogate.loss
+                    if reference is not None:
+                        kl = reference_kl(settings.kl, new, reference)
+                        loss = loss + settings.kl_weight * kl
+                        meter.add("kl", kl)
+                    loss = loss * (advantage != 0)  # no score, or a group without spread: no update
+                    session.backward(
+                        loss,
+                        batch,
+                        {
+                            "step": torch.tensor(i),
+                            "state": trajectory.states[i],
+                            "next_state": trajectory.next_states[i],
+                            "advantage": advantage,
+                            "old_log_prob": old_log_prob,
+                            "model_output": new.model_output,
+                            "log_prob": new.log_prob,
+                        },
+                        num_samples=num_samples,
+                        passes=len(trajectory.log_probs),
+                    )
+                    meter.add_surrogate(surrogate, advantage)
+                    meter.add("loss", loss)
+            meter.add("grad_norm", torch.tensor([session.step()]))
+    return meter.result()
 
 
 def choose_kernel(session: Session, settings: FlowGRPO) -> Kernel:
@@ -173,4 +178,22 @@ def check_on_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) ->
             ratio = importance_ratio(session.policy.replay(first.trajectory, i).log_prob, old)
             deviations.append((ratio - 1.0).abs().cpu())
     session.policy.model_calls = calls  # the counter is of training; a resumed run checks again
-    session.check_ratio(float(torch.cat(deviations).max()), min(settings.clip_bounds))  # NaN is the largest
+    everyone = gather_object([float(torch.cat(deviations).max())])
+    problem = off_policy(float(torch.tensor(everyone).max()), min(settings.clip_bounds))  # tensor: NaN is the largest
+    if problem is not None:
+        session.progress.say(problem)
+
+
+def off_policy(worst: float, clip: float) -> str | None:
+    """What to say of the largest |ratio - 1| before the first update. Raises RuntimeError above a tenth of `clip`."""
+    if worst == 0.0:
+        return None
+    found = f"before the first update the ratio of the replayed to the recorded policy is off 1 by {worst:.3g}"
+    if worst > clip / 10 or math.isnan(worst):
+        raise RuntimeError(
+            f"{found}, more than a tenth of trainer.clip_range ({clip:g}): training does not replay what sampling "
+            "did. Usual causes: a pipeline option that depends on the position in the loop (skip-layer guidance, "
+            "guidance intervals: take it out of sampling.pipeline_args), low precision (model.dtype float32 or "
+            "float16 instead of bfloat16), kernels that are not deterministic. Or widen trainer.clip_range."
+        )
+    return f"{found}; below a tenth of the clip range ({clip:g}): rounding of the kernels in use"

@@ -35,7 +35,7 @@ class MicroBatch:
     slots: list[int]
     trajectory: Trajectory
     images: Tensor
-    """float32 in [0, 1] on the CPU: [B, 3, H, W], or [B, F, 3, H, W]."""
+    """uint8 on the CPU: [B, 3, H, W], or [B, F, 3, H, W]. For pictures of the run; rewards had them as floats."""
 
     @property
     def batch(self) -> Batch:
@@ -70,6 +70,15 @@ class Rollouts:
     """Weighted sum of the rewards, float64 [N]; NaN = no score."""
     batch_sizes: list[int] = field(default_factory=list)
     """Samples in the micro-batch at each position."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def sample_elements(self) -> int:
+        """Numbers in one sample's state; 1 where this process drew none."""
+        return next((m.trajectory.final[0].numel() for m in self.mine.values()), 1)
 
     def updates(self, count: int) -> Iterator[tuple[list[MicroBatch], int]]:
         """Cut the iteration into `count` optimiser steps: (this process's micro-batches, samples over all)."""
@@ -107,8 +116,10 @@ def collect(
     num_processes: int,
     timed: Timer,
     advance: Callable[[int], None],
+    beat: Callable[[], None],
 ) -> Rollouts:
-    """Draw, decode and score one iteration. `draw` samples a micro-batch; `advance` is told of finished samples."""
+    """Draw, decode and score one iteration. `draw` samples a micro-batch; `advance` is told of finished samples,
+    `beat` called after each call of a reward."""
     sampling = config.sampling
     rows = prompt_indices(len(prompts), sampling.prompts_per_iteration, seed=config.seed, iteration=iteration)
     slot_rows = [prompts[row] for row in rows for _ in range(sampling.group_size)]
@@ -117,6 +128,7 @@ def collect(
     arguments = call_arguments(sampling)
 
     mine: dict[int, MicroBatch] = {}
+    decoded: list[Tensor] = []
     for position in range(process, -(-len(plan) // num_processes) * num_processes, num_processes):
         if position >= len(plan):  # another process has one more: meet it where the end is agreed
             advance(0)
@@ -135,11 +147,13 @@ def collect(
                 trajectory = draw(batch)
             with timed("decode"):
                 images = policy.decode(batch, trajectory.final).cpu()
-        mine[position] = MicroBatch(slots, trajectory, images)
+        mine[position] = MicroBatch(slots, trajectory, to_bytes(images))
+        decoded.append(images)
         advance(len(slots))
 
     with timed("score"):
-        scored = score(scorers, [(m.slots, m.images) for m in mine.values()], slot_rows, group.tolist())
+        pieces = [(m.slots, images) for m, images in zip(mine.values(), decoded, strict=True)]
+        scored = score(scorers, pieces, slot_rows, group.tolist(), beat)
     by_label = {label: values.tolist() for label, values in scored.values.items()}
     total = torch.tensor(rewards.weighted_sum(by_label, weights), dtype=torch.float64)
     return Rollouts(
@@ -158,6 +172,7 @@ def score(
     pieces: Sequence[tuple[list[int], Tensor]],
     rows: Sequence[Prompt],
     group: Sequence[int],
+    beat: Callable[[], None] = lambda: None,
 ) -> Scored:
     """Score this process's pieces (slots, images) by every reward and gather the scores of all processes.
 
@@ -182,6 +197,7 @@ def score(
                     ),
                 )
             )
+            beat()
     # A picture that is not finite has no score, whatever a reward makes of it.
     mine = [s for slots, images in pieces for s, image in zip(slots, images, strict=True) if not image.isfinite().all()]
     broken = set(gather_object(mine))
@@ -212,6 +228,11 @@ def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
         metrics[f"reward/{label}_failed"] = float(values.isnan().sum())
     metrics |= {f"reward/{name}_mean": _mean(values) for name, values in scored.parts.items()}
     return metrics
+
+
+def to_bytes(image: Tensor) -> Tensor:
+    """Floats in [0, 1] as uint8; what is not a number is black."""
+    return (image.nan_to_num() * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def _mean(values: Tensor) -> float:

@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,19 +18,20 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
 import rewards
 from genrl.config import Config, Optimizer
-from genrl.diffusion.evaluate import evaluate
+from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.export import save_lora
 from genrl.diffusion.policy import Batch, Policy, Trajectory
 from genrl.diffusion.rollout import Rollouts, call_arguments, collect, score_metrics
 from genrl.diffusion.sharding import load_optimizer_state, local, whole, whole_optimizer_state
 from genrl.diffusion.weights import Weights
+from genrl.mdp.noise import derive_seed
 from genrl.prompts import Prompt
-from genrl.runtime import checkpoint, pictures, state
+from genrl.runtime import checkpoint, state
 from genrl.runtime.guards import any_rank, non_finite, require_finite
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
@@ -50,9 +52,19 @@ class Suspect:
     numbers: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Before:
+    """What an iteration changes, as it was before its first update."""
+
+    weights: dict[str, Tensor]
+    average: dict[str, Tensor] | None
+    optimizer: dict[str, Any]
+    optimizer_steps: int
+
+
 class Abandoned(Exception):
     """The process is to end, and what is running can be left without loss: an evaluation, or an iteration that has
-    changed nothing yet."""
+    changed nothing or can be taken back."""
 
 
 @dataclass
@@ -76,13 +88,22 @@ class Session:
     iteration: int = 0
     """Finished iterations."""
     optimizer_steps: int = 0
-    """Finished optimiser steps."""
+    """Optimiser steps so far, skipped ones included: the position in the learning-rate schedule."""
+    updates: int = 0
+    """Optimiser steps of the running iteration that changed the weights."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds per phase of the running iteration."""
     unfinished_row: dict[str, float] | None = None
     """Metrics of the last iteration where its evaluation was left; kept in the checkpoint."""
     suspect: Suspect | None = None
     """First micro-batch of this process whose loss or gradient was not finite."""
+    rollouts: Rollouts | None = None
+    """Samples of the running iteration."""
+    _before: Before | None = None
+    _started: float = 0.0
+    _train_started: float = 0.0
+    _calls: int = 0
+    _sample_calls: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -90,10 +111,17 @@ class Session:
 
     @property
     def loss_scale(self) -> float:
-        """Power of two that keeps gradients of float16 activations from underflow: a log-probability that is a mean
-        over 10^4 to 10^6 numbers has gradients below float16's smallest. Gradients are divided by it again."""
-        model = self.config.model
-        return 2.0**14 if "float16" in (model.dtype, model.autocast) else 1.0
+        """Power of two by which losses are multiplied before their backward pass where activations are float16, and
+        gradients divided after it. A loss is a mean over samples and steps, and over the elements of a sample where
+        log-probabilities are: undone, the gradient of an activation is of order 1 instead of below float16's least.
+        """
+        config = self.config
+        if self.rollouts is None or "float16" not in (config.model.dtype, config.model.autocast):
+            return 1.0
+        terms = self.rollouts.num_samples / config.trainer.updates_per_iteration * config.sampling.num_inference_steps
+        if getattr(config.trainer, "log_prob_reduction", "mean") == "mean":
+            terms *= self.rollouts.sample_elements
+        return 2.0 ** round(math.log2(terms))
 
     def iterations(self) -> Iterator[int]:
         """The iterations still to do, 0-based; fewer where the process is asked to end."""
@@ -107,8 +135,14 @@ class Session:
             self.unfinished_row = None
         while self.iteration < self.config.iterations and not any_rank(self.stop.requested, self.accelerator):
             self.timings.clear()
-            self._started, self._calls, self._updated = time.perf_counter(), self.policy.model_calls, False
+            self._started, self._calls, self.updates = time.perf_counter(), self.policy.model_calls, 0
+            self._seed_globals("iteration")
             yield self.iteration
+
+    def _seed_globals(self, phase: str) -> None:
+        """Nothing here draws from the global generators, but a user's reward or a pipeline may: they start from the
+        same numbers whether the run was stopped before or not."""
+        set_seed(derive_seed(self.config.seed, phase, self.iteration, self.accelerator.process_index) % 2**32)
 
     def collect(self, draw: Callable[[Batch], Trajectory]) -> Rollouts:
         """This iteration's samples, drawn micro-batch by micro-batch with `draw`, and their scores."""
@@ -125,12 +159,13 @@ class Session:
             num_processes=self.accelerator.num_processes,
             timed=self.timed,
             advance=self.advance,
+            beat=self.beat,
         )
         self._sample_calls = self.policy.model_calls - self._calls
         self.leave_if_asked()
         self.phase("training", self.config.sampling.images_per_iteration)
         self._train_started = time.perf_counter()
-        self._rollouts = rollouts
+        self.rollouts = rollouts
         return rollouts
 
     def phase(self, name: str, images: int) -> None:
@@ -144,8 +179,14 @@ class Session:
         if self.progress.name in ("sampling", "evaluating"):
             self.leave_if_asked()
 
+    def beat(self) -> None:
+        """Tell the watchdog that something was done."""
+        self.watchdog.beat(self.progress.name, self.iteration)
+
     def leave_if_asked(self) -> None:
-        """Raise Abandoned in all processes where one was asked to end."""
+        """Raise Abandoned in all processes where one was asked to end, and the iteration can be left."""
+        if self.updates and self._before is None:
+            return
         if any_rank(self.stop.requested, self.accelerator):
             raise Abandoned
 
@@ -158,8 +199,9 @@ class Session:
         what the loss is made from (`replay.py` makes it again): they go into the dump, should it or its gradient not
         be finite; that all processes stop is agreed in `step`.
         """
-        if not self._updated and self.accelerator.num_processes == 1:
+        if self.accelerator.num_processes == 1:
             self.leave_if_asked()
+        assert self.rollouts is not None
         scale = self.loss_scale
         (loss.sum() / (num_samples * passes) * scale).backward()
         if self.suspect is None:
@@ -168,7 +210,7 @@ class Session:
             if non_finite(checked):
                 numbers = {"num_samples": num_samples, "passes": passes, "loss_scale": scale}
                 self.suspect = Suspect(batch, checked, {name: t.detach() for name, t in tensors.items()}, numbers)
-        mine = sum(len(m.slots) for m in self._rollouts.mine.values())  # the whole bar stands for them
+        mine = sum(len(m.slots) for m in self.rollouts.mine.values())  # the whole bar stands for them
         done = len(batch) / (passes * self.config.trainer.inner_epochs)
         self.progress.advance(done * self.config.sampling.images_per_iteration / mine)
         self.watchdog.beat("training", self.iteration)
@@ -179,8 +221,7 @@ class Session:
         One collective for the gradient, one to agree. Raises NonFiniteError in all processes together where a loss or
         the gradient is not finite; the weights are then untouched.
         """
-        if not self._updated:
-            self.leave_if_asked()
+        self.leave_if_asked()
         parameters = self.weights.parameters
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         torch._foreach_div_(gradients, self.loss_scale)
@@ -193,18 +234,45 @@ class Session:
         norm = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in gradients]))
         self._require_finite(norm)
         norm = float(norm)
-        scale = min(1.0, self.config.optimizer.max_grad_norm / (norm + 1e-6))
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.mul_(scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config.optimizer, self.optimizer_steps, self.config.optimizer_steps)
-        self.optimizer.step()
+        if norm > 0.0:  # else no sample counted, and momentum or weight decay alone must not move the weights
+            self._keep_before()
+            scale = min(1.0, self.config.optimizer.max_grad_norm / (norm + 1e-6))
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.mul_(scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(self.config.optimizer, self.optimizer_steps, self.config.optimizer_steps)
+            self.optimizer.step()
+            self.updates += 1
+            if self.config.ema is not None:
+                self.weights.blend(AVERAGE, self.config.ema.decay)
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer_steps += 1
-        self._updated = True
-        if self.config.ema is not None:
-            self.weights.blend(AVERAGE, self.config.ema.decay)
         return norm
+
+    def _keep_before(self) -> None:
+        """Before the first of several updates: so that the iteration can be left on a signal. Of adapters only; a
+        copy of all that full fine-tuning changes would be three models."""
+        trainer = self.config.trainer
+        if self.updates or not self.weights.is_lora or trainer.updates_per_iteration * trainer.inner_epochs == 1:
+            return
+        self._before = Before(
+            {key: p.detach().clone() for key, p in self.weights.named.items()},
+            {k: t.clone() for k, t in self.weights.snapshots[AVERAGE].items()} if self.config.ema is not None else None,
+            deepcopy(self.optimizer.state_dict()),
+            self.optimizer_steps,
+        )
+
+    def take_back(self) -> None:
+        """Undo the updates of the running iteration, which was left."""
+        before = self._before
+        if before is None:
+            return
+        for key, parameter in self.weights.named.items():
+            parameter.data.copy_(before.weights[key])
+        if before.average is not None:
+            self.weights.snapshots[AVERAGE] = before.average
+        self.optimizer.load_state_dict(before.optimizer)
+        self.optimizer_steps, self.updates, self._before = before.optimizer_steps, 0, None
 
     def _require_finite(self, norm: Tensor) -> None:
         kept, info, weights = self.suspect, {}, {}
@@ -232,23 +300,29 @@ class Session:
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: log, and, where due, evaluate, draw pictures and save."""
+        assert self.rollouts is not None
         self.timings["train"] = time.perf_counter() - self._train_started
         self.iteration += 1
+        self._before = None
         config, last = self.config, self.iteration == self.config.iterations
         elapsed = time.perf_counter() - self._started
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
-        row = dict(metrics) | score_metrics(self._rollouts.scored, self._rollouts.total)
+        row = dict(metrics) | score_metrics(self.rollouts.scored, self.rollouts.total)
         row |= {
             "lr": self.optimizer.param_groups[0]["lr"],
-            "updates": float(self.config.trainer.updates_per_iteration * self.config.trainer.inner_epochs),
+            "updates": float(self.updates),
             "images_per_s": config.sampling.images_per_iteration / elapsed,
             "memory/peak_mb": max(gather_object([_peak_memory_mb(self.policy.device)])),
             "model_calls/sample": float(sum(gather_object([self._sample_calls]))),
             "model_calls/train": float(sum(gather_object([train_calls]))),
         }
+        self.updates = 0
         every = config.evaluation.every
-        if every and (self.iteration % every == 0 or last):
-            self._draw_best_and_worst()
+        due = every > 0 and (self.iteration % every == 0 or last)
+        if due and self.is_main:
+            draw_best_and_worst(self.rollouts, self.run, self.log, self.iteration)
+        self.rollouts = None  # states and pictures: not beside those of the next iteration
+        if due:
             self.unfinished_row = row | self._timing_row(elapsed)
             try:
                 row |= self._evaluate(log=False)
@@ -265,18 +339,14 @@ class Session:
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""
-        path = self.run.checkpoints
+        self.beat()
         optimizer_tensors, optimizer_state = state.pack(whole_optimizer_state(self.optimizer))
         weights = self.weights.state()
-        rng = state.rng_state()
-        if not self.is_main:
-            checkpoint.save_rank(path, self.iteration, self.accelerator.process_index, rng)
-        self.accelerator.wait_for_everyone()
         if self.is_main:
             checkpoint.save(
-                path,
+                self.run.checkpoints,
                 self.iteration,
-                tensors=weights | {"optimizer": optimizer_tensors, "rng": rng},
+                tensors=weights | {"optimizer": optimizer_tensors},
                 state={
                     "optimizer_steps": self.optimizer_steps,
                     "optimizer": optimizer_state,
@@ -284,9 +354,9 @@ class Session:
                 },
                 keep=self.config.checkpoint.keep,
                 extra=self.export_lora,
-                ranks=self.accelerator.num_processes,
             )
         self.accelerator.wait_for_everyone()
+        self.beat()
 
     def restore(self, path: Path) -> None:
         """Go back to the moment of a checkpoint."""
@@ -295,10 +365,6 @@ class Session:
         load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
         self.optimizer_steps, self.iteration = loaded.state["optimizer_steps"], loaded.step
         self.unfinished_row = loaded.state["unfinished_row"]
-        rank = self.accelerator.process_index
-        rng = loaded.tensors.get("rng" if rank == 0 else f"rank-{rank}")
-        if rng is not None:  # absent where the run goes on with more processes than it had
-            state.set_rng_state(rng)
 
     def export_lora(self, folder: Path) -> None:
         """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""
@@ -310,24 +376,6 @@ class Session:
     def probe(self) -> Batch:
         """One sample, to compare models by."""
         return Batch([self.prompts[0].text], [("probe", self.config.seed)], call_arguments(self.config.sampling))
-
-    def check_ratio(self, deviation: float, clip: float) -> None:
-        """The gate before the first update: `deviation` is this process's largest |ratio - 1|, `clip` the clip range.
-
-        Raises RuntimeError in all processes where one is above a tenth of the clip range.
-        """
-        worst = float(torch.tensor(gather_object([deviation])).max())  # NaN where one is, unlike Python's max
-        if worst == 0.0:
-            return
-        found = f"before the first update the ratio of the replayed to the recorded policy is off 1 by {worst:.3g}"
-        if worst > clip / 10 or math.isnan(worst):
-            raise RuntimeError(
-                f"{found}, more than a tenth of trainer.clip_range ({clip:g}): training does not replay what sampling "
-                "did. Usual causes: a pipeline option that depends on the position in the loop (skip-layer guidance, "
-                "guidance intervals: take it out of sampling.pipeline_args), low precision (model.dtype float32 or "
-                "float16 instead of bfloat16), kernels that are not deterministic. Or widen trainer.clip_range."
-            )
-        self.progress.say(f"{found}; below a tenth of the clip range ({clip:g}): rounding of the kernels in use")
 
     def averaged(self) -> Any:
         """Context in which the models hold the averaged weights, where the run keeps an average."""
@@ -344,59 +392,26 @@ class Session:
         if not config.every or not self.eval_prompts:
             return {}
         self.phase("evaluating", len(self.eval_prompts))
+        self._seed_globals("evaluation")
         calls = self.policy.model_calls
         with self.timed("eval"), self.averaged():
-            found = evaluate(
+            found = evaluate_held_out(
+                self.config,
                 self.policy,
                 self.eval_prompts,
                 self.scorers,
                 self.reward_weights,
-                evaluation_arguments(self.config),
-                batch_size=config.batch_size or self.config.sampling.batch_size,
-                seed=config.seed,
-                num_pictures=config.grid_prompts,
                 process=self.accelerator.process_index,
                 num_processes=self.accelerator.num_processes,
                 advance=self.advance,
+                beat=self.beat,
             )
         self.policy.model_calls = calls  # the counter is of training
         if self.is_main:
-            if found.images:
-                shown = len(found.images)
-                scores = {label: values[:shown].tolist() for label, values in found.scored.values.items()}
-                grid = pictures.save_samples(
-                    self.run.samples, self.iteration, found.images, found.prompts[:shown], scores
-                )
-                self.log.log_picture(self.iteration, "samples/grid", grid)
+            show(found, self.run, self.log, self.iteration)
             if log:
                 self.log.log(self.iteration, found.metrics)
         return found.metrics
-
-    def _draw_best_and_worst(self) -> None:
-        """Best and worst sample of the groups that the main process drew (its own pictures only)."""
-        if not self.is_main:
-            return
-        rollouts = self._rollouts
-        slots = [s for m in rollouts.mine.values() for s in m.slots]
-        images = [image for m in rollouts.mine.values() for image in m.images]
-        picture = pictures.best_and_worst(
-            images,
-            [float(rollouts.total[s]) for s in slots],
-            [int(rollouts.group[s]) for s in slots],
-            [rollouts.prompts[s] for s in slots],
-        )
-        if picture is not None:
-            pictures.save_png(picture, self.run.samples / f"step-{self.iteration:06d}-best-worst.png")
-            self.log.log_picture(self.iteration, "samples/best_worst", picture)
-
-
-def evaluation_arguments(config: Config) -> dict[str, Any]:
-    """Arguments of the pipeline call in evaluation: those of the rollouts, where `evaluation` names no other."""
-    named = {
-        "num_inference_steps": config.evaluation.num_inference_steps,
-        "guidance_scale": config.evaluation.guidance_scale,
-    }
-    return call_arguments(config.sampling) | {name: value for name, value in named.items() if value is not None}
 
 
 def learning_rate(config: Optimizer, step: int, total_steps: int) -> float:
@@ -411,7 +426,7 @@ def learning_rate(config: Optimizer, step: int, total_steps: int) -> float:
 def make_accelerator(config: Config) -> Accelerator:
     """accelerate's process group and device; nothing is wrapped by it, so the pipeline keeps its own modules."""
     return Accelerator(
-        cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
+        cpu=not torch.cuda.is_available(),  # MPS has no float64 and was never tried
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.distributed.timeout_s))],
     )
 

@@ -27,7 +27,7 @@ from genrl.runtime.pictures import before_after, save_png
 from genrl.runtime.progress import Progress
 from genrl.runtime.report import write_report
 from genrl.runtime.run import Run
-from genrl.runtime.signals import Watchdog, catch_stop
+from genrl.runtime.signals import Stop, Watchdog, catch_stop
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
     check_trackers(config.trackers)
     accelerator = make_accelerator(config)
     check_processes(config, accelerator.num_processes)
-    set_seed(config.seed)  # the global generators too: rewards of the user may draw from them
+    set_seed(config.seed)  # the global generators too: loading may draw from them
     run = Run(resume or Path(config.output))
     with ExitStack() as stack:
         if accelerator.is_main_process:
@@ -51,13 +51,14 @@ def train(config: Config, resume: Path | None = None) -> Path:
             _prepare_folder(run, config, found, resume is not None, accelerator)
         accelerator.wait_for_everyone()
         stop = stack.enter_context(catch_stop())
-        watchdog = stack.enter_context(Watchdog(run, config.distributed.timeout_s, rank=accelerator.process_index))
+        watchdog = Watchdog(run, config.distributed.timeout_s, rank=accelerator.process_index)
         start = int(found.name.removeprefix("step-")) if found else 0
         progress = stack.enter_context(Progress(config.iterations, start=start, enabled=accelerator.is_main_process))
         session = open_session(config, accelerator, run, progress, watchdog, stop, start)
         stack.callback(session.log.finish)
         if found:
             session.restore(found)
+        stack.enter_context(watchdog)  # from here on there is progress to watch; loading has none to tell
         try:
             if isinstance(config.trainer, FlowGRPO):
                 flow_grpo.train(session, config.trainer)
@@ -65,7 +66,8 @@ def train(config: Config, resume: Path | None = None) -> Path:
                 assert isinstance(config.trainer, DiffusionNFT)
                 diffusion_nft.train(session, config.trainer)
         except Abandoned:
-            logger.info("the running iteration had changed nothing yet and is done again on resume")
+            session.take_back()
+            logger.info("the running iteration is done again on resume")
         finish(session)
     if stop.requested:
         raise SystemExit(stop.exit_code)
@@ -96,7 +98,7 @@ def open_session(
     run: Run,
     progress: Progress,
     watchdog: Watchdog,
-    stop: object,
+    stop: Stop,
     start: int = 0,
 ) -> Session:
     """Load prompts, rewards and the pipeline, and make its parameters trainable."""

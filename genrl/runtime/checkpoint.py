@@ -28,7 +28,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STEP = re.compile(r"step-(\d{6,})")
-_LEFTOVER = re.compile(r"step-\d{6,}\.(tmp-\d+|ranks)")
+_LEFTOVER = re.compile(r"step-\d{6,}\.tmp-\d+")
 
 logger = logging.getLogger(__name__)
 
@@ -55,32 +55,28 @@ def save(
     state: Mapping[str, object],
     keep: int,
     extra: Callable[[Path], None] | None = None,
-    ranks: int = 1,
 ) -> Path:
     """Write `folder/step-<step>/` and then delete all but the newest `keep` complete checkpoints. Rank 0 only.
 
     tensors: file stem -> named tensors, any device and layout. state: JSON. extra: called with the temporary
-    folder before the manifest is made, to write further files (the LoRA folder). ranks: how many processes;
-    those above 0 have called `save_rank` for this step, and the caller has put a barrier between.
+    folder before the manifest is made, to write further files (the LoRA folder).
 
     A step is saved once: a complete checkpoint of this step is returned as it is. Folders of later steps
     belong to a future that was given up by resuming from an earlier one; they are deleted.
     Raises CheckpointError where the disk refuses; earlier checkpoints are then untouched.
     """
-    assert keep >= 1 and step >= 0 and ranks >= 1
+    assert keep >= 1 and step >= 0
     final = folder / f"step-{step:06d}"
     temporary = folder / f"{final.name}.tmp-{os.getpid()}"
     try:
         _make_folder(folder)
-        _remove_leftovers(folder, but=f"{final.name}.ranks")
+        _remove_leftovers(folder)
         if problem(final) is None:
             return final
         _make_folder(temporary)
         for stem, named in tensors.items():
             _write_tensors(temporary / f"{stem}.safetensors", named)
         _write_text(temporary / STATE, json.dumps(state, indent=1))
-        for rank in range(1, ranks):
-            _rename(_rank_file(folder, step, rank), temporary / f"rank-{rank}.safetensors")
         if extra is not None:
             extra(temporary)
         _seal(temporary, step)
@@ -92,19 +88,6 @@ def save(
         raise CheckpointError(_write_failure(final, error)) from error
     _rotate(folder, step, keep)
     return final
-
-
-def save_rank(folder: Path, step: int, rank: int, tensors: Mapping[str, Tensor]) -> Path:
-    """What only this rank knows (rank >= 1); `save(..., ranks=N)` on rank 0 takes it in after a barrier."""
-    assert rank >= 1
-    path = _rank_file(folder, step, rank)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_tensors(path, tensors)
-        _sync(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(_write_failure(path, error)) from error
-    return path
 
 
 def steps(folder: Path) -> list[Path]:
@@ -199,7 +182,7 @@ def _seal(folder: Path, step: int) -> None:
 def _rotate(folder: Path, step: int, keep: int) -> None:
     """After the commit, so a failure here costs disk space only and must not stop the training."""
     kept = 0
-    unwanted = [_rank_file(folder, step, 1).parent]
+    unwanted = []
     for path in steps(folder):
         later = int(path.name.removeprefix("step-")) > step
         if not later and kept < keep and problem(path, hashes=False) is None:
@@ -213,14 +196,10 @@ def _rotate(folder: Path, step: int, keep: int) -> None:
             logger.warning("could not delete old checkpoint %s: %s", path, error)
 
 
-def _remove_leftovers(folder: Path, but: str) -> None:
+def _remove_leftovers(folder: Path) -> None:
     for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name) and path.name != but:
+        if _LEFTOVER.fullmatch(path.name):
             _remove(path)
-
-
-def _rank_file(folder: Path, step: int, rank: int) -> Path:
-    return folder / f"step-{step:06d}.ranks" / f"rank-{rank}.safetensors"
 
 
 def _write_failure(path: Path, error: Exception) -> str:

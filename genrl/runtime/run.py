@@ -27,7 +27,7 @@ import yaml
 
 EDITABLE = ("iterations", "checkpoint.*", "evaluation.*", "trackers", "output")
 _PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
-_BEFORE_TRAINING = {"config.yaml", "run.json", "run.lock"}  # a start that failed before any work leaves only these
+_BEFORE_TRAINING = {"config.yaml", "run.json", "run.lock", "tensorboard"}  # what a start that failed leaves
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def start(folder: Path, config: str, *, seed: int, command: Sequence[str], proce
     """
     run = Run(folder)
     _remove_leftovers(folder)
-    used = [path.name for path in folder.iterdir() if path.name not in _BEFORE_TRAINING] if folder.is_dir() else []
+    used = [path.name for path in folder.iterdir() if _is_work(path)] if folder.is_dir() else []
     if used:
         begun = any(run.checkpoints.glob("step-*"))
         first = f"go on with it by `genrl resume {folder}`" if begun else "it has no checkpoint: delete it"
@@ -210,6 +210,11 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "-"
     return found
+
+
+def _is_work(path: Path) -> bool:
+    """Whether this part of a run folder is more than a start that failed leaves."""
+    return path.name not in _BEFORE_TRAINING and not (path.is_dir() and not any(path.iterdir()))
 
 
 def _remove_leftovers(folder: Path) -> None:

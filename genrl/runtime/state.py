@@ -1,16 +1,13 @@
-"""Training state as named tensors and JSON: optimisers, schedulers, averages, random-number generators.
+"""Training state as named tensors and JSON: optimisers, schedulers, averages.
 
 Nothing is pickled. The round trip is exact: tensors keep their bits, floats their repr, tuples stay tuples.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 _MARKS = ("$tensor", "$tuple", "$dict")
@@ -63,34 +60,3 @@ def _encode_mapping(tree: Mapping[Any, object], path: str, tensors: dict[str, Te
     pairs = [(key, _encode(value, f"{path}/{key}".lstrip("/"), tensors)) for key, value in tree.items()]
     plain = all(isinstance(key, str) and key not in _MARKS for key in tree)
     return dict(pairs) if plain else {"$dict": [list(pair) for pair in pairs]}
-
-
-def rng_state() -> dict[str, Tensor]:
-    """The state of the global generators of torch (CPU, and the current CUDA device), Python and numpy."""
-    version, words, gauss = random.getstate()
-    assert version == 3
-    name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
-    assert name == "MT19937" and isinstance(key, np.ndarray)
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(key.astype(np.int64)),
-        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Put every generator back. A CUDA state is ignored where there is no such device."""
-    torch.set_rng_state(state["torch"])
-    gauss = state["python_gauss"].tolist()
-    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
-    position, has_gauss = state["numpy_position"].tolist()
-    key = state["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, position, has_gauss, state["numpy_gauss"].item()))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

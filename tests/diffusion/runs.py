@@ -35,7 +35,11 @@ PROMPTS = ["a red star", "two blue dogs", "one green square", "a cat"]
 HELD_OUT = ["three stars", "a yellow dog"]
 
 REWARDS = '''\
+import random
 import signal
+
+import numpy as np
+import torch
 
 
 def brightness(images):
@@ -55,7 +59,8 @@ def nothing(images):
 
 
 class Interrupt:
-    """Brightness; in its `call`-th call the process sends itself a signal."""
+    """Brightness, and a little noise from the global generators; in its `call`-th call the process sends itself a
+    signal."""
 
     def __init__(self, number: int, call: int) -> None:
         self.number, self.left = number, call
@@ -64,7 +69,8 @@ class Interrupt:
         self.left -= 1
         if self.left == 0:
             signal.raise_signal(self.number)
-        return brightness(images)
+        noise = random.random() + np.random.rand() + torch.rand(()).item()
+        return (images.mean(dim=(1, 2, 3)) + 0.01 * noise * torch.rand(len(images))).tolist()
 '''
 
 
@@ -149,7 +155,7 @@ def last_state(run: Path) -> checkpoint.Loaded:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs between two finished runs: weights, snapshots, optimiser, RNG, metrics. Empty: equal to the bit."""
+    """What differs between two finished runs: weights, snapshots, optimiser, metrics. Empty: equal to the bit."""
     a, b = last_state(one), last_state(other)
     found = [] if a.step == b.step else [f"step {a.step} and {b.step}"]
     # A row that waits for its evaluation is in the checkpoint of the run that was stopped, and in the other's metrics.

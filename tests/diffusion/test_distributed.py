@@ -133,7 +133,6 @@ def test_a_checkpoint_of_two_processes_goes_on_with_one_or_two(folder: Path, mod
         processes = start(folder, model, name, 2, runs.train_file, iterations=iterations, **common)
         assert runs.wait(processes, 300) == [0, 0], logs(folder, name)
     stopped = folder / "stopped" / "run"
-    assert set(runs.last_state(stopped).tensors) >= {"rng", "rank-1"}
     kept = folder / "kept"
     kept.mkdir()
     os.system(f"cp -r {stopped} {kept}/run")
@@ -168,4 +167,4 @@ def test_a_signal_to_one_process_stops_both_together(folder: Path, model: Path) 
     os.kill(processes[1].pid, signal.SIGTERM)
     assert runs.wait(processes, 100) in ([0, 143], [143, 143]), logs(folder, "stopped")
     state = runs.last_state(run)
-    assert state.step == len(runs.read_metrics(Run(run).metrics)) >= 2 and "rank-1" in state.tensors
+    assert state.step == len(runs.read_metrics(Run(run).metrics)) >= 2

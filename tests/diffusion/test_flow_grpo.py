@@ -333,7 +333,8 @@ def test_the_weight_of_the_divergence_holds_the_policy_back(folder: Path, model:
 
 def test_updates_and_inner_epochs_are_counted(folder: Path, model: Path) -> None:
     trainer = {**GRPO, "updates_per_iteration": 2, "inner_epochs": 3}
-    config = runs.config(folder, model, trainer=trainer, iterations=2, **QUIET)
+    gentle = {"lr": 1e-4}  # none so large that all its samples are clipped in the next: that one would be skipped
+    config = runs.config(folder, model, trainer=trainer, optimizer=gentle, iterations=2, **QUIET)
     with runs.session(config) as session:
         seen = watch(session)
         flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
@@ -360,6 +361,59 @@ def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None
     assert [row["zero_std_ratio"] for row in seen.rows] == [1.0, 1.0]
     assert [row["advantage/abs_mean"] for row in seen.rows] == [0.0, 0.0]
     assert all(torch.equal(seen.updates[0].weights[key], tensor) for key, tensor in seen.weights.items())
+
+
+def test_momentum_alone_moves_nothing(folder: Path, model: Path) -> None:
+    """After updates, an iteration without spread: neither momentum nor weight decay nor the average moves on."""
+    common = {"trainer": GRPO, "ema": {"decay": 0.5}, "iterations": 2, **QUIET}
+    config = runs.config(folder, model, optimizer={"lr": 1e-2, "weight_decay": 0.1}, **common)
+    with runs.session(config) as session:
+        seen = watch(session)
+        collect, after_first = session.collect, []
+
+        def flattened(draw: Any) -> Rollouts:
+            rollouts = collect(draw)
+            if session.iteration == 1:
+                after_first.append((values(session.weights), dict(session.weights.snapshots["average"])))
+                rollouts.total.fill_(0.5)
+            return rollouts
+
+        session.collect = flattened  # type: ignore[method-assign]
+        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+        ((weights, average),) = after_first
+        assert all(torch.equal(weights[key], tensor) for key, tensor in values(session.weights).items())
+        assert all(torch.equal(average[key], t) for key, t in session.weights.snapshots["average"].items())
+    rows = runs.read_metrics(Path(config.output) / "metrics.jsonl")
+    assert [row["updates"] for row in rows] == [1.0, 0.0] and rows[1]["grad_norm"] == 0.0
+    assert any(not torch.equal(seen.updates[0].weights[key], tensor) for key, tensor in weights.items())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_gradients_do_not_vanish(
+    folder: Path, model: Path, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 1 024 numbers a sample: a scale 64 times as large changes nothing any more, none at all does."""
+    large = {"height": 32, "width": 32, "num_inference_steps": 2, "prompts_per_iteration": 1}
+    trainer = {**GRPO, "log_prob_reduction": reduction}
+    config = runs.config(folder, model, trainer=trainer, sampling=large, iterations=1, **QUIET)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"autocast": "float16"})})
+    chosen = Session.loss_scale
+
+    def gradient(factor: float) -> Tensor:
+        monkeypatch.setattr(
+            Session, "loss_scale", property(lambda self: factor * chosen.__get__(self) if factor else 1.0)
+        )
+        output = str(folder / f"{factor}")
+        update = run(config.model_copy(update={"output": output})).updates[0].gradient
+        (row,) = runs.rows(Path(output))
+        whole = torch.cat([g.flatten() for _, g in sorted(update.items())])
+        return whole / torch.linalg.vector_norm(whole) * row["grad_norm"]
+
+    found, larger, unscaled = gradient(1.0), gradient(64.0), gradient(0.0)
+    norm = torch.linalg.vector_norm(larger)
+    assert torch.linalg.vector_norm(found - larger) < 0.01 * norm
+    if reduction == "mean":
+        assert torch.linalg.vector_norm(unscaled - larger) > 0.03 * norm
 
 
 def test_iterations_without_any_score_change_nothing(folder: Path, model: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from genrl.runtime import checkpoint
-from genrl.runtime.checkpoint import CheckpointError, latest, load, problem, save, save_rank, steps
+from genrl.runtime.checkpoint import CheckpointError, latest, load, problem, save, steps
 
 
 def weights(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -174,24 +174,6 @@ def test_a_damaged_checkpoint_is_skipped_with_the_reason(
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     assert latest(tmp_path / "absent") is None
     assert problem(tmp_path / "absent") == "there is no such folder"
-
-
-def test_shards_of_other_ranks_are_taken_in(tmp_path: Path) -> None:
-    for rank in (1, 2, 3):
-        save_rank(tmp_path, 5, rank, {"rng": torch.tensor([rank])})
-    path = save(tmp_path, 5, tensors=weights(5), state={}, keep=1, ranks=3)  # rank 3 is left from a larger run
-    loaded = load(path)
-    assert sorted(loaded.tensors) == ["lora", "rank-1", "rank-2"]
-    assert loaded.tensors["rank-2"]["rng"].item() == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000005"]
-
-
-def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
-    save_step(tmp_path, 4)
-    save_rank(tmp_path, 5, 1, {"rng": torch.tensor([1])})
-    with pytest.raises(CheckpointError, match="rank-2"):
-        save(tmp_path, 5, tensors=weights(5), state={}, keep=1, ranks=3)
-    assert_is_step(latest(tmp_path), 4)
 
 
 def points_of_a_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

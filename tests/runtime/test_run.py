@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,14 @@ def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> 
     start(tmp_path)
     runs.lock(tmp_path).close()
     (tmp_path / ".config.yaml.tmp-123").write_text("killed while wri")
+    for name in ("dumps", "heartbeat", "tensorboard"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "tensorboard" / "events").touch()
     start(tmp_path)
+    (tmp_path / "dumps" / "step-000000-loss-rank-0").mkdir()
+    with pytest.raises(ValueError, match=r"not empty \(dumps\)"):
+        start(tmp_path)
+    shutil.rmtree(tmp_path / "dumps"), shutil.rmtree(tmp_path / "heartbeat"), shutil.rmtree(tmp_path / "tensorboard")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run.json", "run.lock"]
 
 
