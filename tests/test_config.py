@@ -524,14 +524,6 @@ print(refused, sorted(heavy & {name.split(".")[0] for name in sys.modules}))
     assert done.stdout.split(maxsplit=1) == [str(len(list(folder.glob("*.yaml")))), "[]\n"]
 
 
-@pytest.mark.slow  # imports diffusers
-def test_default_lora_layers_are_those_that_are_trained() -> None:
-    from genrl.config.schema import ATTENTION_LAYERS
-    from genrl.diffusion import weights
-
-    assert ATTENTION_LAYERS == weights.ATTENTION_LINEARS
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '"a"', "\udcff"])
 def test_broken_model_index(text: str, tmp_path: Path) -> None:
     from genrl.config.files import read_json

@@ -15,15 +15,10 @@ from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor, nn
 
 from genrl.config import LoRA
+from genrl.config.schema import ATTENTION_LAYERS
 from genrl.diffusion.sharding import like, shard, whole
 
 ADAPTER = "default"
-
-ATTENTION_LINEARS = (
-    # the names diffusers' attention layers go by, over all model families
-    *("to_q", "to_k", "to_v", "to_out.0", "to_out", "to_qkv"),
-    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "to_added_qkv", "to_qkv_mlp_proj"),
-)
 
 
 class Weights:
@@ -161,7 +156,7 @@ def _peft_config(name: str, denoiser: nn.Module, lora: LoRA) -> PeftLoraConfig:
         )
     linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
     others = {key for key, _ in denoiser.named_modules()} - linears
-    candidates = lora.targets or ATTENTION_LINEARS
+    candidates = lora.targets or ATTENTION_LAYERS
     found = [t for t in candidates if _ending(t, linears)]
     missing = [t for t in candidates if t not in found] if lora.targets else []
     if not found or missing:
