@@ -39,8 +39,10 @@ class Weights:
                 denoiser.requires_grad_(True)
             else:
                 peft_config = _peft_config(name, denoiser, lora)
-                with torch.random.fork_rng():  # the adapter's initial values depend on the run's seed alone
-                    torch.manual_seed(seed)
+                # The adapter's initial values depend on the run's seed alone. peft draws them on the CPU, wherever the
+                # model is; the generators of other devices are left alone.
+                with torch.random.fork_rng(devices=[]):
+                    torch.default_generator.manual_seed(seed)
                     denoiser.add_adapter(peft_config, adapter_name=ADAPTER)
             for parameter in denoiser.parameters():
                 if parameter.requires_grad:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from families import FAMILIES
@@ -74,6 +76,18 @@ def test_full_fine_tuning_trains_the_denoiser_in_float32() -> None:
     assert {p.dtype for p in weights.parameters} == {torch.float32}
 
 
+def test_full_fine_tuning_of_a_bfloat16_model_needs_autocast() -> None:
+    """What the configuration refuses, and what it advises."""
+    policy, weights = tiny(None, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        some_steps(policy, weights)
+    policy = Policy(FAMILIES["sd3"]().pipe.to(torch.bfloat16), autocast=torch.bfloat16)
+    weights = Weights(policy.denoisers, None)
+    before = copied(weights.named)
+    some_steps(policy, weights)
+    assert not equal(copied(weights.named), before)
+
+
 def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet() -> None:
     policy = Policy(FAMILIES["sd3"]().pipe)
     untouched = drawn(policy)
@@ -85,6 +99,17 @@ def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet() -> None:
     torch.manual_seed(6)
     assert equal(copied(weights.named), copied(tiny(seed=3)[1].named))
     assert not equal(copied(weights.named), copied(tiny(seed=4)[1].named))
+
+
+def test_adapter_leaves_the_generators_of_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    touched: list[str] = []
+    for module in (torch.cuda, torch.xpu, torch.mps):
+        for name in ("manual_seed", "manual_seed_all", "seed", "set_rng_state"):
+            watched = functools.partial(lambda place, *_: touched.append(place), f"{module.__name__}.{name}")
+            monkeypatch.setattr(module, name, watched, raising=False)
+    Weights(policy.denoisers, ADAPTER)
+    assert touched == []
 
 
 def test_targets_that_no_layer_has_are_refused_with_the_nearest() -> None:
