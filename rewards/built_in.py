@@ -85,4 +85,10 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="mean saturation of the colours: a monitor of glaring pictures",
         range="0 to 1",
     ),
+    "dino": BuiltIn(
+        module="rewards.dino",
+        attribute="DinoSimilarity",
+        doc="likeness to a reference picture: cosine of DINOv2's or DINOv3's tokens",
+        range="-1 to 1",
+    ),
 }
