@@ -1,0 +1,252 @@
+"""From the rewards of a tree's leaves to the advantages and weights of its edges.
+
+A tree is `parent`, int64 [N] in level order (-1 for roots, see `genrl.mdp.tree`); entry n of an edge array is the edge
+into node n, and roots have none. Values may have leading dimensions, [..., N] (several prompts on trees of one shape);
+leaf values are [..., L], one per node without children, in level order. All is computed in float64.
+
+NaN is a leaf without a score: backups leave it out, a node with no scored leaf has no value (NaN), its advantage is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Backup = Literal["mean", "path_softmax", "level_softmax"]
+EdgeWeighting = Literal["per_edge", "leaf_multiplicity"]
+
+
+class DepthNormalised(NamedTuple):
+    """advantages [..., N]; skipped: depths with too few nodes for statistics of their own."""
+
+    advantages: Tensor
+    skipped: list[int]
+
+
+def leaf_nodes(parent: Tensor) -> Tensor:
+    """Nodes without children, int64 [L], in level order."""
+    has_child = torch.zeros(len(parent), dtype=torch.bool, device=parent.device)
+    has_child[parent[parent >= 0]] = True
+    return (~has_child).nonzero()[:, 0]
+
+
+def leaf_counts(parent: Tensor) -> Tensor:
+    """m_e: leaves below each node, int64 [N]; 1 for a leaf."""
+    return _below(parent).sum(-1)
+
+
+def mean_of_leaves(parent: Tensor, leaf_values: Tensor) -> Tensor:
+    """Mean value of the leaves below each node, [..., N].
+
+    With leaf advantages it is the exact credit of a shared edge: the gradient of G rollouts that share edges is
+    `sum_e (m_e / G) (mean of A below e) grad l_e`. With rewards it is BranchGRPO's uniform fusion (arXiv 2509.06040).
+    """
+    return _softmax_mean(parent, leaf_values, torch.zeros_like(leaf_values, dtype=torch.float64))
+
+
+def path_softmax(parent: Tensor, leaf_values: Tensor, edge_log_prob: Tensor, beta: float = 1.0) -> Tensor:
+    """Leaf values below each node weighted by `exp(beta sum of l_e on the path down)`: BranchGRPO's eq. 3, [..., N].
+
+    edge_log_prob: [..., N], the log-probabilities of sampling (a mean over elements: with sums the weights are
+    one-hot); entries of roots are not read. beta = 0 is `mean_of_leaves`.
+    """
+    # The path from a node down is the path from the root less what all its leaves have in common.
+    path = _along_path(parent, beta * edge_log_prob.detach().double())
+    return _softmax_mean(parent, leaf_values, path[..., leaf_nodes(parent)])
+
+
+def level_softmax(parent: Tensor, leaf_values: Tensor, edge_log_prob: Tensor, alpha: float = 1.0) -> Tensor:
+    """`value(n) = sum over children of softmax(alpha l_child) value(child)`, from the leaves up, [..., N].
+
+    With leaf rewards it is the probability-weighted fusion of BranchGRPO's released code; with leaf advantages
+    TreeGRPO's backup (arXiv 2512.08153), which at alpha = 0 is its uniform one. It equals `path_softmax` only where
+    sibling subtrees have equal log-partitions. Sampling has already favoured likely children: alpha = 0 is unbiased.
+    """
+    return _softmax_mean(parent, leaf_values, leaf_weights(parent, edge_log_prob, alpha).log())
+
+
+def sibling_weights(parent: Tensor, edge_log_prob: Tensor, alpha: float = 1.0) -> Tensor:
+    """softmax(alpha l) of each edge among the children of its parent, float64 [..., N]; 1 for roots."""
+    edges = (parent >= 0).nonzero()[:, 0]
+    logits = alpha * edge_log_prob.detach().double()[..., edges]
+    mother = parent[edges].expand_as(logits)
+    empty = torch.zeros_like(edge_log_prob, dtype=torch.float64)
+    raised = (logits - empty.scatter_reduce(-1, mother, logits, "amax", include_self=False).gather(-1, mother)).exp()
+    weights = torch.ones_like(empty)
+    weights[..., edges] = raised / empty.scatter_add(-1, mother, raised).gather(-1, mother)
+    return weights
+
+
+def log_partition(parent: Tensor, edge_log_prob: Tensor) -> Tensor:
+    """Z(n) = log of the sum over leaves below n of exp(sum of l_e on the path down), [..., N]; 0 for a leaf."""
+    path = _along_path(parent, edge_log_prob.detach().double())
+    leaves = torch.where(_below(parent), path[..., None, leaf_nodes(parent)], -torch.inf)
+    return leaves.logsumexp(-1) - path
+
+
+def leaf_weights(parent: Tensor, edge_log_prob: Tensor, alpha: float = 1.0) -> Tensor:
+    """Weight of each leaf in its root's `level_softmax`, [..., L]: the product of `sibling_weights` on its path."""
+    weights = sibling_weights(parent, edge_log_prob, alpha)
+    return _along_path(parent, weights.log())[..., leaf_nodes(parent)].exp()
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """`(sum w)^2 / sum w^2` over the last dimension: how many equally weighted leaves they are worth."""
+    return weights.sum(-1) ** 2 / weights.square().sum(-1)
+
+
+def normalise_per_depth(
+    values: Tensor, depth: Tensor, *, min_nodes: int = 4, eps: float = 1e-8, flat: float = 1e-6
+) -> DepthNormalised:
+    """`(v - mean_d) / (std_d + eps)` over the nodes of one depth, sample std: BranchGRPO's advantage, [..., N].
+
+    Two values always get +-1/sqrt(2) whatever their distance, so a depth of two nodes or more, but fewer than
+    `min_nodes`, is skipped: its nodes are measured against the deepest ones (the leaves) instead, and the depth is
+    returned to be reported. (The released code normalises every depth of two nodes or more: min_nodes = 2.)
+    A depth of one node, or whose std is below `flat`, gets 0. depth: int64 [N].
+    """
+    last = int(depth.max())
+    found = torch.zeros_like(values, dtype=torch.float64)
+    skipped = []
+    for level in range(last + 1):
+        inside = depth == level
+        count = int(inside.sum())
+        if count < 2:
+            continue
+        alone = count >= min_nodes or level == last
+        if not alone:
+            skipped.append(level)
+        mean, std = _moments(values[..., inside if alone else depth == last].double())
+        centred = (values[..., inside].double() - mean) / (std + eps)
+        found[..., inside] = torch.where((std < flat) | centred.isnan(), 0.0, centred)
+    return DepthNormalised(found, skipped)
+
+
+def edge_weights(parent: Tensor, trained: Tensor, weighting: EdgeWeighting) -> Tensor:
+    """Weights of the trained edges in the loss, float64 [..., N], sum 1; 0 for the others.
+
+    "per_edge": all the same, which favours deep edges by 1 / m_e against independent rollouts (BranchGRPO, TreeGRPO).
+    "leaf_multiplicity": in proportion to m_e, the leaves below: with `mean_of_leaves` of leaf advantages the gradient
+    is then, on policy, exactly that of the paths as separate rollouts, so the tree is an unbiased stand-in for them.
+    trained: bool [..., N]; roots must be False. Raises ValueError where nothing is trained.
+    """
+    if bool(trained[..., parent < 0].any()):
+        raise ValueError("trained: a root has no edge and cannot be trained")
+    if weighting == "per_edge":
+        weights = trained.double()
+    elif weighting == "leaf_multiplicity":
+        weights = trained * leaf_counts(parent).double()
+    else:
+        raise ValueError(f"edge weighting must be per_edge or leaf_multiplicity, got {weighting!r}")
+    total = weights.sum(-1, keepdim=True)
+    if not bool((total > 0).all()):
+        raise ValueError("trained: no edge is trained, so there is no update; check the trained steps and the pruning")
+    return weights / total
+
+
+def signed_advantage(scores: Tensor, *, clip: float = 5.0, positive: float = 1.0, negative: float = 1.0) -> Tensor:
+    """`clamp(score, +-clip)` times `positive` above 0, else `negative`: B2-DiffuRL's advantage (arXiv 2503.11240)."""
+    clipped = scores.detach().clamp(-clip, clip)
+    return torch.where(scores > 0, positive * clipped, negative * clipped)
+
+
+def branch_extremes(scores: Tensor, branch: Tensor, *, high: float = 0.5, low: float = -0.5) -> Tensor:
+    """+1 for the best sample of a branching point if its score is >= high, -1 for the worst if < low, else 0, [N].
+
+    B2-DiffuRL's contrast within a branch: both, one or none of a group are trained. branch: integers [N], the branching
+    point of each sample. The first of equals is taken. NaN = no score.
+    """
+    chosen = torch.zeros(len(scores), dtype=torch.int64)
+    for point in set(branch.tolist()):
+        members = ((branch == point) & ~scores.isnan()).nonzero()[:, 0]
+        if not len(members):
+            continue
+        best, worst = members[scores[members].argmax()], members[scores[members].argmin()]
+        if scores[best] >= high:
+            chosen[best] = 1
+        if scores[worst] < low:
+            chosen[worst] = -1
+    return chosen
+
+
+class PromptHistory:
+    """Rewards of each prompt in the last `stages` iterations that drew it, for scores that need no group: B2-DiffuRL.
+
+    Its state is `rewards`: prompt -> list of one list of rewards per iteration, oldest first.
+    """
+
+    def __init__(self, stages: int = 8) -> None:
+        if stages < 0:
+            raise ValueError(f"a history cannot hold {stages} iterations; use 0 or more")
+        self.stages = stages
+        self.rewards: dict[str, list[list[float]]] = {}
+
+    def normalise(self, rewards: Tensor, prompts: list[str], *, eps: float = 1e-8) -> Tensor:
+        """`(r - mean) / (std + eps)`, float64 [N], per prompt over these rewards and the remembered ones, sample std.
+
+        Then these are remembered. NaN rewards stay NaN and are not remembered; a single reward has score 0.
+        """
+        values = rewards.detach().double()
+        scores = torch.full_like(values, torch.nan)
+        for prompt in dict.fromkeys(prompts):
+            rows = [row for row, name in enumerate(prompts) if name == prompt and not values[row].isnan()]
+            if not rows:
+                continue
+            past = self.rewards.get(prompt, [])
+            now: list[float] = values[rows].tolist()
+            known = torch.tensor([value for stage in [*past, now] for value in stage], dtype=torch.float64)
+            std = known.std() if len(known) > 1 else known.new_zeros(())
+            scores[rows] = (values[rows] - known.mean()) / (std + eps)
+            self.rewards[prompt] = [*past, now][-self.stages :] if self.stages else []
+        return scores
+
+
+def candidate_pairs(scores: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Winner and loser among the candidates of a step, and whether they differ enough: SPO (arXiv 2406.04314).
+
+    scores: [..., k]. Returns indices [...] of the highest and the lowest, and bool [...]: the difference of
+    `softmax([highest, lowest])`, which is tanh of half the difference, is above the threshold.
+    """
+    highest, winner = scores.max(-1)
+    lowest, loser = scores.min(-1)
+    return winner, loser, torch.tanh((highest - lowest) / 2.0) > threshold
+
+
+def _softmax_mean(parent: Tensor, leaf_values: Tensor, leaf_logits: Tensor) -> Tensor:
+    """Mean of the scored leaves below each node under the softmax of their logits; NaN where there is none."""
+    leaf = leaf_values.detach().double()
+    scored = ~leaf.isnan()
+    logits = torch.where(_below(parent) & scored[..., None, :], leaf_logits[..., None, :], -torch.inf)
+    return (logits.softmax(-1) * torch.where(scored, leaf, 0.0)[..., None, :]).sum(-1)
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and sample std over the scored ones of the last dimension, kept; std 0 of fewer than two."""
+    scored = ~values.isnan()
+    count = scored.sum(-1, keepdim=True)
+    mean = values.nansum(-1, keepdim=True) / count
+    squares = torch.where(scored, values - mean, 0.0).square().sum(-1, keepdim=True)
+    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def _below(parent: Tensor) -> Tensor:
+    """Whether a leaf is below a node (or is it), bool [N, L]."""
+    node = leaf_nodes(parent)
+    below = torch.zeros(len(parent), len(node), dtype=torch.bool, device=parent.device)
+    leaf = torch.arange(len(node), device=parent.device)
+    while bool((node >= 0).any()):
+        below[node[node >= 0], leaf[node >= 0]] = True
+        node = torch.where(node >= 0, parent[node], -1)
+    return below
+
+
+def _along_path(parent: Tensor, values: Tensor) -> Tensor:
+    """Sum of the edge values from the root to each node, [..., N]; the roots' own entries count as 0."""
+    own = torch.where(parent >= 0, values, 0.0)
+    total, node = own.clone(), parent
+    while bool((node >= 0).any()):
+        total = total + torch.where(node >= 0, own[..., node.clamp(min=0)], 0.0)
+        node = torch.where(node >= 0, parent[node], -1)
+    return total
