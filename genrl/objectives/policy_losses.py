@@ -46,6 +46,14 @@ def clipped_surrogate(
     return SurrogateOutput(loss, ratio, (too_high | too_low).detach())
 
 
+def score_function_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
+    """`-A l`, whose gradient is the policy gradient itself: DDPO-SF (arXiv 2305.13301), REINFORCE for each step.
+
+    Unbiased for one update of the policy that sampled; later updates of one iteration need `clipped_surrogate`.
+    """
+    return -advantage.detach().to(log_prob.dtype) * log_prob
+
+
 def kl_gaussian(
     mean: Tensor, ref_mean: Tensor, std: Tensor, *, eps: float = 0.0, reduction: Reduction = "mean"
 ) -> Tensor:
@@ -87,6 +95,34 @@ def kl_mean_square(mean: Tensor, ref_mean: Tensor, *, reduction: Reduction = "me
 def kl_velocity(velocity: Tensor, ref_velocity: Tensor, *, reduction: Reduction = "mean") -> Tensor:
     """`(v - v_ref)^2`, [B]: Flow-Factory's "v-based" KL, DiffusionNFT's regulariser (arXiv 2509.16117)."""
     return _reduce(_squares(velocity, ref_velocity), reduction)
+
+
+def kl_x_prediction(
+    velocity: Tensor, ref_velocity: Tensor, sigma: Tensor | float, *, reduction: Reduction = "mean"
+) -> Tensor:
+    """`(x0 - x0_ref)^2` of the predicted data `x0 = x - sigma v` at one state: sigma^2 times `kl_velocity`. [B].
+
+    sigma a float, [] or [B] in [0, 1].
+    """
+    squares = kl_velocity(velocity, ref_velocity, reduction=reduction)
+    return torch.as_tensor(sigma, dtype=squares.dtype, device=squares.device) ** 2 * squares
+
+
+def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """`(l - l_ref)^2 / 2`, elementwise: the k2 estimate of KL(policy || reference) from one sample of the policy.
+
+    Its gradient is an unbiased one of the KL. MixGRPO's code (arXiv 2507.21802) takes it to the policy that sampled.
+    """
+    return 0.5 * (log_prob - ref_log_prob.detach()).square()
+
+
+def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """`exp(d) - d - 1`, d = l_ref - l, elementwise: never negative, unbiased for KL(policy || reference) in value.
+
+    The estimate of GRPO (arXiv 2402.03300, eq. 4) and of PromptRL's language model.
+    """
+    difference = ref_log_prob.detach() - log_prob
+    return difference.expm1() - difference
 
 
 def _squares(value: Tensor, reference: Tensor) -> Tensor:

@@ -196,6 +196,54 @@ def test_the_named_kls_differ_by_known_factors(seed: int, std: float, delta: flo
     assert torch.allclose(summed, 8 * exact, rtol=1e-9)
 
 
+@given(st.integers(0, 99), st.floats(0.0, 1.0))
+def test_the_kl_of_predicted_data_is_that_of_velocities_times_sigma_squared(seed: int, sigma: float) -> None:
+    state, velocity, ref = (noise.keyed_noise((3, 2, 4), seed, name).double() for name in ("state", "v", "r"))
+    predicted, ref_predicted = state - sigma * velocity, state - sigma * ref
+    want = (predicted - ref_predicted).square().flatten(1).mean(1)
+    assert torch.allclose(policy_losses.kl_x_prediction(velocity, ref, sigma), want, rtol=1e-9, atol=1e-12)
+    levels = torch.tensor([sigma, 0.5, 1.0], dtype=torch.float64)
+    each = policy_losses.kl_x_prediction(velocity, ref, levels)
+    assert torch.allclose(each, levels**2 * policy_losses.kl_velocity(velocity, ref))
+
+
+def test_k2_and_k3_estimate_the_kl() -> None:
+    """Of N(m, 1) from N(0, 1), KL = m^2 / 2, by samples of the former; and k2's gradient is that of the KL."""
+    mean = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    draws = mean.detach() + noise.keyed_noise((200_000,), "k2").double()
+    log_prob, ref = -0.5 * (draws - mean) ** 2, -0.5 * draws**2
+    k2, k3 = policy_losses.kl_k2(log_prob, ref), policy_losses.kl_k3(log_prob, ref)
+    assert k3.mean().item() == pytest.approx(0.045, rel=0.03)  # unbiased
+    assert k2.mean().item() == pytest.approx((0.3**2 + 0.3**4 / 4) / 2, rel=0.03)  # E (m z + m^2 / 2)^2 / 2
+    assert (k3 >= 0).all()
+    slope = torch.autograd.grad(k2.mean(), mean)[0]
+    assert slope.item() == pytest.approx(0.3, rel=0.03)
+
+
+@given(st.floats(-3, 3))
+def test_k2_and_k3_are_equal_where_policies_are_close_and_zero_where_they_agree(log_ratio: float) -> None:
+    k2, k3 = (kl(scalar(log_ratio * 1e-3), scalar(0.0)) for kl in (policy_losses.kl_k2, policy_losses.kl_k3))
+    assert k3.item() == pytest.approx(k2.item(), rel=2e-3, abs=1e-18)
+    leaf, ref = scalar(log_ratio).requires_grad_(), scalar(log_ratio).requires_grad_()
+    for kl in (policy_losses.kl_k2(leaf, ref), policy_losses.kl_k3(leaf, ref)):
+        assert kl.item() == 0.0
+        kl.sum().backward()
+    assert leaf.grad is not None and leaf.grad.item() == 0.0 and ref.grad is None
+
+
+def test_the_score_function_loss_has_the_gradient_of_the_on_policy_surrogate() -> None:
+    advantage = torch.tensor([1.5, -0.5, 0.0])
+    gradients = []
+    for loss_of in (
+        lambda x: policy_losses.score_function_loss(x, advantage),
+        lambda x: policy_losses.clipped_surrogate(x, x.detach(), advantage, 0.1, 0.1).loss,
+    ):
+        log_prob = torch.tensor([-0.3, 0.2, 0.9], requires_grad=True)
+        loss_of(log_prob).sum().backward()
+        gradients.append(log_prob.grad)
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], -advantage)
+
+
 def test_nothing_flows_into_the_reference() -> None:
     mean, ref = torch.ones(2, 3).requires_grad_(), torch.zeros(2, 3).requires_grad_()
     std = torch.ones(2, 1)
@@ -204,6 +252,7 @@ def test_nothing_flows_into_the_reference() -> None:
         policy_losses.kl_gaussian_dt(mean, ref, std, 0.1),
         policy_losses.kl_mean_square(mean, ref),
         policy_losses.kl_velocity(mean, ref),
+        policy_losses.kl_x_prediction(mean, ref, 0.5),
     ):
         assert kl.shape == (2,)
         kl.sum().backward()
