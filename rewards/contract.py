@@ -373,7 +373,7 @@ def _numbers(result: Any, count: int, what: str, each: str) -> list[float]:
         raise ValueError(f"{what} returned {len(result)} numbers for {count} {each}s; {wanted}")
     try:
         values = [math.nan if value is None else float(value) for value in result]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{what} returned something that is not a number ({error}); {wanted}") from error
     return [value if math.isfinite(value) else math.nan for value in values]
 

@@ -1,0 +1,268 @@
+"""What travels between a reward's server and its users: bodies in safetensors or JSON, never pickle.
+
+A request is `{"prompts": [N texts], "columns": {name: N values}, "group": [N ints] or null}` and pictures:
+
+    safetensors  that object is the header's metadata `request`; a tensor `images` float32 [N, 3, H, W] or
+                 [N, F, 3, H, W] in [0, 1], or `pixels` uint8 [N, H, W, 3] or [N, F, H, W, 3]; where they are asked for,
+                 `reference_images.0`, `source_images.0`, ... uint8 [H, W, 3]
+    JSON         the object also has `images`: N files (PNG, JPEG, WebP) in base64, all of one size; and
+                 `reference_images`, `source_images` where they are asked for, in the same way
+
+A reply is `{"scores": [N numbers or null], "parts": {name: [N numbers or null]}}`; null = no score. An error is
+`{"error": text}` with a status that is not 200. Numbers survive both ways bit for bit.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rewards.contract import IMAGE_COLUMNS, Scores
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+PROTOCOL = 1
+SAFETENSORS, JSON = "application/x-safetensors", "application/json"
+FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest request that is taken."""
+
+    bytes: int = 2**28
+    """Of the body."""
+    images: int = 1024
+    """Pictures, frames of videos and references included."""
+    pixels: int = 2**26
+    """Of all pictures together."""
+
+
+class BadRequest(ValueError):
+    """A request that cannot be read; the message may be sent back."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """N samples to score."""
+
+    images: torch.Tensor
+    """float32 [N, 3, H, W], video [N, F, 3, H, W], in [0, 1]."""
+    prompts: list[str]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """Pictures that belong to samples are in the columns `reference_image` and `source_image`, as PIL RGB."""
+    group: list[int] | None = None
+
+
+def encode(
+    images: torch.Tensor,
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    group: Sequence[int] | None,
+    pictures: Mapping[str, Sequence[Image]],
+    *,
+    eight_bit: bool,
+) -> bytes:
+    """A request in safetensors. `eight_bit` sends pictures as rounded to 8 bit, a quarter of the bytes: enough for
+    rewards that take PIL pictures, which get the same pixels. Raises TypeError for column values that are not JSON."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    from rewards.contract import to_uint8
+
+    tensors = {"pixels": to_uint8(images)} if eight_bit else {"images": images.detach().float().cpu().numpy()}
+    for name, row in pictures.items():
+        tensors |= {f"{name}.{k}": np.asarray(picture) for k, picture in enumerate(row)}
+    request = {"prompts": list(prompts), "columns": {c: list(values) for c, values in columns.items()}, "group": group}
+    return save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, {"request": json.dumps(request)})
+
+
+def decode(body: bytes, content_type: str, limits: Limits) -> Request:
+    """Read a request of either kind. Raises BadRequest, with a text that may be sent back, for anything else."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == SAFETENSORS:
+        return _from_safetensors(body, limits)
+    if kind == JSON:
+        return _from_json(body, limits)
+    raise BadRequest(f"the content type must be {SAFETENSORS} or {JSON}")
+
+
+def encode_reply(scores: Scores) -> dict[str, Any]:
+    """The reply to a scored request."""
+    parts = {name: _nullable(row) for name, row in scores.parts.items()}
+    return {"scores": _nullable(scores.values), "parts": parts}
+
+
+def decode_reply(body: bytes) -> tuple[Any, Mapping[str, Any]]:
+    """(scores, parts) of a reply, as a reward returns them; their lengths are checked by the contract.
+
+    Raises ValueError where the reply is not one.
+    """
+    reply = json.loads(body)
+    if not isinstance(reply, dict) or not isinstance(reply.get("scores"), list):
+        raise ValueError("the reply is not an object with a list `scores`")
+    parts = reply.get("parts") or {}
+    if not isinstance(parts, dict):
+        raise ValueError("`parts` of the reply is not an object")
+    return reply["scores"], parts
+
+
+def _nullable(values: Sequence[float]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values]
+
+
+def _from_safetensors(body: bytes, limits: Limits) -> Request:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    size = int.from_bytes(body[:8], "little")
+    if len(body) < 8 or size > len(body) - 8:
+        raise BadRequest("the body is not safetensors: its header is cut off")
+    header = _json(body[8 : 8 + size])
+    _check_header(header, limits)
+    try:
+        tensors = load(body)
+    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise BadRequest("the body is not safetensors") from error
+    fields = _json(header.get("__metadata__", {}).get("request", "").encode())
+    row = {name: tensor for name, tensor in tensors.items() if name in ("images", "pixels")}
+    if len(row) != 1:
+        raise BadRequest("the body must hold one tensor `images` or one tensor `pixels`")
+    ((name, tensor),) = row.items()
+    if name == "pixels":
+        images = tensor.movedim(-1, -3).to(torch.float32) / 255
+    else:
+        images = tensor
+    pictures: dict[str, list[Any]] = {}
+    for kind in IMAGE_COLUMNS:
+        count = sum(key.startswith(f"{kind}.") for key in tensors)
+        keys = [f"{kind}.{k}" for k in range(count)]
+        if not set(keys) <= set(tensors):
+            raise BadRequest(f"the tensors of {kind} must be numbered 0 to {count - 1}")
+        if keys:
+            pictures[kind] = [_picture(tensors[key]) for key in keys]
+    return _request(images, fields, pictures)
+
+
+def _check_header(header: Any, limits: Limits) -> None:
+    """Refuse by what the header says, before anything is copied: names, types, shapes, pictures and pixels."""
+    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
+        raise BadRequest("the header of the body is not an object")
+    pictures = pixels = 0
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise BadRequest("a tensor of the body has no shape")
+        kind = name.partition(".")[0]
+        wanted = {"images": ("F32", -3), "pixels": ("U8", -1)} | dict.fromkeys(IMAGE_COLUMNS, ("U8", -1))
+        ranks = (3,) if kind in IMAGE_COLUMNS else (4, 5)
+        if kind not in wanted or len(shape) not in ranks or shape[wanted[kind][1]] != 3 or 0 in shape:
+            raise BadRequest("a tensor of the body is none of images, pixels, reference_images.K, source_images.K")
+        if entry.get("dtype") != wanted[kind][0]:
+            raise BadRequest(f"the tensor {kind} must be of type {wanted[kind][0]}")
+        area = math.prod(shape) // 3
+        side = shape[-2] * shape[-1] if wanted[kind][1] == -3 else shape[-3] * shape[-2]
+        pixels += area
+        pictures += area // side
+    _check_sizes(pictures, pixels, limits)
+
+
+def _check_sizes(pictures: int, pixels: int, limits: Limits) -> None:
+    if pictures > limits.images:
+        raise BadRequest(f"{pictures} pictures; at most {limits.images} are taken at once")
+    if pixels > limits.pixels:
+        raise BadRequest(f"{pixels} pixels; at most {limits.pixels} are taken at once")
+
+
+def _from_json(body: bytes, limits: Limits) -> Request:
+    import numpy as np
+    import torch
+
+    fields = _json(body)
+    if not isinstance(fields, dict):
+        raise BadRequest("the body must be an object")
+    found: dict[str, list[Image]] = {}
+    opened: list[Image] = []
+    for kind in ("images", *IMAGE_COLUMNS):
+        if kind not in fields:
+            continue
+        files = fields[kind]
+        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+            raise BadRequest(f"{kind} must be a list of files in base64")
+        _check_sizes(len(opened) + len(files), 0, limits)
+        for k, file in enumerate(files):
+            opened.append(_open(file, f"{kind} {k}"))
+            _check_sizes(0, sum(picture.width * picture.height for picture in opened), limits)
+        found[kind] = opened[len(opened) - len(files) :]
+    if not found.get("images"):
+        raise BadRequest("images must be a list of files in base64")
+    rows = [_decoded(picture, k) for k, picture in enumerate(found.pop("images"))]
+    if len({row.size for row in rows}) > 1:
+        raise BadRequest("the images must be of one size")
+    pixels = torch.from_numpy(np.stack([np.asarray(row) for row in rows]))
+    pictures = {kind: [_decoded(picture, k) for k, picture in enumerate(row)] for kind, row in found.items()}
+    return _request(pixels.movedim(-1, -3).to(torch.float32) / 255, fields, pictures)
+
+
+def _open(file: str, where: str) -> Image:
+    """A picture whose size is known and which is not decoded yet."""
+    from PIL import Image
+
+    try:
+        picture = Image.open(io.BytesIO(base64.b64decode(file, validate=True)), formats=FORMATS)
+    except (binascii.Error, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadRequest(f"{where} is not a picture ({', '.join(FORMATS)}) in base64") from error
+    return picture
+
+
+def _decoded(picture: Image, k: int) -> Image:
+    try:
+        return picture.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise BadRequest(f"picture {k} cannot be decoded") from error
+
+
+def _picture(tensor: torch.Tensor) -> Image:
+    from PIL import Image
+
+    return Image.fromarray(tensor.numpy())
+
+
+def _request(images: torch.Tensor, fields: Any, pictures: Mapping[str, list[Any]]) -> Request:
+    """Check the fields that both kinds of body share. Rows that do not fit together are told here."""
+    if not isinstance(fields, dict):
+        raise BadRequest("the request must be an object")
+    prompts, columns, group = fields.get("prompts"), fields.get("columns") or {}, fields.get("group")
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise BadRequest("prompts must be a list of texts")
+    if not isinstance(columns, dict) or not all(isinstance(values, list) for values in columns.values()):
+        raise BadRequest("columns must be an object of lists")
+    if group is not None and (not isinstance(group, list) or not all(type(g) is int for g in group)):
+        raise BadRequest("group must be a list of whole numbers, or null")
+    named = sorted(set(columns) & set(IMAGE_COLUMNS.values()))
+    if named:
+        raise BadRequest(f"columns must not name files ({', '.join(named)}): send the pictures themselves")
+    everything = dict(columns) | {IMAGE_COLUMNS[kind]: row for kind, row in pictures.items()}
+    rows = [("prompts", prompts), *everything.items(), *([("group", group)] if group is not None else [])]
+    for name, values in rows:
+        if len(values) != len(images):
+            raise BadRequest(f"{len(images)} images, but {len(values)} values of {name[:60]!r}")
+    return Request(images, prompts, everything, group)
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError, too
+        raise BadRequest("the request is not JSON") from error
