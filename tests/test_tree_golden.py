@@ -1,0 +1,476 @@
+"""Every array of golden tree_*: trees, windows, credit, pruning and solver tails against the released trainers.
+
+Each test names what it reads (`given`) and what it compares (`check`), and fails where an array was neither.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.mdp import gaussian, kernels, schedules
+from genrl.mdp.plan import SamplingPlan, caterpillar, compress_tail, make_plan, repeated_windows, uniform_splits
+from genrl.mdp.released_windows import mixgrpo_window
+from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
+from genrl.objectives import credit, pruning
+from genrl.objectives.advantages import aggregated_advantages, group_advantages
+from genrl.objectives.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
+from genrl.objectives.policy_losses import clipped_surrogate
+
+
+class Arrays:
+    """The arrays of one file, and which of them have been used."""
+
+    def __init__(self, data: np.lib.npyio.NpzFile) -> None:
+        self.data, self.used = data, set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.data
+
+    def given(self, name: str) -> Tensor:
+        self.used.add(name)
+        return torch.from_numpy(np.array(self.data[name]))
+
+    def text(self, name: str) -> str:
+        self.used.add(name)
+        return str(self.data[name])
+
+    def check(self, name: str, got: object, rtol: float = 1e-9, atol: float = 1e-10) -> None:
+        want = self.given(name)
+        value = got if isinstance(got, Tensor) else torch.from_numpy(np.array(got))
+        assert value.shape == want.shape, f"{name}: shape {list(value.shape)} instead of {list(want.shape)}"
+        if not want.is_floating_point():
+            assert torch.equal(value.to(want.dtype), want), f"{name}: {value} instead of {want}"
+            return
+        torch.testing.assert_close(value.double(), want.double(), rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
+
+    def tags(self, pattern: str) -> Iterator[str]:
+        """First groups of the names that match, each once."""
+        yield from dict.fromkeys(m[1] for name in self.data.files if (m := re.fullmatch(pattern, name)))
+
+    def all_used(self) -> None:
+        assert self.used == set(self.data.files), sorted(set(self.data.files) - self.used)
+
+
+SINGLE = r"(step|corr|parse|uniform)\d*_"
+"""Names in tree_branchgrpo that belong to no tree."""
+
+
+def counts(plan: SamplingPlan) -> list[int]:
+    return [plan.calls, plan.edges, sum(plan.nodes), plan.leaves]
+
+
+def test_invariants(golden) -> None:
+    a = Arrays(golden("tree_invariants"))
+    names = [str(name) for name in a.data["cfg_names"]]
+    a.used.add("cfg_names")
+    for name in names:
+        steps, roots = a.given(f"cfg_{name}_T_roots").tolist()
+        branching = tuple(a.given(f"cfg_{name}_branch").tolist())
+        plan = SamplingPlan(roots=roots, branching=branching, noise_levels=(0.7,) * steps)
+        a.check(f"cfg_{name}_nodes_per_level", plan.nodes)
+        a.check(f"cfg_{name}_forwards_edges_nodes_leaves", counts(plan))
+        every = range(steps)
+        a.check(f"cfg_{name}_train_forwards_shared_unshared", [plan.training_calls(every), plan.trained_edges(every)])
+        a.check(f"cfg_{name}_independent_forwards", plan.independent_calls)
+        tree = grow(plan)
+        assert [len(tree.level(depth)) for depth in range(steps + 1)] == list(plan.nodes)
+
+    for tag in a.tags(r"(ragged\d+)_parent"):
+        parent, rewards = a.given(f"{tag}_parent"), a.given(f"{tag}_leaf_reward")
+        log_prob = a.given(f"{tag}_edge_logp")
+        tree = from_parents(parent)
+        a.check(f"{tag}_depth", tree.depth)
+        a.check(f"{tag}_leaf_index", tree.leaves)
+        a.check(f"{tag}_leaf_index", credit.leaf_nodes(parent))
+        a.check(f"{tag}_num_leaves_below", tree.num_leaves)
+        a.check(f"{tag}_num_leaves_below", credit.leaf_counts(parent))
+        a.check(f"{tag}_representative_leaf", tree.first_leaf)
+        uniform = credit.mean_of_leaves(parent, rewards)
+        a.check(f"{tag}_reward_uniform", uniform)
+        a.check(f"{tag}_reward_path_softmax", credit.path_softmax(parent, rewards, log_prob))
+        a.check(f"{tag}_reward_level_softmax", credit.level_softmax(parent, rewards, log_prob))
+        a.check(f"{tag}_log_partition", credit.log_partition(parent, log_prob))
+        one_group = torch.zeros(len(rewards), dtype=torch.int64)
+        advantages = group_advantages(rewards, one_group, scale="group", eps=1e-8, ddof=1)
+        a.check(f"{tag}_leaf_group_adv", advantages)
+        edge = credit.mean_of_leaves(parent, advantages)
+        a.check(f"{tag}_edge_credit_mean_of_leaf_adv", edge)
+        multiplicity = credit.leaf_counts(parent).double() / len(rewards)
+        a.check(f"{tag}_edge_multiplicity_weight", multiplicity)
+        normalised = credit.normalise_per_depth(uniform, tree.depth, min_nodes=2)
+        a.check(f"{tag}_depth_norm_adv_uniform", normalised.advantages)
+        has_edge = parent >= 0
+        weights = credit.edge_weights(parent, has_edge, "leaf_multiplicity")
+        assert torch.allclose(weights * tree.steps, torch.where(has_edge, multiplicity, 0.0), rtol=1e-12)
+        phi = a.given(f"{tag}_phi")
+        a.check(f"{tag}_path_duplicated_gradient", tree.steps * (weights * edge * phi).sum())
+    assert a.given("note_prefix_zero") == 1.0  # a remark: a prefix shared by all leaves has credit 0 (see test_credit)
+
+    rows = []
+    for steps, first, candidates, *_ in a.given("caterpillar_T_d_k_forwards_compare_candidates").tolist():
+        plan = caterpillar(steps, noise=dict.fromkeys(range(steps), 1.0), first=first, candidates=candidates)
+        compared = range(first, steps)
+        calls = [plan.calls, plan.training_calls(compared), plan.trained_edges(compared)]
+        rows.append([steps, first, candidates, *calls])
+    a.check("caterpillar_T_d_k_forwards_compare_candidates", rows)
+    rows = []
+    for split, group, steps, *_ in a.given("prefix_k_G_T_forwards_shared_unshared").tolist():
+        plan = make_plan(steps, noise={split: 0.7}, splits={split: group})
+        rows.append([split, group, steps, plan.calls, plan.copied_calls])
+    a.check("prefix_k_G_T_forwards_shared_unshared", rows)
+    a.all_used()
+
+
+def test_branchgrpo_transitions(golden) -> None:
+    """Dance-SDE steps, the scaled split noise scored as released, and the paper's correlated noise."""
+    a = Arrays(golden("tree_branchgrpo"))
+    x, v, sigmas = (a.given(f"step_{name}") for name in ("x", "v", "sigmas"))
+    eta = float(a.given("step_eta"))
+    loose = {"rtol": 1e-4, "atol": 1e-4}
+    for tag in a.tags(r"(step\d+)_mean"):
+        at = int(tag.removeprefix("step"))
+        step = kernels.dance_sde(x, v, sigmas[at], sigmas[at + 1], noise_level=eta)
+        noise = a.given(f"{tag}_noise")
+        a.check(f"{tag}_mean", step.mean, **loose)
+        a.check(f"{tag}_std", step.std.flatten()[0], **loose)
+        taken = gaussian.sample(step.mean, step.std, noise)
+        a.check(f"{tag}_next", taken, **loose)
+        a.check(f"{tag}_logp", gaussian.log_prob(taken, step.mean, step.std), **loose)
+        a.check(f"{tag}_x0", kernels.ode(x, v, sigmas[at], 0.0).mean, **loose)
+        # Released: children of one state get four times the noise, but are scored without it.
+        mean, std = step.mean[:1].expand(3, -1, -1), step.std[:1].expand(3, -1, -1)
+        child = gaussian.sample(mean, 4 * std, a.given(f"{tag}_split_noise"))
+        a.check(f"{tag}_split_next_scale4", child, **loose)
+        a.check(f"{tag}_split_logp_scale4", gaussian.log_prob(child, mean, std), rtol=1e-4, atol=2e-3)
+        proper = gaussian.log_prob(child, mean, 4 * std)
+        assert (proper > gaussian.log_prob(child, mean, std)).all()  # what it should be scored with
+
+    base, own = a.given("corr_xi0"), a.given("corr_eta")
+    for tag in a.tags(r"corr_xi_s(\d+)"):
+        a.check(f"corr_xi_s{tag}", correlated_noise(base, own, float(tag)))
+
+    for tag in a.tags(r"(uniform\d+)_points"):
+        a.check(f"{tag}_points", uniform_splits(*a.given(f"{tag}_rounds_T").tolist()))
+    for tag in a.tags(r"(parse\d+)_points"):
+        wanted = [int(text) for text in a.text(f"{tag}_spec").split(",")]
+        steps, points = int(a.given(f"{tag}_T")), a.given(f"{tag}_points")
+        noise = dict.fromkeys(range(steps), 0.3)
+        if all(0 <= step < steps for step in wanted):
+            a.check(f"{tag}_points", make_plan(steps, noise=noise, splits=dict.fromkeys(wanted, 2)).splits)
+        else:  # released: moved into the schedule in silence
+            assert points.tolist() == sorted({min(max(step, 0), steps - 1) for step in wanted})
+            with pytest.raises(ValueError, match="splits: steps .* are outside"):
+                make_plan(steps, noise=noise, splits=dict.fromkeys(wanted, 2))
+    assert a.used == {name for name in a.data.files if re.match(SINGLE, name)}
+
+
+def branchgrpo_plan(a: Arrays, tag: str) -> SamplingPlan:
+    steps, splits = int(a.given(f"{tag}_T")), a.given(f"{tag}_splits").tolist()
+    mixed, size, stride = a.given(f"{tag}_mix_window_stride").tolist()
+    stochastic = set(splits) | set(repeated_windows(size, stride, steps)) if mixed else range(steps)
+    return make_plan(steps, noise=dict.fromkeys(stochastic, 0.3), splits=dict.fromkeys(splits, 2))
+
+
+def preorder(tree: Tree) -> list[int]:
+    return sorted(range(tree.num_nodes), key=lambda node: (int(tree.first_leaf[node]), int(tree.depth[node])))
+
+
+def test_branchgrpo_trees(golden) -> None:
+    """The tree, rewards fused from the leaves, advantages per depth, pruning and the loss of whole training steps."""
+    a = Arrays(golden("tree_branchgrpo"))
+    tags = list(a.tags(r"([a-z]+)_parent"))
+    for tag in tags:
+        plan = branchgrpo_plan(a, tag)
+        tree = grow(plan)
+        a.check(f"{tag}_sigmas", schedules.linspace_grid(plan.steps, 3.0), rtol=0, atol=2e-7)
+        a.check(f"{tag}_parent", tree.parent)
+        a.check(f"{tag}_depth", tree.depth)
+        a.check(f"{tag}_edge_step", tree.depth - 1)
+        a.check(f"{tag}_leaf_index", tree.leaves)
+        a.check(f"{tag}_dfs_preorder_edges", [node for node in preorder(tree) if tree.depth[node] > 0])
+        a.check(f"{tag}_parents_per_step", plan.nodes[:-1])
+        a.check(f"{tag}_edges_per_step", plan.nodes[1:])
+        a.check(f"{tag}_forwards_edges_nodes_leaves", counts(plan))
+        is_action = torch.isin(tree.depth - 1, torch.tensor(plan.stochastic))
+        stochastic = a.given(f"{tag}_edge_is_sde").bool()
+        assert torch.equal(stochastic[tree.depth > 0], is_action[tree.depth > 0])
+
+        rewards, log_prob = a.given(f"{tag}_leaf_reward"), a.given(f"{tag}_edge_logp")
+        assert int(a.given(f"{tag}_ntree")) == len(rewards)
+        fused = {
+            "uniform": credit.mean_of_leaves(tree.parent, rewards),
+            "level": credit.level_softmax(tree.parent, rewards, log_prob),
+            "path": credit.path_softmax(tree.parent, rewards, log_prob),
+            "path_beta_half": credit.path_softmax(tree.parent, rewards, log_prob, beta=0.5),
+        }
+        advantages = {}
+        for mode, values in fused.items():
+            a.check(f"{tag}_node_reward_{mode}", values)
+            advantages[mode] = credit.normalise_per_depth(values, tree.depth, min_nodes=2).advantages
+            if f"{tag}_node_adv_{mode}" in a:
+                a.check(f"{tag}_node_adv_{mode}", advantages[mode])
+        for name in a.tags(rf"({tag}_prune\d+)_keep_mask"):
+            check_training_step(a, name, plan, tree, advantages)
+    assert a.used == {name for name in a.data.files if not re.match(SINGLE, name)}
+
+
+def check_training_step(a: Arrays, name: str, plan: SamplingPlan, tree: Tree, advantages: dict[str, Tensor]) -> None:
+    options = json.loads(a.text(f"{name}_cfg_json"))
+    drift = a.given(f"{name}_logp_drift")
+    last_split = max(plan.splits)
+    found = None
+    # A case was run in one of the two released modes; both make the same trees, the loss tells which it was.
+    for mode in ("uniform", "level"):
+        keep = (tree.depth > 0) & torch.isin(tree.depth - 1, torch.tensor(plan.stochastic))
+        keep = keep.expand(len(drift), -1)
+        if pruning.pruning_is_on(options.get("cur", 0), 300, options.get("ratio_step", 1.0)):
+            depths = options.get("depth_prune", [])
+            if options.get("slide"):
+                stop = options.get("stop", last_split)
+                depths = pruning.sliding_depths(depths, iteration=options["cur"], interval=options["stride"], stop=stop)
+            keep = keep & pruning.depth_pruned(tree.depth, depths)
+            if "wmode" in options:
+                keep = pruning.released_width_pruned(
+                    tree.parent,
+                    tree.depth,
+                    advantages[mode],
+                    keep,
+                    last_split=last_split,
+                    mode="per_branch" if options["wmode"] == 1 else "global",
+                    rate=options.get("wratio", 0.5),
+                )
+        clipped, clip = advantages[mode].clamp(-5, 5), options["clip"]
+        loss = clipped_surrogate(drift, torch.zeros_like(drift), clipped, clip, clip).loss[keep].mean()
+        if abs(float(loss) - float(a.given(f"{name}_mean_edge_ppo_loss"))) < 1e-10:
+            found = keep, loss
+    assert found, f"{name}: neither mode gives the released loss"
+    keep, loss = found
+    a.check(f"{name}_keep_mask", keep)
+    a.check(f"{name}_kept_per_tree", keep.sum(1))
+    a.check(f"{name}_mean_edge_ppo_loss", loss)
+    a.check(f"{name}_num_optimizer_steps", math.ceil(int(keep.sum()) / options["grad_acc"]))
+    scaled = loss / (options["grad_acc"] * (int(keep.sum()) // len(keep)))  # released: edges per tree, rounded down
+    a.check(f"{name}_mean_scaled_loss", scaled, rtol=2e-3, atol=1e-9)  # the peer sums float32 losses near 0
+
+
+def test_treegrpo(golden) -> None:
+    a = Arrays(golden("tree_treegrpo"))
+    for tag in a.tags(r"(\w+)_k_d"):
+        ways, depth = a.given(f"{tag}_k_d").tolist()
+        plan = make_plan(depth, noise=dict.fromkeys(range(depth), 0.7), splits=dict.fromkeys(range(depth), ways))
+        tree = grow(plan)
+        a.check(f"{tag}_parent", tree.parent)
+        a.check(f"{tag}_depth", tree.depth)
+        a.check(f"{tag}_leaf_index", tree.leaves)
+        scores, weights = a.given(f"{tag}_leaf_scores"), a.given(f"{tag}_score_weights")
+        group = torch.zeros(len(scores), dtype=torch.int64)
+        population, unbiased = (
+            sum(
+                w * group_advantages(s, group, scale="group", eps=eps, ddof=ddof)
+                for s, w in zip(scores.T, weights, strict=True)
+            )
+            for eps, ddof in ((0.0, 0), (1e-8, 1))
+        )
+        a.check(f"{tag}_leaf_adv_popstd", population)
+        a.check(f"{tag}_leaf_adv_unbiased_eps", unbiased)
+        old, new = a.given(f"{tag}_edge_logp_old"), a.given(f"{tag}_edge_logp_new")
+        has_edge = tree.parent >= 0
+        share = credit.sibling_weights(tree.parent, old)
+        padding = a.given(f"{tag}_sibling_weight")[~has_edge]
+        a.check(f"{tag}_sibling_weight", torch.where(has_edge, share, padding))
+        leaf = credit.leaf_weights(tree.parent, old)
+        a.check(f"{tag}_leaf_weight_from_root", leaf)
+        a.check(f"{tag}_effective_sample_size_root", credit.effective_sample_size(leaf))
+        edge = credit.level_softmax(tree.parent, population, old)
+        a.check(f"{tag}_edge_adv", edge)
+        a.check(f"{tag}_edge_adv_uniform", credit.level_softmax(tree.parent, population, old, alpha=0.0))
+        clip = float(a.given(f"{tag}_clip_eps"))
+        loss = clipped_surrogate(new, old, edge, clip, clip).loss
+        a.check(f"{tag}_loss_sum_edges", loss[has_edge].sum())
+        weighted = (loss * credit.edge_weights(tree.parent, has_edge, "per_edge")).sum()
+        a.check(f"{tag}_loss_mean_edges", weighted)
+
+    for tag in a.tags(r"start_pmf_(\w+)"):
+        steps, size, ratio = (int(number) for number in re.fullmatch(r"T(\d+)_w(\d+)_r(\d+)", tag).groups())
+        law = schedules.geometric_start_probabilities(steps - size, ratio / 10)
+        a.check(f"start_pmf_{tag}", law)
+        drawn = [schedules.draw_start(law, u) for u in a.given(f"start_u_{tag}").tolist()]
+        a.check(f"start_icdf_{tag}", drawn)
+
+    rows = []
+    for steps, ways, depth, start, *_ in a.given("nfe_T_k_d_start_forwards_trainedges_leaves").tolist():
+        window = range(start, start + depth)
+        plan = make_plan(steps, noise=dict.fromkeys(window, 0.7), splits=dict.fromkeys(window, ways))
+        rows.append([steps, ways, depth, start, plan.calls, plan.trained_edges(window), plan.leaves])
+    a.check("nfe_T_k_d_start_forwards_trainedges_leaves", rows)
+    a.all_used()
+
+
+def test_b2_diffurl(golden) -> None:
+    a = Arrays(golden("tree_b2_diffurl"))
+    size, branches, batches = (int(a.given(name)) for name in ("batch_size", "branches", "num_batches"))
+    high, low = float(a.given("pos_threshold")), float(a.given("neg_threshold"))
+    a.check("first_trained_step", schedules.backward_interval(
+        int(a.given("num_steps")), shortest=int(a.given("split_step")), longest=int(a.given("num_steps")),
+        stages=100, stage=0).start)  # fmt: skip
+    flat = torch.arange(size * branches * batches)  # branch-major inside a batch
+    branch = (flat % size) * batches + flat // (size * branches)
+    history = credit.PromptHistory(int(a.given("history_cnt")))
+    scores, chosen = [], []
+    for rewards, prompts in zip(a.given("rewards"), a.given("prompt_id").tolist(), strict=True):
+        scores.append(history.normalise(rewards, [str(prompt) for prompt in prompts]))
+        sign = credit.branch_extremes(scores[-1], branch, high=high, low=low)
+        picked = sorted(sign.nonzero()[:, 0].tolist(), key=lambda n: (int(branch[n]), -int(sign[n])))
+        chosen.append(torch.tensor(picked))
+    a.check("norm_score", torch.stack(scores))
+    a.check("selected_count", [len(picked) for picked in chosen])
+    indices, values = a.given("selected_flat_index"), a.given("selected_score")
+    for row, (score, picked) in enumerate(zip(scores, chosen, strict=True)):
+        assert indices[row].tolist() == picked.tolist() + [-1] * (indices.shape[1] - len(picked))
+        assert torch.allclose(values[row, : len(picked)], score[picked], rtol=1e-9)
+        assert values[row, len(picked) :].isnan().all()
+
+    for tag in a.tags(r"(curriculum_\w+)_split_step"):
+        shortest, longest, stages = a.given(f"{tag}_left_right_stages").tolist()
+        lengths = [
+            len(schedules.backward_interval(longest, shortest=shortest, longest=longest, stages=stages, stage=stage))
+            for stage in range(stages)
+        ]
+        a.check(f"{tag}_split_step", lengths)
+
+    old, new, score = (a.given(f"loss_{name}") for name in ("logp_old", "logp_new", "score"))
+    for tag in a.tags(r"(loss_w\w+)_grad_logp"):
+        positive, negative, clip, largest = a.given(f"{tag}_beta_pos_beta_neg_eps_advmax").tolist()
+        advantage = credit.signed_advantage(score, clip=largest, positive=positive, negative=negative)
+        moving = new.clone().requires_grad_()
+        loss = clipped_surrogate(moving, old, advantage, clip, clip).loss.mean()
+        a.check(tag, loss.detach())
+        a.check(f"{tag}_grad_logp", torch.autograd.grad(loss, moving)[0])
+
+    steps = int(a.given("nfe_T"))
+    plans = [
+        make_plan(steps, noise={steps - s: 1.0}, splits={steps - s: ways})
+        for s, ways in zip(a.given("nfe_s").flatten().tolist(), a.given("nfe_K").flatten().tolist(), strict=True)
+    ]
+    shape = a.given("nfe_s").shape
+    a.check("nfe_branch_rollout", torch.tensor([plan.copied_calls for plan in plans]).view(shape))
+    a.check("nfe_branch_rollout_shared_split_forward", torch.tensor([plan.calls for plan in plans]).view(shape))
+    a.check("nfe_independent", torch.tensor([plan.independent_calls for plan in plans]).view(shape))
+    a.all_used()
+
+
+def test_mixgrpo(golden) -> None:
+    a = Arrays(golden("tree_mixgrpo"))
+    for tag in a.tags(r"(sched_\w+)_cfg_json"):
+        o = json.loads(a.text(f"{tag}_cfg_json"))
+        windows = [
+            mixgrpo_window(o["w"], o["M"], iteration=iteration, strategy=o["strategy"], every=o["tau"],
+                           stride=o["stride"] if o["overlap"] else None, wrap=o["roll"], first=o["start"], seed=1000,
+                           longest=o["max_it"] or 0, shortest=o["min_it"] or 0, rate=o["k"], threshold=o["thr"])
+            for iteration in range(len(a.given(f"{tag}_start")))
+        ]  # fmt: skip
+        a.check(f"{tag}_start", [window.start for window in windows])
+        a.check(f"{tag}_length", [len(window) for window in windows])
+    for tag in a.tags(r"(paper_T\w+)"):
+        steps, size, stride, every = (
+            int(number) for number in re.fullmatch(r"paper_T(\d+)_w(\d+)_s(\d+)_tau(\d+)", tag).groups()
+        )
+        starts = [
+            schedules.moving_window(size, 0, steps, iteration=iteration, hold=lambda _, e=every: e, stride=stride).start
+            for iteration in range(len(a.given(tag)))
+        ]
+        a.check(tag, starts)
+
+    for tag in a.tags(r"(post\d+)_sigmas"):
+        steps, start, size, cap, ratio, shift = a.given(f"{tag}_T_start_w_cap_ratio_shift").tolist()
+        steps, start, size, cap = int(steps), int(start), int(size), int(cap)
+        grid = schedules.linspace_grid(steps, shift)
+        last = min(start + size, cap)
+        a.check(f"{tag}_sde_and_prefix_steps", last)
+        points = int(max((steps - last) * ratio, 1))  # released: points of the tail, not steps
+        released = a.given(f"{tag}_sigmas")
+        a.check(f"{tag}_nfe_code", last + points - 1)
+        a.check(f"{tag}_reaches_zero", int(points > 1))
+        if points > 1:
+            tail = schedules.compressed_tail(grid, last, points - 1, factor=shift)
+            a.check(f"{tag}_sigmas", torch.cat([grid[:last], tail]), rtol=0, atol=2e-7)
+        else:
+            assert released[-1] > 0 and torch.allclose(released.float(), grid[: last + 1], rtol=0, atol=2e-7)
+        if start + size > steps:
+            a.check(f"{tag}_nfe_paper", -1)
+            continue
+        plan = compress_tail(make_plan(steps, noise=dict.fromkeys(range(start, start + size), 0.7)), ratio)
+        a.check(f"{tag}_nfe_paper", plan.calls)
+        ours = schedules.compressed_tail(grid, start + size, plan.tail.steps, factor=shift)
+        assert len(ours) == plan.tail.steps + 1 and ours[-1] == 0
+
+    x, v, given, sigmas = (a.given(f"step_{name}") for name in ("x", "v", "given_next", "sigmas"))
+    eta = float(a.given("step_eta"))
+    for tag in a.tags(r"(flow\d+)_mean"):
+        at = int(tag.removeprefix("flow"))
+        level = sigmas[at], sigmas[at + 1]
+        step = kernels.flow_sde(x, v, *level, noise_level=eta, sigma_max=sigmas[1])
+        a.check(f"{tag}_mean", step.mean)
+        a.check(f"{tag}_std", step.std.flatten()[0])
+        drawn, straight = gaussian.sample(step.mean, step.std, a.given(f"{tag}_noise")), kernels.ode(x, v, *level).mean
+        a.check(f"{tag}_det0_next", drawn)
+        a.check(f"{tag}_det1_next", straight)
+        a.check(f"{tag}_x0", kernels.ode(x, v, level[0], 0.0).mean)
+        # The peer's constant is of float32. An ODE step's value is meaningless: it is never asked for elsewhere.
+        for name, at_point in (("given", given), ("det0", drawn), ("det1", straight)):
+            a.check(f"{tag}_{name}_logp", gaussian.log_prob(at_point, step.mean, step.std), rtol=1e-9, atol=5e-8)
+    for tag in a.tags(r"(dance\d+)_mean"):
+        at = int(tag.removeprefix("dance"))
+        step = kernels.dance_sde(x, v, sigmas[at], sigmas[at + 1], noise_level=eta)
+        a.check(f"{tag}_mean", step.mean)
+        a.check(f"{tag}_std", step.std.flatten()[0])
+        full = gaussian.log_prob(given, step.mean, step.std)
+        a.check(f"{tag}_given_logp_full", full, rtol=1e-9, atol=5e-8)
+        peak = gaussian.log_prob(step.mean, step.mean, step.std)
+        a.check(f"{tag}_given_logp_no_const", full - peak, rtol=1e-9, atol=5e-8)
+
+    rewards, weights = a.given("adv_rewards"), a.given("adv_weights").tolist()
+    groups = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
+    columns = [rewards[..., k].flatten() for k in range(len(weights))]
+    total = aggregated_advantages(columns, weights, groups) * sum(weights)  # ours is the weighted mean
+    a.check("adv_sum_of_normalised", total.view(rewards.shape[:2]))
+    a.check("adv_clipped5", total.clamp(-5, 5).view(rewards.shape[:2]))
+    a.all_used()
+
+
+def test_dynamic_treerpo(golden) -> None:
+    a = Arrays(golden("tree_dynamic_treerpo_inferred"))
+    base, growth, depths = a.given("noise_base_growth_depth").tolist()
+    a.check("noise_scale_per_level", schedules.growing_noise(base, growth, int(depths)))
+    rewards = a.given("leaf_reward")
+    advantages = group_advantages(
+        rewards, torch.zeros(len(rewards), dtype=torch.int64), scale="group", eps=1e-8, ddof=1
+    )
+    a.check("leaf_adv", advantages)
+    low, high, sensitivity = a.given("clip_low_high_eta").tolist()
+    lower, upper = dynamic_clip_bounds(advantages, low=low, high=high, sensitivity=sensitivity)
+    a.check("clip_lower", lower)
+    a.check("clip_upper", upper)
+    weights = progress_weights(rewards)
+    a.check("progress_weight", weights)
+    best = int(weights.argmin())
+    a.check("best_leaf", best)
+    new, old = a.given("v_new"), a.given("v_old")
+
+    def at_every_depth(weight: Tensor) -> Tensor:
+        target = old[best]
+        per_depth = [progress_loss(weight, new[:, j], target[j].expand_as(new[:, j])) for j in range(new.shape[1])]
+        return torch.stack(per_depth, dim=1)
+
+    a.check("sft_mse", at_every_depth(torch.ones(len(rewards))))
+    a.check("progress_loss", at_every_depth(weights).mean())
+    assert float(a.given("lam")) == 0.1  # its factor in the loss: a setting of the trainer
+    a.all_used()
