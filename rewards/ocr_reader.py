@@ -2,8 +2,8 @@
 
 The recogniser gives, for each column of a text line, a distribution over characters. Three things are done
 with it before it is read. Characters outside the alphabet are masked, since texture is easily read as some rare
-sign (smooth noise as Chinese, a stroke as a dash). Upper and lower case are added up, since the scores ignore
-case and a letter between the two would be read twice. A space counts as the blank between letters.
+sign (smooth noise as Chinese, a stroke as a dash). Where case is folded, upper and lower case are added up, since a
+letter between the two would be read twice. Where spaces are folded, a space counts as the blank between letters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 Crop = Literal["detect", "ink"]
+Fold = Literal["case_space", "case", "space", "none"]
 
 LINE_HEIGHT = 48  # pixels, what the recogniser was made for
 MIN_WIDTH = 16
@@ -26,8 +27,8 @@ BLANK = 0
 
 
 class Line(NamedTuple):
-    """A line of text: what it reads as (lower case, no spaces), and `probabilities` [T, 1 + S] of a blank
-    (column 0) and of the S `symbols`, for T columns of the picture."""
+    """A line of text: what it reads as (folded), and `probabilities` [T, 1 + S] of a blank (column 0) and of the S
+    `symbols`, for T columns of the picture."""
 
     text: str
     confidence: float
@@ -64,22 +65,23 @@ class Reader:
         self._characters = ("", *listed, " ")
         self._detector = None if crop == "ink" else _detector()
 
-    def lines(self, image: np.ndarray, alphabet: str | None) -> list[Line]:
+    def lines(self, image: np.ndarray, alphabet: str | None, fold: Fold = "case_space") -> list[Line]:
         """The lines of a picture (uint8 RGB [H, W, 3]) from top to bottom, left to right; [] if there are none.
 
         `alphabet` holds the characters that can be read (case does not matter); None is all the 18,000 known.
+        `fold` says which differences are lost: of case, of spaces.
         """
         if self._detector is None:
             part = ink_crop(image)
-            return [] if part is None else [self._recognise(part, alphabet)]
+            return [] if part is None else [self._recognise(part, alphabet, fold)]
         bgr = np.ascontiguousarray(image[..., ::-1])
         # The flags are kept by the engine from call to call, so all of them are given in each.
         found = self._detector(bgr, use_det=True, use_cls=False, use_rec=False).boxes
         boxes = [] if found is None else found
-        read = [self._recognise(straighten(image, box), alphabet) for box in boxes]
+        read = [self._recognise(straighten(image, box), alphabet, fold) for box in boxes]
         return [line for line in read if line.confidence >= MIN_CONFIDENCE]
 
-    def _recognise(self, part: np.ndarray, alphabet: str | None) -> Line:
+    def _recognise(self, part: np.ndarray, alphabet: str | None, fold: Fold) -> Line:
         import cv2
 
         height, width = part.shape[:2]
@@ -87,7 +89,7 @@ class Reader:
         bgr = np.ascontiguousarray(part[..., ::-1])
         pixels = cv2.resize(bgr, (width, LINE_HEIGHT)).astype(np.float32) / 127.5 - 1
         output = self._session.run(None, {self._input: pixels.transpose(2, 0, 1)[None]})[0][0]
-        symbols, classes, columns = _fold(self._characters, alphabet)
+        symbols, classes, columns = _columns(self._characters, alphabet, fold)
         probabilities = np.zeros((len(output), 1 + len(symbols)), np.float32)
         np.add.at(probabilities.T, columns, output[:, classes].T)
         best = probabilities.argmax(1)
@@ -97,15 +99,19 @@ class Reader:
 
 
 @lru_cache(maxsize=256)
-def _fold(characters: tuple[str, ...], alphabet: str | None) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
+def _columns(
+    characters: tuple[str, ...], alphabet: str | None, fold: Fold
+) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
     """The symbols that can be read, the model's classes that are used, and the column each is added to."""
     allowed = None if alphabet is None else set(alphabet.lower())
     columns: dict[str, int] = {}
-    pairs = [(0, BLANK), (len(characters) - 1, BLANK)]
+    pairs = [(0, BLANK)]
     for index, character in enumerate(characters[1:-1], start=1):
-        symbol = character.lower()
-        if allowed is None or symbol in allowed:
+        symbol = character.lower() if fold in ("case_space", "case") else character
+        if allowed is None or symbol.lower() in allowed:
             pairs.append((index, columns.setdefault(symbol, 1 + len(columns))))
+    space = BLANK if fold in ("case_space", "space") else columns.setdefault(" ", 1 + len(columns))
+    pairs.append((len(characters) - 1, space))
     classes, targets = np.array(pairs).T
     return tuple(columns), classes, targets
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
 import math
 import os
+import shutil
 import string
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +67,45 @@ def signs(count: int, seed: int = 0) -> tuple[torch.Tensor, list[str]]:
     return tensor(*map(world.draw, scenes)), [world.caption(scene) for scene in scenes]
 
 
-@pytest.mark.parametrize("variant", list(ocr.VARIANTS))
+@pytest.mark.parametrize("variant", ["ned_max", "exact", "ned_partial", "flow_grpo"])
 def test_text_scores_equal_the_golden_columns(golden_text: dict[str, Any], variant: str) -> None:
     for case in golden_text["cases"]:
-        score = ocr.VARIANTS[variant](case["lines"], case["target"])
+        score = ocr.VARIANTS[variant](case["lines"], case["target"], "case_space")
         assert score == pytest.approx(case[variant], abs=1e-12), case
+
+
+def test_contains_is_where_the_golden_score_gives_the_pass(golden_text: dict[str, Any]) -> None:
+    """Flow-GRPO's score is 1 exactly where the target occurs: below that at least one letter is wrong."""
+    for case in golden_text["cases"]:
+        score = ocr.contains(case["lines"], case["target"])
+        assert score == (None if case["flow_grpo"] is None else float(case["flow_grpo"] == 1.0)), case
+
+
+def test_folding_equals_the_golden_case_sensitive_column(golden_text: dict[str, Any]) -> None:
+    """That column is 1 - min(d, len) / len with case and spaces counted; it is 1 exactly where nothing differs."""
+    for case in golden_text["cases"]:
+        if len(case["lines"]) == 1 and case["spatial_case_sensitive"] is not None:
+            assert ocr.exact(case["lines"], case["target"], "none") in (0.0, 1.0)
+            if case["lines"][0] == " ".join(case["lines"][0].split()):
+                same = ocr.exact(case["lines"], case["target"], "none") == 1.0
+                assert same == (case["spatial_case_sensitive"] == 1.0), case
+
+
+@pytest.mark.parametrize(
+    ("fold", "equal"),
+    [
+        ("case_space", ["OPEN late", "open late", "OPENLATE", "openlate"]),
+        ("case", ["OPEN late", "open late"]),
+        ("space", ["OPEN late", "OPENlate"]),
+        ("none", ["OPEN late"]),
+    ],
+)
+def test_folds_lose_just_the_named_differences(fold: ocr.Fold, equal: list[str]) -> None:
+    texts = ["OPEN late", "open late", "OPENLATE", "openlate", "OPENlate"]
+    for text in texts:
+        lines = text.split(" ", 1)  # a new line counts as a space
+        assert (ocr.exact(lines, "OPEN late", fold) == 1.0) == (text in equal or (fold == "case_space"))
+        assert ocr.contains([f"x{text}x"], "OPEN late", fold) == ocr.exact([text], "OPEN late", fold)
 
 
 def test_targets_equal_the_golden_ones(golden_text: dict[str, Any]) -> None:
@@ -216,8 +255,66 @@ def test_a_video_is_scored_by_all_its_frames(quick: ocr.Ocr) -> None:
         ({"variant": "ned"}, "ocr: unknown variant 'ned'. Did you mean 'ned_max'"),
         ({"crop": "whole"}, "ocr: crop is 'detect' or 'ink', not 'whole'"),
         ({"alphabets": "ABC"}, "Did you mean 'alphabet'"),
+        ({"fold": "cases"}, "ocr: unknown fold 'cases'. Did you mean 'case'"),
+        ({"engine": "tesserakt"}, "ocr: unknown engine 'tesserakt'. Did you mean 'tesseract'"),
+        ({"engine": "tesseract", "variant": "ctc"}, "variant 'ctc' needs the probabilities that only 'rapidocr' gives"),
     ],
 )
 def test_wrong_arguments_are_refused(args: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         rewards.load("ocr", args)
+
+
+def test_case_and_spaces_are_read_where_they_count() -> None:
+    picture = tensor(written("Open LATE", 160, y=0.3))
+    scores = {}
+    for fold in ("case_space", "case", "space", "none"):
+        reward = rewards.load("ocr", {"fold": fold, "variant": "exact"})
+        prompts = ['"Open LATE"', '"open late"', '"OpenLATE"']
+        scores[fold] = rewards.score(reward, images=picture.repeat(3, 1, 1, 1), prompts=prompts).values
+    assert scores["case_space"] == [1, 1, 1] and scores["case"] == [1, 1, 0]
+    assert scores["space"] == [1, 0, 1] and scores["none"] == [1, 0, 0]
+
+
+@pytest.mark.skipif(shutil.which("tesseract") is None, reason="the program tesseract is not installed")
+def test_tesseract_reads_words_and_gives_no_dense_score() -> None:
+    pytest.importorskip("pytesseract", reason="the extra is not installed: pip install 'genrl[tesseract]'")
+    reward = rewards.load("ocr", {"engine": "tesseract"})
+    blank = Image.new("RGB", (128, 128), (200, 190, 180))
+    images = tensor(written("MOON", 128), written("bread", 128), blank)
+    scores = rewards.score(reward, images=images, prompts=['"moon"', '"light"', '"moon"'])
+    assert scores.values[0] == 1.0 and scores.values[1] < 0.5 and scores.values[2] == 0.0
+    assert set(scores.parts) == {"exact", "ned_max"}
+
+
+def test_paddleocr_gets_blue_first_and_its_unsure_lines_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine itself downloads models and does not run here; what is given to it and taken from it does."""
+    given: list[Any] = []
+
+    class PaddleOCR:
+        def __init__(self, **options: Any):
+            given.append(options)
+
+        def predict(self, image: np.ndarray) -> list[dict[str, Any]]:
+            given.append(image)
+            return [{"rec_texts": ["OPEN", "x"], "rec_scores": [0.9, 0.2]}]
+
+    module = types.ModuleType("paddleocr")
+    module.PaddleOCR = PaddleOCR  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec("paddleocr", None)
+    monkeypatch.setitem(sys.modules, "paddleocr", module)
+    reward = rewards.load("ocr", {"engine": "paddleocr", "variant": "exact"})
+    red = torch.zeros(1, 3, 8, 8)
+    red[:, 0] = 1
+    assert rewards.score(reward, images=red, prompts=['"open"']).values == [1.0]
+    assert given[0]["device"] == "cpu" and given[1][0, 0].tolist() == [0, 0, 255]
+
+
+def test_a_missing_engine_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    hidden = ("pytesseract", "paddleocr")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
+    with pytest.raises(ValueError, match=r"needs 'pytesseract'.*pip install 'genrl\[tesseract\]'"):
+        rewards.load("ocr", {"engine": "tesseract"})
+    with pytest.raises(ValueError, match=r"needs 'paddleocr'.*pip install 'genrl\[paddle\]'"):
+        rewards.load("ocr", {"engine": "paddleocr"})
