@@ -1,0 +1,122 @@
+"""Cutting and remembering calls changes no score, and asks for nothing twice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import scorers
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import rewards
+from rewards.calls import Calls, digest
+
+IMAGES = torch.rand(6, 3, 5, 4, generator=torch.Generator().manual_seed(0))
+PROMPTS = ["a", "b", "a", "b", "a", "b"]
+
+
+class Counting:
+    """Remembers the sizes of its calls; prompt "b" has a part of its own, "none" has no score."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.moved: list[str] = []
+
+    def __call__(self, images: torch.Tensor, prompts: list[str]) -> Any:
+        self.sizes.append(len(prompts))
+        scores = [None if p == "none" else float(i.double().mean()) for i, p in zip(images, prompts, strict=True)]
+        return scores, {"b": [1.0 if p == "b" else math.nan for p in prompts]} if "b" in prompts else {}
+
+    def to(self, device: str) -> None:
+        self.moved.append(device)
+
+    def close(self) -> None:
+        self.moved.append("closed")
+
+
+def same(a: rewards.Scores, b: rewards.Scores) -> bool:
+    return repr((a.values, a.parts)) == repr((b.values, b.parts))  # NaN equals NaN in print
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 7), st.integers(0, 4))
+def test_scores_are_those_of_the_plain_reward(rows: list[int], batch_size: int, cache: int) -> None:
+    images, prompts = IMAGES[rows], [PROMPTS[r] for r in rows]
+    plain = rewards.score(Counting(), images=images, prompts=prompts)
+    inner = Counting()
+    calls = Calls(inner, batch_size=batch_size, cache=cache)
+    for _ in range(3):
+        assert same(rewards.score(calls, images=images, prompts=prompts), plain)
+    assert max(inner.sizes) <= batch_size
+    if cache >= len(set(rows)):
+        assert sum(inner.sizes) == len(set(rows)) == calls.misses and calls.hits == 3 * len(rows) - calls.misses
+
+
+def test_pictures_and_references_are_cut_and_remembered() -> None:
+    references = [Image.new("RGB", (2, 2), (k, 0, 0)) for k in range(6)]
+    columns = {"reference_image": references, "style": PROMPTS}
+    for reward in (scorers.like, scorers.eight_bit):
+        plain = rewards.score(reward, images=IMAGES, prompts=PROMPTS, columns=columns)
+        calls = Calls(reward, batch_size=4, cache=10)
+        for _ in range(2):
+            assert same(rewards.score(calls, images=IMAGES, prompts=PROMPTS, columns=columns), plain)
+        assert calls.misses == 6
+
+
+def test_the_oldest_sample_is_forgotten_first_and_no_score_is_never_kept() -> None:
+    inner = Counting()
+    calls = Calls(inner, cache=2)
+
+    def ask(row: int, prompt: str = "a") -> None:
+        rewards.score(calls, images=IMAGES[row : row + 1], prompts=[prompt])
+
+    for row in (0, 1, 0, 2, 0):  # 2 puts 1 out, not 0, which was used since
+        ask(row)
+    assert calls.misses == 3 and calls.hits == 2
+    ask(1)
+    assert calls.misses == 4
+    for _ in range(2):
+        ask(5, "none")
+    assert calls.misses == 6
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"images": torch.zeros(3, 8, 4)},  # the same bytes in another shape
+        {"images": torch.full((3, 4, 8), -0.0)},
+        {"prompts": "b"},
+        {"style": {"x": 1}},
+        {"pil_images": Image.new("RGB", (4, 8))},
+    ],
+)
+def test_samples_that_differ_have_other_digests(other: dict[str, Any]) -> None:
+    sample: dict[str, Any] = {"images": torch.zeros(3, 4, 8), "prompts": "a", "style": {"x": 2}}
+    assert digest(sample) == digest(dict(reversed(sample.items()))) != digest(sample | other)
+    a, b = ({"pil_images": Image.new("L", size)} for size in ((4, 8), (8, 4)))
+    assert digest(a) != digest(b)
+
+
+def test_what_cannot_be_digested_or_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="cache: the column 'style' holds a object"):
+        digest({"style": object()})
+    for reward in (scorers.wins, scorers.spread):
+        with pytest.raises(ValueError, match="compares samples with each other"):
+            Calls(reward, batch_size=2)
+
+
+def test_moving_and_ending_reach_the_reward() -> None:
+    inner = Counting()
+    calls = Calls(inner, batch_size=2)
+    rewards.move(calls, "meta")
+    rewards.close(calls)
+    assert inner.moved == ["meta", "closed"] and rewards.needs(calls) == rewards.needs(inner)
+
+
+def test_a_reward_that_raises_has_no_scores_and_is_asked_again() -> None:
+    calls = Calls(scorers.Moody(), cache=10)
+    assert rewards.score(calls, images=IMAGES[:1], prompts=["raise"]).failed == 1
+    assert rewards.score(calls, images=IMAGES[:1], prompts=["fine"]).failed == 0
