@@ -1,0 +1,186 @@
+"""The multistep solver: golden samplers_ode_dpm, MixGRPO-Flash's schedules, and its order of convergence."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from golden_cases import Case, check_all, error
+from torch import Tensor
+
+from genrl.mdp import gaussian, kernels, schedules
+from genrl.mdp.dpm import Prediction, dpm_solver, predict, solve
+from genrl.mdp.plan import compress_tail, make_plan
+
+Errors = dict[str, tuple[float, float]]
+
+
+def solver_case(case: Case) -> Errors:
+    """Free-running over the prescribed velocities. Third order drops to second before the last step, as released."""
+    kind = case.params["kind"]
+    order = case.params.get("order", 2 if kind.endswith("dpm2") else 1)
+    correction, stochastic = case.params.get("solver_type", "midpoint"), kind == "sde_dpm_trajectory"
+    x, states, densities, history = case["X"][0], [case["X"][0]], [], []
+    for i, v in enumerate(case["V"]):
+        sigma, sigma_next = case["sigmas"][i], case["sigmas"][i + 1]
+        used = history[-min(order - 1, 1 if i == len(case["V"]) - 2 else 2) :] if order > 1 else []
+        step = dpm_solver(x, v, sigma, sigma_next, used, correction=correction, stochastic=stochastic)
+        history.append(predict(x, v, sigma))
+        x = gaussian.sample(step.mean, step.std, case["Z"][i]) if stochastic else step.mean
+        states.append(x)
+        if stochastic and bool((step.std > 0).all()):
+            densities.append(gaussian.log_prob(case["X"][i + 1], step.mean, step.std))
+    result = {"states": (error(torch.stack(states), case["X"]), 1e-6)}
+    if stochastic:
+        assert case["logp"][-1].isnan().all() and len(densities) == len(case["V"]) - 1
+        result["logp"] = error(torch.stack(densities), case["logp"][:-1]), 1e-6
+    return result
+
+
+def window_case(case: Case) -> Errors:
+    """ODE steps around a window of noise; the noise is drawn as the case says (X is [B, N + 1, ...] here)."""
+    draws = torch.Generator().manual_seed(int(re.search(r"manual_seed\((\d+)\)", case.params["rng"])[1]))
+    sigmas, x, dance = case["sigmas"], case["X"][:, 0], case.params["dynamics"] == "dance"
+    states, worst = [x], 0.0
+    for i, v in enumerate(case["V"]):
+        at, in_window = (x, v, sigmas[i], sigmas[i + 1]), i in case.params["window"]
+        assert in_window != bool(case["deterministic"][i])
+        noise = torch.randn(x.shape, generator=draws) if in_window or not dance else None
+        if not in_window:  # the log-probability stored here is meaningless, and ours is not defined
+            x = kernels.ode(*at).mean
+        else:
+            level = case.params["eta"]
+            step = (
+                kernels.dance_sde(*at, noise_level=level)
+                if dance
+                else kernels.flow_sde(*at, noise_level=level, sigma_max=sigmas[1])
+            )
+            x = gaussian.sample(step.mean, step.std, noise)
+            density = gaussian.log_prob(case["X"][:, i + 1], step.mean, step.std)
+            if dance:  # released without its constants
+                density = density - gaussian.log_prob(step.mean, step.mean, step.std)
+            worst = max(worst, error(density, case["logp"][:, i]))
+        states.append(x)
+    return {"states": (error(torch.stack(states, dim=1), case["X"]), 1e-6), "logp": (worst, 1e-6)}
+
+
+def test_golden_trajectories(golden) -> None:
+    def check(case: Case) -> Errors:
+        return window_case(case) if case.params["kind"] == "mixed_window_trajectory" else solver_case(case)
+
+    first_order = "Euler steps and DDIM: tests/mdp/test_kernels_golden.py"
+
+    def left_out(case: Case) -> str | None:
+        return first_order if case.params["kind"] in ("euler_ode_trajectory", "flow_ddim") else None
+
+    expected = {f"c{i:03d}": first_order for i in (0, 1, *range(15, 27))}
+    check_all(golden("samplers_ode_dpm"), check, left_out, expected)
+
+
+def test_golden_flash_schedules(golden) -> None:
+    """MixGRPO-Flash as released, step by step: which kind, at which level, at which truncated time."""
+
+    def check(case: Case) -> Errors:
+        steps, window = case.params["N"], case.params["window"]
+        grid = schedules.linspace_grid(steps, case.params["shift"])
+        first = window[-1] + 1
+        points = int(max((steps - first) * case.params["compress_ratio"], 1))
+        used = grid[: first + 1]
+        if points > 1:
+            tail = schedules.compressed_tail(grid, first, points - 1, factor=case.params["shift"])
+            used = torch.cat([grid[:first], tail])
+        else:
+            assert case["sigmas_used"][-1] > 0  # never denoised: ours refuses a tail without steps
+            with pytest.raises(ValueError, match="tail of 0 steps"):
+                schedules.compressed_tail(grid, first, 0, factor=case.params["shift"])
+        times = schedules.model_timesteps(used, integer=True).double() / 1000
+        kinds = [str(kind) for kind in case.arrays["step_kind"]]
+        assert [kind.lower().startswith("sde") for kind in kinds] == [i in window for i in range(len(used) - 1)]
+        assert case["step_index"].tolist() == list(range(len(used) - 1))
+        return {
+            "sigmas_in": (error(grid, case["sigmas_in"]), 2e-7),
+            "sigmas_used": (error(used, case["sigmas_used"]), 2e-7),
+            "model_timesteps": (error(times, case["model_timesteps"]), 1e-6),
+        }
+
+    def left_out(case: Case) -> str | None:
+        return None if case.params["kind"] == "mixgrpo_flash_post" else "grids"
+
+    data = golden("samplers_schedules")
+    check_all(data, check, left_out, {f"c{i:03d}": "grids" for i in range(31)})
+
+
+def gaussian_velocity(x: Tensor, sigma: Tensor) -> Tensor:
+    """The optimal velocity for data N(.7, .5^2) per coordinate."""
+    s, m, t = 0.5, 0.7, sigma.double()
+    variance = (1 - t) ** 2 * s**2 + t**2
+    return (t - (1 - t) * s**2) / variance * (x - (1 - t) * m) - m
+
+
+def exact(x: Tensor, sigma: float, sigma_next: float) -> Tensor:
+    """The probability flow of N(.7, .5^2) is affine: deviations from the mean scale with the marginal's std."""
+
+    def std(t: float) -> float:
+        return math.sqrt((1 - t) ** 2 * 0.25 + t**2)
+
+    return (1 - sigma_next) * 0.7 + (x - (1 - sigma) * 0.7) * std(sigma_next) / std(sigma)
+
+
+def test_second_order_converges_as_the_square_of_the_step() -> None:
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
+    errors = []
+    for steps in (20, 40, 80):
+        sigmas = torch.linspace(0.95, 0.05, steps + 1, dtype=torch.float64)
+        errors.append(float((solve(gaussian_velocity, x, sigmas) - exact(x, 0.95, 0.05)).abs().max()))
+    orders = [math.log2(a / b) for a, b in zip(errors, errors[1:], strict=False)]
+    assert all(1.7 < order < 2.4 for order in orders), (errors, orders)
+
+
+def test_a_compressed_tail_of_second_order_beats_euler_steps() -> None:
+    x, calls = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None], []
+    grid = schedules.linspace_grid(25, 3.0).double()
+    plan = compress_tail(make_plan(25, noise=dict.fromkeys(range(4), 0.7)), 0.4)
+    tail = schedules.compressed_tail(grid, 4, plan.tail.steps, factor=3.0)
+
+    def counted(state: Tensor, sigma: Tensor) -> Tensor:
+        calls.append(float(sigma))
+        return gaussian_velocity(state, sigma)
+
+    solved, euler = solve(counted, x, tail), x
+    for sigma, sigma_next in zip(tail[:-1], tail[1:], strict=True):
+        euler = kernels.ode(euler, gaussian_velocity(euler, sigma), sigma, sigma_next).mean
+    want = exact(x, float(tail[0]), 0.0)
+    assert len(calls) == 9 and calls == tail[:-1].tolist()
+    assert (solved - want).abs().max() < 0.7 * (euler - want).abs().max()  # the last step is an Euler one in both
+
+
+def test_an_earlier_prediction_raises_the_order_of_the_first_step() -> None:
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
+    sigmas = torch.tensor([0.6, 0.5], dtype=torch.float64)
+    before = exact(x, 0.6, 0.7)
+    previous = predict(before, gaussian_velocity(before, torch.tensor(0.7)), 0.7)
+    want = exact(x, 0.6, 0.5)
+    cold, warm = solve(gaussian_velocity, x, sigmas), solve(gaussian_velocity, x, sigmas, previous)
+    assert (warm - want).abs().max() < 0.3 * (cold - want).abs().max()
+    euler = kernels.ode(x, gaussian_velocity(x, sigmas[0]), 0.6, 0.5).mean
+    assert torch.allclose(cold, euler, rtol=0, atol=1e-14)
+
+
+def test_with_noise_the_first_order_is_flow_ddim() -> None:
+    x, v = torch.randn(2, 4, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    for sigma, sigma_next in ((1.0, 0.9), (0.8, 0.5), (0.2, 0.0)):
+        ours = dpm_solver(x, v, sigma, sigma_next, stochastic=True)
+        want = kernels.flow_ddim(x, v, sigma, sigma_next, noise_level=1.0)
+        assert torch.allclose(ours.mean, want.mean, atol=1e-12) and torch.allclose(ours.std, want.std, atol=1e-12)
+        assert ours.std.shape == (4, 1, 1)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    x = torch.zeros(1, 2)
+    for sigma, sigma_next in ((0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1)):
+        with pytest.raises(ValueError, match="smaller sigma_next"):
+            dpm_solver(x, x, sigma, sigma_next)
+    with pytest.raises(ValueError, match="history of 2"):
+        dpm_solver(x, x, 0.5, 0.4, [Prediction(x, 0.7), Prediction(x, 0.6)], stochastic=True)

@@ -1,0 +1,181 @@
+"""Sampling plans: closed forms against trees walked node by node, refusals, and the text of `genrl plan`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genrl.mdp.plan import (
+    SamplingPlan,
+    Tail,
+    caterpillar,
+    compress_tail,
+    describe,
+    extreme_count,
+    make_plan,
+    repeated_windows,
+    uniform_splits,
+    unpruned_steps,
+)
+
+ALL = dict.fromkeys(range(100), 0.7)
+
+
+def noise(steps: int) -> dict[int, float]:
+    return {step: 0.7 for step in range(steps)}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> SamplingPlan:
+    steps = draw(st.integers(1, 5))
+    branching = tuple(draw(st.lists(st.integers(1, 3), min_size=steps, max_size=steps)))
+    free = [draw(st.booleans()) for _ in range(steps)]
+    levels = tuple(0.7 if ways > 1 or on else None for ways, on in zip(branching, free, strict=True))
+    return SamplingPlan(
+        roots=draw(st.integers(1, 3)),
+        branching=branching,
+        noise_levels=levels,
+        continue_one=draw(st.booleans()),
+    )
+
+
+class Walked:
+    """A plan run node by node, counting what happens."""
+
+    def __init__(self, plan: SamplingPlan, trained: set[int]) -> None:
+        self.calls = self.copied = self.edges = self.trained = self.training_calls = 0
+        living = list(range(plan.roots))  # the root of each node that goes on
+        others = 0
+        for step, ways in enumerate(plan.branching):
+            here = len(living) + others
+            self.calls += here
+            if ways == 1:
+                self.copied += here
+            born = [root for root in living for _ in range(ways)]
+            if ways > 1:
+                self.copied += len(born)
+            self.edges += len(born)
+            self.trained += len(born) if step in trained else 0
+            self.training_calls += len(living) if step in trained else 0
+            living, others = born, 0
+            if plan.continue_one:
+                living = sorted(set(born))
+                others = len(born) - len(living)
+        self.leaves = len(living) + others
+
+
+@given(plans(), st.data())
+def test_counts_are_those_of_the_walked_tree(plan: SamplingPlan, data) -> None:
+    trained = set(data.draw(st.lists(st.sampled_from(plan.stochastic or (0,))))) & set(plan.stochastic)
+    walked = Walked(plan, trained)
+    assert plan.calls == walked.calls and plan.edges == walked.edges and plan.leaves == walked.leaves
+    assert plan.copied_calls == walked.copied >= plan.calls * (not plan.continue_one)
+    assert plan.trained_edges(trained) == walked.trained
+    assert plan.training_calls(trained) == walked.training_calls
+    assert plan.independent_calls == plan.leaves * plan.steps
+    assert sum(plan.nodes) == plan.edges + plan.roots
+    if not plan.continue_one:
+        assert plan.calls <= plan.independent_calls
+
+
+@pytest.mark.parametrize(
+    ("plan", "calls"),
+    [
+        (make_plan(20, noise=noise(20), roots=16), 320),
+        (make_plan(20, noise={8: 0.7}, splits={8: 16}), 8 + 1 + 16 * 11),  # k + 1 + G (T - k - 1)
+        (make_plan(20, noise=noise(20), splits=dict.fromkeys((0, 3, 6, 9), 2)), 203),  # BranchGRPO on FLUX
+        (
+            make_plan(10, noise=noise(10), splits=dict.fromkeys((2, 3, 4), 3)),
+            2 + 13 + 5 * 27,
+        ),  # l + (k^d - 1)/(k - 1) + …
+        (caterpillar(20, noise=noise(20), first=4, candidates=4), 4 + 1 + 4 * 15),
+        (compress_tail(make_plan(25, noise=noise(4), roots=12), 0.4), 12 * (4 + 9)),
+    ],
+)
+def test_the_published_shapes_cost_what_their_formulas_say(plan: SamplingPlan, calls: int) -> None:
+    assert plan.calls == calls
+
+
+def test_a_compressed_tail_keeps_the_window_and_what_it_is_compared_with() -> None:
+    plan = make_plan(10, noise={2: 0.7, 3: 0.7}, splits={2: 4})
+    short = compress_tail(plan, 0.7)  # 6 x 0.7 = 4.2, rounded up
+    assert short.steps == 9 and short.tail == Tail(5, 6) and short.stochastic == (2, 3) and short.splits == (2,)
+    assert short.independent_calls == plan.independent_calls == 40 and short.full_steps == 10
+    assert compress_tail(make_plan(13, noise=noise(3)), 0.7).tail == Tail(7, 10)  # 10 x 0.7 exceeds 7 by an ulp
+
+
+def test_what_cannot_be_is_refused_by_the_name_of_the_field() -> None:
+    ok = {"roots": 1, "branching": (2, 1), "noise_levels": (0.7, None)}
+    assert SamplingPlan(**ok).leaves == 2
+    wrong = {
+        "roots: a plan without": {"roots": 0},
+        "branching: a plan needs": {"branching": (), "noise_levels": ()},
+        "noise_levels: 1 levels for the 2 steps": {"noise_levels": (0.7,)},
+        "branching: step 1 has 0": {"branching": (2, 0)},
+        "branching: step 1 branches 2 ways but is deterministic": {"branching": (2, 2)},
+        "noise_levels: step 0 has -1": {"noise_levels": (-1.0, None)},
+        "noise_levels: step 0 has nan": {"noise_levels": (float("nan"), None)},
+        "spread: must be above 0": {"spread": 0.0},
+        "tail: 3 of 2 steps": {"tail": Tail(3, 4)},
+        "tail: the steps of the solver are deterministic": {"tail": Tail(2, 4)},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            SamplingPlan(**(ok | change))
+    with pytest.raises(ValueError, match=r"noise: steps \[9\] are outside the schedule's 0 .. 4"):
+        make_plan(5, noise={9: 0.7})
+    with pytest.raises(ValueError, match=r"splits: steps \[-1\]"):
+        make_plan(5, noise={0: 0.7}, splits={-1: 2})
+    with pytest.raises(ValueError, match="ratio: .* above 0"):
+        compress_tail(SamplingPlan(**ok), 0.0)
+    with pytest.raises(ValueError, match="no tail to compress"):
+        compress_tail(make_plan(3, noise=noise(3)), 0.5)
+    with pytest.raises(ValueError, match=r"steps \[1, 7\] are deterministic or outside"):
+        SamplingPlan(**ok).trained_edges({0, 1, 7})
+
+
+def test_pruning_that_leaves_nothing_is_refused_before_anything_is_run() -> None:
+    assert unpruned_steps(range(20), range(15, 20)) == (*range(14), 19)
+    with pytest.raises(ValueError, match="depths: pruning the edges into depths"):
+        unpruned_steps((3, 4), (4, 5))
+    assert extreme_count(16, 0.5) == 4 and extreme_count(16, 1.0) == 8 and extreme_count(10, 0.6) == 3
+    for rate in (0.0, 0.1, -1.0, 1.5):
+        with pytest.raises(ValueError, match="rate: keeping a share of"):
+            extreme_count(16, rate)
+
+
+def test_places_of_splits_and_windows() -> None:
+    assert uniform_splits(4, 20) == (0, 5, 10, 15) and uniform_splits(0, 20) == ()
+    assert repeated_windows(2, 5, 12) == (0, 1, 5, 6, 10, 11)
+    with pytest.raises(ValueError, match="size: a window of 3 steps every 2"):
+        repeated_windows(3, 2, 12)
+
+
+def test_the_text_has_the_numbers_of_the_plan() -> None:
+    plan = make_plan(20, noise=noise(19), splits=dict.fromkeys((0, 3, 6, 9), 2), spread=4.0)
+    text = describe(plan, plan.stochastic, calls_per_state=2)
+    lines = text.splitlines()
+    assert lines[0] == "per prompt: 1 root, 16 leaves, 219 nodes, 218 edges"
+    assert lines[2].split() == ["0", "1", "2", "0.7", "2", "2"]
+    assert lines[-4].split() == ["19", "16", "1", "none", "16", "0"]
+    assert "correlation 0.0588" in text
+    assert "in sampling: 406 (25.38 per image); independent rollouts with as many leaves: 640, ratio 0.634" in text
+    assert "in training: 374 for 202 edges (12.62 per image)" in text
+    table = [line.split() for line in lines[2:-3]]
+    assert sum(int(row[4]) for row in table) == plan.edges
+    assert sum(int(row[5]) for row in table) == plan.trained_edges(plan.stochastic)
+
+    flash = compress_tail(make_plan(25, noise=noise(4), roots=12), 0.4)
+    text = describe(flash, range(4))
+    assert "4-12      12     1     solver" in text and "the last 9 steps stand for 21 of the schedule's" in text
+    assert "ratio 0.520" in text
+    assert "3 (one goes on)" in describe(caterpillar(6, noise=noise(6), first=2, candidates=3), range(2, 6))
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys, genrl.mdp.plan; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
