@@ -1,0 +1,104 @@
+"""Adv-GRPO: a discriminator between reference images and samples, trained beside the policy as its reward.
+
+(arXiv 2511.20256; constants of the released code.) The policy's loss is Flow-GRPO's; here are the discriminator's.
+Shapes: logits of whole images [B] (from the class token) and of patches [B, P]; "real" are references, "fake" samples;
+the two need not be equally many. Both sides must have gone through one and the same preprocessing and normalisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DiscriminatorLoss = Literal["hinge", "bce"]
+
+
+class DiscriminatorOutput(NamedTuple):
+    """loss []; accuracy: mean of the shares of real images above 0 and of fake ones below, in [0, 1]."""
+
+    loss: Tensor
+    accuracy: float
+
+
+def discriminator_loss(real: Tensor, fake: Tensor, *, kind: DiscriminatorLoss = "hinge") -> Tensor:
+    """`(<max(0, 1 - h(real))> + <max(0, 1 + h(fake))>) / 2`, []; "bce": of binary cross-entropies instead of hinges."""
+    if kind == "hinge":
+        return 0.5 * ((1.0 - real).relu().mean() + (1.0 + fake).relu().mean())
+    if kind == "bce":
+        return 0.5 * (F.softplus(-real).mean() + F.softplus(fake).mean())
+    raise ValueError(f"kind must be 'hinge' or 'bce', got {kind!r}")
+
+
+def patch_discriminator_loss(
+    real: Tensor,
+    fake: Tensor,
+    real_patches: Tensor,
+    fake_patches: Tensor,
+    *,
+    patch_weight: float = 0.3,
+    kind: DiscriminatorLoss = "hinge",
+) -> DiscriminatorOutput:
+    """Loss on whole images + patch_weight x loss on patches: one head on the class token and on patches of each image.
+
+    real, fake [B]; patches [B, P], P of them drawn per image (64, with replacement, in the released code).
+    """
+    loss = discriminator_loss(real, fake, kind=kind)
+    loss = loss + patch_weight * discriminator_loss(real_patches, fake_patches, kind=kind)
+    correct = (real.detach() > 0).double().mean() + (fake.detach() < 0).double().mean()
+    return DiscriminatorOutput(loss, float(correct) / 2.0)
+
+
+def adversarial_reward(image: Tensor, patches: Tensor, *, patch_weight: float = 0.3) -> Tensor:
+    """`(1 - patch_weight) h(class token) + patch_weight <h(patches)>`, [B]: the reward of image [B], patches [B, P]."""
+    return (1.0 - patch_weight) * image + patch_weight * patches.mean(dim=1)
+
+
+def top_patches_reward(layers: Sequence[Tensor], *, share: float = 0.2, temperature: float = 0.2) -> Tensor:
+    """Mean over layers of `sigmoid(mean of the highest patch logits / temperature)`, [B] in (0, 1).
+
+    layers: patch logits [B, P] of each layer that has a head; of them the highest floor(share P), at least one, count.
+    """
+    rewards = []
+    for logits in layers:
+        count = max(1, int(share * logits.shape[1]))
+        rewards.append(torch.sigmoid(logits.topk(count, dim=1).values.mean(dim=1) / temperature))
+    return torch.stack(rewards).mean(dim=0)
+
+
+def preference_criterion(
+    text: Tensor, reference: Tensor, generated: Tensor, logit_scale: Tensor | float, *, ties: bool = False
+) -> Tensor:
+    """`-log softmax over (s_ref, s_gen)` of the reference, [B], s = scale <text, image>: a CLIP preference loss.
+
+    The reference image is to be preferred to the sample for its prompt. Features [B, D] of unit length; logit_scale is
+    the multiplier itself (exp of the stored parameter). ties: neither is preferred, the cross-entropy with (1/2, 1/2)
+    less log 2, so that it is 0 where both score the same.
+    """
+    scores = torch.stack([(text * reference).sum(dim=-1), (text * generated).sum(dim=-1)], dim=1)
+    log_prob = (logit_scale * scores).log_softmax(dim=1)
+    if not ties:
+        return -log_prob[:, 0]
+    half = torch.full_like(log_prob, 0.5)
+    return (half * (half.log() - log_prob)).sum(dim=1)
+
+
+def trains_discriminator(iteration: int, every: int) -> bool:
+    """Whether iteration (0-based) belongs to the discriminator: all but each `every`-th (10 in the released code).
+
+    Raises ValueError for every < 2, which leaves one of the two untrained.
+    """
+    if every < 2:
+        raise ValueError(f"a period of {every} leaves no iteration to the discriminator; use 2 or more")
+    return (iteration + 1) % every != 0
+
+
+def reward_model_lags(reference_rewards: Tensor, rewards: Tensor) -> bool:
+    """The other schedule: the reward model is trained while it rates the samples above the references on average.
+
+    Rewards of all processes, any lengths; missing scores (NaN) are left out.
+    """
+    return bool(reference_rewards.nanmean() < rewards.nanmean())
