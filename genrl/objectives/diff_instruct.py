@@ -1,0 +1,96 @@
+"""Diff-Instruct* (arXiv 2410.20898): a one-step generator with the reward of a sample, held to a reference diffusion.
+
+The generator maximises `alpha E r(x_0)` less the score-based divergence `E_t w(t) E d(s_p,t(x_t) - s_ref,t(x_t))` of
+its samples, noised, from the reference. The unknown score s_p is an auxiliary network's, s_phi, which learns beside it.
+Shapes: samples, noise and scores [B, ...]; sigma a float, [] or [B] in (0, 1); weights a float or [B]; losses [B], sums
+over the elements of a sample.
+
+The generator's gradient needs the graph through noisy = x_t(x_0): evaluate s_phi and s_ref at it with gradients on but
+their *parameters* frozen, and detach nothing here (except where a loss says so).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Scalar = Tensor | float
+
+
+def score_from_velocity(noisy: Tensor, velocity: Tensor, sigma: Scalar) -> Tensor:
+    """`s = -(x + (1 - sigma) v) / sigma`: the score of a flow model, whose noise prediction is `x + (1 - sigma) v`."""
+    time = _column(sigma, noisy)
+    return -(noisy + (1.0 - time) * velocity) / time
+
+
+def score_from_noise(prediction: Tensor, sigma: Scalar) -> Tensor:
+    """`s = -eps / sigma`: the score of a noise prediction; of the noise itself, the conditional score of x_t given x_0.
+
+    sigma is the std of the noise in x_t: sqrt(1 - alpha_bar) for models of that kind.
+    """
+    return -prediction / _column(sigma, prediction)
+
+
+def guided_score(unconditional: Tensor, conditional: Tensor, guidance_scale: float) -> Tensor:
+    """`s_0 + g (s_c - s_0)`: in place of the reference score, it makes guidance an implicit reward (the inner form)."""
+    return unconditional + guidance_scale * (conditional - unconditional)
+
+
+def huber_constant(elements: int) -> float:
+    """`.00054 sqrt(D)`: c of the pseudo-Huber distance for samples of D elements (arXiv 2310.14189, section 3.3)."""
+    return 0.00054 * math.sqrt(elements)
+
+
+def score_divergence(score: Tensor, ref_score: Tensor, *, weight: Scalar, huber_c: float) -> Tensor:
+    """`w (sqrt(|s_phi - s_ref|^2 + c^2) - c)`: the divergence itself, to be logged; the loss below is not it."""
+    norm = (score - ref_score).flatten(1).square().sum(dim=1)
+    return _row(weight, norm) * ((norm + huber_c**2).sqrt() - huber_c)
+
+
+def diff_instruct_star_loss(
+    score: Tensor, ref_score: Tensor, conditional_score: Tensor, *, weight: Scalar, huber_c: float
+) -> Tensor:
+    """`-w d'(y)^T (s_phi - grad log q(x_t | x_0))`, y = s_phi - s_ref, d'(y) = y / sqrt(|y|^2 + c^2).
+
+    Its gradient in the generator's parameters is that of the divergence (score-projection identity, arXiv 2410.16794);
+    its value is not: it is 0 on average where s_phi is exact. All three scores must carry their graph through x_t.
+    conditional_score: `score_from_noise(noise, sigma)`. weight sigma^2 keeps the loss of order 1 at all levels.
+    """
+    difference = (score - ref_score).flatten(1)
+    direction = difference / (difference.square().sum(dim=1, keepdim=True) + huber_c**2).sqrt()
+    residual = (score - conditional_score).flatten(1)
+    product = (direction * residual).sum(dim=1)
+    return -_row(weight, product) * product
+
+
+def diff_instruct_loss(noisy: Tensor, score: Tensor, ref_score: Tensor, *, weight: Scalar) -> Tensor:
+    """`w sg(s_phi - s_ref)^T x_t`: the gradient of the Kullback-Leibler divergence instead (Diff-Instruct,
+    arXiv 2305.18455; DI++, arXiv 2410.18881). Scores are taken as constants; the graph runs through x_t alone."""
+    product = ((score - ref_score).detach() * noisy).flatten(1).sum(dim=1)
+    return _row(weight, product) * product
+
+
+def outer_guidance_loss(noisy: Tensor, unconditional: Tensor, conditional: Tensor, *, weight: Scalar) -> Tensor:
+    """`-w sg(s_ref(x_t | c) - s_ref(x_t | 0))^T x_t`: guidance as an explicit reward, times its own alpha (7.5)."""
+    product = ((conditional - unconditional).detach() * noisy).flatten(1).sum(dim=1)
+    return -_row(weight, product) * product
+
+
+def score_matching_loss(score: Tensor, conditional_score: Tensor, *, weight: Scalar) -> Tensor:
+    """`w |s_phi - grad log q(x_t | x_0)|^2`: denoising score matching, by which s_phi follows the generator.
+
+    x_t is data here (no gradient to the generator). With weight sigma^2 it is the usual squared error of the noise.
+    """
+    squares = (score - conditional_score.detach()).flatten(1).square().sum(dim=1)
+    return _row(weight, squares) * squares
+
+
+def _column(value: Scalar, like: Tensor) -> Tensor:
+    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    return tensor.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def _row(value: Scalar, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
