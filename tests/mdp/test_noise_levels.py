@@ -1,0 +1,105 @@
+"""Draws of noise levels: golden trainers_schedules (its columns of times), and their distributions."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genrl.mdp import noise_levels
+
+
+def test_golden_times(golden) -> None:
+    """Flow-Factory draws positions on the way from noise (t = 1000) to data, in a range of .9 of it."""
+    data = golden("trainers_schedules")
+    grid = torch.from_numpy(data["in_scheduler_timesteps"])
+    compared = set()
+
+    def source() -> torch.Generator:
+        return torch.Generator().manual_seed(int(data["in_generator_seed"]))
+
+    def check(name: str, times: torch.Tensor) -> None:
+        compared.add(name)
+        want = torch.from_numpy(data[name])
+        assert times.shape == want.shape and (times - want).abs().max() <= 1e-5 * want.abs().max(), name
+
+    for kind, stratified in (("stratified", True), ("iid", False)):
+        count = len(data[f"out_ff_logit_normal_{kind}"])
+        draws = noise_levels.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
+        check(f"out_ff_logit_normal_{kind}", 1000 * (1 - 0.9 * draws))
+    way = 0.9 * noise_levels.uniform_draws(len(data["out_ff_uniform"]), source())
+    check("out_ff_uniform", 1000 * (1 - 3 * way / (1 + 2 * way)))
+    for name in data.files:
+        if found := re.fullmatch(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)", name):
+            lowest = 1000 * (1 - float(found[2].replace("p", ".")))
+            last = int((grid >= lowest - 1e-3).nonzero().max())
+            count = len(data[name])
+            if found[1] == "_with_init":  # the first step always, the others from the rest
+                steps = noise_levels.stratified_steps(count - 1, 1, last, source())
+                check(name, torch.cat([grid[:1], grid[steps]]))
+            else:
+                check(name, grid[noise_levels.stratified_steps(count, int(found[1] == "_wo_init"), last, source())])
+    times = {name for name in data.files if re.match("out_ff_(discrete|logit_normal|uniform)", name)}
+    assert compared == times and len(times) > 5
+
+
+@given(st.integers(1, 20), st.integers(0, 999))
+def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None:
+    draws = noise_levels.uniform_draws(count, torch.Generator().manual_seed(seed))
+    assert draws.sort().values.mul(count).long().tolist() == list(range(count))
+    normal = noise_levels.logit_normal_draws(count, torch.Generator().manual_seed(seed))
+    quantiles = torch.special.ndtr(normal.logit())
+    inside = (normal > 0.01) & (normal < 1 - 1e-6)  # where the floor did not act
+    parts = (quantiles.sort().values * count + 1e-3).floor()
+    assert ((parts - torch.arange(count)).abs()[inside.sort().values] <= 1).all()
+
+
+def test_the_logit_normal_has_its_median_and_the_shift_moves_it() -> None:
+    source = torch.Generator().manual_seed(0)
+    for factor in (1.0, 3.0):
+        draws = noise_levels.logit_normal_draws(100_000, source, factor=factor, stratified=False)
+        assert draws.median().item() == pytest.approx(factor / (1 + factor), abs=0.005)
+        logit = (draws / (factor - (factor - 1) * draws)).logit()
+        assert logit.std().item() == pytest.approx(1.0, abs=0.01)
+        assert draws.min() >= 0.01 and draws.max() < 1.0
+
+
+def test_stratification_lowers_the_variance_of_a_mean() -> None:
+    source = torch.Generator().manual_seed(1)
+    spread = {
+        stratified: torch.stack(
+            [noise_levels.logit_normal_draws(6, source, stratified=stratified).mean() for _ in range(2000)]
+        ).std()
+        for stratified in (True, False)
+    }
+    assert spread[True] < spread[False] / 3
+
+
+@given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
+def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
+    steps = noise_levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
+    assert len(steps) == count and (steps.diff() >= 0).all()
+    assert steps[0] >= first and steps[-1] <= max(first, first + length - 1) + (length < count)
+    if length >= count and length % count == 0:
+        part = length // count
+        assert ((steps - first) // part).tolist() == list(range(count))
+
+
+def test_every_step_of_the_range_is_drawn() -> None:
+    source = torch.Generator().manual_seed(2)
+    seen = torch.cat([noise_levels.stratified_steps(2, 1, 9, source) for _ in range(2000)])
+    counts = torch.bincount(seen, minlength=9)
+    assert counts[0] == 0 and len(counts) == 9
+    assert (counts[1:] - 500).abs().max() < 5 * math.sqrt(500)
+
+
+def test_no_draw_is_refused() -> None:
+    source = torch.Generator()
+    with pytest.raises(ValueError, match="at least one draw"):
+        noise_levels.uniform_draws(0, source)
+    with pytest.raises(ValueError, match="no 2 steps can be drawn from 3 .. 1"):
+        noise_levels.stratified_steps(2, 3, 1, source)
