@@ -53,7 +53,8 @@ def pair_errors(
     the proximal error uses those. reduction: log-ratios are summed over the steps (the paper's equations) or averaged
     (its listing, appendix; beta is then in units of 1 / T, and of 1 / D where log-probabilities are element means:
     its table's 3e-5 belongs to that). pairs (a < b): all, or those with a positive difference of rewards one way round
-    (the listing: ties teach nothing there). Samples without a score (NaN) are in no pair. Gradient through `log_prob` only.
+    (the listing: ties teach nothing there). Samples without a score (NaN) are in no pair.
+    Gradient through `log_prob` only.
     Raises ValueError for shapes that do not belong together, beta <= 0 or clip < 0.
     """
     if beta <= 0 or clip < 0:
