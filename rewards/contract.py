@@ -327,7 +327,8 @@ def _arguments(
 def open_picture(file: str | Path | Image) -> Image:
     """The picture in a file, as PIL RGB; a picture that is open already is converted.
 
-    Raises ValueError, naming the file, for one that is missing, broken, or of more than `MAX_PIXELS` pixels.
+    Raises ValueError, naming the file, for one that is missing, broken, of more than 8 bits a channel, or of more than
+    `MAX_PIXELS` pixels.
     """
     from PIL import Image, ImageOps
 
@@ -337,6 +338,8 @@ def open_picture(file: str | Path | Image) -> Image:
             picture = file if isinstance(file, Image.Image) else Image.open(file)
             if picture.width * picture.height > MAX_PIXELS:
                 raise ValueError(f"{picture.width} x {picture.height} pixels; at most {MAX_PIXELS:,} are read")
+            if picture.mode[0] in "IF":  # Pillow would cut 16 bits down to white
+                raise ValueError(f"its pixels have more than 8 bits (mode {picture.mode}); save it with 8")
             return ImageOps.exif_transpose(picture).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"picture {str(file)!r} cannot be read: {error}") from error

@@ -107,6 +107,7 @@ def test_named_parts_come_with_the_scores() -> None:
         (1.0, "reward 'mine' returned float;"),
         (None, "reward 'mine' returned NoneType"),
         (["a", "b", "c"], "reward 'mine' returned something that is not a number"),
+        ([10**400, 1, 2], "reward 'mine' returned something that is not a number"),
         (([1, 2, 3], {"count": [1]}), "part 'count' of reward 'mine' returned 1 numbers"),
     ],
 )
@@ -316,6 +317,14 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: 
     (tmp_path / "bomb.png").write_bytes(bomb)
     with pytest.raises(ValueError, match="bomb.png' cannot be read: "):
         rewards.open_picture(tmp_path / "bomb.png")
+
+
+def test_a_picture_of_sixteen_bits_is_refused_not_cut_to_white(tmp_path: Any) -> None:
+    from PIL import Image
+
+    Image.fromarray(np.full((4, 4), 1000, np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(ValueError, match="deep.png' cannot be read: its pixels have more than 8 bits"):
+        rewards.open_picture(tmp_path / "deep.png")
 
 
 def test_gradients_reach_the_images_of_a_differentiable_reward() -> None:

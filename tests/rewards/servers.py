@@ -1,0 +1,127 @@
+"""Reward servers on loopback for the tests: real ones, in a thread or in a process, and ones that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+import rewards
+from rewards import serve, wire
+from rewards.http_app import app
+from rewards.wire import Limits
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def live(
+    reward: rewards.Reward, name: str = "mine", *, port: int = 0, token: str = "", limits: Limits | None = None
+) -> Iterator[str]:
+    """A real server in a thread of this process; yields its URL."""
+    bound = serve.listen("127.0.0.1", port)
+    bound.listen()
+    settings = uvicorn.Config(app(reward, name, token=token, limits=limits), log_level="critical", lifespan="off")
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+        bound.close()
+
+
+def spawn(reward: str, port: int) -> subprocess.Popen[bytes]:
+    """`genrl serve` in a process of its own; ready when this returns."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "genrl.cli", "serve", reward, "--port", str(port)], cwd=ROOT, env=dict(os.environ)
+    )
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        time.sleep(0.05)
+    process.kill()
+    raise RuntimeError("the server was not ready within 60 s")
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port
+
+
+INFO = {"protocol": wire.PROTOCOL, "name": "mine", "takes": ["images", "prompts"], "limits": vars(Limits())}
+
+
+def http(body: bytes, status: str = "200 OK", length: int | None = None) -> bytes:
+    """A reply as it goes over the wire."""
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {length or len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@contextmanager
+def scripted(reply: Callable[[socket.socket, int], None]) -> Iterator[str]:
+    """A server that answers /info as it should and every call of /score by `reply(connection, number)`."""
+    bound = socket.create_server(("127.0.0.1", 0))
+    calls = iter(range(10**9))
+    ended = threading.Event()
+
+    def serve_one(connection: socket.socket) -> None:
+        with connection:
+            head = b""
+            while b"\r\n\r\n" not in head:
+                piece = connection.recv(65536)
+                if not piece:
+                    return
+                head += piece
+            head, _, body = head.partition(b"\r\n\r\n")
+            lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            missing = int(lengths[0].split(b":")[1]) - len(body) if lengths else 0
+            while missing > 0:
+                missing -= len(connection.recv(65536))
+            if head.startswith(b"GET /info"):
+                connection.sendall(http(json.dumps(INFO).encode()))
+            else:
+                reply(connection, next(calls))
+
+    def accept() -> None:
+        while not ended.is_set():
+            try:
+                connection, _ = bound.accept()
+            except OSError:
+                return
+            threading.Thread(target=_quietly, args=(serve_one, connection), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+    finally:
+        ended.set()
+        bound.shutdown(socket.SHUT_RDWR)
+        bound.close()
+        thread.join(5)
+
+
+def _quietly(call: Callable[[socket.socket], None], connection: socket.socket) -> None:
+    try:
+        call(connection)
+    except OSError:
+        return  # the client has gone, which is what some tests are about
