@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from genrl.config import Config
+    from genrl.config import Config, Model
 
 PACKAGES = tuple(str(Path(__file__).resolve().parents[1] / name) + os.sep for name in ("genrl", "rewards"))
 
@@ -52,7 +53,7 @@ app.add_typer(config_app, name="config")
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="YAML configuration, for example configs/ocr.yaml.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the file, for example optimizer.lr=1e-4 ema=null."),
+    typer.Argument(metavar="KEY=VALUE", help="Changes to the file, for example optimizer.lr=1e-4 ema=null."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, for example runs/quickstart.")]
 ModelArgument = Annotated[
@@ -64,10 +65,12 @@ Steps = Annotated[int | None, typer.Option(min=1, help="Denoising steps; default
 Guidance = Annotated[float | None, typer.Option(min=0, help="Default: the run's, or the pipeline's.")]
 Height = Annotated[int | None, typer.Option(min=1, help="Pixels.")]
 Width = Annotated[int | None, typer.Option(min=1, help="Pixels.")]
-Precision = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Precision = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Default: the run's, or float32.")
+]
 PipelineArgs = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Further pipeline arguments: num_frames=33 negative_prompt=blurry."),
+    typer.Argument(metavar="KEY=VALUE", help="Further pipeline arguments: num_frames=33 negative_prompt=blurry."),
 ]
 
 
@@ -87,7 +90,12 @@ def train(
     file: ConfigFile,
     overrides: Overrides = None,
     nproc: Processes = 1,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with this run.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Go on in this run folder with FILE as its configuration; see `genrl resume`."
+        ),
+    ] = None,
 ) -> None:
     """Train as a YAML file says.
 
@@ -97,6 +105,8 @@ def train(
     """
     from genrl.config import load_located
 
+    if resume:
+        _run_config(resume)
     config, origins = load_located(file, overrides or ())
     _train(config, origins, resume, nproc)
 
@@ -119,7 +129,7 @@ def sample(
     pipeline_args: PipelineArgs = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     prompts: Annotated[str | None, typer.Option(help="Prompt file (.txt, .jsonl), or data set id:split.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and the grid.")] = Path("samples"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the pictures and the grid.")] = Path("samples"),
     lora: Lora = None,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
@@ -139,13 +149,13 @@ def sample(
         from genrl.prompts import load as load_prompts
 
         texts += [row.text for row in load_prompts(prompts)]
-    path, adapter, arguments = _pipeline_of(model, lora)
+    chosen, adapter, arguments = _pipeline_of(model, lora, dtype)
     arguments |= _arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
 
     from genrl.diffusion.sample import load
     from genrl.diffusion.sample import sample as draw
 
-    paths = draw(load(path, adapter, dtype=dtype), texts, out, seed=seed, arguments=arguments)
+    paths = draw(load(chosen, adapter), texts, out, seed=seed, arguments=arguments)
     typer.echo(f"{len(paths)} pictures and grid.png in {out}")
 
 
@@ -155,10 +165,12 @@ def evaluate(
     pipeline_args: PipelineArgs = None,
     prompts: Annotated[str | None, typer.Option(help="Prompt file or data set; default: the run's.")] = None,
     reward: Annotated[
-        list[str] | None, typer.Option(help="Name or file.py:Name, several times; default: run's.")
+        list[str] | None, typer.Option(help="Name or file.py:Name; may be given several times; default: the run's.")
     ] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first ones; default: all.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the scores as JSON here, too.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the scores as JSON into this file, too.")
+    ] = None,
     lora: Lora = None,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
@@ -181,7 +193,7 @@ def evaluate(
         chosen = [(entry.name, entry.args) for entry in config.rewards]
     if not chosen:
         raise typer.BadParameter("give --reward NAME; `genrl rewards` lists them")
-    path, adapter, arguments = _pipeline_of(model, lora)
+    source_model, adapter, arguments = _pipeline_of(model, lora, dtype)
     arguments |= _arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
 
     import torch
@@ -191,13 +203,13 @@ def evaluate(
     from genrl.prompts import load as load_prompts
 
     rows = load_prompts(source, config.prompts.column if config else "prompt")[:num_prompts]
-    pipe = load(path, adapter, dtype=dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scorers: dict[str, reward_package.Reward] = {}
     for name, args in chosen:
         label = name.rsplit(":", 1)[-1]
         label = f"{label}-{len(scorers) + 1}" if label in scorers else label
         scorers[label] = reward_package.load(name, args, device=device)
+    pipe = load(source_model, adapter)
     found = evaluate_pipeline(
         pipe, rows, scorers, batch_size=batch_size, seed=seed, num_pictures=0, arguments=arguments
     )
@@ -205,8 +217,17 @@ def evaluate(
     if out:
         import json
 
-        record = {"model": path, "lora": adapter, "prompts": source, "num_prompts": len(rows), "seed": seed}
-        out.write_text(json.dumps(record | {"arguments": arguments, "scores": found.metrics}, indent=1) + "\n")
+        from genrl.runtime.run import write_atomic
+
+        scores = {name: value if math.isfinite(value) else None for name, value in found.metrics.items()}
+        record = {
+            "model": source_model.path,
+            "lora": adapter,
+            "prompts": source,
+            "num_prompts": len(rows),
+            "seed": seed,
+        }
+        write_atomic(out, json.dumps(record | {"arguments": arguments, "scores": scores}, indent=1) + "\n")
 
 
 @app.command()
@@ -232,7 +253,7 @@ def check(
 @app.command()
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write; new or empty.")],
     step: Annotated[
         int | None, typer.Option(min=0, help="Checkpoint after so many iterations; default: newest.")
     ] = None,
@@ -334,7 +355,14 @@ def _train(config: Config, origins: Any, run: Path | None, nproc: int) -> None:
         raise typer.BadParameter(problem, param_hint="--nproc")
     is_main = int(os.environ.get("RANK", "0")) == 0
     for note in check_files(config, origins):
-        if is_main and not (run and note.startswith("output:")):
+        if is_main and not note.startswith("output:"):  # a folder in use is an error of its own
+            typer.secho(printable(note), fg=typer.colors.YELLOW, err=True)
+    if run and is_main:
+        saved = [path.name.removeprefix("step-") for path in run.glob("checkpoints/step-*")]
+        done = max((int(step) for step in saved if step.isdigit()), default=0)  # others are of saves cut short
+        if done >= config.iterations:
+            more = f"genrl resume {run} iterations={done + 100}"
+            note = f"{run} has done all of its {config.iterations} iterations; for more of them: {more}"
             typer.secho(printable(note), fg=typer.colors.YELLOW, err=True)
     if nproc > 1:
         _launch(nproc)
@@ -358,9 +386,14 @@ def _launch(nproc: int) -> None:
 
 
 def _run_config(run: Path) -> Path:
-    if not (run / "config.yaml").is_file():
-        raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml", param_hint="RUN")
-    return run / "config.yaml"
+    if (run / "config.yaml").is_file():
+        return run / "config.yaml"
+    if run.name == "config.yaml" and run.is_file():
+        raise typer.BadParameter(f"{run} is a file: give the run folder, {run.parent}", param_hint="RUN")
+    around = run if run.is_dir() else run.parent
+    runs = sorted(str(file.parent) for file in around.glob("*/config.yaml"))
+    there = f"; runs in {around}: {', '.join(runs[:5])}" if runs else ""
+    raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{there}", param_hint="RUN")
 
 
 def _config_of(model: str) -> Config | None:
@@ -371,13 +404,18 @@ def _config_of(model: str) -> Config | None:
     return load(file) if file.is_file() else None
 
 
-def _pipeline_of(model: str, lora: str | None) -> tuple[str, str | None, dict[str, Any]]:
+def _pipeline_of(model: str, lora: str | None, dtype: str | None) -> tuple[Model, str | None, dict[str, Any]]:
     """(pipeline, adapter, arguments of the pipeline call) of what the user named."""
+    from genrl.config import Model
+
     config = _config_of(model)
     if config is None:
-        return model, lora, {}
+        return Model(path=model, dtype=dtype or "float32"), lora, {}
+    from genrl.runtime import checkpoint
+
     run, settings = Path(model), config.sampling
-    adapters = [run / "lora", *sorted(run.glob("checkpoints/step-*/lora"), reverse=True)]
+    saved = checkpoint.latest(run / "checkpoints")  # RUN/lora is of the end of a run, which may have gone on since
+    adapters = [*([saved / "lora"] if saved else []), run / "lora"]
     newest = next((str(folder) for folder in adapters if folder.is_dir()), None)
     if lora is None and newest is None:
         raise typer.BadParameter(f"{run} holds no LoRA; write its pipeline by `genrl export {run} --out FOLDER`")
@@ -386,7 +424,8 @@ def _pipeline_of(model: str, lora: str | None) -> tuple[str, str | None, dict[st
     arguments = _arguments(steps, scale, settings.height, settings.width, None)
     if settings.num_frames is not None:
         arguments["num_frames"] = settings.num_frames
-    return config.model.path, lora or newest, arguments | settings.pipeline_args
+    chosen = config.model.model_copy(update={"dtype": dtype or config.model.dtype})
+    return chosen, lora or newest, arguments | settings.pipeline_args
 
 
 def _arguments(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,18 @@ class TestErrors:
             (["export", "absent", "--out", "x"], "is not a run folder"),
             (["report", "absent"], "is not a run folder"),
             (["replay", "absent"], "absent is no dump: it has no dump.json"),
+            (["resume", "runs"], "runs is not a run folder: it has no config.yaml; runs in runs: runs/one, runs/two"),
+            (
+                ["resume", "runs/tow"],
+                "runs/tow is not a run folder: it has no config.yaml; runs in runs: runs/one, runs",
+            ),
+            (["report", "runs/one/config.yaml"], "runs/one/config.yaml is a file: give the run folder, runs/one"),
+            (["train", "small.yaml", "--resume", "eval.txt"], "eval.txt is not a run folder"),
+            (["export", "runs/one", "--out", "eval.txt"], "is a file"),
+            (["sample", "org/model", "--prompt", "a", "--out", "eval.txt"], "is a file"),
+            (["sample", "org/model", "--prompt", "a", "--dtype", "float8"], "is not one of 'float32', 'bfloat16', 'fl"),
+            (["eval", "org/model", "--prompts", "eval.txt", "--reward", "ocr", "--out", "."], "is a directory"),
+            (["eval", "org/model", "--prompts", "eval.txt", "--reward", "shapse"], "Did you mean 'shapes'?"),
             (["sample", "org/model"], "--prompt"),
             (["sample", "org/model", "num_frames", "--prompt", "a"], "is not key=value"),
             (["sample", "org/model", "x=[", "--prompt", "a"], "is not YAML"),
@@ -179,7 +192,10 @@ class TestErrors:
         ],
     )
     def test_wrong_use(self, arguments: list[str], says: str, folder: Path) -> None:
-        assert says in " ".join(run(*arguments, code=2).split())
+        for name in ("one", "two"):
+            (folder / "runs" / name).mkdir(parents=True)
+            (folder / "runs" / name / "config.yaml").write_text(SMALL)
+        assert says in " ".join(run(*arguments, code=2).replace("│", " ").split())
 
 
 class TestCheck:
@@ -296,15 +312,20 @@ def test_a_whole_run(folder: Path) -> None:
     assert load(first / "config.yaml") == load("small.yaml", ["iterations=2"])
 
     assert "is not empty" in run("train", "small.yaml", code=2)
-    run("resume", "runs/small", "iterations=3")
+    more = "runs/small has done all of its 2 iterations; for more of them: genrl resume runs/small iterations=102"
+    assert more in run("resume", "runs/small")
+    assert "has done all" not in run("resume", "runs/small", "iterations=3")
     assert load(first / "config.yaml").iterations == 3
 
     assert "2 pictures" in run("sample", "runs/small", "--prompt", "a star", "--prompts", "one.txt", "--out", "drawn")
     assert {path.name for path in (folder / "drawn").iterdir()} >= {"00000.png", "00001.png", "grid.png"}
 
-    text = run("eval", "runs/small", "--out", "scores.json", "--num-prompts", "1", "--batch-size", "1")
-    scores = json.loads((folder / "scores.json").read_text())
+    # The newest checkpoint's adapter, not that of an earlier end of the run; nor of a save that was cut short.
+    shutil.copytree(first / "checkpoints" / "step-000003", first / "checkpoints" / "step-000004.tmp-1")
+    text = run("eval", "runs/small", "--out", "new/scores.json", "--num-prompts", "1", "--batch-size", "1")
+    scores = json.loads((folder / "new" / "scores.json").read_text())
     assert "eval/brightness_mean" in text and scores["num_prompts"] == 1
+    assert scores["lora"] == "runs/small/checkpoints/step-000003/lora"
 
     assert "report.html" in run("report", "runs/small")
     run("export", "runs/small", "--out", "lora")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -129,6 +130,24 @@ def _quiet_loading() -> Iterator[None]:
         diffusers_logging.set_verbosity(level)
 
 
+def load_lora(pipe: DiffusionPipeline, lora: str) -> None:
+    """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
+    two, any other that diffusers reads, or a hub id. Raises ValueError where there is none to load."""
+    if not hasattr(pipe, "load_lora_weights"):
+        raise ValueError(f"{type(pipe).__name__} cannot load LoRA weights")
+    folder = Path(lora)
+    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", lora):
+        raise ValueError(f"the LoRA {lora!r} is not there: no such folder (a hub id is written org/name)")
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"the folder {lora} holds no LoRA: there is no .safetensors file in it")
+    try:
+        pipe.load_lora_weights(lora)
+        if (folder / f"transformer{_SECOND}").is_dir():
+            pipe.load_lora_weights(str(folder / f"transformer{_SECOND}"), load_into_transformer_2=True)
+    except Exception as error:  # noqa: BLE001  whatever a file, the hub or peft may say; told with the adapter's name
+        raise ValueError(f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}: {error}") from error
+
+
 def export(run: Path, out: Path, *, step: int | None = None, full: bool = False) -> Path:
     """Write a run's model for plain diffusers into the new folder `out`, with its card; returns `out`.
 
@@ -150,7 +169,7 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
     else:
         pipe = load_pipeline(config.model)
         if config.model.lora is not None:
-            pipe.load_lora_weights(str(source / "lora"))
+            load_lora(pipe, str(source / "lora"))
             pipe.fuse_lora()
             pipe.unload_lora_weights()
         else:

@@ -26,11 +26,12 @@ def load_pipeline(model: Model) -> DiffusionPipeline:
         raise ValueError(f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}") from error
 
 
-def check_call_arguments(pipe: DiffusionPipeline, arguments: Iterable[str], section: str = "sampling") -> None:
+def check_call_arguments(pipe: DiffusionPipeline, arguments: Iterable[str], section: str | None = "sampling") -> None:
     """Raise ValueError where the pipeline's call does not take an argument, naming its key and the nearest it takes.
 
     arguments: names of all that is to be passed but what the trainer sets itself (prompt, generator, ...). section:
-    that of the configuration they come from; `pipeline_args` holds those that are no key of their own.
+    that of the configuration they come from; `pipeline_args` holds those that are no key of their own. None: they come
+    from no configuration.
     """
     kind = type(pipe)
     parameters = inspect.signature(kind.__call__).parameters
@@ -41,8 +42,8 @@ def check_call_arguments(pipe: DiffusionPipeline, arguments: Iterable[str], sect
         if name in legal:
             continue
         own = name in Sampling.model_fields
-        key = f"{section}.{name}" if own else f"{section}.pipeline_args.{name}"
+        key = name if section is None else f"{section}.{name}" if own else f"{section}.pipeline_args.{name}"
         near = difflib.get_close_matches(name, legal, n=1)
         nearest = f"did you mean {near[0]}? " if near else ""
-        remedy = "; set it to null" if own else "; remove it"
+        remedy = "; set it to null" if own and section is not None else "; remove it"
         raise ValueError(f"{key}: {kind.__name__} takes no such argument{remedy}; {nearest}it takes {', '.join(legal)}")

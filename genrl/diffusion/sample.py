@@ -17,22 +17,19 @@ from diffusers import DiffusionPipeline
 import rewards
 from genrl.config import Model
 from genrl.diffusion.evaluate import Evaluated, evaluate
-from genrl.diffusion.loading import load_pipeline
+from genrl.diffusion.export import load_lora
+from genrl.diffusion.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy import Policy
 from genrl.prompts import Prompt
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
 
 
-def load(model: str, lora: str | None, *, dtype: str = "float32") -> DiffusionPipeline:
+def load(model: Model, lora: str | None) -> DiffusionPipeline:
     """A pipeline and, where given, its adapter (a folder or hub id), on the best device at hand."""
-    pipe = load_pipeline(Model(path=model, dtype=dtype))
+    pipe = load_pipeline(model)
     if lora:
-        if not hasattr(pipe, "load_lora_weights"):
-            raise ValueError(f"--lora: {type(pipe).__name__} cannot load LoRA weights")
-        pipe.load_lora_weights(lora)
-        if (Path(lora) / "transformer_2").is_dir():  # the second expert of Wan 2.2
-            pipe.load_lora_weights(str(Path(lora) / "transformer_2"), load_into_transformer_2=True)
+        load_lora(pipe, lora)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -47,8 +44,10 @@ def sample(
 ) -> list[Path]:
     """Draw one picture per prompt into `out` (00000.png, ..., prompts.json, grid.png); returns the pictures' paths.
 
-    arguments: of the pipeline call (num_inference_steps, guidance_scale, height, ...).
+    arguments: of the pipeline call (num_inference_steps, guidance_scale, height, ...). Raises ValueError for one that
+    the pipeline does not take.
     """
+    check_call_arguments(pipe, arguments or (), section=None)
     out.mkdir(parents=True, exist_ok=True)
     paths, pictures = [], []
     for k, prompt in enumerate(prompts):
@@ -74,6 +73,7 @@ def evaluate_pipeline(
     arguments: Mapping[str, Any],
 ) -> Evaluated:
     """Score one picture per prompt by every reward: the evaluation of training, on any pipeline."""
+    check_call_arguments(pipe, arguments, section=None)
     for label, scorer in scorers.items():
         rewards.check_columns(scorer, prompts[0].columns, name=label)
     return evaluate(

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from genrl.config import LoRA
+from genrl.config import LoRA, Model
 from genrl.diffusion.export import ExportError, check_lora_loader, export, save_lora, write_card
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.sample import load, sample
@@ -75,7 +75,9 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_adapter_in_plain_diffusers_is_what_genrl_samples(trained: Path, model: Path, tmp_path: Path) -> None:
-    paths = sample(load(str(model), str(trained / "lora")), PROMPTS, tmp_path / "ours", seed=7, arguments=ARGUMENTS)
+    paths = sample(
+        load(Model(path=str(model)), str(trained / "lora")), PROMPTS, tmp_path / "ours", seed=7, arguments=ARGUMENTS
+    )
     pipe = DiffusionPipeline.from_pretrained(model)
     untrained = picture(pipe, 7)
     pipe.load_lora_weights(trained / "lora")

@@ -14,6 +14,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 import rewards
+from genrl.config import Model
 from genrl.diffusion.sample import evaluate_pipeline, load, sample
 from genrl.diffusion.train import train
 from genrl.prompts import Prompt
@@ -32,7 +33,7 @@ PROMPTS = ["a red star", "two blue dogs", "a cat"]
 
 def test_each_picture_is_that_of_a_plain_call(model: Path, tmp_path: Path) -> None:
     """Prompt k of seed s is drawn alone from seed s + k: it does not depend on the other prompts."""
-    paths = sample(load(str(model), None), PROMPTS, tmp_path, seed=40, arguments=ARGUMENTS)
+    paths = sample(load(Model(path=str(model)), None), PROMPTS, tmp_path, seed=40, arguments=ARGUMENTS)
     assert [path.name for path in paths] == ["00000.png", "00001.png", "00002.png"]
     pipe = DiffusionPipeline.from_pretrained(model)
     for k, path in enumerate(paths):
@@ -46,7 +47,9 @@ def test_each_picture_is_that_of_a_plain_call(model: Path, tmp_path: Path) -> No
 
 def test_seed_decides(model: Path, tmp_path: Path) -> None:
     def first(name: str, seed: int) -> np.ndarray:
-        (path,) = sample(load(str(model), None), PROMPTS[:1], tmp_path / name, seed=seed, arguments=ARGUMENTS)
+        (path,) = sample(
+            load(Model(path=str(model)), None), PROMPTS[:1], tmp_path / name, seed=seed, arguments=ARGUMENTS
+        )
         return np.asarray(Image.open(path))
 
     assert np.array_equal(first("a", 1), first("b", 1))
@@ -55,9 +58,25 @@ def test_seed_decides(model: Path, tmp_path: Path) -> None:
 
 def test_loading_what_is_not_there(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.path: '.*nowhere' could not be loaded as a diffusers pipeline"):
-        load(str(tmp_path / "nowhere"), None)
-    with pytest.raises((ValueError, OSError)):
-        load(str(model), str(tmp_path / "no-lora"))
+        load(Model(path=str(tmp_path / "nowhere")), None)
+    with pytest.raises(ValueError, match=r"the LoRA '.*no-lora' is not there: no such folder \(a hub id is written"):
+        load(Model(path=str(model)), str(tmp_path / "no-lora"))
+    with pytest.raises(ValueError, match="holds no LoRA: there is no .safetensors file in it"):
+        load(Model(path=str(model)), str(tmp_path))
+    (tmp_path / "text.safetensors").write_text("no weights")
+    for name in ("", "text.safetensors"):
+        with pytest.raises(ValueError, match="could not be loaded into StableDiffusion3Pipeline: "):
+            load(Model(path=str(model)), str(tmp_path / name))
+
+
+def test_an_argument_that_the_pipeline_does_not_take(model: Path, tmp_path: Path) -> None:
+    pipe = load(Model(path=str(model)), None)
+    message = "^num_inferense_steps: StableDiffusion3Pipeline takes no such argument; remove it; did you mean num_inf"
+    with pytest.raises(ValueError, match=message):
+        sample(pipe, PROMPTS, tmp_path / "out", arguments={"num_inferense_steps": 3})
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=message):
+        evaluate_pipeline(pipe, [Prompt("a")], {}, arguments={"num_inferense_steps": 3})
 
 
 def test_evaluation_is_that_of_training(folder: Path, model: Path) -> None:
@@ -67,7 +86,7 @@ def test_evaluation_is_that_of_training(folder: Path, model: Path) -> None:
     rows = [Prompt(text) for text in runs.HELD_OUT]
 
     def evaluated(lora: Path | None) -> dict[str, float]:
-        pipe = load(str(model), str(lora) if lora else None)
+        pipe = load(Model(path=str(model)), str(lora) if lora else None)
         return evaluate_pipeline(pipe, rows, scorers, batch_size=2, seed=1234, arguments=ARGUMENTS).metrics
 
     logged = [row for row in runs.rows(run) if "eval/total_mean" in row]
@@ -80,7 +99,9 @@ def test_evaluation_is_that_of_training(folder: Path, model: Path) -> None:
 def test_evaluation_has_pictures_and_parts(folder: Path, model: Path) -> None:
     scorers = {"redness": rewards.load(f"{folder}/rewards.py:redness")}
     rows = [Prompt(text) for text in PROMPTS]
-    found = evaluate_pipeline(load(str(model), None), rows, scorers, batch_size=2, num_pictures=2, arguments=ARGUMENTS)
+    found = evaluate_pipeline(
+        load(Model(path=str(model)), None), rows, scorers, batch_size=2, num_pictures=2, arguments=ARGUMENTS
+    )
     assert found.prompts == PROMPTS and len(found.images) == 2 and found.images[0].shape == (3, 16, 16)
     assert len(found.total) == 3 and torch.equal(found.total, found.scored.values["redness"])
     parts = found.scored.parts
@@ -92,7 +113,7 @@ def test_evaluation_does_not_depend_on_the_batch(folder: Path, model: Path) -> N
     scorers = {"brightness": rewards.load(f"{folder}/rewards.py:brightness")}
     rows = [Prompt(text) for text in PROMPTS]
     totals = [
-        evaluate_pipeline(load(str(model), None), rows, scorers, batch_size=size, arguments=ARGUMENTS).total
+        evaluate_pipeline(load(Model(path=str(model)), None), rows, scorers, batch_size=size, arguments=ARGUMENTS).total
         for size in (1, 2, 3)
     ]
     for total in totals[1:]:
@@ -103,4 +124,4 @@ def test_a_missing_column_is_refused_before_drawing(folder: Path, model: Path) -
     (folder / "wants.py").write_text("def wants(images, colour):\n    return [0.0] * len(images)\n")
     scorers = {"wants": rewards.load(f"{folder}/wants.py:wants")}
     with pytest.raises(ValueError, match="reward 'wants' asks for the column 'colour'"):
-        evaluate_pipeline(load(str(model), None), [Prompt("a", {"shape": 1})], scorers, arguments=ARGUMENTS)
+        evaluate_pipeline(load(Model(path=str(model)), None), [Prompt("a", {"shape": 1})], scorers, arguments=ARGUMENTS)
