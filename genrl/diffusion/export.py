@@ -170,7 +170,8 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
         pipe = load_pipeline(config.model)
         if config.model.lora is not None:
             load_lora(pipe, str(source / "lora"))
-            pipe.fuse_lora()
+            adapted = [name for name, part in pipe.components.items() if hasattr(part, "peft_config")]
+            pipe.fuse_lora(components=adapted)  # by default not the second expert
             pipe.unload_lora_weights()
         else:
             _fill(pipe, loaded.tensors.get("snapshot-average", loaded.tensors["weights"]))

@@ -22,13 +22,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from genrl.config import LoRA, Model
+from genrl.config import LoRA, Model, dump
 from genrl.diffusion.export import ExportError, check_lora_loader, export, save_lora, write_card
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
 from genrl.diffusion.weights import Weights
-from genrl.runtime.run import Run
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run, write_atomic
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -279,6 +280,32 @@ def test_export_of_an_adapter_and_of_the_merged_pipeline(trained: Path, model: P
     assert not torch.equal(
         *(next(iter(load_file(f / "pytorch_lora_weights.safetensors").values())) for f in (first, adapter))
     )
+
+
+def test_both_experts_are_merged(folder: Path) -> None:
+    """Wan 2.2 has two denoisers with an adapter each; diffusers' `fuse_lora` merges the first by default."""
+    family = FAMILIES["wan22"]()
+    family.pipe.save_pretrained(folder / "base")
+    config = runs.config(folder, folder / "base", lora={"rank": 2, "alpha": 4})
+    policy = Policy(family.pipe)
+    weights = Weights(policy.denoisers, config.model.lora)
+    with torch.no_grad():
+        for k, p in enumerate(weights.parameters):
+            p.normal_(std=0.3, generator=torch.Generator().manual_seed(k))
+    run, probe = Run(Path(config.output)), Batch(["a"], [("probe", 0)], {"num_inference_steps": 4, **family.call})
+    write_atomic(run.config, dump(config))
+    checkpoint.save(
+        run.checkpoints, 1, tensors=weights.state(), state={}, keep=1,
+        extra=lambda path: save_lora(policy, path / "lora", probe),
+    )  # fmt: skip
+    merged = Policy(DiffusionPipeline.from_pretrained(export(run.folder, folder / "merged", full=True)))
+    base = Policy(DiffusionPipeline.from_pretrained(folder / "base"))
+    wanted, found, before = (one.roll_out(probe).final for one in (policy, merged, base))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert float((wanted - before).abs().max()) > 0.1
+    for name in ("transformer", "transformer_2"):
+        pairs = zip(merged.denoisers[name].parameters(), base.denoisers[name].parameters(), strict=True)
+        assert any(not torch.equal(a, b) for a, b in pairs), name
 
 
 def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
