@@ -170,14 +170,13 @@ def check_on_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) ->
     An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
     raises RuntimeError in all processes, since the clip would cut numerical noise.
     """
-    calls = session.policy.model_calls
     deviations = [torch.zeros(1)]
     first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
     if first is not None:
-        for i, old in first.trajectory.log_probs.items():
-            ratio = importance_ratio(session.policy.replay(first.trajectory, i).log_prob, old)
-            deviations.append((ratio - 1.0).abs().cpu())
-    session.policy.model_calls = calls  # the counter is of training; a resumed run checks again
+        with session.policy.uncounted():
+            for i, old in first.trajectory.log_probs.items():
+                ratio = importance_ratio(session.policy.replay(first.trajectory, i).log_prob, old)
+                deviations.append((ratio - 1.0).abs().cpu())
     everyone = gather_object([float(torch.cat(deviations).max())])
     problem = off_policy(float(torch.tensor(everyone).max()), min(settings.clip_bounds))  # tensor: NaN is the largest
     if problem is not None:

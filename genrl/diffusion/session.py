@@ -393,8 +393,7 @@ class Session:
             return {}
         self.phase("evaluating", len(self.eval_prompts))
         self._seed_globals("evaluation")
-        calls = self.policy.model_calls
-        with self.timed("eval"), self.averaged():
+        with self.timed("eval"), self.averaged(), self.policy.uncounted():
             found = evaluate_held_out(
                 self.config,
                 self.policy,
@@ -406,7 +405,6 @@ class Session:
                 advance=self.advance,
                 beat=self.beat,
             )
-        self.policy.model_calls = calls  # the counter is of training
         if self.is_main:
             show(found, self.run, self.log, self.iteration)
             if log:

@@ -15,9 +15,10 @@ import rewards
 from genrl import prompts as prompt_files
 from genrl.config import Config, DiffusionNFT, FlowGRPO, dump
 from genrl.diffusion import diffusion_nft, flow_grpo
-from genrl.diffusion.export import save_lora, write_card
-from genrl.diffusion.loading import load_pipeline
+from genrl.diffusion.export import check_lora_loader, save_lora, write_card
+from genrl.diffusion.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy import Policy
+from genrl.diffusion.rollout import call_arguments
 from genrl.diffusion.session import AVERAGE, Abandoned, Session, make_accelerator, reward_labels
 from genrl.diffusion.weights import Weights
 from genrl.runtime import checkpoint
@@ -118,17 +119,21 @@ def open_session(
                 rewards.check_columns(scorer, sorted(common), name=label)
 
     progress.phase("loading")
+    pipe = load_pipeline(config.model)
+    check_call_arguments(pipe, call_arguments(config.sampling))
     policy = Policy(
-        load_pipeline(config.model).to(accelerator.device),
+        pipe.to(accelerator.device),
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
         reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
         offload_text_encoders=config.model.offload_text_encoders,
     )
+    if config.model.lora is not None:
+        check_lora_loader(policy)
     weights = Weights(policy.denoisers, config.model.lora, seed=config.seed, sharded=config.distributed.fsdp)
     if config.model.gradient_checkpointing:
         for denoiser in policy.denoisers.values():
             denoiser.enable_gradient_checkpointing()
-    if not weights.is_lora:
+    if not weights.is_lora and config.trainer.kl_weight > 0:
         weights.snapshot("reference")
     if config.ema is not None:
         weights.snapshot(AVERAGE)

@@ -201,6 +201,16 @@ def test_what_is_wrong_is_said_before_the_model_is_loaded(
             train(runs.config(folder, model, output=str(folder / f"wrong-{k}"), **changes))
 
 
+def test_an_argument_the_pipeline_does_not_take_is_named(folder: Path, model: Path) -> None:
+    sampling = {"pipeline_args": {"max_sequence_lenght": 4}}
+    config = runs.config(folder, model, sampling=sampling, **QUIET)
+    for _ in range(2):  # a start that failed does not block the next one
+        with pytest.raises(
+            ValueError, match=r"pipeline_args\.max_sequence_lenght: .* did you mean max_sequence_length"
+        ):
+            train(config)
+
+
 def test_a_model_that_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.path: .* could not be loaded as a diffusers pipeline"):
         train(runs.config(folder, folder / "nowhere", **QUIET))
