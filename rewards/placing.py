@@ -1,0 +1,46 @@
+"""Where a reward runs: here, in a process of its own, or on a server. One call opens any of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from rewards.contract import Reward
+from rewards.loading import EMPTY, load
+from rewards.remote import Outage, Remote
+
+
+def open_reward(
+    name: str,
+    args: Mapping[str, object] = EMPTY,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    batch_size: int | None = None,
+    cache: int = 0,
+    remote: str | None = None,
+    isolate: bool | str = False,
+    token_env: str = "GENRL_REWARD_TOKEN",
+    outage: Outage | None = None,
+) -> Reward:
+    """A reward, ready to score; `rewards.close` ends it.
+
+    remote: URL of a `genrl serve` of the reward `name`, with the token of the environment variable `token_env`.
+    isolate: true for a process of its own, or the folder of a virtual environment to run it in. Neither: loaded here.
+    batch_size: samples per call. cache: samples whose scores are remembered; 0 = none. outage: as of `rewards.remote`.
+    Raises ValueError as `rewards.load`, `Remote` and `Isolated` do, and for settings that contradict each other.
+    """
+    from rewards.calls import Calls
+    from rewards.isolation import Isolated
+
+    if remote is not None and (isolate or args or dtype is not None):
+        raise ValueError(f"reward {name!r} is remote: args, dtype and isolate are matters of its server")
+    reward: Reward
+    if remote is not None:
+        reward = Remote(remote, name, token=os.environ.get(token_env, ""), outage=outage)
+    elif isolate:
+        venv = isolate if isinstance(isolate, str) else None
+        reward = Isolated(name, args, device=device, dtype=dtype, venv=venv, outage=outage)
+    else:
+        reward = load(name, args, device=device, dtype=dtype)
+    return Calls(reward, batch_size=batch_size, cache=cache) if batch_size is not None or cache else reward
