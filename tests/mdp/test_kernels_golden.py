@@ -11,6 +11,7 @@ from torch import Tensor
 
 from genrl.mdp import gaussian, kernels
 from genrl.mdp.kernels import Transition
+from genrl.mdp.released_windows import flow_factory_steps
 
 Errors = dict[str, tuple[float, float]]
 
@@ -243,8 +244,11 @@ def test_trainers_sde_step(golden) -> None:
                 if f"out_{prefix}_{name}" in arrays:
                     compared.add(f"out_{prefix}_{name}")
                     assert error(value, arrays[f"out_{prefix}_{name}"][row]) <= tolerance, (prefix, name, i)
-    left_out = {"out_ff_sde_steps_seed42plus"}  # Flow-Factory's draw of steps: windows are drawn by a rule of our own
-    assert compared | left_out == {name for name in arrays if name.startswith("out_")}
+    steps = arrays["out_ff_sde_steps_seed42plus"].tolist()
+    pool = range(len(arrays["in_timesteps"]) // 2)
+    assert steps == [flow_factory_steps(pool, len(drawn), seed=42 + k) for k, drawn in enumerate(steps)]
+    compared.add("out_ff_sde_steps_seed42plus")
+    assert compared == {name for name in arrays if name.startswith("out_")}
 
 
 def test_ode_and_flow_ddim(golden) -> None:

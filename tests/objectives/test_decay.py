@@ -1,4 +1,4 @@
-"""Decay schedules of snapshots: golden trainers_schedules (the columns of decays; CRD's are in test_forward_process)."""
+"""Decay schedules of snapshots: golden trainers_schedules, its columns of decays (CRD's: test_forward_process)."""
 
 from __future__ import annotations
 

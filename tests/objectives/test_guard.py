@@ -82,11 +82,19 @@ def test_golden_kl_guard_cases(golden) -> None:
         released = log_ratio + batch_offset(new, old, std)
         advantage = case["adv"].double().clamp(-bound, bound)
         policy = guard.guard_surrogate(released, advantage, delta, clip, clip).loss.mean()
-        result = {
-            "paco_policy": (error(policy, case["paco_guard_policy_loss"]), 2e-4),
-            "paco_loss": (error(policy + options["beta"] * case["paco_kl_loss"], case["paco_guard_loss"]), 2e-4),
-            "ff_ratio": (error(log_ratio.exp().expand(case["ff_ratio"].shape), case["ff_ratio"]), 1e-6),
+        shift = (new - old).square().flatten(1).mean(dim=1)
+        ours = {
+            "paco_guard_policy_loss": (policy, 2e-4),
+            "paco_guard_loss": (policy + options["beta"] * case["paco_kl_loss"], 2e-4),
+            "paco_guard_ratio_mean": (released.exp().mean(), 1e-6),
+            "ff_ratio": (log_ratio.exp().expand(case["ff_ratio"].shape), 1e-6),
+            "ff_scale": (std, 1e-6),
+            "ff_mse": (shift, 1e-6),
         }
+        elsewhere = {"adv", "b", "sigmas", "x", "y", "paco_kl_loss", "paco_ppo_loss", "paco_ppo_policy_loss"}
+        elsewhere |= {f"{kind}_{which}" for kind in ("mean", "v", "logp") for which in ("new", "old", "ref")}
+        assert set(case.arrays) <= ours.keys() | elsewhere and ours.keys() <= set(case.arrays)
+        result = {name: (error(value, case[name]), tolerance) for name, (value, tolerance) in ours.items()}
         if torch.equal(case["v_new"], case["v_old"]):
             assert (guard.guard_log_ratio(case["y"], case["mean_old"], case["mean_old"], std) == 0).all()
         return result

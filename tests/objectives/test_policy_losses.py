@@ -94,16 +94,18 @@ def test_golden_kls(golden) -> None:
         with_dt = policy_losses.kl_gaussian_dt(case["mean_new"], case["mean_ref"], std, delta)
         plain = policy_losses.kl_mean_square(case["mean_new"], case["mean_ref"])
         exact = policy_losses.kl_gaussian(new.mean, reference.mean, new.std)
+        of_means = policy_losses.kl_gaussian(case["mean_new"].double(), case["mean_ref"].double(), std.double())
         return result | {
             "kl_flow_grpo": (relative_error(with_dt.mean(), case["kl_flow_grpo"]), 1e-5),
             "kl_flow_grpo_per_sample": (relative_error(with_dt, case["kl_flow_grpo_per_sample"].flatten()), 1e-5),
             "kl_adv_grpo": (relative_error(plain.mean(), case["kl_adv_grpo"]), 1e-5),
             "kl_adv_grpo_per_sample": (relative_error(plain, case["kl_adv_grpo_per_sample"].flatten()), 1e-5),
             "exact_from_velocity": (relative_error(exact, case["exact_kl_from_velocity"]), 1e-5),
+            "exact_per_dim": (relative_error(of_means, case["exact_kl_per_dim"]), 1e-5),
         }
 
     def paco_losses(case: Case, std: Tensor, delta: float) -> Errors:
-        """PaCo-RL's plain loss. The fields of GRPO-Guard are another part's."""
+        """PaCo-RL's plain loss. The fields of GRPO-Guard: test_guard."""
         options = case.params
         kl = policy_losses.kl_gaussian_dt(case["mean_new"], case["mean_ref"], std, delta, eps=1e-7).mean()
         clip, bound = options["clip_range"], options["adv_clip_max"]
