@@ -6,11 +6,12 @@ another number of processes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -23,6 +24,11 @@ def shard(denoiser: nn.Module) -> None:
     for module in (*blocks, denoiser):
         # the root too: by default it keeps what it gathered, and a snapshot switched in after that would not be seen
         fully_shard(module, reshard_after_forward=True)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a forward pass of it is a collective."""
+    return isinstance(module, FSDPModule)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -42,14 +48,26 @@ def like(tensor: Tensor, model: Tensor) -> Tensor:
     return tensor.to(model.device, copy=True)
 
 
+def gathered(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` for a checkpoint. Sharded tensors are made whole one at a time (a collective each): on the main process
+    they are kept, on the CPU, all others drop them at once and hold nothing of the name. The rest is handed on."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, DTensor):
+            found[name] = value
+            continue
+        tensor = value.full_tensor()
+        if torch.distributed.get_rank() == 0:
+            found[name] = tensor.cpu()
+        del tensor  # before the next one is made
+    return found
+
+
 def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole tensors. A collective where the parameters are sharded."""
+    """`optimizer.state_dict()` with whole tensors: a collective where the parameters are sharded, and then, but on the
+    main process, without them (see `gathered`)."""
     tree = optimizer.state_dict()
-    per_parameter = {
-        index: {name: whole(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
-        for index, entries in tree["state"].items()
-    }
-    return {**tree, "state": per_parameter}
+    return {**tree, "state": {index: gathered(entries) for index, entries in tree["state"].items()}}
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, tree: dict[str, Any]) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from genrl.config import LoRA
 from genrl.config.schema import ATTENTION_LAYERS
-from genrl.diffusion.sharding import like, shard, whole
+from genrl.diffusion.sharding import gathered, like, shard
 
 ADAPTER = "default"
+REFERENCE = "reference"
 
 
 class Weights:
@@ -113,9 +114,9 @@ class Weights:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Within the block the models are the ones training began from: LoRA switched off, or the snapshot
-        `reference` of a full fine-tuning (which has to be taken before the first update)."""
+        `reference` of a full fine-tuning, which has to be taken before the first update or restored state."""
         if not self.is_lora:
-            with self.use("reference"):
+            with self.use(REFERENCE):
                 yield
             return
         with ExitStack() as stack:
@@ -127,10 +128,11 @@ class Weights:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Everything to be checkpointed, whole: the parameters under `weights`, each snapshot under its name.
 
-        A collective where the parameters are sharded.
+        Without the reference, which a resumed run takes from the model it loads. Where the parameters are sharded, a
+        collective that leaves the tensors with the main process alone (`sharding.gathered`).
         """
-        return {"weights": {k: whole(p.detach()) for k, p in self.named.items()}} | {
-            f"snapshot-{name}": {k: whole(t) for k, t in tensors.items()} for name, tensors in self.snapshots.items()
+        return {"weights": gathered({key: p.detach() for key, p in self.named.items()})} | {
+            f"snapshot-{name}": gathered(tensors) for name, tensors in self.snapshots.items() if name != REFERENCE
         }
 
     @torch.no_grad()
