@@ -15,7 +15,8 @@ latents it made), `encode_prompt` (memoised: each distinct prompt is encoded onc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from genrl.diffusion.encoding import memoise_encode_prompt
 from genrl.diffusion.scheduler import PolicyHead, Request, Step, as_policy_head
+from genrl.diffusion.sharding import is_sharded
 from genrl.mdp import kernels
 from genrl.mdp.gaussian import Reduction, log_prob
 from genrl.mdp.kernels import Transition
@@ -266,19 +268,22 @@ class Policy:
 
         state: float32 [B, ...]; sigma: noise level in [0, 1], [] or one per sample [B] (diffusion parametrisation:
         the timestep itself). Where the pipeline does not broadcast one timestep per sample (guidance by doubling the
-        batch, for one), samples are called in groups of equal sigma.
+        batch, for one), samples are called in groups of equal sigma; one by one where the denoiser is sharded, since
+        every process has to make as many calls.
         """
         if sigma.numel() == 1:  # one sample says nothing about whether the pipeline takes one timestep per sample
             sigma = sigma.reshape(())
         if sigma.ndim == 0 or self._takes_timesteps(batch, state, sigma):
             return self._leave_at(batch, Request(at=sigma), state).model_output
-        levels, outputs, order = sigma.unique(), [], []
-        for level in levels:
-            rows = (sigma == level).nonzero().flatten()
-            step = self._leave_at(batch.take(rows.tolist()), Request(at=level), state[rows])
-            outputs.append(step.model_output)
-            order.append(rows)
-        return torch.cat(outputs)[torch.cat(order).argsort()]
+        if self._is_sharded:
+            groups = list(torch.arange(len(batch), device=sigma.device).split(1))
+        else:
+            groups = [(sigma == level).nonzero().flatten() for level in sigma.unique()]
+        outputs = [
+            self._leave_at(batch.take(rows.tolist()), Request(at=sigma[rows[0]]), state[rows]).model_output
+            for rows in groups
+        ]
+        return torch.cat(outputs)[torch.cat(groups).argsort()]
 
     def decode(self, batch: Batch, final: Tensor, *, grad: bool = False) -> Tensor:
         """Pictures of final states: float32 in [0, 1], [B, 3, H, W], or [B, F, 3, H, W] for video.
@@ -294,6 +299,19 @@ class Policy:
     def generate(self, batch: Batch) -> Tensor:
         """Final states by the pipeline's own deterministic solver, float32 [B, ...]: evaluation."""
         return self._call(batch, Request(), state=None).float()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within the block model calls are not counted: the counter is of training, and the same after a resume."""
+        calls = self.model_calls
+        try:
+            yield
+        finally:
+            self.model_calls = calls
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(denoiser) for denoiser in self.denoisers.values())
 
     def _check_shape(self, step: Step) -> None:
         if step.state.shape != self._latents_shape:
@@ -311,14 +329,14 @@ class Policy:
         plain = (str, int, float, bool, type(None))
         settings = tuple(sorted((k, v) for k, v in batch.sampling.items() if isinstance(v, plain)))
         if settings not in self._broadcasts_timesteps:
-            calls = self.model_calls
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self.uncounted():  # a resumed run tries again
                     self._leave_at(batch, Request(at=sigma), state)
                 self._broadcasts_timesteps[settings] = True
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, TypeError, ValueError):
                 self._broadcasts_timesteps[settings] = False
-            self.model_calls = calls  # a resumed run tries again, and must count what the first one did
         return self._broadcasts_timesteps[settings]
 
     def _leave_at(self, batch: Batch, request: Request, state: Tensor) -> Step:

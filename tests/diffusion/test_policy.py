@@ -329,6 +329,42 @@ def test_model_calls_are_the_closed_form(guidance: float, factor: int) -> None:
     assert calls(lambda: policy.roll_out(drawn, start=1, stop=3, state=recorded.final)) == 2 * 3 * factor
 
 
+def test_what_is_uncounted(policy: Policy) -> None:
+    before = policy.model_calls
+    with pytest.raises(RuntimeError, match="planted"), policy.uncounted():
+        policy.roll_out(batch([0]))
+        assert policy.model_calls > before
+        raise RuntimeError("planted")
+    assert policy.model_calls == before
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_asking_whether_timesteps_broadcast_is_not_counted(guidance: float) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    drawn, calls = batch([0, 1, 2], guidance_scale=guidance), []
+    for _ in range(2):
+        before = policy.model_calls
+        policy.velocity(drawn, torch.zeros(3, 4, 8, 8), torch.tensor([0.7, 0.3, 0.7]))
+        calls.append(policy.model_calls - before)
+    assert calls == [3 * (2 if guidance > 1 else 1)] * 2
+
+
+def test_out_of_memory_is_no_answer_to_whether_timesteps_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    arguments = batch([0, 1], guidance_scale=1.0), torch.zeros(2, 4, 8, 8), torch.tensor([0.7, 0.3])
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(policy.denoiser, "forward", full)
+        policy.velocity(*arguments)
+    seen: list[int] = []
+    policy.denoiser.register_forward_pre_hook(lambda module, args, kwargs: seen.append(1), with_kwargs=True)
+    policy.velocity(*arguments)
+    assert len(seen) == 2  # asked again, and then both at once
+
+
 def test_a_plain_call_afterwards_is_the_pipelines_own(policy: Policy) -> None:
     """No segment, no recorded state is left behind by a call, nor by one that failed."""
     recorded = policy.roll_out(batch([0]), FLOW_KERNELS["flow_sde"], ACTIONS)

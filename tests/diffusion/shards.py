@@ -1,0 +1,112 @@
+"""What the processes of the sharding tests run: one tiny denoiser in shards (FSDP2, gloo), no training."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from families import FAMILIES
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from genrl.diffusion.policy import Batch, Policy
+from genrl.diffusion.sharding import whole_optimizer_state
+from genrl.diffusion.weights import Weights
+from genrl.runtime.state import pack
+
+SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8}
+BATCH = Batch(["a red star", "two blue dogs", "a cat"], [(7, 0, 0), (7, 0, 1), (7, 0, 2)], SAMPLING)
+LEVELS = {0: [0.7, 0.7, 0.7], 1: [0.7, 0.3, 0.7]}
+"""Noise levels of the samples, by process: as many different ones in none."""
+
+
+def state_of(rank: int) -> Tensor:
+    return torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def tiny(sharded: bool) -> tuple[Policy, Weights]:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    return policy, Weights(policy.denoisers, None, sharded=sharded)
+
+
+@torch.no_grad()
+def moved(policy: Policy, weights: Weights, rank: int, guidance: float) -> list[Tensor]:
+    """Velocities of this process by the first weights, by changed ones, and by the first again."""
+    weights.snapshot("old")
+    batch = replace(BATCH, sampling={**SAMPLING, "guidance_scale": guidance})
+    arguments = batch, state_of(rank), torch.tensor(LEVELS[rank])
+    found = [policy.velocity(*arguments)]
+    torch._foreach_mul_(weights.parameters, 1.1)
+    found.append(policy.velocity(*arguments))
+    with weights.use("old"):
+        found.append(policy.velocity(*arguments))
+    return found
+
+
+def velocities(out: str, halfway: bool) -> None:
+    """The velocities of `moved` to `out`/velocity-<rank>.safetensors. halfway: the first forward pass raises within."""
+    with group() as rank:
+        policy, weights = tiny(sharded=True)
+        failures = [RuntimeError("planted")] if halfway else []
+
+        def fail(*_: object) -> None:
+            if failures:
+                raise failures.pop()
+
+        policy.denoiser.transformer_blocks[1].attn.register_forward_pre_hook(fail)
+        tensors = {str(k): velocity for k, velocity in enumerate(moved(policy, weights, rank, 1.0 if halfway else 4.5))}
+        save_file(tensors, Path(out) / f"velocity-{rank}.safetensors")
+
+
+def states(out: str) -> None:
+    """What is saved after a step: names by process, tensors of the main one, whole tensors alive at a time."""
+    with group() as rank:
+        policy, weights = tiny(sharded=True)
+        weights.snapshot("reference")
+        weights.snapshot("average")
+        optimizer = torch.optim.AdamW(weights.parameters, lr=1e-2)
+        policy.velocity(BATCH, state_of(rank), torch.tensor(0.5)).square().sum().backward()
+        optimizer.step()
+        with whole_tensors() as alive:
+            state = weights.state() | {"optimizer": pack(whole_optimizer_state(optimizer))[0]}
+        record = {"names": {stem: sorted(named) for stem, named in state.items()}, "alive": max(alive)}
+        (Path(out) / f"state-{rank}.json").write_text(json.dumps(record))
+        if rank == 0:
+            for stem, named in state.items():
+                save_file(
+                    {key: tensor.contiguous() for key, tensor in named.items()}, Path(out) / f"{stem}.safetensors"
+                )
+
+
+@contextmanager
+def group() -> Iterator[int]:
+    """The process group of `torchrun`'s variables; this process's rank."""
+    torch.distributed.init_process_group("gloo")
+    try:
+        yield torch.distributed.get_rank()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def whole_tensors() -> Iterator[list[int]]:
+    """How many whole tensors made before were still alive, at each one that is made."""
+    make, made, alive = DTensor.full_tensor, list[weakref.ref[Tensor]](), list[int]()
+
+    def watched(self: DTensor) -> Tensor:
+        alive.append(sum(one() is not None for one in made))
+        tensor = make(self)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    DTensor.full_tensor = watched  # type: ignore[method-assign]
+    try:
+        yield alive
+    finally:
+        DTensor.full_tensor = make  # type: ignore[method-assign]
