@@ -203,17 +203,6 @@ class PromptHistory:
         return scores
 
 
-def candidate_pairs(scores: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Winner and loser among the candidates of a step, and whether they differ enough: SPO (arXiv 2406.04314).
-
-    scores: [..., k]. Returns indices [...] of the highest and the lowest, and bool [...]: the difference of
-    `softmax([highest, lowest])`, which is tanh of half the difference, is above the threshold.
-    """
-    highest, winner = scores.max(-1)
-    lowest, loser = scores.min(-1)
-    return winner, loser, torch.tanh((highest - lowest) / 2.0) > threshold
-
-
 def _softmax_mean(parent: Tensor, leaf_values: Tensor, leaf_logits: Tensor) -> Tensor:
     """Mean of the scored leaves below each node under the softmax of their logits; NaN where there is none."""
     leaf = leaf_values.detach().double()

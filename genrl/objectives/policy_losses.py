@@ -29,20 +29,27 @@ def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 
 
 def clipped_surrogate(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    clip_low: Tensor | float,
+    clip_high: Tensor | float,
 ) -> SurrogateOutput:
     """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`: PPO's objective (arXiv 1707.06347, eq. 7) as a loss.
 
     The per-step policy loss of DDPO (arXiv 2305.13301), Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818).
+    The clip range may differ by sample: two tensors of the shape of the advantage (`layer_tuning.dynamic_clip_bounds`).
     Raises ValueError for a negative clip range.
     """
-    if clip_low < 0 or clip_high < 0:
+    if bool(torch.as_tensor(clip_low).lt(0).any()) or bool(torch.as_tensor(clip_high).lt(0).any()):
         raise ValueError(f"a clip range cannot be negative, got {clip_low} below and {clip_high} above 1")
     ratio = importance_ratio(log_prob, old_log_prob)
     weight = advantage.detach().to(ratio.dtype)
-    loss = torch.maximum(-weight * ratio, -weight * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
-    too_high = (weight > 0) & (ratio > 1.0 + clip_high)
-    too_low = (weight < 0) & (ratio < 1.0 - clip_low)
+    lowest, highest = 1.0 - clip_low, 1.0 + clip_high
+    clipped = torch.clamp(ratio, lowest, highest)  # type: ignore[arg-type]  # two numbers or two tensors
+    loss = torch.maximum(-weight * ratio, -weight * clipped)
+    too_high = (weight > 0) & (ratio > highest)
+    too_low = (weight < 0) & (ratio < lowest)
     return SurrogateOutput(loss, ratio, (too_high | too_low).detach())
 
 
