@@ -141,11 +141,14 @@ def load_lora(pipe: DiffusionPipeline, lora: str) -> None:
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise ValueError(f"the folder {lora} holds no LoRA: there is no .safetensors file in it")
     try:
-        pipe.load_lora_weights(lora)
-        if (folder / f"transformer{_SECOND}").is_dir():
-            pipe.load_lora_weights(str(folder / f"transformer{_SECOND}"), load_into_transformer_2=True)
+        with _quiet_loading():  # it warns of every text encoder without an adapter, and only warns of no adapter at all
+            pipe.load_lora_weights(lora)
+            if (folder / f"transformer{_SECOND}").is_dir():
+                pipe.load_lora_weights(str(folder / f"transformer{_SECOND}"), load_into_transformer_2=True)
     except Exception as error:  # noqa: BLE001  whatever a file, the hub or peft may say; told with the adapter's name
         raise ValueError(f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}: {error}") from error
+    if not any(getattr(part, "peft_config", None) for part in pipe.components.values()):
+        raise ValueError(f"the LoRA {lora!r} holds nothing for {type(pipe).__name__}: it is of another model")
 
 
 def export(run: Path, out: Path, *, step: int | None = None, full: bool = False) -> Path:

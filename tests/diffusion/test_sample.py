@@ -12,6 +12,7 @@ import runs
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
+from safetensors.torch import save_file
 
 import rewards
 from genrl.config import Model
@@ -67,6 +68,15 @@ def test_loading_what_is_not_there(model: Path, tmp_path: Path) -> None:
     for name in ("", "text.safetensors"):
         with pytest.raises(ValueError, match="could not be loaded into StableDiffusion3Pipeline: "):
             load(Model(path=str(model)), str(tmp_path / name))
+
+
+def test_an_adapter_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    """diffusers only warns, and would draw the untrained model's pictures."""
+    layer = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    tensors = {f"{layer}.lora_A.weight": torch.zeros(2, 8), f"{layer}.lora_B.weight": torch.zeros(8, 2)}
+    save_file(tensors, tmp_path / "pytorch_lora_weights.safetensors")
+    with pytest.raises(ValueError, match="holds nothing for StableDiffusion3Pipeline: it is of another model"):
+        load(Model(path=str(model)), str(tmp_path))
 
 
 def test_an_argument_that_the_pipeline_does_not_take(model: Path, tmp_path: Path) -> None:
