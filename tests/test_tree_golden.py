@@ -146,8 +146,9 @@ def test_branchgrpo_transitions(golden) -> None:
         a.check(f"{tag}_logp", gaussian.log_prob(taken, step.mean, step.std), **loose)
         a.check(f"{tag}_x0", kernels.ode(x, v, sigmas[at], 0.0).mean, **loose)
         # Released: children of one state get four times the noise, but are scored without it.
-        mean, std = step.mean[:1].expand(3, -1, -1), step.std[:1].expand(3, -1, -1)
-        child = gaussian.sample(mean, 4 * std, a.given(f"{tag}_split_noise"))
+        noise = a.given(f"{tag}_split_noise")
+        mean, std = step.mean[:1].expand_as(noise), step.std[:1].expand(len(noise), 1, 1)
+        child = gaussian.sample(mean, 4 * std, noise)
         a.check(f"{tag}_split_next_scale4", child, **loose)
         a.check(f"{tag}_split_logp_scale4", gaussian.log_prob(child, mean, std), rtol=1e-4, atol=2e-3)
         proper = gaussian.log_prob(child, mean, 4 * std)
@@ -176,7 +177,8 @@ def branchgrpo_plan(a: Arrays, tag: str) -> SamplingPlan:
     steps, splits = int(a.given(f"{tag}_T")), a.given(f"{tag}_splits").tolist()
     mixed, size, stride = a.given(f"{tag}_mix_window_stride").tolist()
     stochastic = set(splits) | set(repeated_windows(size, stride, steps)) if mixed else range(steps)
-    return make_plan(steps, noise=dict.fromkeys(stochastic, 0.3), splits=dict.fromkeys(splits, 2))
+    ways = round(len(a.given(f"{tag}_leaf_index")) ** (1 / len(splits)))
+    return make_plan(steps, noise=dict.fromkeys(stochastic, 0.3), splits=dict.fromkeys(splits, ways))
 
 
 def preorder(tree: Tree) -> list[int]:
@@ -186,7 +188,7 @@ def preorder(tree: Tree) -> list[int]:
 def test_branchgrpo_trees(golden) -> None:
     """The tree, rewards fused from the leaves, advantages per depth, pruning and the loss of whole training steps."""
     a = Arrays(golden("tree_branchgrpo"))
-    tags = list(a.tags(r"([a-z]+)_parent"))
+    tags = list(a.tags(r"(\w+)_parent"))
     for tag in tags:
         plan = branchgrpo_plan(a, tag)
         tree = grow(plan)
@@ -299,8 +301,8 @@ def test_treegrpo(golden) -> None:
         a.check(f"{tag}_loss_mean_edges", weighted)
 
     for tag in a.tags(r"start_pmf_(\w+)"):
-        steps, size, ratio = (int(number) for number in re.fullmatch(r"T(\d+)_w(\d+)_r(\d+)", tag).groups())
-        law = schedules.geometric_start_probabilities(steps - size, ratio / 10)
+        steps, size, ratio = re.fullmatch(r"T(\d+)_w(\d+)_r(\d+)", tag).groups()
+        law = schedules.geometric_start_probabilities(int(steps) - int(size), float(f"0.{ratio}"))
         a.check(f"start_pmf_{tag}", law)
         drawn = [schedules.draw_start(law, u) for u in a.given(f"start_u_{tag}").tolist()]
         a.check(f"start_icdf_{tag}", drawn)
