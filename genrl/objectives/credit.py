@@ -5,6 +5,7 @@ into node n, and roots have none. Values may have leading dimensions, [..., N] (
 leaf values are [..., L], one per node without children, in level order. All is computed in float64.
 
 NaN is a leaf without a score: backups leave it out, a node with no scored leaf has no value (NaN), its advantage is 0.
+Among log-probabilities NaN is a deterministic edge: it was not drawn and weighs nothing in a softmax.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Backup = Literal["mean", "path_softmax", "level_softmax"]
 EdgeWeighting = Literal["per_edge", "leaf_multiplicity"]
 
 
@@ -32,9 +32,25 @@ def leaf_nodes(parent: Tensor) -> Tensor:
     return (~has_child).nonzero()[:, 0]
 
 
+def leaves_below(parent: Tensor) -> Tensor:
+    """Whether each leaf is below each node (or is it), bool [N, L]."""
+    node = leaf_nodes(parent)
+    below = torch.zeros(len(parent), len(node), dtype=torch.bool, device=parent.device)
+    leaf = torch.arange(len(node), device=parent.device)
+    while bool((node >= 0).any()):
+        below[node[node >= 0], leaf[node >= 0]] = True
+        node = torch.where(node >= 0, parent[node], -1)
+    return below
+
+
 def leaf_counts(parent: Tensor) -> Tensor:
     """m_e: leaves below each node, int64 [N]; 1 for a leaf."""
-    return _below(parent).sum(-1)
+    return leaves_below(parent).sum(-1)
+
+
+def edges_to(parent: Tensor, leaves: Tensor) -> Tensor:
+    """Edges on the paths from the roots to the chosen leaves, bool [..., N]. leaves: bool [..., L]."""
+    return (leaves_below(parent) & leaves[..., None, :]).any(-1) & (parent >= 0)
 
 
 def mean_of_leaves(parent: Tensor, leaf_values: Tensor) -> Tensor:
@@ -53,7 +69,7 @@ def path_softmax(parent: Tensor, leaf_values: Tensor, edge_log_prob: Tensor, bet
     one-hot); entries of roots are not read. beta = 0 is `mean_of_leaves`.
     """
     # The path from a node down is the path from the root less what all its leaves have in common.
-    path = _along_path(parent, beta * edge_log_prob.detach().double())
+    path = _along_path(parent, beta * _drawn(edge_log_prob))
     return _softmax_mean(parent, leaf_values, path[..., leaf_nodes(parent)])
 
 
@@ -64,32 +80,26 @@ def level_softmax(parent: Tensor, leaf_values: Tensor, edge_log_prob: Tensor, al
     TreeGRPO's backup (arXiv 2512.08153), which at alpha = 0 is its uniform one. It equals `path_softmax` only where
     sibling subtrees have equal log-partitions. Sampling has already favoured likely children: alpha = 0 is unbiased.
     """
-    return _softmax_mean(parent, leaf_values, leaf_weights(parent, edge_log_prob, alpha).log())
+    path = _along_path(parent, _log_sibling_weights(parent, alpha * _drawn(edge_log_prob)))
+    return _softmax_mean(parent, leaf_values, path[..., leaf_nodes(parent)])
 
 
 def sibling_weights(parent: Tensor, edge_log_prob: Tensor, alpha: float = 1.0) -> Tensor:
     """softmax(alpha l) of each edge among the children of its parent, float64 [..., N]; 1 for roots."""
-    edges = (parent >= 0).nonzero()[:, 0]
-    logits = alpha * edge_log_prob.detach().double()[..., edges]
-    mother = parent[edges].expand_as(logits)
-    empty = torch.zeros_like(edge_log_prob, dtype=torch.float64)
-    raised = (logits - empty.scatter_reduce(-1, mother, logits, "amax", include_self=False).gather(-1, mother)).exp()
-    weights = torch.ones_like(empty)
-    weights[..., edges] = raised / empty.scatter_add(-1, mother, raised).gather(-1, mother)
-    return weights
+    return _log_sibling_weights(parent, alpha * _drawn(edge_log_prob)).exp()
 
 
 def log_partition(parent: Tensor, edge_log_prob: Tensor) -> Tensor:
     """Z(n) = log of the sum over leaves below n of exp(sum of l_e on the path down), [..., N]; 0 for a leaf."""
-    path = _along_path(parent, edge_log_prob.detach().double())
-    leaves = torch.where(_below(parent), path[..., None, leaf_nodes(parent)], -torch.inf)
+    path = _along_path(parent, _drawn(edge_log_prob))
+    leaves = torch.where(leaves_below(parent), path[..., None, leaf_nodes(parent)], -torch.inf)
     return leaves.logsumexp(-1) - path
 
 
 def leaf_weights(parent: Tensor, edge_log_prob: Tensor, alpha: float = 1.0) -> Tensor:
     """Weight of each leaf in its root's `level_softmax`, [..., L]: the product of `sibling_weights` on its path."""
-    weights = sibling_weights(parent, edge_log_prob, alpha)
-    return _along_path(parent, weights.log())[..., leaf_nodes(parent)].exp()
+    weights = _log_sibling_weights(parent, alpha * _drawn(edge_log_prob))
+    return _along_path(parent, weights)[..., leaf_nodes(parent)].exp()
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
@@ -125,25 +135,21 @@ def normalise_per_depth(
 
 
 def edge_weights(parent: Tensor, trained: Tensor, weighting: EdgeWeighting) -> Tensor:
-    """Weights of the trained edges in the loss, float64 [..., N], sum 1; 0 for the others.
+    """Weights of the trained edges, float64 [..., N], 0 for the others: the loss of an update is
+    `sum of weight x edge loss / sum of weights` over all its edges, of all prompts and processes.
 
-    "per_edge": all the same, which favours deep edges by 1 / m_e against independent rollouts (BranchGRPO, TreeGRPO).
-    "leaf_multiplicity": in proportion to m_e, the leaves below: with `mean_of_leaves` of leaf advantages the gradient
-    is then, on policy, exactly that of the paths as separate rollouts, so the tree is an unbiased stand-in for them.
-    trained: bool [..., N]; roots must be False. Raises ValueError where nothing is trained.
+    "per_edge": 1 each, which favours deep edges by 1 / m_e against independent rollouts (BranchGRPO, TreeGRPO).
+    "leaf_multiplicity": m_e, the leaves below (pruned ones included): with `mean_of_leaves` of leaf advantages the
+    gradient is then, on policy, exactly that of the paths as separate rollouts, for which a tree is an unbiased
+    stand-in. trained: bool [..., N]; roots must be False. A sum of 0 is an update to be skipped (no branch was chosen).
     """
     if bool(trained[..., parent < 0].any()):
         raise ValueError("trained: a root has no edge and cannot be trained")
     if weighting == "per_edge":
-        weights = trained.double()
-    elif weighting == "leaf_multiplicity":
-        weights = trained * leaf_counts(parent).double()
-    else:
-        raise ValueError(f"edge weighting must be per_edge or leaf_multiplicity, got {weighting!r}")
-    total = weights.sum(-1, keepdim=True)
-    if not bool((total > 0).all()):
-        raise ValueError("trained: no edge is trained, so there is no update; check the trained steps and the pruning")
-    return weights / total
+        return trained.double()
+    if weighting == "leaf_multiplicity":
+        return trained * leaf_counts(parent).double()
+    raise ValueError(f"edge weighting must be per_edge or leaf_multiplicity, got {weighting!r}")
 
 
 def signed_advantage(scores: Tensor, *, clip: float = 5.0, positive: float = 1.0, negative: float = 1.0) -> Tensor:
@@ -203,11 +209,28 @@ class PromptHistory:
         return scores
 
 
+def _drawn(edge_log_prob: Tensor) -> Tensor:
+    values = edge_log_prob.detach().double()
+    return torch.where(values.isnan(), 0.0, values)
+
+
+def _log_sibling_weights(parent: Tensor, logits: Tensor) -> Tensor:
+    """log softmax of each edge among the children of its parent, [..., N]; 0 for roots."""
+    edges = (parent >= 0).nonzero()[:, 0]
+    own = logits[..., edges]
+    mother = parent[edges].expand_as(own)
+    empty = torch.zeros_like(logits)
+    raised = own - empty.scatter_reduce(-1, mother, own, "amax", include_self=False).gather(-1, mother)
+    weights = torch.zeros_like(logits)
+    weights[..., edges] = raised - empty.scatter_add(-1, mother, raised.exp()).gather(-1, mother).log()
+    return weights
+
+
 def _softmax_mean(parent: Tensor, leaf_values: Tensor, leaf_logits: Tensor) -> Tensor:
     """Mean of the scored leaves below each node under the softmax of their logits; NaN where there is none."""
     leaf = leaf_values.detach().double()
     scored = ~leaf.isnan()
-    logits = torch.where(_below(parent) & scored[..., None, :], leaf_logits[..., None, :], -torch.inf)
+    logits = torch.where(leaves_below(parent) & scored[..., None, :], leaf_logits[..., None, :], -torch.inf)
     return (logits.softmax(-1) * torch.where(scored, leaf, 0.0)[..., None, :]).sum(-1)
 
 
@@ -218,17 +241,6 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     mean = values.nansum(-1, keepdim=True) / count
     squares = torch.where(scored, values - mean, 0.0).square().sum(-1, keepdim=True)
     return mean, (squares / (count - 1).clamp(min=1)).sqrt()
-
-
-def _below(parent: Tensor) -> Tensor:
-    """Whether a leaf is below a node (or is it), bool [N, L]."""
-    node = leaf_nodes(parent)
-    below = torch.zeros(len(parent), len(node), dtype=torch.bool, device=parent.device)
-    leaf = torch.arange(len(node), device=parent.device)
-    while bool((node >= 0).any()):
-        below[node[node >= 0], leaf[node >= 0]] = True
-        node = torch.where(node >= 0, parent[node], -1)
-    return below
 
 
 def _along_path(parent: Tensor, values: Tensor) -> Tensor:

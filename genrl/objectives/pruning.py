@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genrl.objectives.credit import leaf_nodes, mean_of_leaves
+from genrl.objectives.credit import edges_to, leaf_nodes, mean_of_leaves
 
 
 def depth_pruned(depth: Tensor, window: Collection[int]) -> Tensor:
@@ -76,11 +76,7 @@ def width_pruned(parent: Tensor, depth: Tensor, kept_leaves: Tensor, *, last_spl
     """
     if not bool(kept_leaves.any(-1).all()):
         raise ValueError("width: no leaf of a tree is kept, so nothing below its last split would be trained")
-    below = torch.zeros(*kept_leaves.shape[:-1], len(parent), dtype=torch.bool, device=parent.device)
-    below[..., leaf_nodes(parent)] = kept_leaves
-    for node in reversed((parent >= 0).nonzero()[:, 0].tolist()):
-        below[..., parent[node]] |= below[..., node]
-    return (depth > 0) & ((depth <= last_split + 1) | below)
+    return (depth > 0) & ((depth <= last_split + 1) | edges_to(parent, kept_leaves))
 
 
 def released_width_pruned(

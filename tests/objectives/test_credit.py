@@ -132,6 +132,25 @@ def test_the_weights_of_siblings_and_of_leaves_sum_to_one(tree: Tree, seed: int)
     assert credit.effective_sample_size(torch.ones(7)) == 7
 
 
+def test_deterministic_edges_weigh_nothing() -> None:
+    tree = grow(make_plan(4, noise={1: 0.7, 2: 0.7}, splits={1: 2, 2: 2}))
+    values, logs = numbers(4, 0), 3 * numbers(tree.num_nodes, 1)
+    logs[(tree.depth != 2) & (tree.depth != 3)] = math.nan
+    zero = torch.where(logs.isnan(), 0.0, logs)
+    for backup in (credit.path_softmax, credit.level_softmax):
+        found = backup(tree.parent, values, logs)
+        assert found.isfinite().all() and torch.equal(found, backup(tree.parent, values, zero))
+    assert credit.leaf_weights(tree.parent, logs).sum() == pytest.approx(1.0)
+
+
+def test_unlikely_paths_do_not_underflow() -> None:
+    tree = grow(make_plan(3, noise=dict.fromkeys(range(3), 0.7), splits=dict.fromkeys(range(3), 2)))
+    logs = torch.zeros(tree.num_nodes, dtype=torch.float64)
+    logs[[2, 5, 6]] = -2000.0
+    found = credit.level_softmax(tree.parent, numbers(8, 0), logs)
+    assert found.isfinite().all()
+
+
 def test_prompts_in_rows_are_treated_apart() -> None:
     tree = grow(make_plan(3, noise=dict.fromkeys(range(3), 0.7), splits={0: 2, 2: 3}))
     values, logs = numbers(2 * 5 * 6, 0).view(2, 5, 6), numbers(2 * 5 * tree.num_nodes, 1).view(2, 5, -1)
@@ -244,6 +263,7 @@ def test_multiplicity_weights_give_the_gradient_of_duplicated_rollouts(
 
     def of_tree(weighting: credit.EdgeWeighting) -> Tensor:
         weights = credit.edge_weights(tree.parent, trained, weighting)
+        weights /= weights.sum()
         edges = [
             (
                 states[int(tree.parent[node])],
@@ -285,7 +305,7 @@ def test_the_weighted_gradient_is_unbiased(branching: tuple[int, int]) -> None:
     rewards = (2 * theta + e1 + e2).square().view(trees_drawn, leaves)
     tree = grow(make_plan(2, noise={0: 1.0, 1: 1.0}, splits={0: first, 1: second}))
     edge = credit.mean_of_leaves(tree.parent, rewards)
-    weights = 2 * credit.edge_weights(tree.parent, tree.parent >= 0, "leaf_multiplicity")  # a sum over the two steps
+    weights = credit.edge_weights(tree.parent, tree.parent >= 0, "leaf_multiplicity") / leaves
     score = torch.cat([e1.new_zeros(trees_drawn, 1), e1.flatten(1), e2.flatten(1)], dim=1)  # d log p / d theta
     estimates = (weights * edge * score).sum(1)
     error = estimates.std() / math.sqrt(trees_drawn)
@@ -293,22 +313,27 @@ def test_the_weighted_gradient_is_unbiased(branching: tuple[int, int]) -> None:
 
 
 @given(trees(), st.data())
-def test_weights_sum_to_one_over_what_is_trained(tree: Tree, data) -> None:
+def test_weights_count_the_rollouts_that_an_edge_stands_for(tree: Tree, data) -> None:
     trained = torch.tensor([data.draw(st.booleans()) for _ in range(tree.num_nodes)]) & (tree.parent >= 0)
-    for weighting in ("per_edge", "leaf_multiplicity"):
-        if not trained.any():
-            with pytest.raises(ValueError, match="trained: no edge is trained"):
-                credit.edge_weights(tree.parent, trained, weighting)
-            continue
-        weights = credit.edge_weights(tree.parent, trained, weighting)
-        assert weights.sum() == pytest.approx(1.0) and (weights[~trained] == 0).all() and (weights[trained] > 0).all()
+    assert torch.equal(credit.edge_weights(tree.parent, trained, "per_edge"), trained.double())
+    steps_of_paths = sum(int(trained[tree.path(leaf)].sum()) for leaf in tree.leaves.tolist())
+    weights = credit.edge_weights(tree.parent, trained, "leaf_multiplicity")
+    assert weights.sum() == steps_of_paths and (weights[~trained] == 0).all()
     with pytest.raises(ValueError, match="a root has no edge"):
         credit.edge_weights(tree.parent, torch.ones_like(trained), "per_edge")
     with pytest.raises(ValueError, match="per_edge or leaf_multiplicity"):
         credit.edge_weights(tree.parent, trained, "uniform")
 
 
-# B2-DiffuRL and SPO.
+@given(trees(), st.data())
+def test_edges_to_chosen_leaves_are_their_paths(tree: Tree, data) -> None:
+    chosen = torch.tensor([data.draw(st.booleans()) for _ in tree.leaves])
+    paths = {n for leaf in tree.leaves[chosen].tolist() for n in tree.path(leaf) if tree.parent[n] >= 0}
+    assert set(credit.edges_to(tree.parent, chosen).nonzero()[:, 0].tolist()) == paths
+    assert torch.equal(credit.leaves_below(tree.parent).sum(1), tree.num_leaves)
+
+
+# B2-DiffuRL.
 
 
 def test_the_best_and_the_worst_of_a_branch_are_chosen_if_they_stand_out() -> None:

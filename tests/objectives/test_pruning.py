@@ -13,7 +13,6 @@ from torch import Tensor
 from genrl.mdp.plan import make_plan
 from genrl.mdp.tree import Tree, from_parents, grow
 from genrl.objectives import pruning
-from genrl.objectives.credit import edge_weights
 
 
 def binary(steps: int, splits: tuple[int, ...]) -> Tree:
@@ -87,7 +86,6 @@ def test_width_pruning_keeps_the_trunk_and_whole_paths(case: tuple[Tree, int, Te
         wanted = {n for k in leaves[row].nonzero()[:, 0] for n in tree.path(int(tree.leaves[k]))}
         found = {n for n in keep[row].nonzero()[:, 0].tolist() if tree.depth[n] > last_split + 1}
         assert found == {n for n in wanted if tree.depth[n] > last_split + 1}
-    assert torch.allclose(edge_weights(tree.parent, keep, "leaf_multiplicity").sum(1), torch.ones(2).double())
 
 
 @given(st.integers(0, 400), st.integers(1, 40), st.integers(0, 15))
@@ -100,9 +98,6 @@ def test_sliding_depths_keep_their_number_and_stop(iteration: int, interval: int
 def test_what_would_leave_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="width: no leaf of a tree is kept"):
         pruning.width_pruned(FLUX.parent, FLUX.depth, torch.zeros(16, dtype=torch.bool), last_split=9)
-    everything = pruning.depth_pruned(FLUX.depth, range(1, 21))
-    with pytest.raises(ValueError, match="check the trained steps and the pruning"):
-        edge_weights(FLUX.parent, everything, "per_edge")
     for base in ((), (3, 5)):
         with pytest.raises(ValueError, match="consecutive depths"):
             pruning.sliding_depths(base, iteration=0, interval=1, stop=0)
