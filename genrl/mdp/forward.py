@@ -1,0 +1,50 @@
+"""The forward process: a finished sample, noised to any level, and what the network is to predict there.
+
+Losses that need no sampling steps live on it (DiffusionNFT, AWM, DGPO, CRD, Diffusion-DPO, Diff-Instruct*).
+Shapes: clean, noise [B, ...]; levels a float, [] or [B]. float32, float64 if clean or noise is.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from genrl.mdp.gaussian import compute_dtype, per_sample
+from genrl.mdp.kernels import PredictionType
+
+Scalar = Tensor | float
+
+
+def flow_sample(clean: Tensor, noise: Tensor, sigma: Scalar) -> Tensor:
+    """`x_sigma = (1 - sigma) x0 + sigma noise`: the straight path; sigma in [0, 1], 1 = noise."""
+    dtype = compute_dtype(clean, noise)
+    level = per_sample(sigma, clean, dtype)
+    return (1.0 - level) * clean.to(dtype) + level * noise.to(dtype)
+
+
+def flow_target(clean: Tensor, noise: Tensor) -> Tensor:
+    """The velocity `noise - x0`, the same at every level."""
+    dtype = compute_dtype(clean, noise)
+    return noise.to(dtype) - clean.to(dtype)
+
+
+def diffusion_sample(clean: Tensor, noise: Tensor, alpha_bar: Scalar) -> Tensor:
+    """`x_t = sqrt(ab) x0 + sqrt(1 - ab) noise` (arXiv 2006.11239, eq. 4); ab = cumulative alpha of t, 0 = noise."""
+    dtype = compute_dtype(clean, noise)
+    level = per_sample(alpha_bar, clean, dtype)
+    return level.sqrt() * clean.to(dtype) + (1.0 - level).sqrt() * noise.to(dtype)
+
+
+def diffusion_target(clean: Tensor, noise: Tensor, alpha_bar: Scalar, prediction_type: PredictionType) -> Tensor:
+    """What a network of this prediction type is to say at x_t: the noise, `sqrt(ab) noise - sqrt(1 - ab) x0`, or x0.
+
+    (epsilon, v_prediction (arXiv 2202.00512, appendix D), sample.) Raises ValueError for another name.
+    """
+    dtype = compute_dtype(clean, noise)
+    level = per_sample(alpha_bar, clean, dtype)
+    if prediction_type == "epsilon":
+        return noise.to(dtype)
+    if prediction_type == "v_prediction":
+        return level.sqrt() * noise.to(dtype) - (1.0 - level).sqrt() * clean.to(dtype)
+    if prediction_type == "sample":
+        return clean.to(dtype)
+    raise ValueError(f"prediction_type must be epsilon, v_prediction or sample, got {prediction_type!r}")
