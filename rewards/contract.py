@@ -312,7 +312,8 @@ def _arguments(
     for pictures in needed.pictures:
         arguments[pictures] = [open_picture(file) for file in columns[IMAGE_COLUMNS[pictures]]]
     if needed.images:
-        arguments["images"] = images.to(torch.float32)
+        # In one layout, whoever calls: the last bits of a sum depend on the order of memory.
+        arguments["images"] = images.to(torch.float32).contiguous()
     if needed.pil_images:
         arguments["pil_images"] = to_pil(images)
     if needed.prompts:

@@ -216,6 +216,13 @@ def test_images_arrive_in_float32_whatever_the_decoder_made() -> None:
     assert seen == [torch.float32]
 
 
+def test_scores_do_not_depend_on_the_layout_in_memory() -> None:
+    images = torch.rand(2, 3, 33, 35, generator=torch.Generator().manual_seed(1))
+    other = images.to(memory_format=torch.channels_last)
+    assert other.stride() != images.stride()
+    assert score(brightness, images=other, prompts=["a", "b"]) == score(brightness, images=images, prompts=["a", "b"])
+
+
 def test_weighted_sum() -> None:
     values = {"a": [1.0, 2.0, math.nan], "b": [10.0, math.nan, 1.0], "log": [math.nan, math.nan, math.nan]}
     sums = rewards.weighted_sum(values, {"a": 0.5, "b": 2.0, "log": 0.0})
