@@ -23,10 +23,12 @@ from rewards.contract import (
     to_uint8,
     weighted_sum,
 )
-from rewards.loading import Listed, Origin, listing, load, resolve
+from rewards.declared import Declared
+from rewards.loading import Listed, Origin, declaration, listing, load, resolve
 
 __all__ = [
     "FAILED_LIMIT",
+    "Declared",
     "Failure",
     "Listed",
     "Needs",
@@ -37,6 +39,7 @@ __all__ = [
     "check_columns",
     "check_failures",
     "close",
+    "declaration",
     "first_failure",
     "listing",
     "load",

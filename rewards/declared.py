@@ -8,45 +8,52 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
 
-from rewards.contract import FROM_SAMPLER
+from rewards.contract import FROM_SAMPLER, IMAGE_COLUMNS
 
 
 class Declared(NamedTuple):
-    """Texts for `genrl rewards`; empty where the source does not say it."""
+    """What the source says; empty where it does not say it."""
 
-    needs: str = ""
+    takes: tuple[str, ...] = ()
     """What it takes: parameter names of the function, or of the class's `__call__`."""
     range: str = ""
     """The class attribute `range`."""
     doc: str = ""
     """First line of the docstring."""
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the prompt file that it asks for."""
+        return tuple(IMAGE_COLUMNS.get(n, n) for n in self.takes if n in IMAGE_COLUMNS or n not in FROM_SAMPLER)
 
-def declared(module: str, attribute: str) -> Declared:
-    """What the function or class `attribute` of `module` declares; nothing where its source is not found."""
-    file = _source(module)
-    if file is None:
-        return Declared()
-    body = ast.parse(file.read_bytes(), filename=str(file)).body
-    found = next(
-        (node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute), None
-    )
+
+def declared(file: Path | None, attribute: str) -> Declared:
+    """What the function or class `attribute` (a dotted path) of a source file declares; None: nothing."""
+    body: list[ast.stmt] = ast.parse(file.read_bytes(), filename=str(file)).body if file is not None else []
+    found: ast.FunctionDef | ast.ClassDef | None = None
+    for part in attribute.split("."):
+        found = _definition(body, part)
+        body = found.body if found is not None else []
     if found is None:
         return Declared()
     doc = (ast.get_docstring(found) or "").partition("\n")[0]
     if isinstance(found, ast.FunctionDef):
-        return Declared(", ".join(_taken(found.args)), "", doc)
-    calls = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__call__"]
-    takes = ", ".join(_taken(calls[0].args)[1:]) if calls else ""
-    return Declared(takes, _text(found, "range"), doc)
+        return Declared(_taken(found.args), "", doc)
+    call = _definition(found.body, "__call__")
+    return Declared(_taken(call.args)[1:] if isinstance(call, ast.FunctionDef) else (), _text(found, "range"), doc)
 
 
-def _taken(arguments: ast.arguments) -> list[str]:
+def _definition(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | None:
+    definitions = (node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return next((node for node in definitions if node.name == name), None)
+
+
+def _taken(arguments: ast.arguments) -> tuple[str, ...]:
     """Parameters without a default, and those that the sampler fills; `self` included."""
     plain = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
     both = [*zip(plain, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
-    return [parameter.arg for parameter, default in both if default is None or parameter.arg in FROM_SAMPLER]
+    return tuple(p.arg for p, default in both if default is None or p.arg in FROM_SAMPLER)
 
 
 def _text(node: ast.ClassDef, name: str) -> str:
@@ -59,7 +66,7 @@ def _text(node: ast.ClassDef, name: str) -> str:
     return ""
 
 
-def _source(module: str) -> Path | None:
+def source_of(module: str) -> Path | None:
     """The source file of a module; unlike importlib's own `find_spec`, this imports no parent package either."""
     places: list[str] | None = None
     name, spec = "", None

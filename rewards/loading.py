@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from rewards.built_in import BUILT_IN, BuiltIn
 from rewards.contract import Reward, nearest
-from rewards.declared import declared
+from rewards.declared import Declared, declared, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +52,19 @@ def listing() -> list[Listed]:
     """Every reward that can be named: built-ins, then the installed entry points. Imports none of them."""
     rows = []
     for name, entry in BUILT_IN.items():
-        takes = entry.needs or declared(entry.module, entry.attribute).needs
+        takes = entry.needs or ", ".join(declared(source_of(entry.module), entry.attribute).takes)
         rows.append(Listed(name, "built-in", entry.doc, entry.range, takes))
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
         package = point.dist.name if point.dist is not None else point.module
-        found = declared(point.module, point.attr)
-        rows.append(Listed(point.name, f"entry point of {package}", found.doc or point.value, found.range, found.needs))
+        found = declared(source_of(point.module), point.attr)
+        takes = ", ".join(found.takes)
+        rows.append(Listed(point.name, f"entry point of {package}", found.doc or point.value, found.range, takes))
     return rows
+
+
+def declaration(origin: Origin) -> Declared:
+    """What a reward's source declares, without importing it; nothing where the source is not found or does not say."""
+    return declared(Path(origin.where) if origin.kind == "file" else source_of(origin.where), origin.attribute)
 
 
 def resolve(name: str) -> Origin:
