@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from genrl import cli_rewards
+
 if TYPE_CHECKING:
     from genrl.config import Config, Model
 
@@ -326,6 +328,9 @@ def list_rewards() -> None:
     from genrl import cli_tables
 
     cli_tables.print_rewards()
+
+
+cli_rewards.add_to(app)
 
 
 @config_app.command("schema")

@@ -195,9 +195,9 @@ def print_rewards() -> None:
     """The rewards that can be named."""
     import rewards
 
-    table = Table("name", "origin", "range", "what it scores")
+    table = Table("name", "origin", "takes", "range", "what it scores")
     for row in rewards.listing():
-        table.add_row(*map(safe, (row.name, row.origin, row.range, row.doc)))
+        table.add_row(*map(safe, (row.name, row.origin, row.needs, row.range, row.doc)))
     console.print(table)
     console.print("your own: name: path/to/file.py:function_or_class (a function of images and prompts)")
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 TOKEN_VARIABLE = "GENRL_REWARD_TOKEN"
+PACKAGES = ("fastapi", "uvicorn", "safetensors")  # what serving needs
 
 
 def is_loopback(host: str) -> bool:
@@ -74,7 +75,7 @@ def require_extra() -> None:
     """Raise ValueError, with the pip command, where the packages of the extra `serve` are missing."""
     from importlib.util import find_spec
 
-    missing = [package for package in ("fastapi", "uvicorn", "safetensors") if find_spec(package) is None]
+    missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise ValueError(f"serving needs {', '.join(missing)}, which is not installed here: pip install 'genrl[serve]'")
 

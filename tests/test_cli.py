@@ -27,6 +27,8 @@ COMMANDS = [
     "replay",
     "doctor",
     "rewards",
+    "score",
+    "serve",
     "config schema",
 ]
 

@@ -1,0 +1,213 @@
+"""`genrl score`: pictures from files, scored by one reward, one row each.
+
+A row that cannot be read (no such file, not a picture, broken JSON) is named, skipped and counted, never a zero.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import rewards
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+IMAGE, PROMPT, GROUP = "image", "prompt", "group"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A picture to score."""
+
+    image: str
+    """Its path as it was given."""
+    path: Path
+    prompt: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a row; NaN = no score."""
+
+    row: Row
+    score: float
+    parts: Mapping[str, float]
+
+
+def rows_of(sources: Sequence[Path], prompt: str | None) -> Iterator[Row | str]:
+    """The rows of picture files, folders of them (not of folders within) and .jsonl files; a text for one that is none.
+
+    A .jsonl row is `{"image": path, "prompt": text, ...}`; further keys are columns. Its paths are relative to the file
+    and stay inside its folder. `prompt` is that of rows that have none. Raises ValueError for a source that does not
+    exist, and for a folder or file without pictures.
+    """
+    for source in sources:
+        if source.suffix == ".jsonl" and source.is_file():
+            yield from _of_lines(source, prompt)
+        elif source.is_dir():
+            files = sorted(p for p in source.iterdir() if p.suffix.lower() in SUFFIXES)
+            if not files:
+                raise ValueError(f"{source}: no pictures in this folder ({', '.join(SUFFIXES)})")
+            yield from (Row(str(file), file, prompt) for file in files)
+        elif source.is_file():
+            yield Row(str(source), source, prompt)
+        else:
+            raise ValueError(f"{source}: no such file or folder")
+
+
+def _of_lines(file: Path, prompt: str | None) -> Iterator[Row | str]:
+    folder = file.parent.resolve()
+    number = 0
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                yield _of_line(json.loads(line), folder, prompt)
+            except (ValueError, RecursionError) as error:
+                yield f"{file}:{number}: {error}"
+    if number == 0:
+        raise ValueError(f'{file}: no rows in this file; a row is {{"image": "a.png", "prompt": "..."}}')
+
+
+def _of_line(value: Any, folder: Path, prompt: str | None) -> Row:
+    if not isinstance(value, dict) or not isinstance(value.get(IMAGE), str):
+        raise ValueError('a row is an object with the path of a picture: {"image": "a.png", "prompt": "..."}')
+    text = value.get(PROMPT, prompt)
+    if text is not None and not isinstance(text, str):
+        raise ValueError("the prompt must be text")
+    columns = {name: item for name, item in value.items() if name not in (IMAGE, PROMPT)}
+    for name, item in columns.items():
+        if name.endswith(("_path", "image")) and isinstance(item, str):
+            columns[name] = str(_inside(item, folder))
+    return Row(value[IMAGE], _inside(value[IMAGE], folder), text, columns)
+
+
+def _inside(path: str, folder: Path) -> Path:
+    resolved = (folder / path).resolve()
+    if not resolved.is_relative_to(folder):
+        raise ValueError(f"{path!r} is outside the folder of the file; write it relative to it, without ..")
+    return resolved
+
+
+def score_rows(
+    reward: rewards.Reward,
+    rows: Sequence[Row],
+    *,
+    name: str,
+    batch_size: int,
+    skip: Callable[[str], None],
+) -> list[Result]:
+    """Score rows in their order; those whose picture cannot be read are left out and told to `skip`.
+
+    Pointwise rewards get pictures of one size, at most `batch_size` together. Others get a whole group: the rows with
+    the same value in the column `group`, or else with the same prompt. Raises ValueError for rows that lack a prompt or
+    a column that the reward needs, RewardFailed where it raised for too many.
+    """
+    needed = rewards.needs(reward)
+    if needed.prompts or needed.kind != "pointwise":
+        lacking = next((row for row in rows if row.prompt is None and GROUP not in row.columns), None)
+        if lacking is not None:
+            raise ValueError(
+                f"reward {name!r} needs a prompt, and {lacking.image} has none: give --prompt TEXT, or a .jsonl file "
+                'with rows {"image": ..., "prompt": ...}'
+            )
+    for row in rows:
+        rewards.check_columns(reward, row.columns, name=name)
+    results: list[Result | None] = [None] * len(rows)
+    failures: list[rewards.Failure] = []
+    scored = 0
+    for batch in _batches(rows, needed, batch_size, skip):
+        picked = [rows[k] for k, _ in batch]
+        found = rewards.score(
+            reward,
+            images=_stack([image for _, image in batch]),
+            prompts=[row.prompt or "" for row in picked],
+            columns={c: [row.columns[c] for row in picked] for c in needed.columns},
+            group=[0] * len(picked) if needed.kind != "pointwise" else None,
+            name=name,
+        )
+        failures += found.failures
+        scored += len(picked)
+        for j, (k, _) in enumerate(batch):
+            results[k] = Result(rows[k], found.values[j], {part: values[j] for part, values in found.parts.items()})
+    first = rewards.first_failure(failures)
+    rewards.check_failures(name, sum(f.samples for f in failures), scored, first)
+    for failure in failures:
+        skip(f"{failure.samples} pictures have no score: {failure.error}")
+    return [result for result in results if result is not None]
+
+
+Loaded = tuple[int, Any]  # row number and picture, uint8 array [H, W, 3]
+
+
+def _batches(
+    rows: Sequence[Row], needed: rewards.Needs, batch_size: int, skip: Callable[[str], None]
+) -> Iterator[list[Loaded]]:
+    if needed.kind != "pointwise":
+        groups: dict[Any, list[int]] = {}
+        for k, row in enumerate(rows):
+            groups.setdefault(json.dumps(row.columns.get(GROUP, row.prompt)), []).append(k)
+        for members in groups.values():
+            loaded = list(_loaded(rows, members, skip))
+            sizes = sorted({image.shape[:2] for _, image in loaded})
+            if len(sizes) > 1:
+                raise ValueError(f"the pictures of one group have different sizes (height, width): {sizes}")
+            if loaded:
+                yield loaded
+        return
+    waiting: list[Loaded] = []
+    for item in _loaded(rows, range(len(rows)), skip):
+        if waiting and (len(waiting) == batch_size or item[1].shape != waiting[0][1].shape):
+            yield waiting
+            waiting = []
+        waiting.append(item)
+    if waiting:
+        yield waiting
+
+
+def _loaded(rows: Sequence[Row], chosen: Sequence[int], skip: Callable[[str], None]) -> Iterator[Loaded]:
+    import numpy as np
+
+    for k in chosen:
+        try:
+            yield k, np.asarray(rewards.open_picture(rows[k].path))
+        except ValueError as error:
+            skip(str(error))
+
+
+def _stack(images: Sequence[Any]) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.stack(images)).movedim(-1, -3).to(torch.float32) / 255
+
+
+def write_jsonl(results: Sequence[Result], stream: IO[str]) -> None:
+    """One object per line: image, prompt, columns, score, parts; null = no score."""
+    for result in results:
+        row = {IMAGE: result.row.image, PROMPT: result.row.prompt, **result.row.columns}
+        parts = {name: _nullable(value) for name, value in result.parts.items()}
+        stream.write(json.dumps(row | {"score": _nullable(result.score), "parts": parts}, ensure_ascii=False) + "\n")
+
+
+def write_csv(results: Sequence[Result], stream: IO[str]) -> None:
+    """Columns image, prompt, score and one per part; an empty field = no score."""
+    parts = list(dict.fromkeys(name for result in results for name in result.parts))
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow([IMAGE, PROMPT, "score", *parts])
+    for result in results:
+        numbers = [result.score, *(result.parts.get(part, math.nan) for part in parts)]
+        writer.writerow(
+            [result.row.image, result.row.prompt or "", *("" if math.isnan(n) else repr(n) for n in numbers)]
+        )
+
+
+def _nullable(value: float) -> float | None:
+    return None if math.isnan(value) else value
