@@ -273,11 +273,12 @@ def describe(plan: SamplingPlan, trained: Collection[int], *, calls_per_state: i
     if plan.tail is not None:
         lines.append(f"the last {plan.tail.steps} steps stand for {plan.tail.replaces} of the schedule's")
     calls, independent = plan.calls * calls_per_state, plan.independent_calls * calls_per_state
+    training = plan.training_calls(trained) * calls_per_state
     lines += [
-        f"model calls in sampling: {calls} ({calls / plan.leaves:.2f} per image); independent rollouts with as many "
+        f"model calls in sampling: {calls}, {calls / plan.leaves:.2f} per image; independent rollouts with as many "
         f"leaves: {independent}, ratio {calls / independent:.3f}",
-        f"model calls in training: {plan.training_calls(trained) * calls_per_state} for "
-        f"{_count(plan.trained_edges(trained), 'edge')} ({plan.trained_edges(trained) / plan.leaves:.2f} per image)",
+        f"model calls in training: {training}, {training / plan.leaves:.2f} per image, for "
+        f"{_count(plan.trained_edges(trained), 'edge')}",
     ]
     return "\n".join(lines)
 

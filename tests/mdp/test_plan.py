@@ -163,8 +163,8 @@ def test_the_text_has_the_numbers_of_the_plan() -> None:
     assert lines[2].split() == ["0", "1", "2", "0.7", "2", "2"]
     assert lines[-4].split() == ["19", "16", "1", "none", "16", "0"]
     assert "correlation 0.0588" in text
-    assert "in sampling: 406 (25.38 per image); independent rollouts with as many leaves: 640, ratio 0.634" in text
-    assert "in training: 374 for 202 edges (12.62 per image)" in text
+    assert "in sampling: 406, 25.38 per image; independent rollouts with as many leaves: 640, ratio 0.634" in text
+    assert "in training: 374, 23.38 per image, for 202 edges" in text
     table = [line.split() for line in lines[2:-3]]
     assert sum(int(row[4]) for row in table) == plan.edges
     assert sum(int(row[5]) for row in table) == plan.trained_edges(plan.stochastic)
