@@ -91,4 +91,53 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="likeness to a reference picture: cosine of DINOv2's or DINOv3's tokens",
         range="-1 to 1",
     ),
+    "hpsv3": BuiltIn(
+        module="rewards.reward_head",
+        attribute="HPSv3",
+        doc="human preference: HPSv3, a Qwen2-VL of 7 billion parameters with a scoring head",
+        range="about -5 to 15",
+    ),
+    "editreward": BuiltIn(
+        module="rewards.reward_head",
+        attribute="EditReward",
+        doc="quality of an edit: EditReward, a Qwen2.5-VL with two scoring heads",
+        range="unbounded",
+    ),
+    "unifiedreward": BuiltIn(
+        module="rewards.unifiedreward",
+        attribute="UnifiedReward",
+        doc="quality and fit to the prompt as UnifiedReward writes it down",
+        range="0 to 1",
+    ),
+    "judge": BuiltIn(
+        module="rewards.judge",
+        attribute="Judge",
+        doc="a vision-language model's yes or its written score; local, or on an OpenAI-compatible server",
+        range="0 to 1",
+    ),
+    "edit_judge": BuiltIn(
+        module="rewards.judge",
+        attribute="EditJudge",
+        doc="a vision-language model's four scores of an edit, the worst counting",
+        range="0 to 1",
+    ),
+    "paco_grid": BuiltIn(
+        module="rewards.paco",
+        attribute="PacoGrid",
+        doc="do the cells of a grid belong together: a judge's yes over all pairs",
+        range="0 to 1",
+        needs="pil_images, prompts, or a column",
+    ),
+    "paco_edit": BuiltIn(
+        module="rewards.paco",
+        attribute="PacoEdit",
+        doc="was a picture edited as asked and nothing else: a judge's yes to both",
+        range="0 to 1",
+    ),
+    "paco_group": BuiltIn(
+        module="rewards.paco",
+        attribute="PacoGroup",
+        doc="does a picture belong with the others of its group: a judge's yes over its pairs",
+        range="0 to 1",
+    ),
 }

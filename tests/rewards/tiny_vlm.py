@@ -1,0 +1,94 @@
+"""A random Qwen2-VL of 70,000 numbers in the true format, whose vocabulary has Yes and No as single tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tiny_clip import byte_symbols  # first: it makes transformers importable beside any torchvision
+
+from transformers import (  # isort: skip
+    Qwen2Tokenizer,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
+
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}"
+    "{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = ("Yes", "No", "yes", "no", "ĠYes")
+
+
+def tokenizer() -> Qwen2Tokenizer:
+    vocabulary = {symbol: i for i, symbol in enumerate(byte_symbols())}
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        built = word[0]
+        for letter in word[1:]:
+            if (built, letter) not in merges:
+                merges.append((built, letter))
+                vocabulary.setdefault(built + letter, len(vocabulary))
+            built += letter
+    made = Qwen2Tokenizer(vocab=vocabulary, merges=merges)
+    made.add_special_tokens({"additional_special_tokens": SPECIAL})
+    made.pad_token = made.eos_token = "<|endoftext|>"
+    made.chat_template = TEMPLATE
+    return made
+
+
+def config(made: Qwen2Tokenizer, size: int | None = None) -> Qwen2VLConfig:
+    ids = {name: made.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
+    return Qwen2VLConfig(
+        text_config={
+            "vocab_size": size or len(made),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+            "tie_word_embeddings": False,
+        },
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=made.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=made.convert_tokens_to_ids("<|vision_end|>"),
+        tie_word_embeddings=False,
+        eos_token_id=made.eos_token_id,
+        pad_token_id=made.pad_token_id,
+    )
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Larger weights than a new model has, so that pictures count."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.15)
+
+
+def save(folder: Path) -> Path:
+    made = tokenizer()
+    model = Qwen2VLForConditionalGeneration(config(made))
+    randomise(model)
+    model.generation_config.eos_token_id = made.eos_token_id
+    model.generation_config.pad_token_id = made.pad_token_id
+    model.save_pretrained(folder)
+    made.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=4, min_pixels=16 * 16, max_pixels=32 * 32).save_pretrained(folder)
+    return folder
