@@ -97,6 +97,25 @@ def test_it_is_the_definition(seed: int, beta: float, clip: float, convention: t
     assert output.loss.item() == pytest.approx(total / count, rel=1e-9)
 
 
+def test_it_converges_to_the_kl_regularised_optimum() -> None:
+    """One step x ~ N(theta, s^2) with the reward x: the optimum under beta KL is N(s^2 / beta, s^2), in closed form."""
+    std, beta = 0.5, 0.4
+    theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([theta], lr=0.03)
+    for update in range(60):
+        taken = theta.detach() + std * noise.keyed_noise((4, 6, 1), "optimum", update).double()
+
+        def log_prob(mean: Tensor | float, x: Tensor = taken) -> Tensor:
+            return -((x - mean) ** 2) / (2 * std**2)
+
+        new = log_prob(theta)
+        output = prdp_loss(new, log_prob(0.0), new.detach(), taken[..., 0], beta=beta, clip=0.5)
+        optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+    assert theta.item() == pytest.approx(std**2 / beta, rel=1e-3) and output.loss < 1e-5
+
+
 @given(st.integers(0, 99))
 def test_a_shared_prefix_cancels(seed: int) -> None:
     """Two leaves of a tree that share their first steps: those have no part in the loss and no gradient in total."""
