@@ -1,4 +1,4 @@
-"""Judges, UnifiedReward and PaCo: parsing, golden aggregates, and whole rewards on a small model and a loopback server."""
+"""Judges, UnifiedReward and PaCo: parsing, golden aggregates, whole rewards on a small model and a loopback server."""
 
 from __future__ import annotations
 
