@@ -38,7 +38,8 @@ class SamplingPlan:
     branching: tuple[int, ...]
     """Children of a node at depth i, for each step i."""
     noise_levels: tuple[float | None, ...]
-    """Noise level of step i, of its transition and of its log-probability alike; None = a deterministic step."""
+    """Noise level of step i, of its transition and of its log-probability alike; None = a deterministic step. (0 is for
+    wan_sde, whose noise has no level.)"""
     continue_one: bool = False
     """Of the candidates at a depth, one per root goes on (drawn uniformly); the others are ends."""
     spread: float | None = None
@@ -99,11 +100,11 @@ class SamplingPlan:
     def nodes(self) -> tuple[int, ...]:
         """Nodes at each depth, steps + 1 numbers: n_0 = roots, n_{i+1} = n_i b_i (roots b_i with continue_one)."""
         found = [self.roots]
-        for step, ways in enumerate(self.branching):
-            found.append(self._parents(step, found[step]) * ways)
+        for ways in self.branching:
+            found.append(self._parents(found[-1]) * ways)
         return tuple(found)
 
-    def _parents(self, step: int, nodes: int) -> int:
+    def _parents(self, nodes: int) -> int:
         return self.roots if self.continue_one else nodes
 
     @property
@@ -140,7 +141,7 @@ class SamplingPlan:
     def training_calls(self, steps: Collection[int]) -> int:
         """Model calls with gradient to train these steps once: one per parent, whose children share it."""
         nodes = self.nodes
-        return sum(self._parents(step, nodes[step]) for step in self._actions(steps))
+        return sum(self._parents(nodes[step]) for step in self._actions(steps))
 
     def _actions(self, steps: Collection[int]) -> list[int]:
         wrong = sorted(set(steps) - set(self.stochastic))
