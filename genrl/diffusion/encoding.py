@@ -32,7 +32,7 @@ PER_PROMPT = ("prompt", "negative_prompt", "image", "lyrics", "vocal_language")
 lists (layers to read, lines of a system message) may be as long by chance."""
 
 
-def memoise_encode_prompt(pipe: Any, *, offload: bool = False, autocast: torch.dtype | None = None) -> None:
+def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
     """Wrap `pipe.encode_prompt` so that each distinct (prompt, negative prompt, settings) is encoded once.
 
     A batch is put together from its rows, each encoded alone: embeddings of a prompt do not depend on its
@@ -40,7 +40,6 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False, autocast: torch.d
     whole and kept under the whole of its prompts. Pictures (an editing model reads its text beside them) are known by
     their content; calls with tensors as arguments are passed through. Encodings are kept on the CPU where the device
     is an accelerator. With `offload` the text encoders wait on the CPU and are on the device only while they encode.
-    Encoding runs under `autocast`, whatever the caller does: what is kept must not depend on who asked first.
     """
     original = pipe.encode_prompt
     encoders = [c for name, c in pipe.components.items() if name.startswith("text_encoder") and c is not None]
@@ -93,8 +92,7 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False, autocast: torch.d
     @functools.wraps(original)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
-        precision = torch.autocast(pipe._execution_device.type, dtype=autocast, enabled=autocast is not None)
-        with torch.no_grad(), precision, _on_demand(encoders, home) as fetch:
+        with torch.no_grad(), _on_demand(encoders, home) as fetch:
             return encode(arguments, fetch)
 
     pipe.encode_prompt = encode_prompt

@@ -138,6 +138,21 @@ def _per_prompt(arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
     }
 
 
+def _decode_in_own_precision(pipe: DiffusionPipeline) -> None:
+    """Take the decoder out of autocast, which is meant for the denoiser: in bfloat16 pictures lose shades."""
+    decoder = pipe.components.get("vae")
+    if not isinstance(decoder, nn.Module) or not hasattr(decoder, "decode"):
+        return
+    original = decoder.decode
+
+    @functools.wraps(original)
+    def decode(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(latents.device.type, enabled=False):
+            return original(latents.to(decoder.dtype), *args, **kwargs)
+
+    decoder.decode = decode
+
+
 class _Leave(Exception):
     """Leaves the pipeline from within `scheduler.step`; the rest of the call is not needed."""
 
@@ -181,7 +196,9 @@ class Policy:
         for component in pipe.components.values():
             if isinstance(component, nn.Module):
                 component.eval().requires_grad_(False)
-        memoise_encode_prompt(pipe, offload=offload_text_encoders, autocast=autocast)
+        memoise_encode_prompt(pipe, offload=offload_text_encoders)
+        if autocast is not None:
+            _decode_in_own_precision(pipe)
         self._injected: Tensor | None = None
         self._broadcasts_timesteps: dict[tuple[tuple[str, Any], ...], bool] = {}
         self._wrap_prepare_latents()

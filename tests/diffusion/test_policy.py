@@ -208,6 +208,22 @@ def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
         assert torch.equal(half.replay(recorded, i).log_prob, recorded.log_probs[i])
 
 
+def test_decoding_is_not_under_autocast(policy: Policy) -> None:
+    half = Policy(FAMILIES["sd3"]().pipe, autocast=torch.bfloat16)
+    final = policy.generate(batch([0, 1]))
+    assert torch.equal(half.decode(batch([0, 1]), final), policy.decode(batch([0, 1]), final))
+
+
+def test_a_decoder_of_another_precision_than_the_loop() -> None:
+    """Full fine-tuning of a bfloat16 model: all else under autocast, some of it float32, beside a bfloat16 decoder."""
+    half = Policy(FAMILIES["sd3"]().pipe, autocast=torch.bfloat16)
+    half.pipe.vae.bfloat16()
+    dtypes: list[torch.dtype] = []
+    half.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
+    final = half.roll_out(batch([0, 1])).final
+    assert half.decode(batch([0, 1]), final).isfinite().all() and dtypes == [torch.bfloat16]
+
+
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
