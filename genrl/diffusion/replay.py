@@ -68,7 +68,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
         offload_text_encoders=config.model.offload_text_encoders,
     )
     weights = Weights(policy.denoisers, config.model.lora, seed=config.seed)
-    if not weights.is_lora:
+    if not weights.is_lora and config.trainer.kl_weight > 0:
         weights.snapshot("reference")
     source = _put_weights(weights, dump, found)
     if config.model.gradient_checkpointing:
