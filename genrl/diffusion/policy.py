@@ -28,7 +28,7 @@ from genrl.diffusion.encoding import memoise_encode_prompt
 from genrl.diffusion.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.sharding import is_sharded
 from genrl.mdp import kernels
-from genrl.mdp.gaussian import Reduction, log_prob
+from genrl.mdp.gaussian import Reduction, log_prob, sample
 from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import derive_seed, keyed_noise
 
@@ -71,11 +71,25 @@ class Kernel:
     name: str
     noise_level: float
 
-    def transition(self, step: Step, parametrisation: str, prediction_type: str = "epsilon") -> Transition:
+    def transition(
+        self,
+        step: Step,
+        parametrisation: str,
+        prediction_type: str = "epsilon",
+        clip_range: float | None = None,
+        threshold: tuple[float, float] | None = None,
+    ) -> Transition:
         x, out = step.state, step.model_output
         if parametrisation == "diffusion":
             return kernels.ddim(
-                x, out, step.sigma, step.sigma_next, eta=self.noise_level, prediction_type=prediction_type
+                x,
+                out,
+                step.sigma,
+                step.sigma_next,
+                eta=self.noise_level,
+                prediction_type=prediction_type,
+                clip_range=clip_range,
+                threshold=threshold,
             )
         sigma, sigma_next, a = step.sigma, step.sigma_next, self.noise_level
         if self.name == "wan_sde":  # its noise follows the schedule: it has no level, so none of 0 either
@@ -176,6 +190,8 @@ class Policy:
         offload_text_encoders: bool = False,
     ) -> None:
         name = type(pipe).__name__
+        if isinstance(pipe.scheduler, PolicyHead):
+            raise ValueError(f"this {name} is a policy already: use that Policy again, or load the pipeline anew")
         self.denoisers: dict[str, nn.Module] = {
             n: c for n in DENOISERS if isinstance(c := pipe.components.get(n), nn.Module)
         }
@@ -234,7 +250,8 @@ class Policy:
         """Run steps [start, stop) of the schedule, from `state` (x_start, float32 [B, ...]) or from fresh noise.
 
         Steps in `stochastic` are drawn from the kernel and recorded; all others are Euler (DDIM, eta 0) steps. A
-        step whose transition has no variance (the last one, mostly) is never recorded.
+        step whose transition has no variance is never recorded: the last one of flow_cps and flow_ddim. That of the
+        SDE kernels has one, and is deterministic only because trainers leave it out of `stochastic`.
         """
         states: dict[int, Tensor] = {}
         next_states: dict[int, Tensor] = {}
@@ -252,7 +269,7 @@ class Policy:
             if i in stochastic and bool((transition.std > 0).all()):
                 shape = step.state.shape[1:]
                 noise = torch.stack([keyed_noise(shape, *key, "step", i) for key in batch.keys])
-                final = transition.mean + transition.std * noise.to(step.state)
+                final = sample(transition.mean, transition.std, noise)
                 log_probs[i] = log_prob(final, transition.mean, transition.std, self.reduction)
                 states[i], states[i + 1], next_states[i] = step.state, final, final
             return final
@@ -339,7 +356,9 @@ class Policy:
             )
 
     def _transition(self, step: Step, kernel: Kernel) -> Transition:
-        return kernel.transition(step, self.head.parametrisation, self.prediction_type)
+        return kernel.transition(
+            step, self.head.parametrisation, self.prediction_type, self.head.clip_range, self.head.threshold
+        )
 
     def _takes_timesteps(self, batch: Batch, state: Tensor, sigma: Tensor) -> bool:
         """Whether the pipeline takes one timestep per sample under these settings: found once for each, by trying."""

@@ -84,6 +84,19 @@ class PolicyHead:
         """Whether the scheduler's own time runs from data to noise, with the velocity `data - noise` (Mochi)."""
         return bool(self.config.get("invert_sigmas", False))  # type: ignore[attr-defined]
 
+    @property
+    def clip_range(self) -> float | None:
+        """Diffusion: bound of the predicted clean sample, where the configuration asks for one (pixel models do)."""
+        config = self.config  # type: ignore[attr-defined]
+        return float(config.clip_sample_range) if config.get("clip_sample", False) else None
+
+    @property
+    def threshold(self) -> tuple[float, float] | None:
+        """Diffusion: quantile and largest bound of dynamic thresholding, where the configuration asks for it."""
+        config = self.config  # type: ignore[attr-defined]
+        on = config.get("thresholding", False)
+        return (float(config.dynamic_thresholding_ratio), float(config.sample_max_value)) if on else None
+
     def hold(self, state: Tensor) -> Tensor:
         """Keep `state` (float32) as the truth behind its copy rounded to the pipeline's dtype, which is returned."""
         self._state, self._given = state, state.to(self.latents_dtype)

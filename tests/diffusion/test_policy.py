@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import DDIMScheduler
 from families import FAMILIES
 from torch import Tensor
 
@@ -86,6 +87,23 @@ def test_replay_of_ddim_on_an_epsilon_model() -> None:
     for i in actions:
         policy.generate(replace(drawn, sampling={**DDIM_SAMPLING, "num_inference_steps": 7}))
         assert torch.equal(policy.replay(recorded, i).log_prob, recorded.log_probs[i])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"clip_sample": True, "clip_sample_range": 1.5}, {"thresholding": True, "sample_max_value": 2.0}],
+    ids=["none", "clip", "threshold"],
+)
+def test_the_bounds_of_a_clean_sample_hold_in_rollouts(asked: dict[str, object]) -> None:
+    """Without noise a rollout is the scheduler's own DDIM; with noise it replays."""
+    pipe = FAMILIES["sd15"]().pipe
+    config = {**pipe.scheduler.config, "clip_sample": False, "set_alpha_to_one": False, **asked}
+    pipe.scheduler = DDIMScheduler.from_config(config)
+    policy, drawn = Policy(pipe), replace(batch([0, 1]), sampling=DDIM_SAMPLING)
+    torch.testing.assert_close(policy.roll_out(drawn).final, policy.generate(drawn), rtol=1e-4, atol=1e-4)
+    recorded = policy.roll_out(drawn, Kernel("ddim", 1.0), range(STEPS - 1))
+    for i, log_prob in recorded.log_probs.items():
+        assert torch.equal(policy.replay(recorded, i).log_prob, log_prob)
 
 
 def test_replay_with_gradients_equals_record(policy: Policy) -> None:
@@ -311,6 +329,13 @@ def test_states_of_another_shape_are_refused(policy: Policy) -> None:
     with pytest.raises(ValueError, match=r"prepare_latents makes latents of shape \(2, 4, 16, 16\)"):
         policy.replay(recorded, 1, batch([0, 1], height=32, width=32))
     assert torch.equal(policy.replay(recorded, 1).log_prob, recorded.log_probs[1])  # nothing is left behind
+
+
+def test_a_pipeline_becomes_a_policy_once(policy: Policy) -> None:
+    methods = policy.pipe.encode_prompt, policy.pipe.prepare_latents, policy.pipe.scheduler
+    with pytest.raises(ValueError, match="this StableDiffusion3Pipeline is a policy already"):
+        Policy(policy.pipe)
+    assert methods == (policy.pipe.encode_prompt, policy.pipe.prepare_latents, policy.pipe.scheduler)
 
 
 def test_a_pipeline_without_denoiser_or_with_another_loop_is_refused() -> None:
