@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from rewards.contract import Reward
 from rewards.loading import EMPTY, load
 from rewards.remote import Outage, Remote
+from rewards.serve import TOKEN_VARIABLE
 
 
 def open_reward(
@@ -20,12 +21,12 @@ def open_reward(
     cache: int = 0,
     remote: str | None = None,
     isolate: bool | str = False,
-    token_env: str = "GENRL_REWARD_TOKEN",
     outage: Outage | None = None,
 ) -> Reward:
     """A reward, ready to score; `rewards.close` ends it.
 
-    remote: URL of a `genrl serve` of the reward `name`, with the token of the environment variable `token_env`.
+    remote: URL of a `genrl serve` of the reward `name`; its token is that of the environment variable
+    GENRL_REWARD_TOKEN, which may be missing.
     isolate: true for a process of its own, or the folder of a virtual environment to run it in. Neither: loaded here.
     batch_size: samples per call. cache: samples whose scores are remembered; 0 = none. outage: as of `rewards.remote`.
     Raises ValueError as `rewards.load`, `Remote` and `Isolated` do, and for settings that contradict each other.
@@ -37,7 +38,7 @@ def open_reward(
         raise ValueError(f"reward {name!r} is remote: args, dtype and isolate are matters of its server")
     reward: Reward
     if remote is not None:
-        reward = Remote(remote, name, token=os.environ.get(token_env, ""), outage=outage)
+        reward = Remote(remote, name, token=os.environ.get(TOKEN_VARIABLE, ""), outage=outage)
     elif isolate:
         venv = isolate if isinstance(isolate, str) else None
         reward = Isolated(name, args, device=device, dtype=dtype, venv=venv, outage=outage)

@@ -6,6 +6,7 @@ needs the disk is in `genrl.config.files`.
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -60,6 +61,7 @@ def refuse_impossible(config: Config) -> None:
         _policy,
         _matching,
         _rewards,
+        _reward_rules,
         _prompts,
         _evaluation,
         _precision,
@@ -193,10 +195,56 @@ def _rewards(config: Config) -> Iterator[Finding]:
         yield keys, "all weights are 0, so there is nothing to train on; give one reward a weight"
     for index, reward in enumerate(config.rewards):
         for earlier in range(index):
-            if (config.rewards[earlier].name, config.rewards[earlier].args) == (reward.name, reward.args):
+            other = config.rewards[earlier]
+            if (other.name, other.args, other.remote) == (reward.name, reward.args, reward.remote):
                 pair = (f"rewards.{index}.name", f"rewards.{earlier}.name")
                 yield pair, f"{reward.name!r} with the same args twice; keep one and add the weights"
                 break
+
+
+def _reward_rules(config: Config) -> Iterator[Finding]:
+    labels = config.reward_labels
+    for index, reward in enumerate(config.rewards):
+        at = f"rewards.{index}"
+        steps = [iteration for iteration, _ in reward.schedule]
+        if steps != sorted(set(steps)):
+            yield (f"{at}.schedule",), f"the iterations must rise, found {', '.join(map(str, steps))}"
+        if reward.schedule and reward.weight == 0:
+            text = "a schedule multiplies the weight, which is 0; give the weight that it multiplies"
+            yield (f"{at}.schedule", f"{at}.weight"), text
+        if reward.gate is not None:
+            others = [label for label in labels if label != labels[index]]
+            if reward.gate.reward not in others:
+                hint = difflib.get_close_matches(reward.gate.reward, others, n=1, cutoff=0.5)
+                meant = f"did you mean {hint[0]!r}? " if hint else ""
+                text = (
+                    f"no other reward is called {reward.gate.reward!r}; {meant}the others: {', '.join(others) or '-'}"
+                )
+                yield (f"{at}.gate.reward",), text
+        yield from _elsewhere(config, index)
+
+
+def _elsewhere(config: Config, index: int) -> Iterator[Finding]:
+    """Rewards that another process computes."""
+    reward, at = config.rewards[index], f"rewards.{index}"
+    if reward.remote is not None:
+        theirs = ("args", "offload", "isolate")
+        for key in [key for key in theirs if getattr(reward, key) != type(reward).model_fields[key].default]:
+            yield (f"{at}.{key}", f"{at}.remote"), "is a matter of the server that computes this reward; leave it out"
+    if reward.isolate and reward.offload:
+        text = "the model is in another process, which keeps it; leave out one of them"
+        yield (f"{at}.offload", f"{at}.isolate"), text
+    if reward.remote is None and not reward.isolate:
+        return
+    outage, limit = reward.outage, config.distributed.timeout_s
+    if outage.timeout_s > outage.deadline_s:
+        text = f"one attempt may take longer ({outage.timeout_s:g} s) than the whole call; use {outage.deadline_s:g}"
+        yield (f"{at}.outage.timeout_s", f"{at}.outage.deadline_s"), f"{text} or less"
+    waits = outage.deadline_s + (outage.pause_s if outage.policy == "pause" else 0)
+    if waits >= limit:
+        keys = (f"{at}.outage.deadline_s", f"{at}.outage.pause_s", "distributed.timeout_s")
+        text = f"up to {waits:g} s are waited for the reward, but a run without progress is ended after {limit:g} s"
+        yield keys[:1] + keys[2:] if outage.policy != "pause" else keys, f"{text}; wait less, or raise the timeout"
 
 
 def _prompts(config: Config) -> Iterator[Finding]:

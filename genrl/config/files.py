@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from genrl.config.schema import Config
 from genrl.config.yaml_source import KeyPath
 from genrl.prompts import PromptError, PromptRows
 from genrl.prompts import read as read_prompts
+from rewards.isolation import python_of
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,15 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         yield from _overlap(found["train"], found["eval"], notes)
     for index, reward in enumerate(config.rewards):
         key: KeyPath = ("rewards", index, "name")
+        if reward.remote is not None:
+            notes.append(f"rewards.{index}.remote: {reward.remote} is asked when training starts")
+            continue
+        if isinstance(reward.isolate, str):
+            try:
+                python_of(reward.isolate)
+            except ValueError as error:
+                yield _Wrong(("rewards", index, "isolate"), str(error))
+            continue  # what is installed there is not known here
         try:
             origin = rewards.resolve(reward.name)
         except ValueError as error:
@@ -155,32 +164,7 @@ def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Itera
 
 def declared_columns(origin: rewards.Origin) -> tuple[str, ...]:
     """Metadata columns that a reward asks for, read from its source text; () where that cannot tell."""
-    source = _source(origin)
-    body: list[ast.stmt] = ast.parse(source.read_bytes()).body if source else []
-    for part in [*origin.attribute.split("."), "__call__"]:
-        definition = next(
-            (node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part), None
-        )
-        if isinstance(definition, ast.FunctionDef):
-            every = [*definition.args.args, *definition.args.kwonlyargs]
-            with_default = definition.args.args[len(definition.args.args) - len(definition.args.defaults) :]
-            pairs = zip(definition.args.kwonlyargs, definition.args.kw_defaults, strict=True)
-            optional = {*with_default, *(argument for argument, default in pairs if default is not None)}
-            own = {"self", "images", "pil_images", "prompts", "group"}
-            return tuple(a.arg for a in every if a not in optional and a.arg not in own)
-        body = definition.body if definition else []
-    return ()
-
-
-def _source(origin: rewards.Origin) -> Path | None:
-    if origin.kind == "file":
-        return Path(origin.where)
-    package = importlib.util.find_spec(origin.where.partition(".")[0])
-    if package is None or not package.submodule_search_locations:
-        return None
-    # Not find_spec of the whole name: that would import the packages above it.
-    base = Path(package.submodule_search_locations[0]).joinpath(*origin.where.split(".")[1:])
-    return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
+    return rewards.declaration(origin).columns
 
 
 def _trackers(config: Config) -> Iterator[_Wrong]:

@@ -81,7 +81,10 @@ def _type(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(_type, arguments)))
     if origin is tuple:
-        return f"list of {_type(arguments[0])}" if arguments[-1] is ... else f"{len(arguments)} x {_type(arguments[0])}"
+        if arguments[-1] is ...:
+            return f"list of {_type(arguments[0])}"
+        kinds = list(map(_type, arguments))
+        return f"{len(kinds)} x {kinds[0]}" if len(set(kinds)) == 1 else f"[{', '.join(kinds)}]"
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

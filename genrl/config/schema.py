@@ -84,6 +84,30 @@ class Prompts(Section):
     """Name of the prompt's column in a .jsonl file or a data set."""
 
 
+class Gate(Section):
+    """A reward counts only where another one is good enough; elsewhere it is replaced before it is normalised."""
+
+    reward: Text
+    """The other one, as it is named in the log: its name, or what stands after the colon of a file."""
+    at_least: Number
+    """Threshold, in the other one's own units."""
+    otherwise: Number = 0.0
+    """What a sample below the threshold scores instead, in this reward's own units."""
+
+
+class Outage(Section):
+    """A reward in another process or on a server: how long is waited for it, and what happens then."""
+
+    timeout_s: Positive = 60.0
+    """Seconds for one attempt, from connecting to the end of the reply."""
+    deadline_s: Positive = 180.0
+    """Seconds for one call with all its attempts."""
+    policy: Literal["stop", "drop", "pause"] = "stop"
+    """At the deadline: stop the run, leave out these samples, or wait pause_s longer and then stop."""
+    pause_s: Positive = 300.0
+    """Seconds that `pause` waits for a server to come back."""
+
+
 class Reward(Section):
     """One reward of the weighted sum."""
 
@@ -92,7 +116,26 @@ class Reward(Section):
     weight: Number = 1.0
     """Factor in the sum that is trained on; 0 = only logged; negative = a penalty."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the reward's class."""
+    """Keyword arguments of the reward's class, where it has them also device and dtype."""
+    schedule: tuple[tuple[Whole, Number], ...] = ()
+    """Points [iteration, factor on the weight], linear between them and constant outside; empty = 1."""
+    normalize: Literal["none", "group", "running"] = "none"
+    """Centre and divide by the spread: of the sample's group, or of all scores of the run so far."""
+    gate: Gate | None = None
+    """Count this reward only where another one is good enough; null = always."""
+    offload: Flag = False
+    """Move its model off the device while nothing is scored."""
+    batch_size: Count | None = None
+    """Most samples per call; null = those of a micro-batch."""
+    cache: Whole = 0
+    """Remember the scores of so many samples, by their content; 0 = none."""
+    remote: Text | None = None
+    """URL of a `genrl serve` of this reward, which is then not loaded here; null = none. Its token, if it asks for
+    one, is taken from the environment variable GENRL_REWARD_TOKEN."""
+    isolate: Flag | Text = False
+    """Run it in a process of its own, started and ended with the run; a folder = in that virtual environment."""
+    outage: Outage = Outage()
+    """What happens when the server or the process does not answer."""
 
 
 class Sampling(Section):
@@ -118,6 +161,8 @@ class Sampling(Section):
     """Start all samples of a group from one noise (DanceGRPO: true)."""
     pipeline_args: dict[str, Any] = {}
     """Further keyword arguments of the pipeline's call, for example max_sequence_length."""
+    score_in_background: Flag = False
+    """Score a micro-batch in a second thread while the next one is drawn; the results are the same."""
 
     @property
     def images_per_iteration(self) -> int:
@@ -294,6 +339,16 @@ class Config(Section):
     """Seed of everything random: prompts, noise, windows, initial adapters."""
     output: Text = "runs/genrl"
     """Run folder; default runs/<name of the YAML file>."""
+
+    @property
+    def reward_labels(self) -> tuple[str, ...]:
+        """A short, unique name for each reward, in their order: `shapes`, `Brightness`, `ocr-2`."""
+        labels: list[str] = []
+        for reward in self.rewards:
+            base = reward.name.rsplit(":", 1)[-1]
+            same = sum(label == base or label.startswith(f"{base}-") for label in labels)
+            labels.append(f"{base}-{same + 1}" if same else base)
+        return tuple(labels)
 
     @property
     def optimizer_steps(self) -> int:

@@ -1,0 +1,83 @@
+"""What the keys of a reward may not say together, told before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from genrl.config import ConfigError, check_files, load
+
+BASE = """\
+model: {{path: org/name}}
+prompts: {{train: train.txt}}
+trainer: {{algorithm: diffusion_nft}}
+evaluation: {{every: 0}}
+output: {folder}/run
+rewards:
+"""
+REMOTE = "remote: 'http://127.0.0.1:1'"
+
+
+def write(folder: Path, rewards: str) -> Path:
+    (folder / "train.txt").write_text("a\nb\n")
+    (folder / "c.yaml").write_text(BASE.format(folder=folder) + rewards + "\n")
+    return folder / "c.yaml"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ("  - {name: ocr, schedule: [[10, 0], [5, 1]]}", "rewards.0.schedule: the iterations must rise, found 10, 5"),
+        ("  - {name: ocr, schedule: [[5, 0], [5, 1]]}", "must rise"),
+        ("  - {name: ocr}\n  - {name: shapes, weight: 0, schedule: [[0, 1]]}", "rewards.1.schedule, rewards.1.weight"),
+        ("  - {name: ocr, gate: {reward: shape, at_least: 1}}\n  - {name: shapes}", "did you mean 'shapes'"),
+        ("  - {name: ocr, gate: {reward: ocr, at_least: 1}}", "no other reward is called 'ocr'"),
+        ("  - {name: ocr, gate: {reward: shapes}}\n  - {name: shapes}", "at_least"),
+        ("  - {name: ocr, normalize: grup}", "did you mean group"),
+        (f"  - {{name: ocr, {REMOTE}, args: {{crop: ink}}}}", "rewards.0.args, rewards.0.remote: is a matter of"),
+        (f"  - {{name: ocr, {REMOTE}, isolate: true}}", "is a matter of the server"),
+        ("  - {name: ocr, isolate: true, offload: true}", "the model is in another process"),
+        ("  - {name: ocr, isolate: true, outage: {timeout_s: 200}}", "use 180 or less"),
+        (f"  - {{name: ocr, {REMOTE}, outage: {{policy: pause, pause_s: 500}}}}", "up to 680 s .* ended after 600 s"),
+        (f"  - {{name: ocr, {REMOTE}, outage: {{deadline_s: 600}}}}", "up to 600 s .* ended after 600 s"),
+        (f"  - {{name: ocr, {REMOTE}, outage: {{policy: zero}}}}", "policy"),
+        ("  - {name: ocr, batch_size: 0}", "batch_size"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(tmp_path: Path, rewards: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(write(tmp_path, rewards))
+    assert re.search(words, " ".join(str(error.value).split())), str(error.value)
+
+
+def test_what_fits_is_kept(tmp_path: Path) -> None:
+    config = load(
+        write(
+            tmp_path,
+            "  - {name: ocr, weight: 2, schedule: [[0, 0], [50, 1.0]], normalize: running, cache: 100}\n"
+            "  - {name: ocr, args: {crop: ink}, weight: -1, gate: {reward: ocr, at_least: 0.5, otherwise: -1}}\n"
+            f"  - {{name: pickscore, {REMOTE}, outage: {{policy: pause}}}}\n"
+            f"  - {{name: './a/b.py:Mine', isolate: {tmp_path}}}",
+        )
+    )
+    assert config.reward_labels == ("ocr", "ocr-2", "pickscore", "Mine")
+    assert config.rewards[0].schedule == ((0, 0.0), (50, 1.0)) and config.rewards[3].isolate == str(tmp_path)
+
+
+def test_places_are_checked_on_disk_where_they_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notes = check_files(load(write(tmp_path, f"  - {{name: known-there-only, {REMOTE}}}")))
+    assert any("http://127.0.0.1:1 is asked when training starts" in note for note in notes)
+    with pytest.raises(ConfigError, match="is not a virtual environment"):
+        check_files(load(write(tmp_path, f"  - {{name: known-there-only, isolate: {tmp_path}}}")))
+    with pytest.raises(ConfigError, match="unknown reward 'known-there-only'"):
+        check_files(load(write(tmp_path, "  - {name: known-there-only, isolate: true}")))
+
+
+def test_pictures_of_references_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def like(images, reference_images, style): ...\n")
+    with pytest.raises(ConfigError, match="asks for the column style, reference_image|reference_image, style"):
+        check_files(load(write(tmp_path, "  - {name: './mine.py:like'}")))
