@@ -45,9 +45,15 @@ class Background(Generic[T]):
         done.set_result(call())
         self._results.append(done)
 
-    def results(self) -> list[T]:
-        """Wait for all calls; their results in the order of `submit`. Raises what the first failed one raised."""
-        found = [future.result() for future in self._results]
+    def results(self, each: Callable[[], None] = lambda: None) -> list[T]:
+        """Wait for all calls; their results in the order of `submit`. Raises what the first failed one raised.
+
+        `each` is called, in this thread, after every call that is done.
+        """
+        found: list[T] = []
+        for future in self._results:
+            found.append(future.result())
+            each()
         self._results.clear()
         return found
 
