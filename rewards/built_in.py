@@ -140,4 +140,10 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="does a picture belong with the others of its group: a judge's yes over its pairs",
         range="0 to 1",
     ),
+    "geneval": BuiltIn(
+        module="rewards.geneval",
+        attribute="GenEval",
+        doc="are the asked objects there, in number, colour and place: a detector, CLIP for colours, GenEval's rules",
+        range="0 to 1",
+    ),
 }
