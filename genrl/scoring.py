@@ -111,14 +111,12 @@ def score_rows(
     a column that the reward needs, RewardFailed where it raised for too many.
     """
     needed = rewards.needs(reward)
-    if needed.prompts or needed.kind != "pointwise":
-        lacking = next((row for row in rows if row.prompt is None and GROUP not in row.columns), None)
-        if lacking is not None:
+    for row in rows:
+        if row.prompt is None and (needed.prompts or (needed.kind != "pointwise" and GROUP not in row.columns)):
             raise ValueError(
-                f"reward {name!r} needs a prompt, and {lacking.image} has none: give --prompt TEXT, or a .jsonl file "
+                f"reward {name!r} needs a prompt, and {row.image} has none: give --prompt TEXT, or a .jsonl file "
                 'with rows {"image": ..., "prompt": ...}'
             )
-    for row in rows:
         rewards.check_columns(reward, row.columns, name=name)
     results: list[Result | None] = [None] * len(rows)
     failures: list[rewards.Failure] = []

@@ -33,6 +33,15 @@ def test_the_example_runs_as_the_page_names_it(root: Path, monkeypatch: pytest.M
     assert scores.values[:2] == [1.0, 0.0] and math.isnan(scores.values[2]) and scores.failed == 0
 
 
+def test_every_yaml_of_the_page_is_a_configuration(root: Path) -> None:
+    from genrl.config import Config
+
+    base = {"model": {"path": "org/name"}, "prompts": {"train": "t.txt"}, "evaluation": {"every": 0}}
+    base |= {"trainer": {"algorithm": "diffusion_nft"}}
+    for block in blocks(root / "docs" / "rewards.md", "yaml"):
+        assert Config.model_validate(base | yaml.safe_load(block)).rewards
+
+
 def test_every_built_in_is_in_the_pages_table(root: Path) -> None:
     page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
     for row in rewards.listing():
