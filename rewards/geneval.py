@@ -43,12 +43,8 @@ class ColourClassifier:
 
     def _classes(self, name: str) -> torch.Tensor:
         if name not in self._texts:
-            forms = (
-                "a photo of a {colour} {name}",
-                "a photo of a {colour}-colored {name}",
-                "a photo of a {colour} object",
-            )
-            texts = [form.format(colour=colour, name=name) for colour in COLOURS for form in forms]
+            forms = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
+            texts = [form.format(colour, name) for colour in COLOURS for form in forms]
             unit = torch.nn.functional.normalize(self.clip.embed_texts(texts), dim=-1)
             means = unit.view(len(COLOURS), len(forms), -1).mean(1)
             self._texts[name] = torch.nn.functional.normalize(means, dim=-1)
@@ -74,9 +70,9 @@ class GenEval:
     `threshold`, `counting_threshold` least confidence, the second for rows whose column `tag` is `counting`: .3 and .9,
                which are of Mask2Former. A zero-shot detector's confidences are lower: try .1 to .3 for both
 
-    Rows are GenEval's: `include` is a list of {class, count, color?, position?: [relation, index]}, `tag` its kind. In a
-    row that is `counting`, one more than asked is too many for `relaxed`, too. All three credits, and the means of the
-    terms of count, colour and position, are parts. A video scores the mean over its frames.
+    Rows are GenEval's: `include` is a list of {class, count, color?, position?: [relation, index]}, `tag` its kind. In
+    a row that is `counting`, one more than asked is too many for `relaxed`, too. All three credits, and the means of
+    the terms of count, colour and position, are parts. A video scores the mean over its frames.
     """
 
     def __init__(

@@ -132,9 +132,8 @@ def test_the_reward_holds_what_is_detected_against_what_is_asked(yolos: Path, cl
         own = check({"include": include[i]}, seen, lambda name, boxes: [])
         assert scores.values[i] == pytest.approx(own.partial) and scores.parts["strict"][i] == own.strict
     assert set(scores.parts) == {"relaxed", "strict", "partial", "count", "colour", "position"}
-    strict = rewards.score(
-        rewards.load("geneval", args | {"credit": "strict"}), images=images, prompts=[""] * 3, columns=columns
-    )
+    exacting = rewards.load("geneval", args | {"credit": "strict"})
+    strict = rewards.score(exacting, images=images, prompts=[""] * 3, columns=columns)
     assert strict.values == scores.parts["strict"]
 
 
