@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Isolated(Remote):
         dtype: str | None = None,
         venv: str | None = None,
         outage: Outage | None = None,
+        stopped: Callable[[], bool] = lambda: False,
         start_s: float = 600.0,
     ):
         self._python = python_of(venv) if venv else sys.executable
@@ -60,7 +61,7 @@ class Isolated(Remote):
         self._secret = secrets.token_urlsafe(32)
         self._process, self._url = self._start(name)
         try:
-            super().__init__(self._url, name, token=self._secret, outage=outage)
+            super().__init__(self._url, name, token=self._secret, outage=outage, stopped=stopped)
         except (ValueError, RewardFailed):
             self.close()
             raise

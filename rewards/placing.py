@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rewards.contract import Reward
 from rewards.loading import EMPTY, load
@@ -22,13 +22,15 @@ def open_reward(
     remote: str | None = None,
     isolate: bool | str = False,
     outage: Outage | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Reward:
     """A reward, ready to score; `rewards.close` ends it.
 
     remote: URL of a `genrl serve` of the reward `name`; its token is that of the environment variable
     GENRL_REWARD_TOKEN, which may be missing.
     isolate: true for a process of its own, or the folder of a virtual environment to run it in. Neither: loaded here.
-    batch_size: samples per call. cache: samples whose scores are remembered; 0 = none. outage: as of `rewards.remote`.
+    batch_size: samples per call. cache: samples whose scores are remembered; 0 = none.
+    outage and stopped: as of `rewards.remote`.
     Raises ValueError as `rewards.load`, `Remote` and `Isolated` do, and for settings that contradict each other.
     """
     from rewards.calls import Calls
@@ -38,10 +40,10 @@ def open_reward(
         raise ValueError(f"reward {name!r} is remote: args, dtype and isolate are matters of its server")
     reward: Reward
     if remote is not None:
-        reward = Remote(remote, name, token=os.environ.get(TOKEN_VARIABLE, ""), outage=outage)
+        reward = Remote(remote, name, token=os.environ.get(TOKEN_VARIABLE, ""), outage=outage, stopped=stopped)
     elif isolate:
         venv = isolate if isinstance(isolate, str) else None
-        reward = Isolated(name, args, device=device, dtype=dtype, venv=venv, outage=outage)
+        reward = Isolated(name, args, device=device, dtype=dtype, venv=venv, outage=outage, stopped=stopped)
     else:
         reward = load(name, args, device=device, dtype=dtype)
     return Calls(reward, batch_size=batch_size, cache=cache) if batch_size is not None or cache else reward

@@ -23,7 +23,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 Policy = Literal["stop", "drop", "pause"]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 4.0
+POLL_S = 0.2
 MAX_REPLY = 2**26
 RETRIED = (408, 429, 502, 503, 504)
 _jitter = random.SystemRandom()  # not the seeded global generator: an outage must not change what is sampled next
@@ -69,14 +70,24 @@ class Remote:
     """A reward that is scored by a server.
 
     name: the reward that is expected there; empty: any. token: sent as `Authorization: Bearer TOKEN`.
+    stopped: asked several times a second during a call; once it is true, the call ends with "no score", for a run that
+    is to end and will not use it.
     Raises ValueError where no server answers before the deadline, or it serves another reward.
     """
 
-    def __init__(self, url: str, name: str = "", *, token: str = "", outage: Outage | None = None):
+    def __init__(
+        self,
+        url: str,
+        name: str = "",
+        *,
+        token: str = "",
+        outage: Outage | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ):
         if not token.isascii() or not token.isprintable():
             raise ValueError("the token of a reward server must be printable ASCII text")
         self._url, self.name, self.token, self.outage = url, name, token, outage or Outage()
-        self._is_down = False
+        self._is_down, self._stopped = False, stopped
         _split(self.url())
         try:
             info = json.loads(self._retry("GET", "/info", b"", {}, self.outage.deadline_s))
@@ -133,11 +144,13 @@ class Remote:
             try:
                 return self._scores(body, headers, count, patience)
             except Unavailable as error:
-                if outage.policy != "pause":
+                if outage.policy != "pause" or self._stopped():
                     raise
                 logger.warning("%s: %s; waiting up to %g s for it", self._who(), error, outage.pause_s)
                 return self._scores(body, headers, count, outage.pause_s)
         except Unavailable as error:
+            if self._stopped():
+                return [math.nan] * count, {}
             if outage.policy != "drop":
                 raise RewardFailed(f"{self._who()} is not available: {error}") from error
             logger.warning("%s: %s; %d samples have no score", self._who(), error, count)
@@ -170,10 +183,11 @@ class Remote:
             try:
                 return self._attempt(method, path, body, headers, limit)
             except Unavailable:
-                wait = _jitter.uniform(0.5, 1) * pause
-                if time.monotonic() + wait >= end:
+                wake = time.monotonic() + _jitter.uniform(0.5, 1) * pause
+                if wake >= end or self._stopped():
                     raise
-                time.sleep(wait)
+                while (left := wake - time.monotonic()) > 0 and not self._stopped():
+                    time.sleep(min(left, POLL_S))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _attempt(self, method: str, path: str, body: bytes, headers: Mapping[str, str], limit: float) -> bytes:
@@ -184,11 +198,14 @@ class Remote:
             else http.client.HTTPConnection(host, port, timeout=limit)
         )
         token = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        cut = threading.Timer(limit, _cut, [connection])  # a socket's own timeout starts anew with every byte
-        cut.start()
         started = time.monotonic()
+        done = threading.Event()
+        opened: list[socket.socket] = []  # the connection forgets its socket once the header of a reply has come
+        # A socket's own timeout starts anew with every byte, so a second thread keeps the time of the whole attempt.
+        threading.Thread(target=self._watch, args=(connection, opened, done, started + limit), daemon=True).start()
         try:
             connection.connect()
+            opened.append(connection.sock)
             if time.monotonic() - started >= limit:  # several addresses, each tried that long
                 raise TimeoutError
             connection.request(method, prefix + path, body or None, {**headers, **token, "Connection": "close"})
@@ -199,7 +216,7 @@ class Remote:
                 raise Unavailable(f"no reply within {limit:.3g} s") from error
             raise Unavailable(str(error) or type(error).__name__) from error
         finally:
-            cut.cancel()
+            done.set()
             connection.close()
         if response.status == 200:
             return reply
@@ -207,6 +224,20 @@ class Remote:
         if response.status in RETRIED:
             raise Unavailable(why)
         raise ServerRaised(f"{self._who()}: {why}")
+
+    def _watch(
+        self, connection: http.client.HTTPConnection, opened: list[socket.socket], done: threading.Event, end: float
+    ) -> None:
+        """Cut the connection at `end`, or when the run is to stop; whatever waits for it then gets an error."""
+        while not done.wait(min(POLL_S, max(0.01, end - time.monotonic()))):
+            late = time.monotonic() >= end
+            bound = opened[0] if opened else connection.sock
+            if bound is not None and (late or self._stopped()):
+                with suppress(OSError):  # it was closed in this moment
+                    bound.shutdown(socket.SHUT_RDWR)
+                return
+            if late:  # still connecting, which the socket's own timeout ends
+                return
 
     def _who(self) -> str:
         return f"reward server {self._url}"
@@ -222,13 +253,6 @@ def _split(url: str) -> tuple[str, str, int | None, str]:
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username:
         raise ValueError(f"{url!r} is not the URL of a reward server: write http://HOST:PORT or https://HOST")
     return parts.scheme, host, port, parts.path.rstrip("/")
-
-
-def _cut(connection: http.client.HTTPConnection) -> None:
-    bound = connection.sock
-    if bound is not None:
-        with suppress(OSError):  # it was closed in this moment
-            bound.shutdown(socket.SHUT_RDWR)
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:

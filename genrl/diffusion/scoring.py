@@ -72,8 +72,9 @@ def plain(opened: Mapping[str, rewards.Reward]) -> Scorers:
     return Scorers(dict(opened), {label: Component() for label in opened})
 
 
-def open_scorers(config: Config, device: str) -> Scorers:
-    """Load, start or connect to every reward of the configuration; `device` is the run's.
+def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lambda: False) -> Scorers:
+    """Load, start or connect to every reward of the configuration; `device` is the run's, `stopped` whether it is to
+    end and waits for no server any more.
 
     Raises ValueError as `rewards.placing.open_reward`, and where a model is to be moved that cannot be.
     """
@@ -91,6 +92,7 @@ def open_scorers(config: Config, device: str) -> Scorers:
                 remote=settings.remote,
                 isolate=settings.isolate,
                 outage=Outage(**settings.outage.model_dump()),
+                stopped=stopped,
             )
             undo.callback(rewards.close, reward)
             opened[label] = reward

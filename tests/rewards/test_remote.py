@@ -122,12 +122,21 @@ def drip(connection: socket.socket, number: int) -> None:
         time.sleep(0.1)  # never silent for longer than the timeout, never done before the deadline
 
 
+def drip_the_body(connection: socket.socket, number: int) -> None:
+    body = b'{"scores": [1.0, 1.0], "parts": {}}'
+    connection.sendall(servers.http(body)[: -len(body)])
+    for byte in body:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.1)
+
+
 MISBEHAVIOUR = {
     "half a reply": lambda c, k: c.sendall(servers.http(b'{"scores": [1.0', length=500)),
     "half a header": lambda c, k: c.sendall(b"HTTP/1.1 200 OK\r\nContent-Le"),
     "no reply": lambda c, k: None,
     "never a reply": lambda c, k: time.sleep(5),
     "byte by byte": drip,
+    "a body byte by byte": drip_the_body,
     "not http": lambda c, k: c.sendall(b"\x00\x01\x02" * 1000),
     "not json": lambda c, k: c.sendall(servers.http(b"<html>busy</html>")),
     "another json": lambda c, k: c.sendall(servers.http(b'{"result": 0}')),
@@ -206,6 +215,20 @@ def test_retries_do_not_touch_the_seeded_random_numbers() -> None:
     assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
 
 
+@pytest.mark.parametrize("policy", ["stop", "drop", "pause"])
+@pytest.mark.parametrize("kind", ["never a reply", "status 503"])
+def test_a_run_that_is_to_end_waits_for_no_server(policy: str, kind: str) -> None:
+    stop = threading.Event()
+    with servers.scripted(MISBEHAVIOUR[kind]) as url:
+        remote = Remote(url, outage=outage(policy, timeout_s=30, deadline_s=30), stopped=stop.is_set)
+        threading.Timer(0.3, stop.set).start()
+        started = time.monotonic()
+        scores = score(remote, PROMPTS[:2])
+        assert 0.2 < time.monotonic() - started < 2
+    assert_no_zero(scores)
+    assert not scores.failures
+
+
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back() -> None:
     port = servers.free_port()
@@ -234,6 +257,24 @@ def test_a_server_that_is_killed_and_comes_back() -> None:
         for process in (first, *(p for p, _ in second)):
             process.kill()
             process.wait(10)
+
+
+def test_bytes_that_are_not_http_do_not_stop_the_server() -> None:
+    with servers.live(scorers.mean) as url:
+        remote = Remote(url, outage=FAST)
+        open_ones = []
+        for text in (
+            b"\x00" * 1000,
+            b"GET " + b"a" * 200_000,
+            b"POST /score HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+            b"",
+        ):
+            connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+            connection.sendall(text)
+            open_ones.append(connection)  # left open: the next one must not wait for it
+        assert score(remote) == score(scorers.mean)
+        for connection in open_ones:
+            connection.close()
 
 
 def test_the_reply_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
