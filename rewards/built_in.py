@@ -146,4 +146,22 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="are the asked objects there, in number, colour and place: a detector, CLIP for colours, GenEval's rules",
         range="0 to 1",
     ),
+    "edit_move": BuiltIn(
+        module="rewards.spatial_edit",
+        attribute="EditMove",
+        doc="was a thing moved in the asked direction, by a detector on source and result",
+        range="0 to 1",
+    ),
+    "edit_scale": BuiltIn(
+        module="rewards.spatial_edit",
+        attribute="EditScale",
+        doc="was a thing made larger or smaller as asked, by a detector on source and result",
+        range="0 to 1",
+    ),
+    "edit_rotate": BuiltIn(
+        module="rewards.spatial_edit",
+        attribute="EditRotate",
+        doc="was a thing turned in the picture's plane as asked, by masks of source and result",
+        range="0 to 1",
+    ),
 }

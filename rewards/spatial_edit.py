@@ -1,0 +1,173 @@
+"""Rewards: was a thing moved, resized or turned as asked? Source and result before a detector (Talk2Move).
+
+The thing's name is the column `object`, the source picture the file in the column `source_image`. A thing that is not
+found in the source has no score; one that is not found in the result scores 0: it is gone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from rewards.contract import nearest
+from rewards.detection import MASKED, Detector, Thing
+from rewards.geometry import (
+    DIRECTIONS,
+    displacement_score,
+    distance,
+    position_score,
+    scale_score,
+    turn_between,
+    turn_score,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+DETECTOR = "IDEA-Research/grounding-dino-tiny"
+SEGMENTER = "facebook/mask2former-swin-small-coco-instance"
+Scored = tuple[list[float], dict[str, list[float]]]
+
+
+class _Finder(NamedTuple):
+    detector: Detector
+    threshold: float
+
+    def both(self, source: Image, result: Image, name: str) -> tuple[Thing | None, Thing | None]:
+        """The most confident thing of that name in each; the result's place in pixels of the source."""
+        before = self.detector.find(source, [name], self.threshold)[name]
+        after = self.detector.find(result.resize(source.size), [name], self.threshold)[name]
+        return (before[0] if before else None), (after[0] if after else None)
+
+    def score(
+        self,
+        sources: Sequence[Image],
+        results: Sequence[Image],
+        names: Sequence[str],
+        judge: Callable[[int, Thing, Thing], tuple[float, dict[str, float]]],
+        parts: Sequence[str],
+    ) -> Scored:
+        rows: list[tuple[float, dict[str, float]]] = []
+        for i, (source, result, name) in enumerate(zip(sources, results, names, strict=True)):
+            before, after = self.both(source, result, name)
+            if before is None:
+                rows.append((math.nan, {}))
+            else:
+                rows.append((0.0, {}) if after is None else judge(i, before, after))
+        return [row[0] for row in rows], {part: [row[1].get(part, math.nan) for row in rows] for part in parts}
+
+
+class EditMove:
+    """Was the thing moved in the direction of the column `direction` (left, right, up, down)? In [0, 1].
+
+    The share of its offset along that axis, 0 for the other way: how purely, not how far. How far, as a share of the
+    picture's diagonal, is the part `distance`.
+
+    `detector`  hub id or folder; see `rewards.detection.Detector`
+    `threshold` least confidence of the thing
+    """
+
+    def __init__(self, detector: str = DETECTOR, threshold: float = 0.3, device: str = "cpu"):
+        self._finder = _Finder(Detector(detector, device, "edit_move"), threshold)
+
+    def to(self, device: str) -> None:
+        """Move the model."""
+        self._finder.detector.to(device)
+
+    def __call__(
+        self,
+        pil_images: Sequence[Image],
+        source_images: Sequence[Image],
+        object: Sequence[str],
+        direction: Sequence[str],
+    ) -> Scored:
+        for asked in direction:
+            if asked not in DIRECTIONS:
+                known = ", ".join(DIRECTIONS)
+                raise ValueError(f"edit_move: unknown direction {asked!r}.{nearest(asked, DIRECTIONS)} Known: {known}")
+
+        def judge(i: int, before: Thing, after: Thing) -> tuple[float, dict[str, float]]:
+            size = source_images[i].size
+            return displacement_score(before.box, after.box, direction[i]), {
+                "distance": distance(before.box, after.box, *size)
+            }
+
+        return self._finder.score(source_images, pil_images, object, judge, ["distance"])
+
+
+class EditScale:
+    """Was the thing made `factor` times as large (the column; .5 is half as large) in width and height? In [0, 1].
+
+    1 - (|w - f| + |h - f|) / 4, at least 0, with the ratios w and h of the sides, and f the factor, or for a factor
+    below 1 all three turned round. How far it stayed in place is the part `position`.
+
+    `detector`, `threshold` as in `edit_move`
+    """
+
+    def __init__(self, detector: str = DETECTOR, threshold: float = 0.3, device: str = "cpu"):
+        self._finder = _Finder(Detector(detector, device, "edit_scale"), threshold)
+
+    def to(self, device: str) -> None:
+        """Move the model."""
+        self._finder.detector.to(device)
+
+    def __call__(
+        self,
+        pil_images: Sequence[Image],
+        source_images: Sequence[Image],
+        object: Sequence[str],
+        factor: Sequence[float],
+    ) -> Scored:
+        factors = [_number(value, "edit_scale", "factor") for value in factor]
+        for value in factors:
+            if value <= 0:
+                raise ValueError(f"edit_scale: the column 'factor' must be above 0, not {value}")
+
+        def judge(i: int, before: Thing, after: Thing) -> tuple[float, dict[str, float]]:
+            bigger = factors[i] >= 1
+            wanted = factors[i] if bigger else 1 / factors[i]
+            score = max(0.0, scale_score(before.box, after.box, wanted, bigger))
+            return score, {"position": position_score(before.box, after.box)}
+
+        return self._finder.score(source_images, pil_images, object, judge, ["position"])
+
+
+class EditRotate:
+    """Was the thing turned by `angle` degrees (the column; positive is clockwise) in the picture's plane? In [0, 1].
+
+    Half for turning at all (10 degrees or more), half for the right way less the error over 180. The turn is what best
+    lays the thing's mask over its later one, so a thing that looks the same after a turn cannot be judged. The measured
+    turn is the part `angle`, how far it stayed in place the part `position`.
+
+    `detector`  hub id or folder of a detector with masks (Mask2Former); `threshold` as in `edit_move`
+    """
+
+    def __init__(self, detector: str = SEGMENTER, threshold: float = 0.3, device: str = "cpu"):
+        found = Detector(detector, device, "edit_rotate")
+        if found.kind not in MASKED:
+            raise ValueError(f"edit_rotate: {detector!r} is a {found.kind!r}, which gives no masks; use a Mask2Former")
+        self._finder = _Finder(found, threshold)
+
+    def to(self, device: str) -> None:
+        """Move the model."""
+        self._finder.detector.to(device)
+
+    def __call__(
+        self, pil_images: Sequence[Image], source_images: Sequence[Image], object: Sequence[str], angle: Sequence[float]
+    ) -> Scored:
+        angles = [_number(value, "edit_rotate", "angle") for value in angle]
+
+        def judge(i: int, before: Thing, after: Thing) -> tuple[float, dict[str, float]]:
+            assert before.mask is not None and after.mask is not None
+            turn = turn_between(before.mask, after.mask)
+            return turn_score(turn, angles[i]), {"angle": turn, "position": position_score(before.box, after.box)}
+
+        return self._finder.score(source_images, pil_images, object, judge, ["angle", "position"])
+
+
+def _number(value: object, reward: str, column: str) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{reward}: the column {column!r} holds {value!r}, which is no number") from error
