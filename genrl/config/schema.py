@@ -20,6 +20,8 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]  # in [0, 1)
+Share = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]  # in (0, 1]
+Ways = Annotated[int, Field(strict=True, ge=2)]
 Text = Annotated[str, Field(strict=True, min_length=1, max_length=1000)]
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -184,6 +186,82 @@ class Window(Section):
     """First step where the window may begin."""
     high: Count | None = None
     """The window ends before this step; null = before the last step, which is never stochastic."""
+    schedule: Literal["random", "progressive", "decaying", "geometric", "backward"] = "random"
+    """Its place in an iteration: uniform; down the schedule (MixGRPO), faster and faster; early starts likelier
+    (TreeGRPO); or the last steps, more and more of them (B2-DiffuRL)."""
+    every: Count = 25
+    """Iterations that it stays in one place (progressive; decaying: at first)."""
+    stride: Whole = 1
+    """Steps that it moves by (progressive, decaying); 0 = never (MixGRPO's frozen window)."""
+    decay_from: Whole = 13
+    """Start from which on it stays exp(-0.1) times shorter per step (decaying; MixGRPO: 13 of 25)."""
+    ratio: Share = 0.5
+    """Likelihood of a start against the one before it (geometric; TreeGRPO: 0.5); 1 = uniform."""
+    shortest: Count | None = None
+    """Size at the beginning (backward); it grows to `size` over the run (B2-DiffuRL: 14 to 20 of 20 steps)."""
+
+
+class Prune(Section):
+    """Edges that are not trained (BranchGRPO, arXiv 2509.06040)."""
+
+    depths: tuple[Count, ...] = ()
+    """Leave out the edges into these depths (step + 1); consecutive ones."""
+    slide_every: Count | None = None
+    """Move `depths` up the tree by one every so many iterations, as far as the last split; null = never."""
+    width: Literal["best_sibling", "extremes"] | None = None
+    """Below the last split keep the better leaf of each parent, or the best and worst leaves; null = all."""
+    keep: Share = 0.5
+    """Share of the leaves that `extremes` keeps, half best and half worst."""
+    until: Share = 1.0
+    """Share of the iterations in which pruning is on, from the first."""
+
+
+class Contrast(Section):
+    """Train only the best and the worst leaf of each split, by scores over a prompt's history (B2-DiffuRL)."""
+
+    high: Number = 0.5
+    """The best is trained if its score is at least this."""
+    low: Number = -0.5
+    """The worst is trained if its score is below this."""
+    history: Whole = 8
+    """Earlier iterations of a prompt that its scores are measured against, besides the running one."""
+
+
+class Tree(Section):
+    """The samples of a group are leaves of trees: what they share is run once."""
+
+    ways: Ways
+    """Children of every state at a step that branches (TreeGRPO 3, BranchGRPO and Dynamic-TreeRPO 2)."""
+    at: Literal["window", "window_start"] | tuple[Whole, ...] = "window_start"
+    """Steps that branch: all of the window, its first one, or these. group_size is a multiple of the leaves."""
+    spread: Positive | None = None
+    """Noises of siblings have correlation 1 / (1 + spread^2) (BranchGRPO: 4); null = independent."""
+    noise_growth: NonNegative = 0.0
+    """The noise level grows from the first to the last branching step by this share (Dynamic-TreeRPO: 0.5)."""
+    credit: Literal["mean", "path_softmax", "level_softmax"] = "mean"
+    """Value of a shared edge: the mean of its leaves, or weighted by their likelihood along the path or level by
+    level (TreeGRPO)."""
+    sharpness: NonNegative = 1.0
+    """Factor on the log-probabilities in the softmax weights; 0 = mean."""
+    normalise: Literal["group", "depth"] = "group"
+    """Advantages are those of the leaves, or of all values at one depth (BranchGRPO; four or more)."""
+    weight: Literal["leaf_multiplicity", "per_edge"] = "leaf_multiplicity"
+    """An edge counts as often as it has leaves (as if rollouts were separate), or once (BranchGRPO, TreeGRPO)."""
+    prune: Prune | None = None
+    """Edges that are not trained; null = all are."""
+    contrast: Contrast | None = None
+    """Train only the extremes of each split; null = all."""
+
+
+class LayerTuning(Section):
+    """LayerTuning-RL of Dynamic-TreeRPO: clip bounds that follow the advantage, and a pull towards the best sample."""
+
+    weight: NonNegative = 0.1
+    """Weight of the squared distance to the target velocity."""
+    target: Literal["best_path", "best_image"] = "best_path"
+    """Velocity on the best leaf's path at the same step, or the one that leads to the best leaf's image."""
+    sensitivity: NonNegative = 0.5
+    """How much wider the clip range is for large advantages."""
 
 
 class FlowGRPO(Section):
@@ -196,7 +274,15 @@ class FlowGRPO(Section):
     noise_level: NonNegative | None = 0.7
     """Noise of the kernel (flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, (flow_)ddim eta 1); wan_sde: null."""
     window: Window | None = None
-    """Train only a random stretch of steps, drawn once per iteration; null = all steps but the last."""
+    """Train only a stretch of steps, placed once per iteration; null = all steps but the last."""
+    noise_outside_window: Flag = False
+    """Draw the steps outside the window too, without training them (B2-DiffuRL); false = they are deterministic."""
+    tree: Tree | None = None
+    """Share the beginnings of a group's samples (docs/trees.md); null = independent samples."""
+    tail_ratio: Share | None = None
+    """Take the steps after the window by DPM-Solver++ in this share of them (MixGRPO-Flash: 0.4); null = all."""
+    layer_tuning: LayerTuning | None = None
+    """Supervised pull towards the best sample of a tree, and dynamic clip bounds; null = none."""
     advantage_scale: AdvantageScale = "group"
     """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
     advantage_clip: Positive = 5.0

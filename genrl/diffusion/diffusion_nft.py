@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from genrl.config import DiffusionNFT
+from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.metering import Meter
-from genrl.diffusion.policy import Batch, Trajectory
+from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
 from genrl.mdp.noise import generator, keyed_noise
@@ -42,9 +43,9 @@ def train(session: Session, settings: DiffusionNFT) -> None:
         weights.snapshot(OLD)
     decay = nft_old_policy_decay(session.optimizer_steps, settings.old_policy_decay)
 
-    def draw(batch: Batch) -> Trajectory:
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
         with weights.use(OLD):
-            return policy.roll_out(batch)
+            return independent(policy.roll_out(batch), slots)
 
     for _ in session.iterations():
         # 1, 2. Collect and score.
@@ -73,10 +74,11 @@ def learn(session: Session, settings: DiffusionNFT, rollouts: Rollouts, *, on_po
     meter.add("nft/reward_weight_mean", reward_weight)
 
     # 4. Update.
+    session.start_training(settings.inner_epochs * num_draws * len(rollouts.mine))
     for epoch in range(settings.inner_epochs):
-        for micro_batches, num_samples in rollouts.updates(settings.updates_per_iteration):
+        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
             for micro_batch in micro_batches:
-                clean, batch = micro_batch.trajectory.final, micro_batch.batch
+                clean, batch = micro_batch.final, micro_batch.batch
                 r = reward_weight[micro_batch.slots].to(policy.device)
                 counts = (advantages[micro_batch.slots] != 0).to(policy.device)  # not: no score, or no spread
                 for sigma, noise in forward_draws(micro_batch, num_draws, epoch):
@@ -113,8 +115,7 @@ def learn(session: Session, settings: DiffusionNFT, rollouts: Rollouts, *, on_po
                             "old": old,
                             "new": new,
                         },
-                        num_samples=num_samples,
-                        passes=num_draws,
+                        divisor=len(slots) * num_draws,
                     )
                     meter.add("loss", loss)
                     meter.add("nft/old_deviation", kl_velocity(new, old))
@@ -128,7 +129,7 @@ def forward_draws(micro_batch: MicroBatch, count: int, epoch: int) -> list[tuple
 
     Every number derives from the sample's key, so that the draws of a sample do not depend on its neighbours.
     """
-    clean, grid = micro_batch.trajectory.final, micro_batch.trajectory.sigmas[:-1]
+    clean, grid = micro_batch.final, micro_batch.sigmas[:-1]
     keys = micro_batch.batch.keys
     orders = torch.stack(
         [torch.randperm(len(grid), generator=generator(*key, "levels", epoch)) for key in keys]

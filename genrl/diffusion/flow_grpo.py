@@ -14,21 +14,28 @@ Settings make it Dance-GRPO (`kernel: dance_sde`), Flow-CPS (`flow_cps`), DDPO-s
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config import FlowGRPO
+from genrl.config import Contrast, FlowGRPO
+from genrl.config import Tree as TreeSettings
+from genrl.diffusion.edges import Edges, independent_edges, progress_table, tree_edges
+from genrl.diffusion.forest import Piece, roll_out
 from genrl.diffusion.metering import Meter
-from genrl.diffusion.policy import Batch, Kernel, Replayed
+from genrl.diffusion.plans import roots_together, sampling_plan, trained_steps
+from genrl.diffusion.policy import Batch, Kernel, Replayed, Trajectory
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
 from genrl.mdp.kernels import FLOW_KERNELS
-from genrl.mdp.schedules import window_steps
+from genrl.mdp.plan import SamplingPlan
+from genrl.mdp.tree import Tree, grow
 from genrl.objectives.advantages import group_advantages, group_statistics
+from genrl.objectives.credit import PromptHistory, branch_extremes, signed_advantage
+from genrl.objectives.layer_tuning import dynamic_clip_bounds, progress_loss, velocity_towards
 from genrl.objectives.policy_losses import (
     clipped_surrogate,
     importance_ratio,
@@ -41,52 +48,67 @@ from genrl.objectives.policy_losses import (
 
 def train(session: Session, settings: FlowGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    kernel = choose_kernel(session, settings)
+    config, processes = session.config, session.accelerator.num_processes
     checked = False
     for iteration in session.iterations():
-        steps = stochastic_steps(settings, session.config.sampling.num_inference_steps, session.config.seed, iteration)
+        plan = sampling_plan(config, settings, iteration)
+        tree, kernel = grow(plan), choose_kernel(session, settings, plan)
         # 1, 2. Collect and score.
-        rollouts = session.collect(partial(session.policy.roll_out, kernel=kernel, stochastic=steps))
+        rollouts = session.collect(
+            partial(
+                roll_out, session.policy, tree=tree, plan=plan, kernel=kernel, batch_size=config.sampling.batch_size
+            ),
+            leaves=plan.leaves // plan.roots,
+            roots_together=roots_together(config, plan, processes),
+        )
         if not checked:
             check_on_policy(session, settings, rollouts)
             checked = True
-        metrics = learn(session, settings, rollouts)
+        metrics = learn(session, settings, rollouts, plan, tree)
         del rollouts
+        steps = trained_steps(config, settings, iteration)
         session.finish(metrics | {"window/first": float(steps[0]), "window/size": float(len(steps))})
 
 
-def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts) -> dict[str, float]:
+def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: SamplingPlan, tree: Tree) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
     policy, weights = session.policy, session.weights
-    old_log_probs = old_policy(session, settings, rollouts)
 
     # 3. Estimate.
-    advantages = group_advantages(
-        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
-    )
     meter = Meter()
-    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+    edges = estimate(session, settings, rollouts, plan, tree, meter)
+    old_log_probs = old_policy(session, settings, rollouts, edges)
+    pull = progress(session, settings, rollouts, tree)
 
     # 4. Update.
-    low, high = settings.clip_bounds
+    session.start_training(settings.inner_epochs * sum(len(logs) for logs in old_log_probs.values()))
     for _ in range(settings.inner_epochs):
-        for micro_batches, num_samples in rollouts.updates(settings.updates_per_iteration):
-            for micro_batch in micro_batches:
-                trajectory, batch = micro_batch.trajectory, judged_under(settings, micro_batch.batch)
-                advantage = advantages[micro_batch.slots].to(policy.device)
-                for i, old_log_prob in old_log_probs[micro_batch.slots[0]].items():
+        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
+            divisor = float(edges.weight[:, slots].sum())
+            for piece in (piece for micro_batch in micro_batches for piece in micro_batch.pieces):
+                trajectory, batch = piece.trajectory, judged_under(settings, piece.trajectory.batch)
+                for i, old_log_prob in old_log_probs[id(piece)].items():
+                    advantage = edges.advantage[i, piece.slots[i]].to(policy.device)
+                    weight = edges.weight[i, piece.slots[i]].to(policy.device)
                     reference = None
                     if settings.kl_weight > 0:
                         with torch.no_grad(), weights.reference():
                             reference = policy.replay(trajectory, i, batch)
                     new = policy.replay(trajectory, i, batch)
-                    surrogate = clipped_surrogate(new.log_prob, old_log_prob, advantage, low, high)
+                    surrogate = clipped_surrogate(
+                        new.log_prob, old_log_prob, advantage, *clip_bounds(settings, advantage)
+                    )
                     loss = surrogate.loss
                     if reference is not None:
                         kl = reference_kl(settings.kl, new, reference)
                         loss = loss + settings.kl_weight * kl
                         meter.add("kl", kl)
-                    loss = loss * (advantage != 0)  # no score, or a group without spread: no update
+                    if pull is not None and settings.layer_tuning is not None:
+                        short = pull.weight[i, piece.slots[i]].to(policy.device)
+                        distance = progress_loss(short, new.model_output, pull.target(piece, i))
+                        loss = loss + settings.layer_tuning.weight * distance
+                        meter.add("layer_tuning/distance", distance)
+                    loss = weight * loss * (advantage != 0)  # no score, or a group without spread: no update
                     session.backward(
                         loss,
                         batch,
@@ -94,13 +116,14 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts) -> dict[str,
                             "step": torch.tensor(i),
                             "state": trajectory.states[i],
                             "next_state": trajectory.next_states[i],
+                            "rows": rows_of(trajectory, i),
                             "advantage": advantage,
+                            "weight": weight,
                             "old_log_prob": old_log_prob,
                             "model_output": new.model_output,
                             "log_prob": new.log_prob,
                         },
-                        num_samples=num_samples,
-                        passes=len(trajectory.log_probs),
+                        divisor=divisor,
                     )
                     meter.add_surrogate(surrogate, advantage)
                     meter.add("loss", loss)
@@ -108,7 +131,7 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts) -> dict[str,
     return meter.result()
 
 
-def choose_kernel(session: Session, settings: FlowGRPO) -> Kernel:
+def choose_kernel(session: Session, settings: FlowGRPO, plan: SamplingPlan) -> Kernel:
     """The configured transition. Raises ValueError where it is not one for what the model predicts."""
     is_flow = session.policy.head.parametrisation == "flow"
     if is_flow == (settings.kernel == "ddim"):
@@ -118,15 +141,114 @@ def choose_kernel(session: Session, settings: FlowGRPO) -> Kernel:
             f"trainer.kernel: {settings.kernel} is no transition for {session.config.model.path}, which predicts "
             f"{predicts}; use {legal}"
         )
-    return Kernel(settings.kernel, settings.noise_level or 0.0)
+    level = settings.noise_level or 0.0
+    others = {i: plan.noise_levels[i] for i in plan.stochastic if plan.noise_levels[i] != level}
+    return Kernel(settings.kernel, level, {i: other for i, other in others.items() if other is not None})
 
 
-def stochastic_steps(settings: FlowGRPO, num_steps: int, seed: int, iteration: int) -> range:
-    """The steps that are actions in this iteration: the window, or all but the last, which is deterministic."""
-    if settings.window is None:
-        return range(num_steps - 1)
-    window = settings.window
-    return window_steps(window.size, window.low, window.high or num_steps - 1, seed=seed, iteration=iteration)
+def estimate(
+    session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: SamplingPlan, tree: Tree, meter: Meter
+) -> Edges:
+    """Advantage and weight of every trained transition, from the rewards of the samples."""
+    config, iteration = session.config, session.iteration
+    advantages = group_advantages(
+        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
+    )
+    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+    trained = trained_steps(config, settings, iteration)
+    if settings.tree is None:
+        return independent_edges(advantages, plan, trained)
+    rewards = rollouts.total
+    if settings.tree.contrast is not None:
+        advantages = contrasted(session, settings.tree, settings.tree.contrast, rollouts)
+        rewards = torch.where(advantages != 0, rewards, torch.nan)  # the others have no part in what is above them
+    log_probs = torch.full((plan.steps, rollouts.num_samples), torch.nan)
+    if settings.tree.credit != "mean":
+        log_probs = session.gather_edges(rollouts, log_probs)
+    edges = tree_edges(
+        settings.tree, tree, plan, trained, rewards, advantages, log_probs,
+        clip=settings.advantage_clip, iteration=iteration, iterations=config.iterations,
+    )  # fmt: skip
+    if edges.skipped and iteration == 0:
+        session.progress.say(
+            f"depths {', '.join(map(str, edges.skipped))} have fewer than 4 states: measured against the leaves"
+        )
+    return edges
+
+
+def contrasted(session: Session, tree: TreeSettings, contrast: Contrast, rollouts: Rollouts) -> Tensor:
+    """B2-DiffuRL's advantages: scores over the prompt's history, of the best and worst leaf of each split, [N]."""
+    history = PromptHistory(contrast.history)
+    history.rewards = session.memory.setdefault("prompt_history", {})
+    scores = history.normalise(rollouts.total, rollouts.prompts)
+    branch = torch.arange(rollouts.num_samples) // tree.ways
+    chosen = branch_extremes(scores, branch, high=contrast.high, low=contrast.low)
+    clip = session.config.trainer.advantage_clip
+    return torch.where(chosen != 0, signed_advantage(scores, clip=clip), 0.0)
+
+
+def clip_bounds(settings: FlowGRPO, advantage: Tensor) -> tuple[Tensor | float, Tensor | float]:
+    """How far below and above 1 the ratio may go."""
+    low, high = settings.clip_bounds
+    if settings.layer_tuning is None:
+        return low, high
+    return dynamic_clip_bounds(advantage, low=low, high=high, sensitivity=settings.layer_tuning.sensitivity)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Towards the best sample of each group (Dynamic-TreeRPO's LayerTuning-RL)."""
+
+    weight: Tensor
+    """By step and slot, [T, N]."""
+    targets: dict[tuple[int, int], Tensor]
+    """(step, group) -> velocity on the best path, or (-1, group) -> the best sample itself, [...]."""
+    leaves: int
+    """Samples of a group."""
+
+    def target(self, piece: Piece, step: int) -> Tensor:
+        """Velocity that each action of this step is pulled to, [B, ...]."""
+        groups = [slot // self.leaves for slot in piece.slots[step]]
+        if (step, groups[0]) in self.targets:
+            return torch.stack([self.targets[step, group] for group in groups])
+        trajectory, rows = piece.trajectory, piece.trajectory.rows(step)
+        state = trajectory.states[step]
+        clean = torch.stack([self.targets[-1, group] for group in groups])
+        state = state if rows is None else state[rows.to(state.device)]
+        return velocity_towards(state, clean, float(trajectory.sigmas[step]))
+
+
+@torch.no_grad()
+def progress(session: Session, settings: FlowGRPO, rollouts: Rollouts, tree: Tree) -> Pull | None:
+    """Weights and targets of the pull, made before the first update. A group is whole within a micro-batch."""
+    if settings.layer_tuning is None:
+        return None
+    leaves, targets = tree.num_slots, {}
+    rewards = rollouts.total.view(-1, leaves)
+    best = (rewards.nan_to_num(-torch.inf).argmax(1) + torch.arange(len(rewards)) * leaves).tolist()
+    for micro_batch in rollouts.mine.values():
+        if settings.layer_tuning.target == "best_image":
+            targets |= {
+                (-1, s // leaves): x for s, x in zip(micro_batch.slots, micro_batch.final, strict=True) if s in best
+            }
+            continue
+        for piece in micro_batch.pieces:
+            for i, slots in piece.slots.items():
+                wanted = {}
+                for row, slot in enumerate(slots):
+                    path = tree.path(int(tree.leaves[best[slot // leaves] % leaves]))
+                    if int(tree.first_leaf[path[i + 1]]) == slot % leaves:
+                        wanted[i, slot // leaves] = row
+                if wanted:
+                    output = session.policy.replay(piece.trajectory, i, judged_under(settings, piece.trajectory.batch))
+                    targets |= {key: output.model_output[row] for key, row in wanted.items()}
+    return Pull(progress_table(tree, rollouts.total), targets, leaves)
+
+
+def rows_of(trajectory: Trajectory, step: int) -> Tensor:
+    """Row of the state of each action, int64 [B]."""
+    rows = trajectory.rows(step)
+    return torch.arange(len(trajectory.states[step])) if rows is None else rows
 
 
 def judged_under(settings: FlowGRPO, batch: Batch) -> Batch:
@@ -137,19 +259,19 @@ def judged_under(settings: FlowGRPO, batch: Batch) -> Batch:
 
 
 @torch.no_grad()
-def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) -> dict[int, dict[int, Tensor]]:
-    """First slot of a micro-batch -> step -> log p_old, [B]. As recorded; or, where the trained policy goes without the
-    guidance that sampled, evaluated before the first update under the conditions it is trained in."""
-    recorded = {m.slots[0]: m.trajectory.log_probs for m in rollouts.mine.values()}
-    if settings.guidance_in_training:
-        return recorded
-    return {
-        m.slots[0]: {
-            i: session.policy.replay(m.trajectory, i, judged_under(settings, m.batch)).log_prob
-            for i in m.trajectory.log_probs
-        }
-        for m in rollouts.mine.values()
-    }
+def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts, edges: Edges) -> dict[int, dict[int, Tensor]]:
+    """id of a piece -> trained step -> log p_old, [B]. As recorded; or, where the trained policy goes without the
+    guidance that sampled, evaluated before the first update under the conditions it is trained in. Steps of which no
+    action is trained are left out."""
+    found: dict[int, dict[int, Tensor]] = {}
+    for piece in (piece for micro_batch in rollouts.mine.values() for piece in micro_batch.pieces):
+        logs = piece.trajectory.log_probs
+        logs = {i: log for i, log in logs.items() if bool(edges.weight[i, piece.slots[i]].any())}
+        if not settings.guidance_in_training:
+            batch = judged_under(settings, piece.trajectory.batch)
+            logs = {i: session.policy.replay(piece.trajectory, i, batch).log_prob for i in logs}
+        found[id(piece)] = logs
+    return found
 
 
 def reference_kl(kind: str, new: Replayed, reference: Replayed) -> Tensor:
@@ -174,9 +296,10 @@ def check_on_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) ->
     first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
     if first is not None:
         with session.policy.uncounted():
-            for i, old in first.trajectory.log_probs.items():
-                ratio = importance_ratio(session.policy.replay(first.trajectory, i).log_prob, old)
-                deviations.append((ratio - 1.0).abs().cpu())
+            for piece in first.pieces:
+                for i, old in piece.trajectory.log_probs.items():
+                    ratio = importance_ratio(session.policy.replay(piece.trajectory, i).log_prob, old)
+                    deviations.append((ratio - 1.0).abs().cpu())
     everyone = gather_object([float(torch.cat(deviations).max())])
     problem = off_policy(float(torch.tensor(everyone).max()), min(settings.clip_bounds))  # tensor: NaN is the largest
     if problem is not None:

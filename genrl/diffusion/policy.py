@@ -31,6 +31,7 @@ from genrl.mdp import kernels
 from genrl.mdp.gaussian import Reduction, log_prob, sample
 from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import derive_seed, keyed_noise
+from genrl.mdp.tree import edge_noise
 
 DENOISERS = ("transformer", "unet", "transformer_2")
 NoiseKey = tuple[int | str, ...]
@@ -70,6 +71,8 @@ class Kernel:
 
     name: str
     noise_level: float
+    levels: Mapping[int, float] = field(default_factory=dict)
+    """Noise level of single steps, where it is another one."""
 
     def transition(
         self,
@@ -80,18 +83,19 @@ class Kernel:
         threshold: tuple[float, float] | None = None,
     ) -> Transition:
         x, out = step.state, step.model_output
+        a = self.levels.get(step.index, self.noise_level)
         if parametrisation == "diffusion":
             return kernels.ddim(
                 x,
                 out,
                 step.sigma,
                 step.sigma_next,
-                eta=self.noise_level,
+                eta=a,
                 prediction_type=prediction_type,
                 clip_range=clip_range,
                 threshold=threshold,
             )
-        sigma, sigma_next, a = step.sigma, step.sigma_next, self.noise_level
+        sigma, sigma_next = step.sigma, step.sigma_next
         if self.name == "wan_sde":  # its noise follows the schedule: it has no level, so none of 0 either
             return kernels.wan_sde(x, out, sigma, sigma_next, sigma_max=step.sigma_max)
         if self.name == "ode" or a == 0.0:
@@ -111,6 +115,20 @@ ODE = Kernel("ode", 0.0)
 
 
 @dataclass(frozen=True)
+class Children:
+    """What the last step of a segment draws where its samples branch: C children of R rows, from one model call."""
+
+    parent_row: Tensor
+    """Row that each child comes from, int64 [C]."""
+    keys: list[NoiseKey]
+    """One per child."""
+    base_keys: list[NoiseKey] | None = None
+    """Key of each child's parent where the noises of siblings are correlated, else None."""
+    spread: float | None = None
+    """Then their correlation is 1 / (1 + spread^2)."""
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """A recorded segment of denoising chains of one micro-batch."""
 
@@ -120,13 +138,21 @@ class Trajectory:
     """Step index i -> x_i, float32 [B, ...]: both ends of every stochastic step."""
     next_states: dict[int, Tensor]
     """Step index i -> x_{i+1} as it was drawn, the action of step i: `states[i + 1]`, unless the pipeline changes
-    states between its steps (inpainting masks)."""
+    states between its steps (inpainting masks). Of the step that branches [C, ...], one per child."""
     log_probs: dict[int, Tensor]
-    """Step index i -> log p(x_{i+1} | x_i), float32 [B]. Deterministic steps are not actions and have none."""
+    """Step index i -> log p(x_{i+1} | x_i), float32 [B] ([C] of the step that branches). Deterministic steps are not
+    actions and have none."""
     final: Tensor
-    """The state after the last step run, float32 [B, ...]."""
+    """The state after the last step run, float32 [B, ...] ([C, ...] where it branches)."""
     sigmas: Tensor
     """The full schedule, float32 [T + 1] (diffusion: timesteps [T])."""
+    stop: int
+    """The step after the last one run."""
+    children: Children | None = None
+
+    def rows(self, index: int) -> Tensor | None:
+        """Row of the state that each action of this step was drawn from, where they are not one to one."""
+        return self.children.parent_row if self.children is not None and index == self.stop - 1 else None
 
 
 @dataclass(frozen=True)
@@ -140,7 +166,7 @@ class Replayed:
     std: Tensor
     """Transition standard deviation, float32 [B, 1, ...]."""
     model_output: Tensor
-    """Velocity (or network prediction), float32 [B, ...]."""
+    """Velocity (or network prediction), float32 [B, ...]. B counts actions: siblings share theirs."""
     step: Step
 
 
@@ -165,6 +191,23 @@ def _decode_in_own_precision(pipe: DiffusionPipeline) -> None:
             return original(latents.to(decoder.dtype), *args, **kwargs)
 
     decoder.decode = decode
+
+
+def _of_rows(transition: Transition, rows: Tensor) -> Transition:
+    """The transition of each of these rows."""
+    where = rows.to(transition.mean.device)
+    return Transition(
+        transition.mean[where], transition.std.expand(len(transition.mean), *transition.std.shape[1:])[where]
+    )
+
+
+def _noise(shape: torch.Size, step: int, keys: Sequence[NoiseKey], children: Children | None) -> Tensor:
+    """Of the actions of a step, [B, ...] or [C, ...], on the CPU."""
+    if children is None:
+        return torch.stack([keyed_noise(shape, *key, "step", step) for key in keys])
+    bases = children.base_keys or [None] * len(children.keys)
+    pairs = zip(children.keys, bases, strict=True)
+    return torch.stack([edge_noise(shape, key, step, parent_key=base, spread=children.spread) for key, base in pairs])
 
 
 class _Leave(Exception):
@@ -246,12 +289,14 @@ class Policy:
         start: int = 0,
         stop: int | None = None,
         state: Tensor | None = None,
+        children: Children | None = None,
     ) -> Trajectory:
         """Run steps [start, stop) of the schedule, from `state` (x_start, float32 [B, ...]) or from fresh noise.
 
         Steps in `stochastic` are drawn from the kernel and recorded; all others are Euler (DDIM, eta 0) steps. A
         step whose transition has no variance is never recorded: the last one of flow_cps and flow_ddim. That of the
-        SDE kernels has one, and is deterministic only because trainers leave it out of `stochastic`.
+        SDE kernels has one, and is deterministic only because trainers leave it out of `stochastic`. With `children`
+        the last step branches: each is drawn from its row's transition, and the call is left there.
         """
         states: dict[int, Tensor] = {}
         next_states: dict[int, Tensor] = {}
@@ -266,24 +311,32 @@ class Policy:
             self._check_shape(step)
             transition = self._transition(step, kernel if i in stochastic else ODE)
             final = transition.mean
+            branching = children if stop is not None and i == stop - 1 else None
             if i in stochastic and bool((transition.std > 0).all()):
-                shape = step.state.shape[1:]
-                noise = torch.stack([keyed_noise(shape, *key, "step", i) for key in batch.keys])
+                if branching is not None:
+                    transition = _of_rows(transition, branching.parent_row)
+                noise = _noise(step.state.shape[1:], i, batch.keys, branching)
                 final = sample(transition.mean, transition.std, noise)
                 log_probs[i] = log_prob(final, transition.mean, transition.std, self.reduction)
-                states[i], states[i + 1], next_states[i] = step.state, final, final
+                states[i], next_states[i] = step.state, final
+                if branching is None:
+                    states[i + 1] = final
+            elif branching is not None:
+                raise ValueError(f"step {i} branches, but its transition has no variance: its children would be equal")
+            if branching is not None:
+                raise _Leave  # the loop goes on with as many rows as it began with
             return final
 
         self._call(batch, Request(start, stop, on_step=on_step), state=state)
         length = len(self.head.full_timesteps)
-        wanted = (length if stop is None else stop) - start
-        if seen != wanted or final is None:
+        end = length if stop is None else stop
+        if seen != end - start or final is None:
             raise ValueError(
-                f"{type(self.pipe).__name__} made {seen} denoising steps where {wanted} of its {length} were asked "
-                "for: it does not run one step per timestep, or cuts the schedule itself, and cannot be replayed"
+                f"{type(self.pipe).__name__} made {seen} denoising steps where {end - start} of its {length} were "
+                "asked for: it does not run one step per timestep, or cuts the schedule itself, and cannot be replayed"
             )
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
-        return Trajectory(batch, kernel, states, next_states, log_probs, final, sigmas)
+        return Trajectory(batch, kernel, states, next_states, log_probs, final, sigmas, end, children)
 
     def replay(self, trajectory: Trajectory, index: int, batch: Batch | None = None) -> Replayed:
         """Step `index` of a trajectory under the current parameters; on-policy, `log_prob` equals the recorded one.
@@ -291,11 +344,13 @@ class Policy:
         `batch` replaces the trajectory's own where the step is to be judged under other conditions (no guidance).
         Gradients are kept where they are enabled. Raises KeyError for a step that was not recorded.
         """
-        next_state = trajectory.next_states[index]
+        next_state, rows = trajectory.next_states[index], trajectory.rows(index)
         step = self._leave_at(batch or trajectory.batch, Request(index, index + 1), trajectory.states[index])
-        transition = self._transition(step, trajectory.kernel)
+        transition, output = self._transition(step, trajectory.kernel), step.model_output
+        if rows is not None:
+            transition, output = _of_rows(transition, rows), output[rows.to(output.device)]
         logp = log_prob(next_state, transition.mean, transition.std, self.reduction)
-        return Replayed(logp, transition.mean, transition.std, step.model_output, step)
+        return Replayed(logp, transition.mean, transition.std, output, step)
 
     def velocity(self, batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
         """The model output at any state, float32 [B, ...]. Gradients are kept where they are enabled.

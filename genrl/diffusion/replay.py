@@ -18,7 +18,7 @@ from genrl.config import Config, DiffusionNFT, FlowGRPO
 from genrl.config import load as load_config
 from genrl.diffusion.flow_grpo import reference_kl
 from genrl.diffusion.loading import load_pipeline
-from genrl.diffusion.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.policy import Batch, Children, Kernel, Policy, Trajectory
 from genrl.diffusion.weights import Weights
 from genrl.objectives.matching import diffusion_nft_loss
 from genrl.objectives.policy_losses import clipped_surrogate, kl_velocity
@@ -80,7 +80,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
     batch = batch_of(dump.info)
     with first_not_finite(policy.denoisers) as module:
         made = _again(config, policy, weights, batch, given)
-        share = made["loss"].sum() / (dump.info["num_samples"] * dump.info["passes"])
+        share = made["loss"].sum() / dump.info["divisor"]
         (share * dump.info["loss_scale"]).backward()
     gradients = {name: p.grad for name, p in weights.named.items() if p.grad is not None}
     made["gradient"] = torch.stack(torch._foreach_norm(list(gradients.values())))
@@ -121,9 +121,9 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
         i = int(given["step"])
         kernel = Kernel(trainer.kernel, trainer.noise_level or 0.0)
         states = {i: given["state"]}
-        trajectory = Trajectory(
-            batch, kernel, states, {i: given["next_state"]}, {}, given["next_state"], torch.empty(0)
-        )
+        children = Children(given["rows"], []) if "rows" in given else None
+        next_state = given["next_state"]
+        trajectory = Trajectory(batch, kernel, states, {i: next_state}, {}, next_state, torch.empty(0), i + 1, children)
         if trainer.kl_weight > 0:
             with torch.no_grad(), weights.reference():
                 reference = policy.replay(trajectory, i)
@@ -151,7 +151,7 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
     if kl is not None:
         loss = loss + trainer.kl_weight * kl
         made["kl"] = kl
-    return made | {"loss": loss * counts}
+    return made | {"loss": loss * counts * given.get("weight", torch.ones_like(loss))}
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """One iteration's samples: which prompts, from which noise, drawn by whom, and how they are scored.
 
-Slot s of an iteration is sample `s % group_size` of its prompt `s // group_size`. Slots are cut into micro-batches
-of `batch_size` in slot order and the micro-batches are shuffled, both by (seed, iteration) alone; position p of the
-shuffled list belongs to process `p % num_processes`. So prompts, noise and the make-up of every micro-batch (hence, to
-the bit, its pictures) are the same for any number of processes, and replay sees the very batches that were recorded.
+Slot s of an iteration is sample `s % group_size` of its prompt `s // group_size`. Slots (of trees: those of the roots)
+are cut into micro-batches of `batch_size` in slot order and the micro-batches are shuffled, both by (seed, iteration)
+alone; position p of the shuffled list belongs to process `p % num_processes`. So prompts, noise and the make-up of
+every micro-batch (hence, to the bit, its pictures) are the same for any number of processes, and replay sees the very
+batches that were recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor
 
 import rewards
 from genrl.config import Config, Sampling
-from genrl.diffusion.policy import Batch, Policy, Trajectory
+from genrl.diffusion.forest import Drawn, Piece
+from genrl.diffusion.policy import Batch, Policy
 from genrl.mdp.batches import prompt_indices
 from genrl.mdp.noise import generator
 from genrl.prompts import Prompt
@@ -30,16 +32,18 @@ Timer = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples drawn, decoded and scored together by one process."""
+    """Samples drawn together by one process."""
 
     slots: list[int]
-    trajectory: Trajectory
+    batch: Batch
+    final: Tensor
+    """Final states, float32 [B, ...]."""
+    sigmas: Tensor
+    """The full schedule, float32 [T + 1] (diffusion: timesteps [T])."""
+    pieces: list[Piece]
+    """The recorded segments that led to them."""
     images: Tensor
     """uint8 on the CPU: [B, 3, H, W], or [B, F, 3, H, W]. For pictures of the run; rewards had them as floats."""
-
-    @property
-    def batch(self) -> Batch:
-        return self.trajectory.batch
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,8 @@ class Rollouts:
     scored: Scored
     total: Tensor
     """Weighted sum of the rewards, float64 [N]; NaN = no score."""
-    batch_sizes: list[int] = field(default_factory=list)
-    """Samples in the micro-batch at each position."""
+    slots: list[list[int]] = field(default_factory=list)
+    """Slots of the samples at each position."""
 
     @property
     def num_samples(self) -> int:
@@ -76,13 +80,16 @@ class Rollouts:
     @property
     def sample_elements(self) -> int:
         """Numbers in one sample's state; 1 where this process drew none."""
-        return next((m.trajectory.final[0].numel() for m in self.mine.values()), 1)
+        return next((m.final[0].numel() for m in self.mine.values()), 1)
 
-    def updates(self, count: int) -> Iterator[tuple[list[MicroBatch], int]]:
-        """Cut the iteration into `count` optimiser steps: (this process's micro-batches, samples over all)."""
+    def updates(self, count: int) -> Iterator[tuple[list[MicroBatch], list[int]]]:
+        """Cut the iteration into `count` optimiser steps: (this process's micro-batches, slots of all processes')."""
         for u in range(count):
             first, last = (self.num_micro_batches * k // count for k in (u, u + 1))
-            yield [self.mine[p] for p in range(first, last) if p in self.mine], sum(self.batch_sizes[first:last])
+            yield (
+                [self.mine[p] for p in range(first, last) if p in self.mine],
+                [slot for slots in self.slots[first:last] for slot in slots],
+            )
 
 
 def call_arguments(sampling: Sampling) -> dict[str, Any]:
@@ -94,9 +101,9 @@ def call_arguments(sampling: Sampling) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None} | dict(sampling.pipeline_args)
 
 
-def micro_batches(num_slots: int, batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
-    """Slots of each micro-batch, in the order of training."""
-    cut = [list(range(s, min(s + batch_size, num_slots))) for s in range(0, num_slots, batch_size)]
+def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
+    """Slots of the roots of each micro-batch, in the order of training."""
+    cut = [list(roots[s : s + batch_size]) for s in range(0, len(roots), batch_size)]
     order = torch.randperm(len(cut), generator=generator(seed, "micro-batches", iteration)).tolist()
     return [cut[k] for k in order]
 
@@ -107,7 +114,7 @@ def collect(
     prompts: Sequence[Prompt],
     scorers: Mapping[str, rewards.Reward],
     weights: Mapping[str, float],
-    draw: Callable[[Batch], Trajectory],
+    draw: Callable[[Batch, list[int]], Drawn],
     *,
     iteration: int,
     process: int,
@@ -115,14 +122,21 @@ def collect(
     timed: Timer,
     advance: Callable[[int], None],
     beat: Callable[[], None],
+    leaves: int = 1,
+    roots_together: int | None = None,
 ) -> Rollouts:
-    """Draw, decode and score one iteration. `draw` samples a micro-batch; `advance` is told of finished samples,
-    `beat` called after each call of a reward."""
+    """Draw, decode and score one iteration.
+
+    `draw` samples from roots, given with their slots; each has `leaves` samples, at its own slot and the next ones.
+    roots_together: roots per micro-batch; None = `sampling.batch_size`. `advance` is told of finished samples, `beat`
+    called after each call of a reward.
+    """
     sampling = config.sampling
     rows = prompt_indices(len(prompts), sampling.prompts_per_iteration, seed=config.seed, iteration=iteration)
     slot_rows = [prompts[row] for row in rows for _ in range(sampling.group_size)]
     group = torch.arange(len(slot_rows)) // sampling.group_size
-    plan = micro_batches(len(slot_rows), sampling.batch_size, seed=config.seed, iteration=iteration)
+    roots = range(0, len(slot_rows), leaves)
+    plan = micro_batches(roots, roots_together or sampling.batch_size, seed=config.seed, iteration=iteration)
     arguments = call_arguments(sampling)
 
     mine: dict[int, MicroBatch] = {}
@@ -142,12 +156,17 @@ def collect(
         )
         with torch.no_grad():
             with timed("sample"):
-                trajectory = draw(batch)
+                drawn = draw(batch, slots)
             with timed("decode"):
-                images = policy.decode(batch, trajectory.final).cpu()
-        mine[position] = MicroBatch(slots, trajectory, to_bytes(images))
+                images = torch.cat(
+                    [
+                        policy.decode(drawn.batch.take(some), drawn.final[some]).cpu()
+                        for some in _chunks(len(drawn.slots), sampling.batch_size)
+                    ]
+                )
+        mine[position] = MicroBatch(drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images))
         decoded.append(images)
-        advance(len(slots))
+        advance(len(drawn.slots))
 
     with timed("score"):
         pieces = [(m.slots, images) for m, images in zip(mine.values(), decoded, strict=True)]
@@ -161,7 +180,7 @@ def collect(
         group=group,
         scored=scored,
         total=total,
-        batch_sizes=[len(slots) for slots in plan],
+        slots=[[leaf for slot in slots for leaf in range(slot, slot + leaves)] for slots in plan],
     )
 
 
@@ -226,6 +245,10 @@ def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
         metrics[f"reward/{label}_failed"] = float(values.isnan().sum())
     metrics |= {f"reward/{name}_mean": _mean(values) for name, values in scored.parts.items()}
     return metrics
+
+
+def _chunks(count: int, size: int) -> list[list[int]]:
+    return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
 
 
 def to_bytes(image: Tensor) -> Tensor:

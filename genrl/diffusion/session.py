@@ -25,7 +25,8 @@ import rewards
 from genrl.config import Config, Optimizer
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.export import save_lora
-from genrl.diffusion.policy import Batch, Policy, Trajectory
+from genrl.diffusion.forest import Drawn
+from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.rollout import Rollouts, call_arguments, collect, score_metrics
 from genrl.diffusion.sharding import load_optimizer_state, local, whole, whole_optimizer_state
 from genrl.diffusion.weights import Weights
@@ -97,6 +98,8 @@ class Session:
     """Metrics of the last iteration where its evaluation was left; kept in the checkpoint."""
     suspect: Suspect | None = None
     """First micro-batch of this process whose loss or gradient was not finite."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What a trainer keeps from one iteration to the next, as JSON; in the checkpoint."""
     rollouts: Rollouts | None = None
     """Samples of the running iteration."""
     _before: Before | None = None
@@ -104,6 +107,7 @@ class Session:
     _train_started: float = 0.0
     _calls: int = 0
     _sample_calls: int = 0
+    _passes: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -144,8 +148,10 @@ class Session:
         same numbers whether the run was stopped before or not."""
         set_seed(derive_seed(self.config.seed, phase, self.iteration, self.accelerator.process_index) % 2**32)
 
-    def collect(self, draw: Callable[[Batch], Trajectory]) -> Rollouts:
-        """This iteration's samples, drawn micro-batch by micro-batch with `draw`, and their scores."""
+    def collect(
+        self, draw: Callable[[Batch, list[int]], Drawn], *, leaves: int = 1, roots_together: int | None = None
+    ) -> Rollouts:
+        """Samples of this iteration, drawn by micro-batches with `draw`, and their scores (`rollout.collect`)."""
         self.phase("sampling", self.config.sampling.images_per_iteration)
         rollouts = collect(
             self.config,
@@ -160,13 +166,27 @@ class Session:
             timed=self.timed,
             advance=self.advance,
             beat=self.beat,
+            leaves=leaves,
+            roots_together=roots_together,
         )
         self._sample_calls = self.policy.model_calls - self._calls
         self.leave_if_asked()
-        self.phase("training", self.config.sampling.images_per_iteration)
         self._train_started = time.perf_counter()
         self.rollouts = rollouts
         return rollouts
+
+    def gather_edges(self, rollouts: Rollouts, table: Tensor) -> Tensor:
+        """`table` [T, N] with the log-probabilities of all recorded actions of all processes at their step and slot."""
+        pieces = [piece for micro_batch in rollouts.mine.values() for piece in micro_batch.pieces]
+        mine = [(i, p.slots[i], log.cpu()) for p in pieces for i, log in p.trajectory.log_probs.items()]
+        for i, slots, logs in gather_object(mine):
+            table[i, slots] = logs
+        return table
+
+    def start_training(self, passes: int) -> None:
+        """The learning half of the iteration begins; this process will call `backward` so many times."""
+        self._passes = passes
+        self.phase("training", self.config.sampling.images_per_iteration)
 
     def phase(self, name: str, images: int) -> None:
         self.progress.phase(name, images)
@@ -190,29 +210,24 @@ class Session:
         if any_rank(self.stop.requested, self.accelerator):
             raise Abandoned
 
-    def backward(
-        self, loss: Tensor, batch: Batch, tensors: Mapping[str, Tensor], *, num_samples: int, passes: int
-    ) -> None:
-        """Add the gradient of `loss.sum() / (num_samples * passes)`, one micro-batch's share of the update.
+    def backward(self, loss: Tensor, batch: Batch, tensors: Mapping[str, Tensor], *, divisor: float) -> None:
+        """Add the gradient of `loss.sum() / divisor`, one micro-batch's share of the update.
 
-        loss: [B]. num_samples: of the update, over all processes; passes: losses per sample in an epoch. `tensors` are
-        what the loss is made from (`replay.py` makes it again): they go into the dump, should it or its gradient not
-        be finite; that all processes stop is agreed in `step`.
+        loss: [B]. divisor: the weights of all losses of the update, over all processes. `tensors` are what the loss is
+        made from (`replay.py` makes it again): they go into the dump, should it or its gradient not be finite; that
+        all processes stop is agreed in `step`.
         """
         if self.accelerator.num_processes == 1:
             self.leave_if_asked()
-        assert self.rollouts is not None
         scale = self.loss_scale
-        (loss.sum() / (num_samples * passes) * scale).backward()
+        (loss.sum() / divisor * scale).backward()
         if self.suspect is None:
             gradients = [local(p.grad) for p in self.weights.parameters if p.grad is not None]
             checked = {"loss": loss.detach(), "gradient": torch.stack(torch._foreach_norm(gradients)).sum()}
             if non_finite(checked):
-                numbers = {"num_samples": num_samples, "passes": passes, "loss_scale": scale}
+                numbers = {"divisor": divisor, "loss_scale": scale}
                 self.suspect = Suspect(batch, checked, {name: t.detach() for name, t in tensors.items()}, numbers)
-        mine = sum(len(m.slots) for m in self.rollouts.mine.values())  # the whole bar stands for them
-        done = len(batch) / (passes * self.config.trainer.inner_epochs)
-        self.progress.advance(done * self.config.sampling.images_per_iteration / mine)
+        self.progress.advance(self.config.sampling.images_per_iteration / self._passes)
         self.watchdog.beat("training", self.iteration)
 
     def step(self) -> float:
@@ -351,6 +366,7 @@ class Session:
                     "optimizer_steps": self.optimizer_steps,
                     "optimizer": optimizer_state,
                     "unfinished_row": self.unfinished_row,
+                    "memory": self.memory,
                 },
                 keep=self.config.checkpoint.keep,
                 extra=self.export_lora,
@@ -364,7 +380,7 @@ class Session:
         self.weights.restore(loaded.tensors)
         load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
         self.optimizer_steps, self.iteration = loaded.state["optimizer_steps"], loaded.step
-        self.unfinished_row = loaded.state["unfinished_row"]
+        self.unfinished_row, self.memory = loaded.state["unfinished_row"], loaded.state["memory"]
 
     def export_lora(self, folder: Path) -> None:
         """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""

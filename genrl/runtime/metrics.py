@@ -129,6 +129,11 @@ _FLOW_GRPO = {
     "window/first": MetricDoc(
         "index of the first stochastic denoising step of this iteration", "Moves only with `trainer.window`.", "step"
     ),
+    "layer_tuning/distance": MetricDoc(
+        "mean squared distance of the velocity from that of the group's best sample, weighted by how far the sample "
+        "falls short (Dynamic-TreeRPO), before its weight",
+        "Falls slowly. Large against the policy loss: lower `trainer.layer_tuning.weight`.",
+    ),
     "window/size": MetricDoc("number of stochastic denoising steps that are trained on", "As configured.", "steps"),
 }
 

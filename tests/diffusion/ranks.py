@@ -38,8 +38,8 @@ def record(path: str, out: str) -> None:
         collect, step = session.collect, session.optimizer.step
         rank, kept = session.accelerator.process_index, dict[str, Tensor]()
 
-        def watched_collect(draw: Any) -> Rollouts:
-            found = collect(draw)
+        def watched_collect(draw: Any, **shape: Any) -> Rollouts:
+            found = collect(draw, **shape)
             kept.update(samples(found))
             return found
 
@@ -60,7 +60,7 @@ def samples(found: Rollouts) -> dict[str, Tensor]:
     tensors = {"scores": found.total, "group": found.group}
     tensors["prompts"] = torch.tensor([list(text.ljust(40).encode()[:40]) for text in found.prompts])
     for position, one in found.mine.items():
-        recorded = one.trajectory
+        recorded = one.pieces[0].trajectory  # independent samples: one segment
         parts: Mapping[str, Tensor] = {"images": one.images, "final": recorded.final, "slots": torch.tensor(one.slots)}
         parts = dict(parts) | {f"state-{i}": x for i, x in recorded.states.items()}
         parts = dict(parts) | {f"log-prob-{i}": x for i, x in recorded.log_probs.items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from genrl.config import Config
 from genrl.diffusion import diffusion_nft
 from genrl.diffusion.diffusion_nft import forward_draws
-from genrl.diffusion.policy import Batch, Trajectory
+from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.weights import Weights
 
@@ -66,8 +66,8 @@ def run(config: Config) -> Watched:
         weights = session.weights
         collect, backward, step, finish = session.collect, session.backward, session.step, session.finish
 
-        def watched_collect(draw: Any) -> Rollouts:
-            seen.rollouts.append(collect(draw))
+        def watched_collect(draw: Any, **shape: Any) -> Rollouts:
+            seen.rollouts.append(collect(draw, **shape))
             return seen.rollouts[-1]
 
         def watched_backward(loss: Tensor, batch: Batch, tensors: Any, **counts: int) -> None:
@@ -119,9 +119,7 @@ def by_hand(config: Config, rollouts: Rollouts, update: Update, *, kl_weight: fl
         for key, p in named.items():
             p.copy_(values[key])
 
-    clean = {
-        key: x for one in rollouts.mine.values() for key, x in zip(one.batch.keys, one.trajectory.final, strict=True)
-    }
+    clean = {key: x for one in rollouts.mine.values() for key, x in zip(one.batch.keys, one.final, strict=True)}
     slot = {key: s for one in rollouts.mine.values() for key, s in zip(one.batch.keys, one.slots, strict=True)}
     groups = rollouts.total.view(2, 4)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (rollouts.total.std(correction=0) + 1e-4)).flatten()
@@ -185,8 +183,8 @@ def test_noisy_states_are_on_the_straight_path(folder: Path, model: Path) -> Non
     """x_t = (1 - t) x_0 + t eps, with t from the sampling grid and unit noise, distinct levels per sample."""
     sampling = {**EIGHT, "num_inference_steps": 5, "batch_size": 8}
     seen = run(runs.config(folder, model, trainer=NFT, sampling=sampling, iterations=1, **QUIET))
-    recorded = next(iter(seen.rollouts[0].mine.values())).trajectory
-    assert not recorded.log_probs  # sampling is deterministic
+    recorded = next(iter(seen.rollouts[0].mine.values()))
+    assert not recorded.pieces[0].trajectory.log_probs  # sampling is deterministic
     pieces = seen.updates[0].pieces
     levels = torch.stack([piece.sigma for piece in pieces])
     assert levels.shape == (4, 8)  # all levels but one, per sample
@@ -204,8 +202,8 @@ def test_draws_do_not_depend_on_the_neighbours() -> None:
 
     def draws(rows: list[int], epoch: int = 0) -> list[tuple[Tensor, Tensor]]:
         batch = Batch(["a"] * len(rows), [keys[r] for r in rows], {})
-        recorded = Trajectory(batch, None, {}, {}, {}, clean[rows], torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0]))  # type: ignore
-        return forward_draws(MicroBatch(rows, recorded, clean[rows]), 3, epoch)
+        grid = torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0])
+        return forward_draws(MicroBatch(rows, batch, clean[rows], grid, [], clean[rows]), 3, epoch)
 
     for (sigma, noise), (sigma_alone, noise_alone) in zip(draws([0, 1, 2]), draws([2]), strict=True):
         assert sigma[2] == sigma_alone[0] and torch.equal(noise[2], noise_alone[0])
@@ -240,7 +238,7 @@ def test_samples_come_from_the_old_policy(folder: Path, model: Path, monkeypatch
     with runs.session(replace_output(config, folder / "fresh")) as session, torch.no_grad():
         for rollouts in seen.rollouts:
             for one in rollouts.mine.values():
-                assert torch.equal(session.policy.roll_out(one.batch).final, one.trajectory.final)
+                assert torch.equal(session.policy.roll_out(one.batch).final, one.final)
     assert any(not torch.equal(seen.weights[key], seen.old[-1][key]) for key in seen.weights)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from genrl.config import Config
 from genrl.diffusion import flow_grpo
+from genrl.diffusion.forest import Piece
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
 from genrl.diffusion.weights import Weights
@@ -53,8 +54,8 @@ def watch(session: Session) -> Watched:
     seen = Watched([], [], [], {})
     collect, step, finish = session.collect, session.step, session.finish
 
-    def watched_collect(draw: Any) -> Rollouts:
-        seen.rollouts.append(collect(draw))
+    def watched_collect(draw: Any, **shape: Any) -> Rollouts:
+        seen.rollouts.append(collect(draw, **shape))
         return seen.rollouts[-1]
 
     def watched_step() -> float:
@@ -128,7 +129,8 @@ def by_hand(config: Config, rollouts: Rollouts, update: Update, slots: list[int]
     for one in rollouts.mine.values():
         if not set(one.slots) <= set(slots):
             continue
-        recorded = one.trajectory
+        (piece,) = one.pieces
+        recorded = piece.trajectory
         sigmas = recorded.sigmas.tolist()
         for i, old in recorded.log_probs.items():
             x, y, prompts = recorded.states[i], recorded.states[i + 1], one.batch.prompts
@@ -202,17 +204,19 @@ def recut(rollouts: Rollouts, size: int) -> Rollouts:
         for first in range(0, len(one.slots), size):
             rows = slice(first, first + size)
             batch = replace(one.batch, prompts=one.batch.prompts[rows], keys=one.batch.keys[rows])
+            whole, slots = one.pieces[0].trajectory, one.slots[rows]
             trajectory = replace(
-                one.trajectory,
+                whole,
                 batch=batch,
-                states={i: x[rows] for i, x in one.trajectory.states.items()},
-                next_states={i: x[rows] for i, x in one.trajectory.next_states.items()},
-                log_probs={i: x[rows] for i, x in one.trajectory.log_probs.items()},
-                final=one.trajectory.final[rows],
+                states={i: x[rows] for i, x in whole.states.items()},
+                next_states={i: x[rows] for i, x in whole.next_states.items()},
+                log_probs={i: x[rows] for i, x in whole.log_probs.items()},
+                final=whole.final[rows],
             )
-            pieces.append(MicroBatch(one.slots[rows], trajectory, one.images[rows]))
-    sizes = [len(piece.slots) for piece in pieces]
-    return replace(rollouts, mine=dict(enumerate(pieces)), num_micro_batches=len(pieces), batch_sizes=sizes)
+            part = Piece(trajectory, dict.fromkeys(whole.log_probs, slots))
+            pieces.append(MicroBatch(slots, batch, one.final[rows], one.sigmas, [part], one.images[rows]))
+    cut = [piece.slots for piece in pieces]
+    return replace(rollouts, mine=dict(enumerate(pieces)), num_micro_batches=len(pieces), slots=cut)
 
 
 @pytest.mark.parametrize("size", [4, 2, 1, 3])
@@ -224,7 +228,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(folder: Path, model:
 
     def in_pieces(session: Session) -> None:
         collect = session.collect
-        session.collect = lambda draw: recut(collect(draw), size)  # type: ignore[method-assign]
+        session.collect = lambda draw, **shape: recut(collect(draw, **shape), size)  # type: ignore[method-assign]
 
     whole, pieces = run(config).updates[0].gradient, run(config, in_pieces).updates[0].gradient
     assert relative(pieces, whole) < 1e-6
@@ -278,8 +282,8 @@ def test_gate_does_not_take_nan_for_exact(folder: Path, model: Path) -> None:
     def breaks(session: Session) -> None:
         inner, collect = session.policy.denoiser, session.collect
 
-        def collect_then_break(draw: Any) -> Rollouts:
-            found = collect(draw)
+        def collect_then_break(draw: Any, **shape: Any) -> Rollouts:
+            found = collect(draw, **shape)
             inner.register_forward_hook(lambda module, arguments, output: (output[0] * math.nan,))
             return found
 
@@ -301,13 +305,13 @@ def test_window_trains_its_steps_only(folder: Path, model: Path) -> None:
     for row, rollouts in zip(seen.rows, seen.rollouts, strict=True):
         first = int(row["window/first"])
         assert row["window/size"] == 2.0 and first in (1, 2)
-        assert all(sorted(one.trajectory.log_probs) == [first, first + 1] for one in rollouts.mine.values())
+        assert all(sorted(one.pieces[0].trajectory.log_probs) == [first, first + 1] for one in rollouts.mine.values())
     assert {int(row["window/first"]) for row in seen.rows} == {1, 2}
 
 
 def test_without_a_window_all_steps_but_the_last_are_trained(folder: Path, model: Path) -> None:
     seen = run(runs.config(folder, model, trainer=GRPO, sampling={"num_inference_steps": 4}, iterations=1, **QUIET))
-    assert all(sorted(one.trajectory.log_probs) == [0, 1, 2] for one in seen.rollouts[0].mine.values())
+    assert all(sorted(one.pieces[0].trajectory.log_probs) == [0, 1, 2] for one in seen.rollouts[0].mine.values())
     assert (seen.rows[0]["window/first"], seen.rows[0]["window/size"]) == (0.0, 3.0)
 
 
@@ -371,8 +375,8 @@ def test_momentum_alone_moves_nothing(folder: Path, model: Path) -> None:
         seen = watch(session)
         collect, after_first = session.collect, []
 
-        def flattened(draw: Any) -> Rollouts:
-            rollouts = collect(draw)
+        def flattened(draw: Any, **shape: Any) -> Rollouts:
+            rollouts = collect(draw, **shape)
             if session.iteration == 1:
                 after_first.append((values(session.weights), dict(session.weights.snapshots["average"])))
                 rollouts.total.fill_(0.5)

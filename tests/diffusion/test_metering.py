@@ -18,12 +18,25 @@ from genrl.runtime.run import Run, read_metrics
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 KL = {"kl"}  # only with kl_weight above 0
+PULL = {"layer_tuning/distance"}  # only with trainer.layer_tuning
 EVALUATION = set(SECTIONS["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     # settings, and the entries that such a run does not log
     "flow_grpo": (
         {"trainer": {"algorithm": "flow_grpo", "kl_weight": 0.01}, "evaluation": {"every": 2}},
-        set(SECTIONS["DiffusionNFT"]),
+        set(SECTIONS["DiffusionNFT"]) | PULL,
+    ),
+    "layer_tuning": (
+        {
+            "trainer": {
+                "algorithm": "flow_grpo",
+                "window": {"size": 1},
+                "tree": {"ways": 2, "at": "window"},
+                "layer_tuning": {"target": "best_image"},
+            },
+            "evaluation": {"every": 0},
+        },
+        set(SECTIONS["DiffusionNFT"]) | KL | EVALUATION,
     ),
     "diffusion_nft": (
         {"trainer": {**runs.NFT, "kl_weight": 0.0}, "evaluation": {"every": 0}, "ema": None},

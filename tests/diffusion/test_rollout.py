@@ -15,7 +15,8 @@ from torch import Tensor
 
 import rewards
 from genrl.config import Config
-from genrl.diffusion.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.forest import Drawn, independent
+from genrl.diffusion.policy import Batch, Kernel, Policy
 from genrl.diffusion.rollout import Rollouts, call_arguments, collect, micro_batches, score, score_metrics
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.advantages import group_advantages
@@ -51,10 +52,10 @@ def tiny_config(**sampling: Any) -> Config:
 ROWS = [Prompt(text, {"wanted": k}) for k, text in enumerate(["a star", "a dog", "a cat", "a tree"])]
 
 
-def painted(batch: Batch) -> Trajectory:
+def painted(batch: Batch, slots: list[int]) -> Drawn:
     """A stand-in for a model: one number per sample, from its key."""
     final = torch.tensor([[derive_seed(*key) % 1000 / 1000] for key in batch.keys])
-    return Trajectory(batch, Kernel("ode", 0.0), {}, {}, {}, final, torch.ones(3))
+    return Drawn(slots, batch, final, torch.ones(3), [])
 
 
 def plain(final: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def gather(
     scorers: Mapping[str, Callable[..., Any]] | None = None,
     weights: Mapping[str, float] | None = None,
     policy: Any = None,
-    draw: Callable[[Batch], Trajectory] = painted,
+    draw: Callable[[Batch, list[int]], Drawn] = painted,
     done: list[int] | None = None,
 ) -> Rollouts:
     """`collect` as one process of several would call it; scores of the other processes stay NaN."""
@@ -101,7 +102,7 @@ def gather(
 
 @pytest.mark.parametrize(("slots", "size"), [(1, 1), (8, 2), (9, 2), (9, 4), (5, 8), (64, 8)])
 def test_every_slot_is_in_one_micro_batch(slots: int, size: int) -> None:
-    plan = micro_batches(slots, size, seed=3, iteration=5)
+    plan = micro_batches(range(slots), size, seed=3, iteration=5)
     assert sorted(s for one in plan for s in one) == list(range(slots))
     assert all(one == list(range(one[0], one[0] + len(one))) and len(one) <= size for one in plan)
     assert sum(len(one) < size for one in plan) <= 1
@@ -109,11 +110,11 @@ def test_every_slot_is_in_one_micro_batch(slots: int, size: int) -> None:
 
 def test_the_plan_is_a_function_of_seed_and_iteration() -> None:
     torch.manual_seed(1)
-    first = micro_batches(64, 4, seed=3, iteration=5)
+    first = micro_batches(range(64), 4, seed=3, iteration=5)
     torch.manual_seed(2)
-    assert micro_batches(64, 4, seed=3, iteration=5) == first
-    assert micro_batches(64, 4, seed=3, iteration=6) != first
-    assert micro_batches(64, 4, seed=4, iteration=5) != first
+    assert micro_batches(range(64), 4, seed=3, iteration=5) == first
+    assert micro_batches(range(64), 4, seed=3, iteration=6) != first
+    assert micro_batches(range(64), 4, seed=4, iteration=5) != first
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 8])
@@ -149,8 +150,8 @@ def test_pictures_are_bit_identical_for_any_number_of_processes() -> None:
     policy = Policy(FAMILIES["sd3"]().pipe)
     config = tiny_config()
 
-    def draw(batch: Batch) -> Trajectory:
-        return policy.roll_out(batch, Kernel("flow_sde", 0.7), (0,))
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
+        return independent(policy.roll_out(batch, Kernel("flow_sde", 0.7), (0,)), slots)
 
     alone = gather(config, policy=policy, draw=draw)
     for num_processes in (2, 4):
@@ -162,9 +163,9 @@ def test_pictures_are_bit_identical_for_any_number_of_processes() -> None:
             for position, one in part.mine.items():
                 same = alone.mine[position]
                 assert torch.equal(one.images, same.images)
-                assert torch.equal(one.trajectory.final, same.trajectory.final)
-                assert torch.equal(one.trajectory.states[0], same.trajectory.states[0])
-                assert torch.equal(one.trajectory.log_probs[0], same.trajectory.log_probs[0])
+                assert torch.equal(one.final, same.final)
+                assert torch.equal(one.pieces[0].trajectory.states[0], same.pieces[0].trajectory.states[0])
+                assert torch.equal(one.pieces[0].trajectory.log_probs[0], same.pieces[0].trajectory.log_probs[0])
 
 
 def test_keys_name_seed_iteration_and_slot() -> None:
@@ -307,7 +308,7 @@ def test_updates_use_every_sample_once(count: int, num_processes: int) -> None:
     assert all(len(one) == count for one in updates)
     for u in range(count):
         slots = [s for one in updates for micro_batch in one[u][0] for s in micro_batch.slots]
-        totals = {one[u][1] for one in updates}
-        assert totals == {len(slots)} and slots  # all processes divide by the same number of samples
+        everyone = [sorted(one[u][1]) for one in updates]
+        assert everyone == [sorted(slots)] * num_processes and slots  # all divide by the same weights
     every = [s for one in updates for chosen, _ in one for micro_batch in chosen for s in micro_batch.slots]
     assert sorted(every) == list(range(9))

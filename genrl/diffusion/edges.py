@@ -1,0 +1,125 @@
+"""Advantages and weights of the trained transitions of an iteration, as tables over (step, slot).
+
+An edge of a tree is known by its step and the slot of the first leaf below it (`forest`), so one table [T, N] serves
+all structures. Of independent samples every row is the advantages of the samples. All is a pure function of what every
+process knows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from genrl.config import Prune, Tree
+from genrl.mdp import tree as trees
+from genrl.mdp.plan import SamplingPlan, extreme_count
+from genrl.objectives.credit import leaf_counts, level_softmax, mean_of_leaves, normalise_per_depth, path_softmax
+from genrl.objectives.layer_tuning import progress_weights
+from genrl.objectives.pruning import (
+    best_siblings,
+    depth_pruned,
+    extreme_leaves,
+    pruning_is_on,
+    sliding_depths,
+    width_pruned,
+)
+
+
+class Edges(NamedTuple):
+    """Tables [T, N]; 0 where there is no trained edge."""
+
+    advantage: Tensor
+    weight: Tensor
+    """In the loss, which is divided by the sum over an update."""
+    skipped: list[int]
+    """Depths with too few nodes to be normalised alone."""
+
+
+def independent_edges(advantages: Tensor, plan: SamplingPlan, trained: tuple[int, ...]) -> Edges:
+    """Of samples that share nothing: advantages [N], weight 1."""
+    table = torch.zeros(plan.steps, len(advantages), dtype=advantages.dtype)
+    weight = torch.zeros_like(table)
+    table[list(trained)], weight[list(trained)] = advantages, 1.0
+    return Edges(table, weight, [])
+
+
+def tree_edges(
+    settings: Tree,
+    tree: trees.Tree,
+    plan: SamplingPlan,
+    trained: tuple[int, ...],
+    rewards: Tensor,
+    advantages: Tensor,
+    log_probs: Tensor,
+    *,
+    clip: float,
+    iteration: int,
+    iterations: int,
+) -> Edges:
+    """Of samples that are leaves. rewards, advantages: [N], of the leaves by slot; log_probs: [T, N], of sampling.
+
+    A leaf without a score (NaN reward) is left out of the values above it.
+    """
+    parent, leaves = tree.parent, tree.num_slots
+    scored = ~rewards.isnan()
+    score = rewards if settings.normalise == "depth" else torch.where(scored, advantages.double(), torch.nan)
+    leaf_values = score.view(-1, leaves)
+    if settings.credit == "mean":
+        values = mean_of_leaves(parent, leaf_values)
+    else:
+        backup = path_softmax if settings.credit == "path_softmax" else level_softmax
+        values = backup(parent, leaf_values, from_table(log_probs, tree), settings.sharpness)
+    skipped: list[int] = []
+    if settings.normalise == "depth":
+        values, skipped = normalise_per_depth(values, tree.depth)
+        values = values.clamp(-clip, clip)
+    kept = torch.isin(tree.depth - 1, torch.tensor(trained)) & ~values.isnan()
+    if settings.prune is not None and pruning_is_on(iteration, iterations, settings.prune.until):
+        kept = kept & unpruned(settings.prune, tree, plan, rewards.view(-1, leaves), iteration)
+    multiplicity = leaf_counts(parent) if settings.weight == "leaf_multiplicity" else torch.ones_like(parent)
+    weight = kept * multiplicity.double()
+    return Edges(
+        to_table(values.nan_to_num(0.0) * kept, tree).to(advantages.dtype),
+        to_table(weight, tree).to(advantages.dtype),
+        skipped,
+    )
+
+
+def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, iteration: int) -> Tensor:
+    """Edges that pruning leaves, bool [P, nodes]. rewards: [P, leaves]."""
+    last_split = max(plan.splits)
+    kept = (tree.depth > 0).expand(len(rewards), -1)
+    if settings.depths:
+        depths = range(min(settings.depths), max(settings.depths) + 1)
+        if settings.slide_every is not None:
+            depths = sliding_depths(depths, iteration=iteration, interval=settings.slide_every, stop=last_split)
+        kept = kept & depth_pruned(tree.depth, depths)
+    if settings.width is not None:
+        if settings.width == "best_sibling":
+            good = best_siblings(tree.parent, tree.depth, rewards, last_split=last_split)
+        else:
+            good = extreme_leaves(rewards, extreme_count(rewards.shape[-1], settings.keep))
+        kept = kept & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
+    return kept
+
+
+def progress_table(tree: trees.Tree, rewards: Tensor) -> Tensor:
+    """How far the leaves below an edge fall short of their group's best, in [0, 1], [T, N] (Dynamic-TreeRPO)."""
+    return to_table(mean_of_leaves(tree.parent, progress_weights(rewards.view(-1, tree.num_slots))), tree)
+
+
+def to_table(values: Tensor, tree: trees.Tree) -> Tensor:
+    """Values of nodes [P, nodes] by step and slot of the edge into them, [T, P * leaves]."""
+    groups, edges = len(values), tree.depth > 0
+    table = torch.zeros(tree.steps, groups, tree.num_slots, dtype=values.dtype)
+    table[tree.depth[edges] - 1, :, tree.first_leaf[edges]] = values[:, edges].T
+    return table.flatten(1)
+
+
+def from_table(table: Tensor, tree: trees.Tree) -> Tensor:
+    """The reverse of `to_table`, [P, nodes]; NaN for roots."""
+    grid = table.view(tree.steps, -1, tree.num_slots)
+    values = grid[(tree.depth - 1).clamp(min=0), :, tree.first_leaf].T
+    return torch.where(tree.depth > 0, values, torch.nan)
