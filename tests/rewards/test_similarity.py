@@ -32,7 +32,7 @@ def saved(folder: Path, *images: torch.Tensor) -> dict[str, list[str]]:
 
 
 def by_definition(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Equation 13 of the paper with its Gaussian window (11 pixels, spread 1.5), borders mirrored as torchmetrics does."""
+    """Equation 13 of the paper with its Gaussian window (11 pixels, spread 1.5), borders mirrored."""
     steps = torch.arange(11, dtype=torch.float64) - 5
     line = torch.exp(-(steps**2) / (2 * 1.5**2))
     window = (line[:, None] * line[None] / line.sum() ** 2)[None, None]
