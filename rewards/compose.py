@@ -180,16 +180,22 @@ def normalize_by(values: Tensor, running: Running) -> Tensor:
 
 
 def metrics(combined: Combined, components: Mapping[str, Component]) -> dict[str, float]:
-    """What to log of an iteration beside the plain scores, by metric name: each component as it entered the total."""
+    """What to log of an iteration beside the plain scores, by metric name: each component as it entered the total.
+
+    Nothing for one that enters as it is.
+    """
     found: dict[str, float] = {}
-    for label, values in combined.contributions.items():
+    for label, component in components.items():
+        if component == Component():
+            continue
+        values = combined.contributions[label]
         kept = values[~values.isnan()]
-        found[f"reward/{label}_weighted_mean"] = float(kept.mean()) if len(kept) else math.nan
-        found[f"reward/{label}_weighted_std"] = float(kept.std(correction=0)) if len(kept) else math.nan
-        if components[label].schedule:
-            found[f"reward/{label}_weight"] = combined.weights[label]
+        found[f"used/{label}_mean"] = float(kept.mean()) if len(kept) else math.nan
+        found[f"used/{label}_std"] = float(kept.std(correction=0)) if len(kept) else math.nan
+        if component.schedule:
+            found[f"used/{label}_weight"] = combined.weights[label]
         if label in combined.gated:
-            found[f"reward/{label}_gated"] = float(combined.gated[label].double().mean())
+            found[f"used/{label}_gated"] = float(combined.gated[label].double().mean())
     return found
 
 

@@ -64,7 +64,7 @@ def test_a_closed_gate_replaces_the_score_and_is_counted() -> None:
     assert found.total[2:].isnan().all()  # no score of its own, or no score to judge it by
     assert found.gated["text"].tolist() == [False, True, True, False, False]
     logged = compose.metrics(found, components)
-    assert logged["reward/text_gated"] == 0.4 and logged["reward/text_weighted_mean"] == pytest.approx(-0.1)
+    assert logged["used/text_gated"] == 0.4 and logged["used/text_mean"] == pytest.approx(-0.1)
 
 
 def test_a_gate_is_applied_before_normalisation() -> None:
@@ -148,9 +148,10 @@ def test_a_gate_on_a_reward_that_is_not_there_names_the_nearest() -> None:
 
 
 def test_what_is_logged() -> None:
-    components = {"a": Component(3.0), "b": Component(1.0, ((0, 0.5),))}
-    found = compose.combine({"a": values(1, 3), "b": values(NAN, NAN)}, components, torch.zeros(2), iteration=0)
+    components = {"a": Component(3.0), "b": Component(1.0, ((0, 0.5),)), "c": Component()}
+    scores = {"a": values(1, 3), "b": values(NAN, NAN), "c": values(1, 2)}
+    found = compose.combine(scores, components, torch.zeros(2), iteration=0)
     logged = compose.metrics(found, components)
-    assert logged["reward/a_weighted_mean"] == 6.0 and logged["reward/a_weighted_std"] == 3.0
-    assert math.isnan(logged["reward/b_weighted_mean"]) and logged["reward/b_weight"] == 0.5
-    assert set(logged) == {f"reward/{k}_weighted_{s}" for k in "ab" for s in ("mean", "std")} | {"reward/b_weight"}
+    assert logged["used/a_mean"] == 6.0 and logged["used/a_std"] == 3.0
+    assert math.isnan(logged["used/b_mean"]) and logged["used/b_weight"] == 0.5
+    assert set(logged) == {f"used/{k}_{s}" for k in "ab" for s in ("mean", "std")} | {"used/b_weight"}
