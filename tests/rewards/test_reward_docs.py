@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 import re
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 import yaml
 
 import rewards
+from rewards.built_in import BUILT_IN
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -50,8 +53,6 @@ def test_every_built_in_is_in_the_pages_table(root: Path) -> None:
 
 
 def test_the_arguments_of_the_page_are_those_of_the_classes(root: Path) -> None:
-    import inspect
-
     from rewards.clipscore import SCALES as CLIP_SCALES
     from rewards.ocr import VARIANTS, Ocr
     from rewards.pickscore import SCALES as PICK_SCALES
@@ -59,3 +60,13 @@ def test_the_arguments_of_the_page_are_those_of_the_classes(root: Path) -> None:
     page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
     for word in [*inspect.signature(Ocr).parameters, *VARIANTS, *CLIP_SCALES, *PICK_SCALES]:
         assert f"`{word}`" in page, word
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_option_of_a_built_in_is_on_the_page(root: Path, name: str) -> None:
+    page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
+    target = vars(importlib.import_module(BUILT_IN[name].module))[BUILT_IN[name].attribute]
+    given = () if inspect.isclass(target) else ("images", "prompts")
+    for option in inspect.signature(target).parameters:
+        if option not in (*given, "device"):
+            assert f"`{option}`" in page or f"`{option}:" in page, option
