@@ -63,12 +63,13 @@ class Aesthetic:
 
     `model` hub id or folder of CLIP ViT-L/14 with its image processor
     `head`  hub id, folder or file of the predictor's head
+    `dtype` of CLIP: `float32` (default), `bfloat16`, `float16`
     """
 
     differentiable = True
 
-    def __init__(self, model: str = MODEL, head: str = HEAD, device: str = "cpu"):
-        self.scorer = ClipScorer(model, model, device, "aesthetic")
+    def __init__(self, model: str = MODEL, head: str = HEAD, dtype: str = "float32", device: str = "cpu"):
+        self.scorer = ClipScorer(model, model, device, "aesthetic", dtype)
         self.head = load_head(head, self.scorer.model.config.projection_dim).to(device)
 
     def to(self, device: str) -> None:

@@ -22,7 +22,7 @@ ensure()  # before transformers is imported for the first time
 
 import transformers  # noqa: E402
 
-from rewards.checkpoints import pretrained  # noqa: E402
+from rewards.checkpoints import pretrained, torch_dtype  # noqa: E402
 from rewards.contract import to_pil  # noqa: E402
 from rewards.pixels import crop_to, frames, mean_over_frames, normalise, wants_gradients  # noqa: E402
 
@@ -37,15 +37,18 @@ def cosine(image_embeds: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tenso
 
 
 class ClipScorer:
-    """A `transformers.CLIPModel` in float32 with its tokenizer and image processor.
+    """A `transformers.CLIPModel` with its tokenizer and image processor.
 
-    `model` and `processor` are hub ids or local folders in the Hugging Face format, weights in safetensors.
+    `model` and `processor` are hub ids or local folders in the Hugging Face format, weights in safetensors. `dtype` is
+    that of the towers; embeddings and the logit scale are float32 whatever it is.
     `reward` is named in errors: ValueError for a checkpoint of another architecture, an empty folder, missing weights.
     """
 
-    def __init__(self, model: str, processor: str, device: str, reward: str = "clip"):
+    def __init__(self, model: str, processor: str, device: str, reward: str = "clip", dtype: str = "float32"):
         clip = pretrained(transformers.CLIPModel, model, types=("clip",), reward=reward)
-        self.model = clip.to(device)
+        self.logit_scale = math.exp(clip.logit_scale.item())
+        """exp of the checkpoint's logit scale; 100 in the published ones."""
+        self.model = clip.to(device, torch_dtype(dtype, reward))
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(processor)
         self.image_processor = _pil_image_processor().from_pretrained(processor)
         self.device = device
@@ -57,11 +60,6 @@ class ClipScorer:
         """Move the model."""
         self.model.to(device)
         self.device = device
-
-    @property
-    def logit_scale(self) -> float:
-        """exp of the checkpoint's logit scale; 100 in the published ones."""
-        return math.exp(self.model.logit_scale.item())
 
     def cosines(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         """Cosine of each of N pictures and its prompt, float32 [N] on the device of the images.
@@ -83,7 +81,7 @@ class ClipScorer:
         return embed_texts(self.model, self.tokenizer, prompts)
 
     def _embed_images(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = self.prepare(images).to(self.device)
+        pixels = self.prepare(images).to(self.device, self.model.dtype)
         return projected(self.model.get_image_features(pixel_values=pixels)).float()
 
     def prepare(self, images: torch.Tensor) -> torch.Tensor:

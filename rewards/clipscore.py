@@ -38,15 +38,23 @@ class ClipScore:
     `model`     hub id or folder of a CLIPModel
     `processor` hub id or folder of its tokenizer and image processor; null is `model`
     `scale`     `cosine` (default), `over_30`, `hessel`, `torchmetrics`; see `clipscore`
+    `dtype`     of the model: `float32` (default), `bfloat16`, `float16`
     """
 
     differentiable = True
 
-    def __init__(self, model: str = MODEL, processor: str | None = None, scale: str = "cosine", device: str = "cpu"):
+    def __init__(
+        self,
+        model: str = MODEL,
+        processor: str | None = None,
+        scale: str = "cosine",
+        dtype: str = "float32",
+        device: str = "cpu",
+    ):
         if scale not in SCALES:
             raise ValueError(f"clipscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}")
         self.scale = scale
-        self.scorer = ClipScorer(model, processor or model, device, "clipscore")
+        self.scorer = ClipScorer(model, processor or model, device, "clipscore", dtype)
 
     def to(self, device: str) -> None:
         """Move the model."""

@@ -18,7 +18,7 @@ ensure()  # before transformers is imported for the first time
 
 import transformers  # noqa: E402
 
-from rewards.checkpoints import pretrained  # noqa: E402
+from rewards.checkpoints import pretrained, torch_dtype  # noqa: E402
 from rewards.contract import nearest  # noqa: E402
 from rewards.pixels import crop_to, frames, mean_over_frames, normalise  # noqa: E402
 
@@ -42,14 +42,18 @@ class Features(NamedTuple):
 
 
 class DinoFeatures:
-    """A frozen DINO in float32 as a function of pictures.
+    """A frozen DINO as a function of pictures; its features are float32 whatever its `dtype`.
 
     `model` hub id or folder of a Dinov2Model, Dinov2WithRegistersModel or DINOv3ViTModel, weights in safetensors.
     `size`  side of the square that the model sees; a multiple of its patch (14 in version 2, 16 in version 3)
     """
 
-    def __init__(self, model: str = MODEL, size: int = 224, device: str = "cpu", reward: str = "dino"):
-        self.model = pretrained(transformers.AutoModel, model, types=TYPES, reward=reward).to(device)
+    def __init__(
+        self, model: str = MODEL, size: int = 224, device: str = "cpu", reward: str = "dino", dtype: str = "float32"
+    ):
+        precision = torch_dtype(dtype, reward)
+        found = pretrained(transformers.AutoModel, model, types=TYPES, reward=reward, dtype=precision)
+        self.model = found.to(device)
         config = self.model.config
         if size % config.patch_size:
             fits = round(size / config.patch_size) * config.patch_size
@@ -73,7 +77,7 @@ class DinoFeatures:
         without rounding, so that features to train on and features to score on are the same function.
         """
         pixels = normalise(crop_to(images.to(self.device, torch.float32), self.size), MEAN, STD)
-        tokens = self.model(pixel_values=pixels).last_hidden_state
+        tokens = self.model(pixel_values=pixels.to(self.model.dtype)).last_hidden_state.float()
         return Features(tokens[:, 0], tokens[:, self.prefix :])
 
 
@@ -92,17 +96,25 @@ class DinoSimilarity:
     `model`  hub id or folder of a DINOv2 (with registers or without) or DINOv3
     `tokens` `class` (default): cosine of the class tokens; `patches`: see `patch_similarity`
     `size`   side of the square that the model sees
+    `dtype`  of the model: `float32` (default), `bfloat16`, `float16`
 
     Both are reported as parts. A video scores the mean over its frames.
     """
 
     differentiable = True
 
-    def __init__(self, model: str = MODEL, tokens: str = "class", size: int = 224, device: str = "cpu"):
+    def __init__(
+        self,
+        model: str = MODEL,
+        tokens: str = "class",
+        size: int = 224,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ):
         if tokens not in TOKENS:
             raise ValueError(f"dino: unknown tokens {tokens!r}.{nearest(tokens, TOKENS)} Known: {', '.join(TOKENS)}")
         self.tokens = tokens
-        self.dino = DinoFeatures(model, size, device)
+        self.dino = DinoFeatures(model, size, device, "dino", dtype)
 
     def to(self, device: str) -> None:
         """Move the model."""

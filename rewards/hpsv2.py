@@ -19,7 +19,7 @@ ensure()  # before transformers is imported for the first time
 import transformers  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
 
-from rewards.checkpoints import fill, find, read_weights  # noqa: E402
+from rewards.checkpoints import fill, find, read_weights, torch_dtype  # noqa: E402
 from rewards.clip_model import CHUNK, cosine, embed_texts, projected  # noqa: E402
 from rewards.contract import nearest  # noqa: E402
 from rewards.pixels import (  # noqa: E402
@@ -147,16 +147,25 @@ class HPSv2:
     `version`   `2.1` (default) or `2.0`
     `model`     hub id, folder or file of the checkpoint (`HPS_v2.1_compressed.pt`, open_clip's names)
     `tokenizer` hub id or folder of CLIP's tokenizer
+    `dtype`     of the model: `float32` (default), `bfloat16`, `float16`
     """
 
     differentiable = True
 
-    def __init__(self, version: str = "2.1", model: str = MODEL, tokenizer: str = TOKENIZER, device: str = "cpu"):
+    def __init__(
+        self,
+        version: str = "2.1",
+        model: str = MODEL,
+        tokenizer: str = TOKENIZER,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ):
         version = str(version)  # YAML reads 2.1 as a number
         if version not in FILES:
             raise ValueError(f"hpsv2: unknown version {version!r}.{nearest(version, FILES)} Known: {', '.join(FILES)}")
         file = find(model, FILES[version], "hpsv2")
-        self.model = build(read_weights(file), f"hpsv2: {file}").to(device)
+        precision = torch_dtype(dtype, "hpsv2")
+        self.model = build(read_weights(file), f"hpsv2: {file}").to(device, precision)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
         self.size = self.model.config.vision_config.image_size
         logger.info("HPSv%s from %s", version, file)
@@ -176,4 +185,4 @@ class HPSv2:
     def _embed(self, images: torch.Tensor) -> torch.Tensor:
         pixels = images if wants_gradients(images) else eight_bit(images)
         prepared = normalise(pad_to(pixels.to(self.model.device), self.size), OPENAI_MEAN, OPENAI_STD)
-        return projected(self.model.get_image_features(pixel_values=prepared)).float()
+        return projected(self.model.get_image_features(pixel_values=prepared.to(self.model.dtype))).float()

@@ -26,7 +26,7 @@ from transformers.models.blip.modeling_blip import BlipVisionModel  # noqa: E402
 from transformers.models.blip.modeling_blip_text import BlipTextModel  # noqa: E402
 
 from rewards.aesthetic import Head  # noqa: E402
-from rewards.checkpoints import fill, find, read_weights  # noqa: E402
+from rewards.checkpoints import fill, find, read_weights, torch_dtype  # noqa: E402
 from rewards.contract import to_uint8  # noqa: E402
 from rewards.pixels import (  # noqa: E402
     OPENAI_MEAN,
@@ -65,7 +65,8 @@ _VISION_BLOCK = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-_UNUSED = ("blip.vision_proj.", "blip.text_proj.", "blip.text_encoder.embeddings.position_ids")
+_USED = ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
+_CONSTANT = "blip.text_encoder.embeddings.position_ids"
 
 
 def vision_name(name: str) -> str:
@@ -88,18 +89,18 @@ class ImageRewardModel(torch.nn.Module):
 
     def forward(self, pixels: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """pixels [N, 3, S, S], tokens and mask [N, 35]; standardised scores [N]."""
-        picture = self.vision(pixel_values=pixels).last_hidden_state
+        picture = self.vision(pixel_values=pixels.to(self.vision.dtype)).last_hidden_state
         seen = torch.ones(picture.shape[:2], dtype=torch.long, device=picture.device)
         read = self.text(
             input_ids=tokens, attention_mask=mask, encoder_hidden_states=picture, encoder_attention_mask=seen
         ).last_hidden_state
-        scores: torch.Tensor = (self.head(read[:, 0]) - MEAN) / STD
+        scores: torch.Tensor = (self.head(read[:, 0].float()) - MEAN) / STD
         return scores
 
 
 def build(weights: Mapping[str, torch.Tensor], med: Mapping[str, Any], what: str) -> ImageRewardModel:
     """The model that a checkpoint is for, filled. `med` is med_config.json. ValueError where they do not fit."""
-    used = {name: value.float() for name, value in weights.items() if not name.startswith(_UNUSED)}
+    used = {name: value.float() for name, value in weights.items() if name.startswith(_USED) and name != _CONSTANT}
     patches, positions = "blip.visual_encoder.patch_embed.proj.weight", "blip.visual_encoder.pos_embed"
     if not {patches, positions, "mlp.layers.0.weight"} <= set(used):
         raise ValueError(
@@ -161,15 +162,19 @@ class ImageReward:
 
     `model`     hub id or folder with ImageReward.pt (or the same as safetensors) and med_config.json
     `tokenizer` hub id or folder of BERT's uncased tokenizer. Prompts are cut at 35 tokens
+    `dtype`     of the two encoders: `float32` (default), `bfloat16`, `float16`
     """
 
     differentiable = True
 
-    def __init__(self, model: str = MODEL, tokenizer: str = TOKENIZER, device: str = "cpu"):
+    def __init__(self, model: str = MODEL, tokenizer: str = TOKENIZER, dtype: str = "float32", device: str = "cpu"):
         file = find(model, FILES, "imagereward")
         beside = str(file.parent) if Path(model).exists() else model
         med = json.loads(find(beside, ["med_config.json"], "imagereward").read_text(encoding="utf-8"))
+        precision = torch_dtype(dtype, "imagereward")
         self.model = build(read_weights(file), med, f"imagereward: {file}").to(device)
+        for encoder in (self.model.vision, self.model.text):
+            encoder.to(precision)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
         self.size = self.model.vision.config.image_size
         self.device = device

@@ -41,15 +41,23 @@ class PickScore:
     `model`     hub id or folder of a CLIPModel
     `processor` hub id or folder of its tokenizer and image processor
     `scale`     `over_26` (default), `raw`, `minus_18_over_8`, `cosine`; see `pickscore`
+    `dtype`     of the model: `float32` (default), `bfloat16`, `float16`
     """
 
     differentiable = True
 
-    def __init__(self, model: str = MODEL, processor: str = PROCESSOR, scale: str = "over_26", device: str = "cpu"):
+    def __init__(
+        self,
+        model: str = MODEL,
+        processor: str = PROCESSOR,
+        scale: str = "over_26",
+        dtype: str = "float32",
+        device: str = "cpu",
+    ):
         if scale not in SCALES:
             raise ValueError(f"pickscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}")
         self.scale = scale
-        self.scorer = ClipScorer(model, processor, device, "pickscore")
+        self.scorer = ClipScorer(model, processor, device, "pickscore", dtype)
 
     def to(self, device: str) -> None:
         """Move the model."""

@@ -129,13 +129,13 @@ class VideoConsistency:
     Mean over frames t > 1 of half the cosine with the frame before and half that with the first (VBench's subject
     consistency, arXiv 2311.17982, which uses DINO ViT-B/16). A still scores 1: watch `motion` beside it.
 
-    `model`, `size` as in `dino`
+    `model`, `size`, `dtype` as in `dino`
     """
 
     differentiable = True
 
-    def __init__(self, model: str = MODEL, size: int = 224, device: str = "cpu"):
-        self.dino = DinoFeatures(model, size, device, "video_consistency")
+    def __init__(self, model: str = MODEL, size: int = 224, dtype: str = "float32", device: str = "cpu"):
+        self.dino = DinoFeatures(model, size, device, "video_consistency", dtype)
 
     def to(self, device: str) -> None:
         """Move the model."""
