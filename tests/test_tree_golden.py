@@ -16,9 +16,25 @@ import torch
 from torch import Tensor
 
 from genrl.mdp import gaussian, kernels, schedules
-from genrl.mdp.plan import SamplingPlan, caterpillar, compress_tail, make_plan, repeated_windows, uniform_splits
+from genrl.mdp.plan import (
+    SamplingPlan,
+    caterpillar,
+    compress_tail,
+    make_plan,
+    pruning_is_on,
+    repeated_windows,
+    sliding_depths,
+    uniform_splits,
+)
 from genrl.mdp.released_windows import mixgrpo_window
 from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
+from genrl.mdp.windows import (
+    backward_interval,
+    draw_start,
+    geometric_start_probabilities,
+    growing_noise,
+    moving_window,
+)
 from genrl.objectives import credit, pruning
 from genrl.objectives.advantages import aggregated_advantages, group_advantages
 from genrl.objectives.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
@@ -233,11 +249,11 @@ def check_training_step(a: Arrays, name: str, plan: SamplingPlan, tree: Tree, ad
     for mode in ("uniform", "level"):
         keep = (tree.depth > 0) & torch.isin(tree.depth - 1, torch.tensor(plan.stochastic))
         keep = keep.expand(len(drift), -1)
-        if pruning.pruning_is_on(options.get("cur", 0), 300, options.get("ratio_step", 1.0)):
+        if pruning_is_on(options.get("cur", 0), 300, options.get("ratio_step", 1.0)):
             depths = options.get("depth_prune", [])
             if options.get("slide"):
                 stop = options.get("stop", last_split)
-                depths = pruning.sliding_depths(depths, iteration=options["cur"], interval=options["stride"], stop=stop)
+                depths = sliding_depths(depths, iteration=options["cur"], interval=options["stride"], stop=stop)
             keep = keep & pruning.depth_pruned(tree.depth, depths)
             if "wmode" in options:
                 keep = pruning.released_width_pruned(
@@ -302,9 +318,9 @@ def test_treegrpo(golden) -> None:
 
     for tag in a.tags(r"start_pmf_(\w+)"):
         steps, size, ratio = re.fullmatch(r"T(\d+)_w(\d+)_r(\d+)", tag).groups()
-        law = schedules.geometric_start_probabilities(int(steps) - int(size), float(f"0.{ratio}"))
+        law = geometric_start_probabilities(int(steps) - int(size), float(f"0.{ratio}"))
         a.check(f"start_pmf_{tag}", law)
-        drawn = [schedules.draw_start(law, u) for u in a.given(f"start_u_{tag}").tolist()]
+        drawn = [draw_start(law, u) for u in a.given(f"start_u_{tag}").tolist()]
         a.check(f"start_icdf_{tag}", drawn)
 
     rows = []
@@ -320,7 +336,7 @@ def test_b2_diffurl(golden) -> None:
     a = Arrays(golden("tree_b2_diffurl"))
     size, branches, batches = (int(a.given(name)) for name in ("batch_size", "branches", "num_batches"))
     high, low = float(a.given("pos_threshold")), float(a.given("neg_threshold"))
-    a.check("first_trained_step", schedules.backward_interval(
+    a.check("first_trained_step", backward_interval(
         int(a.given("num_steps")), shortest=int(a.given("split_step")), longest=int(a.given("num_steps")),
         stages=100, stage=0).start)  # fmt: skip
     flat = torch.arange(size * branches * batches)  # branch-major inside a batch
@@ -343,7 +359,7 @@ def test_b2_diffurl(golden) -> None:
     for tag in a.tags(r"(curriculum_\w+)_split_step"):
         shortest, longest, stages = a.given(f"{tag}_left_right_stages").tolist()
         lengths = [
-            len(schedules.backward_interval(longest, shortest=shortest, longest=longest, stages=stages, stage=stage))
+            len(backward_interval(longest, shortest=shortest, longest=longest, stages=stages, stage=stage))
             for stage in range(stages)
         ]
         a.check(f"{tag}_split_step", lengths)
@@ -386,7 +402,7 @@ def test_mixgrpo(golden) -> None:
             int(number) for number in re.fullmatch(r"paper_T(\d+)_w(\d+)_s(\d+)_tau(\d+)", tag).groups()
         )
         starts = [
-            schedules.moving_window(size, 0, steps, iteration=iteration, hold=lambda _, e=every: e, stride=stride).start
+            moving_window(size, 0, steps, iteration=iteration, hold=lambda _, e=every: e, stride=stride).start
             for iteration in range(len(a.given(tag)))
         ]
         a.check(tag, starts)
@@ -451,7 +467,7 @@ def test_mixgrpo(golden) -> None:
 def test_dynamic_treerpo(golden) -> None:
     a = Arrays(golden("tree_dynamic_treerpo_inferred"))
     base, growth, depths = a.given("noise_base_growth_depth").tolist()
-    a.check("noise_scale_per_level", schedules.growing_noise(base, growth, int(depths)))
+    a.check("noise_scale_per_level", growing_noise(base, growth, int(depths)))
     rewards = a.given("leaf_reward")
     advantages = group_advantages(
         rewards, torch.zeros(len(rewards), dtype=torch.int64), scale="group", eps=1e-8, ddof=1

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from genrl.config import Prune, Tree
+from genrl.config.plans import pruned_depths
 from genrl.mdp import tree as trees
-from genrl.mdp.plan import SamplingPlan, extreme_count
-from genrl.objectives.credit import leaf_counts, level_softmax, mean_of_leaves, normalise_per_depth, path_softmax
+from genrl.mdp.plan import SamplingPlan, extreme_count, pruning_is_on
+from genrl.objectives.credit import leaves_below, level_softmax, mean_of_leaves, normalise_per_depth, path_softmax
 from genrl.objectives.layer_tuning import progress_weights
 from genrl.objectives.pruning import (
     best_siblings,
     depth_pruned,
     extreme_leaves,
-    pruning_is_on,
-    sliding_depths,
     width_pruned,
 )
 
@@ -75,11 +74,13 @@ def tree_edges(
     if settings.normalise == "depth":
         values, skipped = normalise_per_depth(values, tree.depth)
         values = values.clamp(-clip, clip)
-    kept = torch.isin(tree.depth - 1, torch.tensor(trained)) & ~values.isnan()
+        skipped = [depth for depth in skipped if depth - 1 in trained]
+    counts = (leaves_below(parent) & scored.view(-1, 1, leaves)).sum(-1)
+    kept = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
     if settings.prune is not None and pruning_is_on(iteration, iterations, settings.prune.until):
-        kept = kept & unpruned(settings.prune, tree, plan, rewards.view(-1, leaves), iteration)
-    multiplicity = leaf_counts(parent) if settings.weight == "leaf_multiplicity" else torch.ones_like(parent)
-    weight = kept * multiplicity.double()
+        rewards = rewards.view(-1, leaves)
+        kept = kept & unpruned(settings.prune, tree, plan, rewards, iteration=iteration, iterations=iterations)
+    weight = kept * (counts.double() if settings.weight == "leaf_multiplicity" else 1.0)
     return Edges(
         to_table(values.nan_to_num(0.0) * kept, tree).to(advantages.dtype),
         to_table(weight, tree).to(advantages.dtype),
@@ -87,22 +88,21 @@ def tree_edges(
     )
 
 
-def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, iteration: int) -> Tensor:
+def unpruned(
+    settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, *, iteration: int, iterations: int
+) -> Tensor:
     """Edges that pruning leaves, bool [P, nodes]. rewards: [P, leaves]."""
+    depths = pruned_depths(settings, plan, iteration=iteration, iterations=iterations)
+    kept = depth_pruned(tree.depth, depths).expand(len(rewards), -1)
+    if settings.width is None:
+        return kept
     last_split = max(plan.splits)
-    kept = (tree.depth > 0).expand(len(rewards), -1)
-    if settings.depths:
-        depths = range(min(settings.depths), max(settings.depths) + 1)
-        if settings.slide_every is not None:
-            depths = sliding_depths(depths, iteration=iteration, interval=settings.slide_every, stop=last_split)
-        kept = kept & depth_pruned(tree.depth, depths)
-    if settings.width is not None:
-        if settings.width == "best_sibling":
-            good = best_siblings(tree.parent, tree.depth, rewards, last_split=last_split)
-        else:
-            good = extreme_leaves(rewards, extreme_count(rewards.shape[-1], settings.keep))
-        kept = kept & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
-    return kept
+    if settings.width == "best_sibling":
+        good = best_siblings(tree.parent, tree.depth, rewards, last_split=last_split)
+    else:
+        good = extreme_leaves(rewards, extreme_count(rewards.shape[-1], settings.keep))
+    good = good | rewards.isnan().all(-1, keepdim=True)  # without any score there is nothing to choose by, or to train
+    return kept & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
 
 
 def progress_table(tree: trees.Tree, rewards: Tensor) -> Tensor:

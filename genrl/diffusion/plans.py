@@ -1,84 +1,41 @@
 """From the settings of Flow-GRPO to the sampling plan of an iteration: which steps are noisy, where trees branch.
 
-Pure functions of (configuration, iteration): the same in all processes, known before anything is run.
+Pure functions of (configuration, iteration): the same in all processes, known before anything is run. What needs no
+random number is in `genrl.config.plans`.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 
-from genrl.config import Config, FlowGRPO, Tree, Window
-from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
-from genrl.mdp.schedules import (
-    backward_interval,
-    constant_hold,
-    exponential_hold,
-    geometric_window,
-    growing_noise,
-    moving_window,
-    window_steps,
-)
+from genrl.config import Config, FlowGRPO
+from genrl.config.plans import fixed_window, plan_of, stochastic_steps, window_end
+from genrl.mdp.plan import SamplingPlan
+from genrl.mdp.schedules import geometric_window, window_steps
 
 
-def window_of(window: Window, *, steps: int, seed: int, iteration: int, iterations: int) -> range:
-    """Steps of the window in this iteration; never empty. Raises ValueError where it does not fit."""
-    high = steps - 1 if window.high is None else window.high
-    place = {"size": window.size, "low": window.low, "high": high}
+def window_of(config: Config, settings: FlowGRPO, iteration: int) -> range | None:
+    """Steps of the window in this iteration, never empty; None without one."""
+    window, steps = settings.window, config.sampling.num_inference_steps
+    if window is None:
+        return None
+    place = {"size": window.size, "low": window.low, "high": window_end(window, steps)}
     if window.schedule == "random":
-        return window_steps(**place, seed=seed, iteration=iteration)
+        return window_steps(**place, seed=config.seed, iteration=iteration)
     if window.schedule == "geometric":
-        return geometric_window(**place, ratio=window.ratio, seed=seed, iteration=iteration)
-    if window.schedule == "backward":
-        shortest = window.size if window.shortest is None else window.shortest
-        return backward_interval(high, shortest=shortest, longest=window.size, stages=iterations, stage=iteration)
-    hold = partial(constant_hold, every=window.every)
-    if window.schedule == "decaying":
-        hold = partial(exponential_hold, every=window.every, threshold=window.decay_from)
-    return moving_window(**place, iteration=iteration, hold=hold, stride=window.stride)
+        return geometric_window(**place, ratio=window.ratio, seed=config.seed, iteration=iteration)
+    return fixed_window(window, steps=steps, iteration=iteration, iterations=config.iterations)
 
 
 def trained_steps(config: Config, settings: FlowGRPO, iteration: int) -> tuple[int, ...]:
     """Steps whose transitions are trained: the window and the splits, or all but the last step."""
-    steps = config.sampling.num_inference_steps
-    if settings.window is None:
-        return tuple(range(steps - 1))
-    window = window_of(
-        settings.window, steps=steps, seed=config.seed, iteration=iteration, iterations=config.iterations
-    )
-    return tuple(sorted({*window, *splits(settings.tree, window)}))
-
-
-def splits(tree: Tree | None, window: range) -> tuple[int, ...]:
-    """Steps that branch."""
-    if tree is None:
-        return ()
-    if isinstance(tree.at, tuple):
-        return tree.at
-    return tuple(window) if tree.at == "window" else (window[0],)
+    window = window_of(config, settings, iteration)
+    return stochastic_steps(settings, window, steps=config.sampling.num_inference_steps)
 
 
 def sampling_plan(config: Config, settings: FlowGRPO, iteration: int) -> SamplingPlan:
-    """How the group of one prompt is drawn in this iteration. Raises ValueError for a plan that cannot be."""
-    steps, tree = config.sampling.num_inference_steps, settings.tree
-    trained = trained_steps(config, settings, iteration)
-    level = settings.noise_level or 0.0
-    noisy = range(steps - 1) if settings.noise_outside_window else trained
-    noise = dict.fromkeys(noisy, level)
-    branching: tuple[int, ...] = ()
-    if tree is not None:
-        branching = splits(tree, range(trained[0], trained[-1] + 1))
-        grown = growing_noise(level, tree.noise_growth, len(branching))
-        noise |= dict(zip(branching, grown, strict=True))
-    ways = tree.ways if tree is not None else 1
-    plan = make_plan(
-        steps,
-        noise=noise,
-        splits=dict.fromkeys(branching, ways),
-        roots=config.sampling.group_size // ways ** len(branching),
-        spread=tree.spread if tree is not None else None,
-    )
-    return plan if settings.tail_ratio is None else compress_tail(plan, settings.tail_ratio)
+    """How the group of one prompt is drawn in this iteration."""
+    return plan_of(config.sampling, settings, window_of(config, settings, iteration))
 
 
 def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> int:
@@ -92,4 +49,7 @@ def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> in
         return config.sampling.batch_size
     roots = plan.roots * config.sampling.prompts_per_iteration
     shares = num_processes * config.trainer.updates_per_iteration
-    return max(1, min(config.sampling.batch_size, math.ceil(roots / shares)))
+    together = math.ceil(roots / shares)
+    if math.ceil(roots / together) < shares:  # 5 roots in twos are 3 micro-batches, too few for 4
+        together = roots // shares
+    return max(1, min(config.sampling.batch_size, together))

@@ -14,7 +14,7 @@ systems of the field are plans (specs of the papers named):
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -231,6 +231,24 @@ def unpruned_steps(trained: Collection[int], depths: Collection[int]) -> tuple[i
             f"{sorted(trained)}; leave at least one out"
         )
     return kept
+
+
+def sliding_depths(base: Sequence[int], *, iteration: int, interval: int, stop: int) -> range:
+    """The window of depths to prune: `base`, moved up the tree by one every `interval` iterations.
+
+    It stops when its first depth reaches `stop` (released default: the last split). Raises ValueError for an empty
+    base, or one with gaps.
+    """
+    first, last = min(base, default=0), max(base, default=-1)
+    if sorted(base) != list(range(first, last + 1)) or not base or interval < 1:
+        raise ValueError(f"depths: a sliding window needs consecutive depths and an interval >= 1, got {list(base)}")
+    shift = min(iteration // interval, max(0, first - stop))
+    return range(first - shift, last - shift + 1)
+
+
+def pruning_is_on(iteration: int, iterations: int, ratio: float) -> bool:
+    """Prune up to and including iteration floor(iterations x ratio) (BranchGRPO's code)."""
+    return iteration <= int(iterations * ratio)
 
 
 def extreme_count(leaves: int, rate: float) -> int:

@@ -1,7 +1,7 @@
 """Which steps the released trainers make stochastic, draw for draw: to reproduce their runs and to compare.
 
-Trainers of this project use `schedules`: what is here may be empty, shrink near the end of the schedule, or differ
-between the processes that share a group.
+Trainers of this project use `windows` and `schedules`: what is here may be empty, shrink near the end of the schedule,
+or differ between the processes that share a group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from genrl.mdp.schedules import constant_hold, exponential_hold, linear_hold, start_at
+from genrl.mdp.windows import constant_hold, exponential_hold, linear_hold, start_at
 
 
 def mixgrpo_window(

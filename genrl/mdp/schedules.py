@@ -6,13 +6,11 @@ store it with its trajectories: what a scheduler makes by default differs betwee
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
 from genrl.mdp.noise import generator
+from genrl.mdp.windows import check_window, draw_start, geometric_start_probabilities
 
 
 def shift(sigmas: Tensor, factor: float) -> Tensor:
@@ -82,84 +80,10 @@ def window_steps(size: int, low: int, high: int, *, seed: int, iteration: int) -
     Source: the windows of MixGRPO (arXiv 2507.21802) and of Flow-GRPO-Fast (Flow-GRPO's repository).
     Raises ValueError unless 1 <= size <= high - low and low >= 0.
     """
-    _check_window(size, low, high)
+    check_window(size, low, high)
     starts = high - low - size + 1
     offset = int(torch.randint(starts, (1,), generator=generator(seed, "window", iteration)))
     return range(low + offset, low + offset + size)
-
-
-def moving_window(
-    size: int,
-    low: int,
-    high: int,
-    *,
-    iteration: int,
-    hold: Callable[[int], int],
-    stride: int = 1,
-    wrap: bool = False,
-) -> range:
-    """`size` steps inside [low, high) that move down the schedule: MixGRPO's windows (arXiv 2507.21802, section 3).
-
-    Starts are low, low + stride, ... and, last, high - size, so that every window is full and every step is reached.
-    A window that starts at step l stays for hold(l) iterations (`constant_hold`, `linear_hold`, `exponential_hold`);
-    after the last one it stays there (the paper), or begins anew with `wrap`. stride 0 never moves.
-    A pure function of its arguments, for any iteration >= 0. Raises ValueError where the window does not fit.
-    """
-    _check_window(size, low, high)
-    if stride < 0 or iteration < 0:
-        raise ValueError(f"the stride and the iteration cannot be negative, got {stride} and {iteration}")
-    last = high - size
-    starts = [low] if stride == 0 else [*range(low, last, stride), last]
-    return range(start := start_at(starts, hold, iteration, wrap=wrap), start + size)
-
-
-def start_at(starts: Sequence[int], hold: Callable[[int], int], iteration: int, *, wrap: bool) -> int:
-    """The start that is in force at `iteration`, where start l stays for max(hold(l), 1) iterations."""
-    lengths = [max(hold(start), 1) for start in starts]
-    if wrap:
-        iteration %= sum(lengths)
-    for start, length in zip(starts, lengths, strict=True):
-        if iteration < length:
-            return start
-        iteration -= length
-    return starts[-1]
-
-
-def constant_hold(start: int, *, every: int) -> int:
-    """tau iterations at every start: MixGRPO's default."""
-    return every
-
-
-def linear_hold(start: int, *, longest: int, shortest: int, steps: int) -> int:
-    """`max(shortest, floor(longest (1 - p) + shortest p))`, p = start / steps: MixGRPO's linear decay (code)."""
-    share = start / steps
-    return max(shortest, int(longest * (1.0 - share) + shortest * share))
-
-
-def exponential_hold(start: int, *, every: int, rate: float = 0.1, threshold: int = 13) -> int:
-    """`ceil(tau exp(-k max(0, start - threshold)))`: MixGRPO's exponential decay (arXiv 2507.21802, and code)."""
-    return math.ceil(every * math.exp(-rate * max(0, start - threshold)))
-
-
-def geometric_start_probabilities(starts: int, ratio: float) -> list[float]:
-    """`(1 - r) r^i / (1 - r^n)`, i = 0 .. n - 1: TreeGRPO's law of the window's start (arXiv 2512.08153); r = .5 there.
-
-    Smaller r favours early starts; r = 1 is uniform. Raises ValueError unless 0 < r <= 1 and n >= 1.
-    """
-    if starts < 1 or not 0 < ratio <= 1:
-        raise ValueError(f"the law needs at least one start and a ratio above 0 and up to 1, got {starts} and {ratio}")
-    weights = [ratio**i for i in range(starts)]
-    return [weight / math.fsum(weights) for weight in weights]
-
-
-def draw_start(probabilities: Sequence[float], uniform: float) -> int:
-    """The first index whose cumulative probability is above `uniform` in [0, 1): inverse-CDF sampling."""
-    total = 0.0
-    for index, probability in enumerate(probabilities):
-        total += probability
-        if uniform < total:
-            return index
-    return len(probabilities) - 1
 
 
 def geometric_window(size: int, low: int, high: int, *, ratio: float, seed: int, iteration: int) -> range:
@@ -168,35 +92,10 @@ def geometric_window(size: int, low: int, high: int, *, ratio: float, seed: int,
     TreeGRPO has as many starts as steps less the size, so its window ends before the last step: high = steps - 1.
     A pure function of its arguments, as `window_steps`.
     """
-    _check_window(size, low, high)
+    check_window(size, low, high)
     uniform = float(torch.rand((), generator=generator(seed, "window", iteration), dtype=torch.float64))
     start = low + draw_start(geometric_start_probabilities(high - low - size + 1, ratio), uniform)
     return range(start, start + size)
-
-
-def backward_interval(steps: int, *, shortest: int, longest: int, stages: int, stage: int) -> range:
-    """The final steps that are branched and trained at a stage: B2-DiffuRL's backward progressive training.
-
-    `s = shortest + floor(stage (longest - shortest + 1) / stages)` (arXiv 2503.11240 and its code; 14 to 20 of 20 steps
-    over 100 stages): the interval grows from the picture's end backwards. After the last stage it stays the longest.
-    Raises ValueError unless 1 <= shortest <= longest <= steps.
-    """
-    if not 1 <= shortest <= longest <= steps or stages < 1 or stage < 0:
-        raise ValueError(
-            f"an interval that grows from {shortest} to {longest} of {steps} steps over {stages} stages is impossible "
-            f"(stage {stage}): it needs 1 <= shortest <= longest <= steps"
-        )
-    length = min(longest, shortest + stage * (longest - shortest + 1) // stages)
-    return range(steps - length, steps)
-
-
-def growing_noise(base: float, growth: float, depths: int) -> tuple[float, ...]:
-    """`g_j = base (1 + growth j / (d - 1))`, j = 0 .. d - 1: the noise levels of a window tree of d branching steps.
-
-    Dynamic-TreeRPO (arXiv 2509.23352) lets the noise grow linearly with the normalised depth; this formula is our
-    reading of its abstract and reviews, the full text was not at hand.
-    """
-    return tuple(base * (1.0 + growth * (j / (depths - 1) if depths > 1 else 0.0)) for j in range(depths))
 
 
 def compressed_tail(sigmas: Tensor, start: int, steps: int, *, factor: float | None = None) -> Tensor:
@@ -222,11 +121,6 @@ def compressed_tail(sigmas: Tensor, start: int, steps: int, *, factor: float | N
         tail = shift(even, factor)
     tail[0], tail[-1] = grid[start], 0.0
     return tail.float()
-
-
-def _check_window(size: int, low: int, high: int) -> None:
-    if low < 0 or size < 1 or size > high - low:
-        raise ValueError(f"a window of {size} steps does not fit into steps {low} .. {high - 1}")
 
 
 def _steps(steps: int) -> int:

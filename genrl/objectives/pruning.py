@@ -7,7 +7,7 @@ last step at which nodes have several children; every edge up to and including i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -20,24 +20,6 @@ def depth_pruned(depth: Tensor, window: Collection[int]) -> Tensor:
     """Keep the edges into nodes whose depth is not in `window` (depth = step + 1), [N]."""
     dropped = torch.isin(depth, torch.tensor(sorted(window), dtype=depth.dtype, device=depth.device))
     return (depth > 0) & ~dropped
-
-
-def sliding_depths(base: Sequence[int], *, iteration: int, interval: int, stop: int) -> range:
-    """The window of depths to prune: `base`, moved up the tree by one every `interval` iterations.
-
-    It stops when its first depth reaches `stop` (released default: the last split). Raises ValueError for an empty
-    base, or one with gaps.
-    """
-    first, last = min(base, default=0), max(base, default=-1)
-    if sorted(base) != list(range(first, last + 1)) or not base or interval < 1:
-        raise ValueError(f"depths: a sliding window needs consecutive depths and an interval >= 1, got {list(base)}")
-    shift = min(iteration // interval, max(0, first - stop))
-    return range(first - shift, last - shift + 1)
-
-
-def pruning_is_on(iteration: int, iterations: int, ratio: float) -> bool:
-    """Prune up to and including iteration floor(iterations x ratio)."""
-    return iteration <= int(iterations * ratio)
 
 
 def best_siblings(parent: Tensor, depth: Tensor, leaf_values: Tensor, *, last_split: int) -> Tensor:

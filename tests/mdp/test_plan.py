@@ -17,7 +17,9 @@ from genrl.mdp.plan import (
     describe,
     extreme_count,
     make_plan,
+    pruning_is_on,
     repeated_windows,
+    sliding_depths,
     uniform_splits,
     unpruned_steps,
 )
@@ -179,3 +181,21 @@ def test_the_text_has_the_numbers_of_the_plan() -> None:
 def test_planning_needs_no_torch() -> None:
     code = "import sys, genrl.mdp.plan; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(st.integers(0, 400), st.integers(1, 40), st.integers(0, 15))
+def test_sliding_depths_keep_their_number_and_stop(iteration: int, interval: int, stop: int) -> None:
+    window = sliding_depths(range(15, 20), iteration=iteration, interval=interval, stop=stop)
+    assert len(window) == 5 and stop <= window.start <= 15
+    assert window.start == max(stop, 15 - iteration // interval)
+
+
+def test_pruning_ends_after_its_share_of_the_run() -> None:
+    on = [pruning_is_on(iteration, 300, 0.2) for iteration in range(300)]
+    assert on == [iteration <= 60 for iteration in range(300)]
+
+
+@pytest.mark.parametrize("base", [(), (3, 5)])
+def test_depths_with_gaps_do_not_slide(base: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="consecutive depths"):
+        sliding_depths(base, iteration=0, interval=1, stop=0)

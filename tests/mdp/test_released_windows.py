@@ -50,7 +50,7 @@ def exact(case: Case, **found: list) -> dict[str, tuple[float, float]]:
 
 
 def test_the_released_window_may_be_empty() -> None:
-    """What `schedules.moving_window` never does."""
+    """What `windows.moving_window` never does."""
     window = mixgrpo_window(4, 23, iteration=23 * 25, strategy="progressive", every=25, stride=1)
     assert window.start == 23 and len(window) == 0
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.mdp import schedules
+from genrl.mdp import schedules, windows
 
 
 def grid(case: Case) -> Tensor:
@@ -135,82 +135,14 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
         schedules.window_steps(size, low, high, seed=0, iteration=0)
 
 
-HOLDS = {
-    "constant": partial(schedules.constant_hold, every=3),
-    "linear": partial(schedules.linear_hold, longest=6, shortest=1, steps=20),
-    "exponential": partial(schedules.exponential_hold, every=5, rate=0.3, threshold=2),
-    "zero": lambda start: 0,
-}
-
-
-@given(
-    st.integers(1, 6),
-    st.integers(0, 5),
-    st.integers(0, 12),
-    st.integers(0, 3),
-    st.sampled_from(sorted(HOLDS)),
-    st.booleans(),
-    st.integers(0, 200),
-)
-def test_a_moving_window_is_always_full(
-    size: int, low: int, extra: int, stride: int, hold: str, wrap: bool, iteration: int
-) -> None:
-    high = low + size + extra
-    arguments = {"hold": HOLDS[hold], "stride": stride, "wrap": wrap}
-    window = schedules.moving_window(size, low, high, iteration=iteration, **arguments)
-    assert len(window) == size and low <= window[0] and window[-1] < high
-    if iteration:
-        before = schedules.moving_window(size, low, high, iteration=iteration - 1, **arguments).start
-        assert 0 <= window.start - before <= stride or (wrap and window.start == low)
-
-
-@pytest.mark.parametrize("hold", sorted(HOLDS))
-def test_a_moving_window_reaches_every_step_and_stays_as_long_as_told(hold: str) -> None:
-    starts = [schedules.moving_window(4, 0, 19, iteration=i, hold=HOLDS[hold], stride=4).start for i in range(80)]
-    assert sorted(set(starts)) == [0, 4, 8, 12, 15]
-    assert all(starts.count(start) == max(HOLDS[hold](start), 1) for start in (0, 4, 8, 12))
-    wrapped = [
-        schedules.moving_window(4, 0, 19, iteration=i, hold=HOLDS[hold], stride=4, wrap=True).start for i in range(80)
-    ]
-    period = sum(max(HOLDS[hold](start), 1) for start in (0, 4, 8, 12, 15))
-    assert wrapped[:40] == (wrapped[:period] * 40)[:40]
-
-
-def test_a_window_of_stride_0_is_frozen() -> None:
-    starts = {schedules.moving_window(4, 2, 19, iteration=i, hold=HOLDS["constant"], stride=0).start for i in range(50)}
-    assert starts == {2}
-
-
 def test_early_starts_of_a_geometric_window_are_more_likely() -> None:
     draw = partial(schedules.geometric_window, 3, 1, 8, ratio=0.5, seed=3)
     starts = torch.tensor([draw(iteration=i).start for i in range(2000)])
-    law = torch.tensor(schedules.geometric_start_probabilities(5, 0.5))
+    law = torch.tensor(windows.geometric_start_probabilities(5, 0.5))
     counts = torch.bincount(starts, minlength=6)
     assert counts[0] == 0 and len(counts) == 6
     assert ((counts[1:] - 2000 * law).abs() < 5 * (2000 * law * (1 - law)).sqrt()).all()
     assert draw(iteration=7) == draw(iteration=7) and len(draw(iteration=7)) == 3
-
-
-def test_a_ratio_of_1_makes_all_starts_alike() -> None:
-    assert schedules.geometric_start_probabilities(4, 1.0) == [0.25] * 4
-    assert schedules.draw_start([0.25] * 4, 1.0 - 1e-17) == 3
-    for starts, ratio in ((0, 0.5), (3, 0.0), (3, 1.1)):
-        with pytest.raises(ValueError, match="at least one start"):
-            schedules.geometric_start_probabilities(starts, ratio)
-
-
-def test_the_backward_interval_grows_to_the_longest_and_stays() -> None:
-    intervals = [schedules.backward_interval(20, shortest=14, longest=18, stages=10, stage=s) for s in range(15)]
-    assert all(interval.stop == 20 for interval in intervals)
-    lengths = [len(interval) for interval in intervals]
-    assert lengths[0] == 14 and lengths == sorted(lengths) and lengths[9:] == [18] * 6
-    with pytest.raises(ValueError, match="1 <= shortest <= longest <= steps"):
-        schedules.backward_interval(10, shortest=4, longest=11, stages=5, stage=0)
-
-
-def test_the_noise_of_one_depth_does_not_grow() -> None:
-    assert schedules.growing_noise(0.7, 0.5, 1) == (0.7,)
-    assert schedules.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
 
 
 @pytest.mark.parametrize("factor", [None, 1.0, 3.0])
@@ -232,6 +164,6 @@ def test_a_compressed_tail_begins_where_it_is_told_and_ends_at_0(factor: float |
 @pytest.mark.parametrize(("size", "low", "high"), [(0, 0, 5), (6, 0, 5)])
 def test_a_window_that_does_not_fit_is_refused_by_every_schedule(size: int, low: int, high: int) -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        schedules.moving_window(size, low, high, iteration=0, hold=HOLDS["constant"])
+        windows.moving_window(size, low, high, iteration=0, hold=lambda start: 3)
     with pytest.raises(ValueError, match="does not fit"):
         schedules.geometric_window(size, low, high, ratio=0.5, seed=0, iteration=0)

@@ -88,24 +88,9 @@ def test_width_pruning_keeps_the_trunk_and_whole_paths(case: tuple[Tree, int, Te
         assert found == {n for n in wanted if tree.depth[n] > last_split + 1}
 
 
-@given(st.integers(0, 400), st.integers(1, 40), st.integers(0, 15))
-def test_sliding_depths_keep_their_number_and_stop(iteration: int, interval: int, stop: int) -> None:
-    window = pruning.sliding_depths(range(15, 20), iteration=iteration, interval=interval, stop=stop)
-    assert len(window) == 5 and stop <= window.start <= 15
-    assert window.start == max(stop, 15 - iteration // interval)
-
-
 def test_what_would_leave_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="width: no leaf of a tree is kept"):
         pruning.width_pruned(FLUX.parent, FLUX.depth, torch.zeros(16, dtype=torch.bool), last_split=9)
-    for base in ((), (3, 5)):
-        with pytest.raises(ValueError, match="consecutive depths"):
-            pruning.sliding_depths(base, iteration=0, interval=1, stop=0)
-
-
-def test_pruning_ends_after_its_share_of_the_run() -> None:
-    on = [pruning.pruning_is_on(iteration, 300, 0.2) for iteration in range(300)]
-    assert on == [iteration <= 60 for iteration in range(300)]
 
 
 def test_no_pruning_of_depths_keeps_every_edge() -> None:
