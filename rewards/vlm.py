@@ -193,7 +193,8 @@ class ProcessorInputs:
     def __call__(self, questions: Sequence[Question]) -> dict[str, torch.Tensor]:
         texts = [self.processor.apply_chat_template(messages(q), add_generation_prompt=True) for q in questions]
         own = [pictures_of([question]) for question in questions]
-        return dict(self.processor(text=texts, images=own, padding=True, return_tensors="pt"))
+        shown = own if any(own) else None
+        return dict(self.processor(text=texts, images=shown, padding=True, return_tensors="pt"))
 
 
 def _batches(questions: Sequence[Question]) -> list[Sequence[Question]]:

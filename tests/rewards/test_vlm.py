@@ -117,3 +117,22 @@ def test_checkpoints_that_answer_no_questions_are_refused(folder: Path, tmp_path
 
     with pytest.raises(ValueError, match="has no chat template"):
         QwenInputs(made, None)
+
+
+def test_a_model_that_is_not_qwens_is_asked_through_its_own_processor(tmp_path: Path) -> None:
+    from transformers import AutoProcessor, Idefics3ForConditionalGeneration
+
+    folder = tiny_vlm.save_idefics(tmp_path)
+    vlm = LocalVLM(str(folder), "float32")
+    questions = [[picture(0), "Same?"], [picture(1), picture(2), "Or other?"]]
+    together = vlm.yes_no(questions)
+    assert [a.yes for a in together] == pytest.approx([vlm.yes_no([q])[0].yes for q in questions], abs=1e-5)
+    processor = AutoProcessor.from_pretrained(folder)
+    chat = "<|im_start|>user:<image>Same?<end_of_utterance>\nAssistant:"
+    inputs = processor(text=[chat], images=[[picture(0)]], return_tensors="pt")
+    with torch.no_grad():
+        logits = Idefics3ForConditionalGeneration.from_pretrained(folder).eval()(**inputs).logits[0, -1]
+    own = yes_or_no([(token, logits.log_softmax(-1)[i].item()) for i, token in vlm._words.items()])
+    assert together[0].yes == pytest.approx(own.yes, abs=1e-5)
+    assert vlm.answers(questions, 2) == [vlm.answers([q], 2)[0] for q in questions]
+    assert 0 < vlm.yes_no([["no picture at all"]])[0].yes < 1

@@ -92,3 +92,43 @@ def save(folder: Path) -> Path:
     made.save_pretrained(folder)
     Qwen2VLImageProcessorPil(patch_size=4, min_pixels=16 * 16, max_pixels=32 * 32).save_pretrained(folder)
     return folder
+
+
+PLACES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *PLACES]
+IDEFICS_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}:{% for c in m.content %}"
+    "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+
+def save_idefics(folder: Path) -> Path:
+    """A random Idefics3 with its processor: a model that is not Qwen's."""
+    from transformers import (
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3ImageProcessorPil,
+        Idefics3Processor,
+    )
+
+    made = tokenizer()
+    made.add_special_tokens({"additional_special_tokens": IDEFICS})
+    layers = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text = {**layers, "model_type": "llama", "vocab_size": len(made), "pad_token_id": made.pad_token_id}
+    model = Idefics3ForConditionalGeneration(
+        Idefics3Config(
+            vision_config={**layers, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+            text_config={**text, "num_attention_heads": 4, "num_key_value_heads": 2},
+            image_token_id=made.convert_tokens_to_ids("<image>"),
+            scale_factor=2,
+            pad_token_id=made.pad_token_id,
+        )
+    )
+    randomise(model)
+    model.generation_config.eos_token_id = made.eos_token_id
+    model.generation_config.pad_token_id = made.pad_token_id
+    model.save_pretrained(folder)
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    Idefics3Processor(images, made, image_seq_len=4, chat_template=IDEFICS_TEMPLATE).save_pretrained(folder)
+    return folder
