@@ -31,8 +31,18 @@ MASKED = ("mask2former",)
 SAME_THING = 0.5  # intersection over union above which two boxes of a zero-shot detector are one thing
 PER_CLASS = 16  # most boxes of a class in a picture, as in GenEval
 
-# GenEval's names that COCO's labels have otherwise.
-COCO_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
+# GenEval's names that detectors trained on COCO have otherwise.
+COCO_NAMES = {
+    "computer mouse": "mouse",
+    "tv remote": "remote",
+    "computer keyboard": "keyboard",
+    "motorcycle": "motorbike",
+    "airplane": "aeroplane",
+    "couch": "sofa",
+    "potted plant": "pottedplant",
+    "dining table": "diningtable",
+    "tv": "tvmonitor",
+}
 
 
 class Thing(NamedTuple):
