@@ -22,6 +22,7 @@ from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
 FIXTURES = Path(__file__).parent / "fixtures" / "config"
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
+REFUSED = ("typos.yaml", "types.yaml", "impossible.yaml", "impossible_rollouts.yaml")
 VALID = {
     "model": "{path: org/model}",
     "prompts": "{train: train.txt, eval: eval.txt}",
@@ -54,7 +55,7 @@ def refused(path: Path, overrides: list[str] | None = None) -> ConfigError:
     return caught.value
 
 
-@pytest.mark.parametrize("case", cases("typos.yaml") + cases("types.yaml") + cases("impossible.yaml"))
+@pytest.mark.parametrize("case", [case for name in REFUSED for case in cases(name)])
 def test_refused_with_place_and_advice(case: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path, text_of(case))
     error = refused(path)
@@ -77,6 +78,7 @@ def test_tables_are_as_long_as_promised() -> None:
     assert len(cases("typos.yaml")) >= 30
     assert len(cases("types.yaml")) >= 20
     assert len(cases("impossible.yaml")) >= 20
+    assert len(cases("impossible_rollouts.yaml")) >= 35
 
 
 def test_valid_sections_are_valid(tmp_path: Path) -> None:
@@ -497,7 +499,7 @@ def test_checking_never_imports_torch(tmp_path: Path) -> None:
     """All fixtures and all shipped files, in one fresh interpreter."""
     folder = tmp_path / "cases"
     folder.mkdir()
-    for name in ("typos.yaml", "types.yaml", "impossible.yaml"):
+    for name in REFUSED:
         for index, case in enumerate(cases(name)):
             write(folder, text_of(case.values[0]), f"{name}-{index}.yaml")
     program = """

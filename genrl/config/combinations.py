@@ -1,7 +1,7 @@
 """Combinations of settings that cannot work, refused before anything is loaded.
 
 Each rule is a generator of (keys concerned, what is wrong and what to write instead). Rules look at values only: what
-needs the disk is in `genrl.config.files`.
+needs the disk is in `genrl.config.files`; those of windows and trees are in `genrl.config.rollout_rules`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
+
+from genrl.config.plans import most_micro_batches
+from genrl.config.rollout_rules import rollout_rules
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
@@ -56,7 +59,7 @@ def refuse_impossible(config: Config) -> None:
         _batches,
         _pipeline_args,
         _schedule,
-        _window,
+        rollout_rules,
         _noise,
         _policy,
         _matching,
@@ -81,7 +84,7 @@ def looks_local(path: str) -> bool:
 
 def processes_problem(config: Config, num_processes: int) -> str | None:
     """Why `num_processes` are more than this run can use, in words; None if it can use them."""
-    per_update = config.sampling.micro_batches // config.trainer.updates_per_iteration
+    per_update = most_micro_batches(config) // config.trainer.updates_per_iteration
     if num_processes <= per_update:
         return None
     return (
@@ -93,14 +96,15 @@ def processes_problem(config: Config, num_processes: int) -> str | None:
 def _batches(config: Config) -> Iterator[Finding]:
     sampling, updates = config.sampling, config.trainer.updates_per_iteration
     total, pieces = sampling.images_per_iteration, sampling.micro_batches
-    if sampling.group_size < 2:
+    grows = config.trainer.algorithm == "flow_grpo" and config.trainer.tree is not None  # then trees are shared out
+    if sampling.group_size < 2 and config.trainer.algorithm != "spo":  # whose candidates are compared, not samples
         text = "one sample has nothing to be compared with, so its advantage is 0; use a group of 2 or more"
         yield ("sampling.group_size", "trainer.advantage_scale"), text
     if sampling.batch_size > total:
         sizes = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} = {total} samples"
         text = f"a batch of {sampling.batch_size} is more than {sizes}; use {total} or less"
         yield ("sampling.batch_size", "sampling.prompts_per_iteration", "sampling.group_size"), text
-    if updates > pieces:
+    if updates > pieces and not grows:
         text = f"{total} samples in batches of {sampling.batch_size} are {pieces} micro-batches, too few for {updates}"
         text = f"{text} updates; use {pieces} or less, or a smaller batch"
         yield ("trainer.updates_per_iteration", "sampling.batch_size"), text
@@ -116,6 +120,9 @@ def _pipeline_args(config: Config) -> Iterator[Finding]:
 
 
 def _schedule(config: Config) -> Iterator[Finding]:
+    if config.trainer.algorithm == "spo":
+        yield from _candidates(config)
+        return
     if config.sampling.num_inference_steps > 1:
         return
     keys = ("sampling.num_inference_steps", "trainer.algorithm")
@@ -125,25 +132,17 @@ def _schedule(config: Config) -> Iterator[Finding]:
         yield keys, "all noise levels but the last are trained, and there is only 1; use 2 or more steps (paper: 10)"
 
 
-def _window(config: Config) -> Iterator[Finding]:
-    if config.trainer.algorithm != "flow_grpo" or config.trainer.window is None:
-        return
-    window, steps = config.trainer.window, config.sampling.num_inference_steps
-    last = steps - 1
-    high = last if window.high is None else window.high
-    if high > last:
-        text = f"the last of {steps} steps is never stochastic, so the window must end by {last}; use {last} or null"
-        yield ("trainer.window.high", "sampling.num_inference_steps"), text
-    elif window.low >= high:
-        keys = ("trainer.window.low", "sampling.num_inference_steps" if window.high is None else "trainer.window.high")
-        yield keys, f"the window is empty: it would begin at step {window.low} and end before {high}; lower `low`"
-    elif window.size > high - window.low:
-        text = f"{window.size} steps do not fit between {window.low} and {high}; use {high - window.low} or less"
-        yield ("trainer.window.size", "trainer.window.high", "sampling.num_inference_steps"), text
+def _candidates(config: Config) -> Iterator[Finding]:
+    assert config.trainer.algorithm == "spo"
+    steps, first = config.sampling.num_inference_steps, config.trainer.first
+    fix = f"use {steps - 2} or less" if steps > 1 else "use 2 steps or more"
+    if first > steps - 2:
+        text = f"no step of {steps} is left at which candidates can always be compared; {fix}"
+        yield ("trainer.first", "sampling.num_inference_steps"), text
 
 
 def _noise(config: Config) -> Iterator[Finding]:
-    if config.trainer.algorithm != "flow_grpo":
+    if config.trainer.algorithm == "diffusion_nft":
         return
     kernel, level = config.trainer.kernel, config.trainer.noise_level
     keys = ("trainer.noise_level", "trainer.kernel")

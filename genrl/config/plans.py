@@ -5,6 +5,7 @@ A window that is drawn at random is drawn in `genrl.diffusion.plans`; what can b
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,6 +73,22 @@ def splits(tree: Tree | None, window: range | None) -> tuple[int, ...]:
     if window is None:
         raise ValueError(f"at: {tree.at} needs a window; give one, or the steps that branch")
     return tuple(window) if tree.at == "window" else (window[0],)
+
+
+def most_splits(tree: Tree, window: Window | None) -> int:
+    """Steps that branch, in the iteration that has most of them."""
+    if isinstance(tree.at, tuple):
+        return len(tree.at)
+    return window.size if tree.at == "window" and window is not None else 1
+
+
+def most_micro_batches(config: Config) -> int:
+    """What processes and updates can share: micro-batches, or the trees that these can be cut into."""
+    trainer = config.trainer
+    if trainer.algorithm != "flow_grpo" or trainer.tree is None:
+        return config.sampling.micro_batches
+    leaves = math.prod([trainer.tree.ways] * most_splits(trainer.tree, trainer.window))
+    return config.sampling.images_per_iteration // leaves
 
 
 def stochastic_steps(settings: FlowGRPO, window: range | None, *, steps: int) -> tuple[int, ...]:
