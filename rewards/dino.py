@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from rewards.torchvision_compat import ensure
@@ -20,7 +19,7 @@ import transformers  # noqa: E402
 
 from rewards.checkpoints import pretrained, torch_dtype  # noqa: E402
 from rewards.contract import nearest  # noqa: E402
-from rewards.pixels import crop_to, frames, mean_over_frames, normalise  # noqa: E402
+from rewards.pixels import crop_to, frames, from_pil, mean_over_frames, normalise  # noqa: E402
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -140,8 +139,7 @@ class DinoSimilarity:
 
     @torch.no_grad()
     def _reference(self, picture: Image) -> Features:
-        levels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
-        return self.dino.features(levels.float() / 255)
+        return self.dino.features(from_pil(picture))
 
     def _similar(self, pictures: torch.Tensor, references: list[Features]) -> tuple[torch.Tensor, torch.Tensor]:
         found = self.dino.features(pictures)

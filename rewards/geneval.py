@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from PIL import Image as Images
 
@@ -14,7 +13,7 @@ from rewards.clip_model import ClipScorer
 from rewards.contract import nearest, to_pil
 from rewards.detection import Detector, Thing
 from rewards.geneval_check import COLOURS, Box, Verdict, check
-from rewards.pixels import frames, mean_over_frames
+from rewards.pixels import frames, from_pil, mean_over_frames
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,7 +36,7 @@ class ColourClassifier:
         if not things:
             return []
         crops = [crop(picture, thing) for thing in things]
-        embeds = [self.clip.embed_images(_tensor(c)) for c in crops]
+        embeds = [self.clip.embed_images(from_pil(c)) for c in crops]
         similar = torch.nn.functional.normalize(torch.cat(embeds).float(), dim=-1) @ self._classes(name).T
         return [COLOURS[i] for i in similar.argmax(1).tolist()]
 
@@ -138,7 +137,3 @@ def _check_row(include: Any) -> None:
             )
     if not rows:
         raise ValueError(f"geneval: the column 'include' must hold a list of what is asked, not {include!r}")
-
-
-def _tensor(picture: Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255

@@ -94,10 +94,7 @@ class Judge:
         self.vlm.to(device)
 
     def __call__(self, pil_images: Sequence[Any], prompts: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
-        questions = [
-            [*shown(pictures), templates.put(self.question, "{prompt}", prompt)]
-            for pictures, prompt in zip(pil_images, prompts, strict=True)
-        ]
+        questions = about(self.question, pil_images, prompts)
         if self.mode == "score":
             return [parse_score(a, "Score", 0, 10) / 10 for a in self.vlm.answers(questions, self.max_tokens)], {}
         answers = self.vlm.yes_no(questions)
@@ -148,6 +145,12 @@ class EditJudge:
         }
         columns = zip(read["following"], read["keeping"], read["natural"], read["clean"], strict=True)
         return [edit_score((f, k), (n, c)) for f, k, n, c in columns], read
+
+
+def about(text: str, pil_images: Sequence[Any], prompts: Sequence[str]) -> list[Question]:
+    """A question for each sample: its picture, or its frames in order, and the text with its prompt."""
+    rows = zip(pil_images, prompts, strict=True)
+    return [[*shown(pictures), templates.put(text, "{prompt}", prompt)] for pictures, prompt in rows]
 
 
 def shown(pictures: Any) -> list[Image]:

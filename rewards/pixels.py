@@ -7,10 +7,20 @@ moves the model's input by up to 2 standard deviations.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def from_pil(picture: Image) -> torch.Tensor:
+    """A PIL RGB picture as float32 [1, 3, H, W] in [0, 1]."""
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
 
 
 def frames(images: torch.Tensor) -> torch.Tensor:

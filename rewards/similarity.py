@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from rewards.contract import nearest
-from rewards.pixels import frames, mean_over_frames, resize
+from rewards.pixels import frames, from_pil, mean_over_frames, resize
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -45,7 +44,7 @@ class Similarity:
     def __call__(self, images: torch.Tensor, reference_images: Sequence[Image]) -> torch.Tensor:
         pictures = frames(images).to(self.device)
         height, width = pictures.shape[-2:]
-        references = torch.cat([resize(_tensor(r), height, width).clamp(0, 1) for r in reference_images])
+        references = torch.cat([resize(from_pil(r), height, width).clamp(0, 1) for r in reference_images])
         references = references.to(pictures).repeat_interleave(len(pictures) // len(references), 0)
         return mean_over_frames(self._alike(pictures, references), images).to(images.device)
 
@@ -71,7 +70,3 @@ def _lpips(device: str) -> Any:
     except OSError as error:
         raise ValueError(f"similarity: the weights of AlexNet for 'lpips' cannot be had (offline?): {error}") from error
     return metric.eval().requires_grad_(False).to(device)
-
-
-def _tensor(picture: Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255

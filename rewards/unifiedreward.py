@@ -8,7 +8,7 @@ from typing import Any
 
 from rewards import templates
 from rewards.contract import nearest
-from rewards.judge import parse_score, shown
+from rewards.judge import about, parse_score
 from rewards.vlm import open_vlm
 
 MODEL = "CodeGoat24/UnifiedReward-qwen-7b"
@@ -60,10 +60,7 @@ class UnifiedReward:
         self.vlm.to(device)
 
     def __call__(self, pil_images: Sequence[Any], prompts: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
-        questions = [
-            [*shown(pictures), templates.put(self.question, "{prompt}", prompt)]
-            for pictures, prompt in zip(pil_images, prompts, strict=True)
-        ]
+        questions = about(self.question, pil_images, prompts)
         answers = self.vlm.answers(questions, TOKENS[self.scores])
         if self.scores == "final":
             return [(final_score(answer) - 1) / 4 for answer in answers], {}

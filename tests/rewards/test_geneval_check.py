@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +14,8 @@ from rewards.geneval_check import Box, check, relations
 
 
 @pytest.fixture(scope="module")
-def golden_geneval() -> dict[str, Any]:
-    root = Path(__file__).resolve().parents[2]
-    path = Path(os.environ.get("GENRL_GOLDEN", root.parent / "shared" / "golden")) / "rewards_geneval.json"
-    if not path.exists():
-        pytest.skip(f"golden numbers not found at {path} (set GENRL_GOLDEN to their folder)")
-    return json.loads(path.read_text(encoding="utf-8"))
+def golden_geneval(golden_json: Callable[[str], Any]) -> dict[str, Any]:
+    return golden_json("rewards_geneval")
 
 
 def test_verdicts_equal_the_golden_ones(golden_geneval: dict[str, Any]) -> None:

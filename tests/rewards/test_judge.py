@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,8 @@ from rewards.unifiedreward import axis_scores, final_score
 
 
 @pytest.fixture(scope="module")
-def golden_judge() -> dict[str, Any]:
-    root = Path(__file__).resolve().parents[2]
-    path = Path(os.environ.get("GENRL_GOLDEN", root.parent / "shared" / "golden")) / "rewards_judge.json"
-    if not path.exists():
-        pytest.skip(f"golden numbers not found at {path} (set GENRL_GOLDEN to their folder)")
-    return json.loads(path.read_text(encoding="utf-8"))
+def golden_judge(golden_json: Callable[[str], Any]) -> dict[str, Any]:
+    return golden_json("rewards_judge")
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-import json
 import math
-import os
 import shutil
 import string
 import sys
 import types
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,13 +27,8 @@ CAPITALS = string.ascii_uppercase
 
 
 @pytest.fixture(scope="module")
-def golden_text() -> dict[str, Any]:
-    root = Path(__file__).resolve().parents[2]
-    folder = Path(os.environ.get("GENRL_GOLDEN", root.parent / "shared" / "golden"))
-    path = folder / "rewards_ocr_text.json"
-    if not path.exists():
-        pytest.skip(f"golden numbers not found at {path} (set GENRL_GOLDEN to their folder)")
-    return json.loads(path.read_text(encoding="utf-8"))
+def golden_text(golden_json: Callable[[str], Any]) -> dict[str, Any]:
+    return golden_json("rewards_ocr_text")
 
 
 @pytest.fixture(scope="module")

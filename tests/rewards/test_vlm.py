@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,15 @@ def vlm(folder: Path) -> LocalVLM:
     return LocalVLM(str(folder), "float32")
 
 
-def golden(name: str) -> Any:
-    root = Path(__file__).resolve().parents[2]
-    path = Path(os.environ.get("GENRL_GOLDEN", root.parent / "shared" / "golden")) / name
-    if not path.exists():
-        pytest.skip(f"golden numbers not found at {path} (set GENRL_GOLDEN to their folder)")
-    return path
+Golden = Callable[[str], np.lib.npyio.NpzFile]
 
 
 def picture(seed: int, size: tuple[int, int] = (30, 40)) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
 
 
-def test_yes_and_no_are_summed_over_spellings_as_in_the_golden_columns() -> None:
-    for case in json.loads(golden("rewards_judge.json").read_text(encoding="utf-8"))["yes_no"]:
+def test_yes_and_no_are_summed_over_spellings_as_in_the_golden_columns(golden_json: Callable[[str], Any]) -> None:
+    for case in golden_json("rewards_judge")["yes_no"]:
         answer = yes_or_no([(token, value) for token, value in case["top_logprobs"]])
         assert answer.mass == pytest.approx(case["answer_mass"], abs=1e-9)
         if case["recommended"] is None:
@@ -52,8 +47,8 @@ def test_yes_and_no_are_summed_over_spellings_as_in_the_golden_columns() -> None
             assert answer.yes == pytest.approx(case["recommended"], abs=1e-9)
 
 
-def test_pictures_are_resized_as_in_the_golden_geometry() -> None:
-    data = np.load(golden("rewards_preprocess.npz"), allow_pickle=False)
+def test_pictures_are_resized_as_in_the_golden_geometry(golden: Golden) -> None:
+    data = golden("rewards_preprocess")
     for row in json.loads(str(data["geometry_json"])):
         for factor, column in ((28, "qwen2vl_256x28x28"), (32, "factor32_256x32x32")):
             pixels = 256 * factor * factor
