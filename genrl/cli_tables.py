@@ -57,19 +57,20 @@ def _plan_table(config: Config, found: Any) -> Table:
     sampling = config.sampling
     table = Table(title="one iteration", title_justify="left", show_header=False)
     step = f" x {found.guidance} (guidance)" if found.guidance > 1 else ""
+    moves = " on average" if getattr(config.trainer, "window", None) is not None else ""
     table.add_row(
         "samples", f"{found.images:,}", f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} each"
     )
     table.add_row("micro-batches", f"{found.micro_batches:,}", f"of {sampling.batch_size} samples")
+    calls = _count(found.sample_calls / found.guidance / found.images)
     table.add_row(
-        "model calls, sampling",
-        f"{found.sample_calls:,}",
-        f"{found.images} samples x {sampling.num_inference_steps} steps{step}",
+        "model calls, sampling", _count(found.sample_calls), f"{found.images} samples x {calls} each{step}{moves}"
     )
     table.add_row(
         "model calls, training",
-        f"{found.train_calls:,}",
-        f"{found.trained_steps} trained steps per sample; {found.backward_calls:,} with gradient cost about 3 times",
+        _count(found.train_calls),
+        f"{_count(found.trained_steps)} trained steps{moves}; {_count(found.backward_calls)} with gradient cost about "
+        "3 times",
     )
     trainer = config.trainer
     table.add_row("optimiser steps", f"{trainer.updates_per_iteration * trainer.inner_epochs:,}", "")
@@ -79,6 +80,11 @@ def _plan_table(config: Config, found: Any) -> Table:
     table.add_row("evaluations", f"{found.evaluations:,}", calls if found.evaluations else "off")
     table.add_row("model calls of the run", f"{found.total_calls(config.iterations):,}", "forward, counted per sample")
     return table
+
+
+def _count(number: float) -> str:
+    """With one decimal where it is the mean of a window that moves."""
+    return f"{round(number, 1):,}".removesuffix(".0")
 
 
 def _component_table(components: Sequence[Any]) -> Table:

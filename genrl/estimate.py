@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from genrl.config.candidates import candidate_plan
 from genrl.config.files import read_json
+from genrl.config.plans import Round, roots_together, rounds
 from genrl.config.schema import ATTENTION_LAYERS, Config
 
 DENOISERS = ("transformer", "transformer_2", "unet")
@@ -47,18 +49,18 @@ class Component:
 
 @dataclass(frozen=True)
 class Plan:
-    """One iteration, and the whole run."""
+    """One iteration (the mean over all), and the whole run."""
 
     images: int
     micro_batches: int
-    trained_steps: int
+    trained_steps: float
     """Denoising steps, or noise levels, trained per sample."""
     guidance: int
     """Model calls per guided step: 1 or 2."""
-    sample_calls: int
-    train_calls: int
+    sample_calls: float
+    train_calls: float
     """Forward calls in training, those without gradient included."""
-    backward_calls: int
+    backward_calls: float
     optimizer_steps: int
     evaluations: int
     evaluation_calls: int
@@ -66,45 +68,67 @@ class Plan:
 
     def total_calls(self, iterations: int) -> int:
         """Forward model calls of the run."""
-        return iterations * (self.sample_calls + self.train_calls) + self.evaluations * self.evaluation_calls
+        return round(iterations * (self.sample_calls + self.train_calls)) + self.evaluations * self.evaluation_calls
 
 
 def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
-    """Closed-form cost of `config`; `components` tell whether guidance is an input of the model or a second call."""
+    """Closed-form cost of `config`; `components` tell whether guidance is an input of the model or a second call.
+
+    Of windows and trees that move it is the mean over the run's iterations, where they are drawn at random the
+    expectation. What depends on the scores (pruned widths, contrasted or undecided samples) is counted as trained.
+    """
     sampling, trainer, evaluation = config.sampling, config.trainer, config.evaluation
     images, steps = sampling.images_per_iteration, sampling.num_inference_steps
-    if trainer.algorithm == "flow_grpo":
-        trained = trainer.window.size if trainer.window else steps - 1
-        train_guidance = trainer.guidance_in_training
-        forwards = 2 if trainer.kl_weight > 0 else 1  # the policy, and the reference for its KL
-    else:
-        trained = trainer.timesteps_per_sample or steps - 1
-        train_guidance = True
-        forwards = 3 if trainer.kl_weight > 0 else 2  # the policy, the old one, and the reference for its KL
     guidance = _guidance(sampling.guidance_scale, sampling.pipeline_args, components)
-    trained_calls = images * trained * trainer.inner_epochs * (guidance if train_guidance else 1)
-    extra = 0
-    if not train_guidance:  # the samples' log-probabilities without guidance, once before the first update
-        extra = images * trained
-    elif trainer.algorithm == "diffusion_nft" and trainer.old_policy_decay == "none":
-        # Until the first update the old policy is the present one, and its call is saved.
-        first = min(images, sampling.batch_size * (sampling.micro_batches // trainer.updates_per_iteration))
-        extra = -first * trained * guidance
+    train_guidance, pieces = guidance, sampling.micro_batches
+    drawn, extra = float(images * steps), 0.0
+    if trainer.algorithm == "flow_grpo":
+        trains = rounds(config, trainer)
+        drawn = _mean(config, trains, lambda one: one.plan.calls)
+        trained = _mean(config, trains, lambda one: len(one.trained)) / sampling.prompts_per_iteration
+        replayed = _mean(config, trains, lambda one: one.plan.training_calls(one.trained))
+        forwards = 2 if trainer.kl_weight > 0 else 1  # the policy, and the reference for its KL
+        if not trainer.guidance_in_training:  # log-probabilities without guidance, once before the first update
+            train_guidance, extra = 1, replayed
+        if trainer.layer_tuning is not None and trainer.layer_tuning.target == "best_path":
+            extra += _mean(config, trains, lambda one: len(one.trained)) * train_guidance
+        if trainer.tree is not None:
+            first = trains[0].plan
+            pieces = math.ceil(first.roots * sampling.prompts_per_iteration / roots_together(config, first, 1))
+    elif trainer.algorithm == "spo":
+        crawl = candidate_plan(sampling, trainer, last=trainer.kernel == "ddim")
+        drawn, trained = float(images * crawl.calls), float(len(crawl.splits))
+        replayed, forwards = images * trained, 2  # at most, where every comparison counts: the policy and the reference
+    else:
+        trained = float(trainer.timesteps_per_sample or steps - 1)
+        replayed = images * trained
+        forwards = 3 if trainer.kl_weight > 0 else 2  # the policy, the old one, and the reference for its KL
+        if trainer.old_policy_decay == "none":
+            # Until the first update the old policy is the present one, and its call is saved.
+            until = min(images, sampling.batch_size * (pieces // trainer.updates_per_iteration))
+            extra = -until * trained * guidance
+    with_gradient = replayed * trainer.inner_epochs * train_guidance
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     eval_steps = evaluation.num_inference_steps or steps
     every = evaluation.every
     return Plan(
         images=images,
-        micro_batches=sampling.micro_batches,
+        micro_batches=pieces,
         trained_steps=trained,
         guidance=guidance,
-        sample_calls=images * steps * guidance,
-        train_calls=trained_calls * forwards + extra,
-        backward_calls=trained_calls,
+        sample_calls=drawn * guidance,
+        train_calls=with_gradient * forwards + extra,
+        backward_calls=with_gradient,
         optimizer_steps=config.optimizer_steps,
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
         evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, sampling.pipeline_args, components),
     )
+
+
+def _mean(config: Config, trains: Sequence[Round], count: Callable[[Round], int]) -> float:
+    """Of what is counted per prompt, the mean over the run's iterations, of all prompts of one."""
+    per_prompt = math.fsum(one.share * count(one) for one in trains)
+    return round(config.sampling.prompts_per_iteration * per_prompt, 6)
 
 
 def _guidance(scale: float | None, pipeline_args: Mapping[str, Any], components: tuple[Component, ...]) -> int:
@@ -224,7 +248,9 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
 def _snapshots(config: Config) -> list[str]:
     names = ["average (ema)"] if config.ema is not None else []
     names += ["old policy"] if config.trainer.algorithm == "diffusion_nft" else []
-    if config.model.lora is None and config.trainer.kl_weight > 0:
+    if config.trainer.algorithm == "spo":
+        names += ["reference"] if config.model.lora is None else []
+    elif config.model.lora is None and config.trainer.kl_weight > 0:
         names.append("reference (kl_weight above 0)")  # with adapters it is the model without them
     return names
 

@@ -5,6 +5,7 @@ from genrl.config.files import check_files
 from genrl.config.loading import dump, json_schema, load, load_located
 from genrl.config.schema import (
     EMA,
+    SPO,
     Checkpoint,
     Config,
     Contrast,
@@ -26,6 +27,7 @@ from genrl.config.schema import (
 
 __all__ = [
     "EMA",
+    "SPO",
     "Checkpoint",
     "Config",
     "ConfigError",

@@ -163,3 +163,20 @@ def rounds(config: Config, settings: FlowGRPO) -> list[Round]:
         trained = unpruned_steps(stochastic_steps(settings, place, steps=steps), depths)
         result.append(Round(share / whole, first[place, depths], plans[place], trained))
     return result
+
+
+def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> int:
+    """Roots in a micro-batch: as many as fit into one model call, but every process and update needs some.
+
+    Of independent samples `sampling.batch_size`, whatever the number of processes: then the pictures are the same for
+    any number. Trees begin with fewer states than they end with, so there the rows of later calls, which are cut to
+    `batch_size`, depend on the number of processes, and so do pictures by rounding.
+    """
+    if not plan.splits:
+        return config.sampling.batch_size
+    roots = plan.roots * config.sampling.prompts_per_iteration
+    shares = num_processes * config.trainer.updates_per_iteration
+    together = math.ceil(roots / shares)
+    if math.ceil(roots / together) < shares:  # 5 roots in twos are 3 micro-batches, too few for 4
+        together = roots // shares
+    return max(1, min(config.sampling.batch_size, together))

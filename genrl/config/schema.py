@@ -20,6 +20,7 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]  # in [0, 1)
+Margin = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]  # in (0, 1)
 Share = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]  # in (0, 1]
 Ways = Annotated[int, Field(strict=True, ge=2)]
 Text = Annotated[str, Field(strict=True, min_length=1, max_length=1000)]
@@ -331,6 +332,31 @@ class DiffusionNFT(Section):
     """Passes over the samples of one iteration (paper: 1)."""
 
 
+class SPO(Section):
+    """Preferences between candidates for one next state (arXiv 2406.04314), judged by the configured rewards."""
+
+    algorithm: Literal["spo"] = "spo"
+    """Which trainer."""
+    kernel: Kernel = "ddim"
+    """Transition density of the steps; ddim is for epsilon- and v-prediction models, the others for flows."""
+    noise_level: NonNegative | None = 1.0
+    """Noise of the kernel (ddim eta 1, flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, flow_ddim eta 1); wan_sde: null."""
+    candidates: Ways = 4
+    """Next states drawn at each compared step, of which one goes on (SPO: 4 on SD 1.5, 2 on SDXL)."""
+    first: Whole = 4
+    """First step at which candidates are compared (SPO: 4 of 20)."""
+    threshold: Fraction = 0.3
+    """A comparison counts if tanh(half the difference of best and worst total reward) is above this (SPO: 0.3)."""
+    beta: Positive = 10.0
+    """Sharpness of the preference loss (SPO: 10)."""
+    clip_range: Margin = 0.1
+    """Ratio to the model before training kept in 1 - c .. 1 + c; outside there is no gradient (SPO: 0.1)."""
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch; at most the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the pairs of one iteration."""
+
+
 class Optimizer(Section):
     """AdamW and its schedule."""
 
@@ -368,6 +394,10 @@ class Evaluation(Section):
     """Denoising steps; null = sampling.num_inference_steps (Flow-GRPO on SD3.5: 40)."""
     guidance_scale: NonNegative | None = None
     """Guidance; null = sampling.guidance_scale."""
+    height: Count | None = None
+    """Pixels; null = sampling.height (PaCo-GRPO trains at a lower resolution than it is judged at)."""
+    width: Count | None = None
+    """Pixels; null = sampling.width."""
     batch_size: Count | None = None
     """Samples per call of the denoiser; null = sampling.batch_size."""
     seed: Whole = 1234
@@ -405,7 +435,7 @@ class Config(Section):
     """What is rewarded: a list of {name, weight, args}; the weighted sum is trained on."""
     sampling: Sampling = Sampling()
     """How samples are drawn."""
-    trainer: Annotated[FlowGRPO | DiffusionNFT, Field(discriminator="algorithm")]
+    trainer: Annotated[FlowGRPO | DiffusionNFT | SPO, Field(discriminator="algorithm")]
     """Which algorithm, and its settings."""
     optimizer: Optimizer = Optimizer()
     """AdamW and its schedule."""

@@ -10,14 +10,15 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-import rewards
-from genrl.config import Config
+from genrl.config import Config, Evaluation
 from genrl.diffusion.policy import Batch, Policy
-from genrl.diffusion.rollout import Rollouts, Scored, call_arguments, score, to_bytes
+from genrl.diffusion.rollout import Rollouts, call_arguments, to_bytes
+from genrl.diffusion.scoring import Scored, Scorers, score
 from genrl.prompts import Prompt
 from genrl.runtime import pictures
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.run import Run
+from rewards import compose
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,7 @@ class Evaluated:
 def evaluate(
     policy: Policy,
     prompts: Sequence[Prompt],
-    scorers: Mapping[str, rewards.Reward],
-    weights: Mapping[str, float],
+    scorers: Scorers,
     sampling: Mapping[str, Any],
     *,
     batch_size: int,
@@ -75,19 +75,23 @@ def evaluate(
             pieces.append((rows, images))
         advance(len(rows) * num_processes)
     scored = score(scorers, pieces, prompts, list(range(len(prompts))), beat)
-    by_label = {label: values.tolist() for label, values in scored.values.items()}
-    total = torch.tensor(rewards.weighted_sum(by_label, weights), dtype=torch.float64)
+    total = compose.evaluate(scored.values, scorers.components)
     shown = [(r, to_bytes(image)) for rows, images in pieces for r, image in zip(rows, images, strict=True)]
     gathered = sorted(gather_object([(r, image) for r, image in shown if r < num_pictures]), key=lambda item: item[0])
     return Evaluated(scored, total, [p.text for p in prompts], [image.float() / 255 for _, image in gathered])
+
+
+def evaluation_arguments(settings: Evaluation) -> dict[str, Any]:
+    """Arguments of the pipeline call in evaluation that are not those of the rollouts."""
+    named = {name: getattr(settings, name) for name in ("num_inference_steps", "guidance_scale", "height", "width")}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def evaluate_held_out(
     config: Config,
     policy: Policy,
     prompts: Sequence[Prompt],
-    scorers: Mapping[str, rewards.Reward],
-    weights: Mapping[str, float],
+    scorers: Scorers,
     *,
     process: int,
     num_processes: int,
@@ -96,16 +100,11 @@ def evaluate_held_out(
 ) -> Evaluated:
     """`evaluate` as the configuration of a run says."""
     settings = config.evaluation
-    named = {
-        "num_inference_steps": settings.num_inference_steps,
-        "guidance_scale": settings.guidance_scale,
-    }
     return evaluate(
         policy,
         prompts,
         scorers,
-        weights,
-        call_arguments(config.sampling) | {name: value for name, value in named.items() if value is not None},
+        call_arguments(config.sampling) | evaluation_arguments(settings),
         batch_size=settings.batch_size or config.sampling.batch_size,
         seed=settings.seed,
         num_pictures=settings.grid_prompts,

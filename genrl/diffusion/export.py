@@ -87,8 +87,8 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
         found = policy.roll_out(probe, stop=stop).final
     finally:
         for denoiser in policy.denoisers.values():
-            denoiser.delete_adapters(_RELOADED)
             denoiser.set_adapter(ADAPTER)
+            denoiser.delete_adapters(_RELOADED)
     # Equal bits in float32 on a CPU; a pipeline in lower precision holds the reloaded adapter rounded to it.
     tolerance = max(1e-5, 4 * torch.finfo(policy.denoiser.dtype).eps) * float(wanted.abs().max())
     difference = float((wanted - found).abs().max())

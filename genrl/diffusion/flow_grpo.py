@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config import Contrast, FlowGRPO
+from genrl.config import SPO, Contrast, FlowGRPO
 from genrl.config import Tree as TreeSettings
 from genrl.diffusion.edges import Edges, independent_edges, progress_table, tree_edges
 from genrl.diffusion.forest import Piece, roll_out
@@ -131,7 +131,7 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
     return meter.result()
 
 
-def choose_kernel(session: Session, settings: FlowGRPO, plan: SamplingPlan) -> Kernel:
+def choose_kernel(session: Session, settings: FlowGRPO | SPO, plan: SamplingPlan) -> Kernel:
     """The configured transition. Raises ValueError where it is not one for what the model predicts."""
     is_flow = session.policy.head.parametrisation == "flow"
     if is_flow == (settings.kernel == "ddim"):
@@ -164,7 +164,9 @@ def estimate(
         rewards = torch.where(advantages != 0, rewards, torch.nan)  # the others have no part in what is above them
     log_probs = torch.full((plan.steps, rollouts.num_samples), torch.nan)
     if settings.tree.credit != "mean":
-        log_probs = session.gather_edges(rollouts, log_probs)
+        pieces = [piece for micro_batch in rollouts.mine.values() for piece in micro_batch.pieces]
+        mine = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
+        log_probs = session.gather(mine, log_probs)
     edges = tree_edges(
         settings.tree, tree, plan, trained, rewards, advantages, log_probs,
         clip=settings.advantage_clip, iteration=iteration, iterations=config.iterations,

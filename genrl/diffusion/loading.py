@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Iterable
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
 
 from genrl.config import Model, Sampling
 from genrl.config.combinations import OURS
@@ -15,6 +18,9 @@ from genrl.config.combinations import OURS
 
 def load_pipeline(model: Model) -> DiffusionPipeline:
     """The pipeline as diffusers loads it, from a folder or the hub; ValueError naming the key where it cannot."""
+    if not sys.stderr.isatty():  # bars are for people; in a log they are clutter
+        diffusers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
     try:
         return DiffusionPipeline.from_pretrained(
             model.path,

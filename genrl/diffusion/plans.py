@@ -6,12 +6,12 @@ random number is in `genrl.config.plans`.
 
 from __future__ import annotations
 
-import math
-
 from genrl.config import Config, FlowGRPO
-from genrl.config.plans import fixed_window, plan_of, stochastic_steps, window_end
+from genrl.config.plans import fixed_window, plan_of, roots_together, stochastic_steps, window_end
 from genrl.mdp.plan import SamplingPlan
 from genrl.mdp.schedules import geometric_window, window_steps
+
+__all__ = ["roots_together", "sampling_plan", "trained_steps", "window_of"]
 
 
 def window_of(config: Config, settings: FlowGRPO, iteration: int) -> range | None:
@@ -36,20 +36,3 @@ def trained_steps(config: Config, settings: FlowGRPO, iteration: int) -> tuple[i
 def sampling_plan(config: Config, settings: FlowGRPO, iteration: int) -> SamplingPlan:
     """How the group of one prompt is drawn in this iteration."""
     return plan_of(config.sampling, settings, window_of(config, settings, iteration))
-
-
-def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> int:
-    """Roots in a micro-batch: as many as fit into one model call, but every process and update needs some.
-
-    Of independent samples `sampling.batch_size`, whatever the number of processes: then the pictures are the same for
-    any number. Trees begin with fewer states than they end with, so there the rows of later calls, which are cut to
-    `batch_size`, depend on the number of processes, and so do pictures by rounding.
-    """
-    if not plan.splits:
-        return config.sampling.batch_size
-    roots = plan.roots * config.sampling.prompts_per_iteration
-    shares = num_processes * config.trainer.updates_per_iteration
-    together = math.ceil(roots / shares)
-    if math.ceil(roots / together) < shares:  # 5 roots in twos are 3 micro-batches, too few for 4
-        together = roots // shares
-    return max(1, min(config.sampling.batch_size, together))

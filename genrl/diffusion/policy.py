@@ -148,7 +148,11 @@ class Trajectory:
     """The full schedule, float32 [T + 1] (diffusion: timesteps [T])."""
     stop: int
     """The step after the last one run."""
+    initial: Tensor
+    """The state before the first step run, float32 [B, ...]."""
     children: Children | None = None
+    predicted: Tensor | None = None
+    """The clean sample predicted at the last step run, where asked for: float32 [B, ...]."""
 
     def rows(self, index: int) -> Tensor | None:
         """Row of the state that each action of this step was drawn from, where they are not one to one."""
@@ -290,27 +294,34 @@ class Policy:
         stop: int | None = None,
         state: Tensor | None = None,
         children: Children | None = None,
+        predict: bool = False,
     ) -> Trajectory:
         """Run steps [start, stop) of the schedule, from `state` (x_start, float32 [B, ...]) or from fresh noise.
 
         Steps in `stochastic` are drawn from the kernel and recorded; all others are Euler (DDIM, eta 0) steps. A
         step whose transition has no variance is never recorded: the last one of flow_cps and flow_ddim. That of the
         SDE kernels has one, and is deterministic only because trainers leave it out of `stochastic`. With `children`
-        the last step branches: each is drawn from its row's transition, and the call is left there.
+        the last step branches: each is drawn from its row's transition, and the call is left there. With `predict` the
+        trajectory holds the clean sample that the last step's model output stands for.
         """
         states: dict[int, Tensor] = {}
         next_states: dict[int, Tensor] = {}
         log_probs: dict[int, Tensor] = {}
+        initial: Tensor | None = None
         final: Tensor | None = state
+        predicted: Tensor | None = None
         seen = 0
 
         def on_step(step: Step) -> Tensor:
-            nonlocal final, seen
+            nonlocal initial, final, predicted, seen
+            initial = step.state if seen == 0 else initial
             seen += 1
             i = step.index
             self._check_shape(step)
             transition = self._transition(step, kernel if i in stochastic else ODE)
             final = transition.mean
+            if predict:
+                predicted = self._predicted_clean(step)
             branching = children if stop is not None and i == stop - 1 else None
             if i in stochastic and bool((transition.std > 0).all()):
                 if branching is not None:
@@ -330,13 +341,15 @@ class Policy:
         self._call(batch, Request(start, stop, on_step=on_step), state=state)
         length = len(self.head.full_timesteps)
         end = length if stop is None else stop
-        if seen != end - start or final is None:
+        if seen != end - start or initial is None or final is None:
             raise ValueError(
                 f"{type(self.pipe).__name__} made {seen} denoising steps where {end - start} of its {length} were "
                 "asked for: it does not run one step per timestep, or cuts the schedule itself, and cannot be replayed"
             )
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
-        return Trajectory(batch, kernel, states, next_states, log_probs, final, sigmas, end, children)
+        return Trajectory(
+            batch, kernel, states, next_states, log_probs, final, sigmas, end, initial, children, predicted
+        )
 
     def replay(self, trajectory: Trajectory, index: int, batch: Batch | None = None) -> Replayed:
         """Step `index` of a trajectory under the current parameters; on-policy, `log_prob` equals the recorded one.
@@ -414,6 +427,11 @@ class Policy:
         return kernel.transition(
             step, self.head.parametrisation, self.prediction_type, self.head.clip_range, self.head.threshold
         )
+
+    def _predicted_clean(self, step: Step) -> Tensor:
+        """x_0 as this step's model output has it: the deterministic step to where there is no noise."""
+        noiseless = torch.full_like(step.sigma_next, 0.0 if self.head.parametrisation == "flow" else 1.0)
+        return self._transition(replace(step, sigma_next=noiseless), ODE).mean
 
     def _takes_timesteps(self, batch: Batch, state: Tensor, sigma: Tensor) -> bool:
         """Whether the pipeline takes one timestep per sample under these settings: found once for each, by trying."""

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from genrl.config import Config, DiffusionNFT, FlowGRPO
+from genrl.config import SPO, Config, DiffusionNFT, FlowGRPO
 from genrl.config import load as load_config
 from genrl.diffusion.flow_grpo import reference_kl
 from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Batch, Children, Kernel, Policy, Trajectory
+from genrl.diffusion.spo import pair_of, preference
 from genrl.diffusion.weights import Weights
 from genrl.objectives.matching import diffusion_nft_loss
 from genrl.objectives.policy_losses import clipped_surrogate, kl_velocity
@@ -68,7 +69,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
         offload_text_encoders=config.model.offload_text_encoders,
     )
     weights = Weights(policy.denoisers, config.model.lora, seed=config.seed)
-    if not weights.is_lora and config.trainer.kl_weight > 0:
+    if not weights.is_lora and (isinstance(config.trainer, SPO) or config.trainer.kl_weight > 0):
         weights.snapshot("reference")
     source = _put_weights(weights, dump, found)
     if config.model.gradient_checkpointing:
@@ -116,6 +117,8 @@ def _put_weights(weights: Weights, dump: Dump, run: Run) -> str:
 def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given: Tensors) -> Tensors:
     """The micro-batch's loss, as its trainer computes it, and what comes before it."""
     trainer, reference = config.trainer, None
+    if isinstance(trainer, SPO):
+        return pair_loss(trainer, policy, batch, given)
     counts = given["advantage"] != 0
     if isinstance(trainer, FlowGRPO):
         i = int(given["step"])
@@ -123,7 +126,9 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
         states = {i: given["state"]}
         children = Children(given["rows"], []) if "rows" in given else None
         next_state = given["next_state"]
-        trajectory = Trajectory(batch, kernel, states, {i: next_state}, {}, next_state, torch.empty(0), i + 1, children)
+        trajectory = Trajectory(
+            batch, kernel, states, {i: next_state}, {}, next_state, torch.empty(0), i + 1, given["state"], children
+        )
         if trainer.kl_weight > 0:
             with torch.no_grad(), weights.reference():
                 reference = policy.replay(trajectory, i)
@@ -152,6 +157,17 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
         loss = loss + trainer.kl_weight * kl
         made["kl"] = kl
     return made | {"loss": loss * counts * given.get("weight", torch.ones_like(loss))}
+
+
+def pair_loss(trainer: SPO, policy: Policy, batch: Batch, given: Tensors) -> Tensors:
+    """The same of SPO."""
+    pair = given["next_state"].unflatten(0, (-1, 2))
+    both = torch.arange(2).expand(len(pair), 2)
+    kernel = Kernel(trainer.kernel, trainer.noise_level or 0.0)
+    new = policy.replay(pair_of(batch, kernel, int(given["step"]), given["state"], pair, both), int(given["step"]))
+    out = preference(trainer, new.log_prob.view(-1, 2), given["reference_log_prob"])
+    return {"model_output": new.model_output, "mean": new.mean, "std": new.std, "log_prob": new.log_prob,
+            "loss": given["weight"] * out.loss}  # fmt: skip
 
 
 @contextmanager

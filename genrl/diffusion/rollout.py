@@ -16,16 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
-import rewards
 from genrl.config import Config, Sampling
 from genrl.diffusion.forest import Drawn, Piece
 from genrl.diffusion.policy import Batch, Policy
+from genrl.diffusion.scoring import Scored, Scorers, Scoring
 from genrl.mdp.batches import prompt_indices
 from genrl.mdp.noise import generator
 from genrl.prompts import Prompt
+from rewards import compose
+from rewards.compose import Running
 
 Timer = Callable[[str], AbstractContextManager[None]]
 
@@ -47,16 +48,6 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Scores of N samples by reward label, gathered from all processes and ordered by slot."""
-
-    values: dict[str, Tensor]
-    """Label -> float64 [N]; NaN = no score."""
-    parts: dict[str, Tensor]
-    """`label/part` -> float64 [N]."""
-
-
-@dataclass(frozen=True)
 class Rollouts:
     """The samples of one iteration that this process drew, and the scores of all of them."""
 
@@ -69,9 +60,13 @@ class Rollouts:
     """Prompt slot of every sample, int64 [N]."""
     scored: Scored
     total: Tensor
-    """Weighted sum of the rewards, float64 [N]; NaN = no score."""
+    """What is trained on: the weighted sum of the rewards, gated and normalised, float64 [N]; NaN = no score."""
     slots: list[list[int]] = field(default_factory=list)
     """Slots of the samples at each position."""
+    used: dict[str, float] = field(default_factory=dict)
+    """Metrics of the scores as they entered the total."""
+    running: dict[str, Running] = field(default_factory=dict)
+    """Statistics of the scores so far, this iteration's included."""
 
     @property
     def num_samples(self) -> int:
@@ -112,11 +107,11 @@ def collect(
     config: Config,
     policy: Policy,
     prompts: Sequence[Prompt],
-    scorers: Mapping[str, rewards.Reward],
-    weights: Mapping[str, float],
+    scorers: Scorers,
     draw: Callable[[Batch, list[int]], Drawn],
     *,
     iteration: int,
+    running: Mapping[str, Running],
     process: int,
     num_processes: int,
     timed: Timer,
@@ -129,7 +124,7 @@ def collect(
 
     `draw` samples from roots, given with their slots; each has `leaves` samples, at its own slot and the next ones.
     roots_together: roots per micro-batch; None = `sampling.batch_size`. `advance` is told of finished samples, `beat`
-    called after each call of a reward.
+    called while they are scored. running: statistics of the scores of the iterations before.
     """
     sampling = config.sampling
     rows = prompt_indices(len(prompts), sampling.prompts_per_iteration, seed=config.seed, iteration=iteration)
@@ -140,100 +135,50 @@ def collect(
     arguments = call_arguments(sampling)
 
     mine: dict[int, MicroBatch] = {}
-    decoded: list[Tensor] = []
-    for position in range(process, -(-len(plan) // num_processes) * num_processes, num_processes):
-        if position >= len(plan):  # another process has one more: meet it where the end is agreed
-            advance(0)
-            continue
-        slots = plan[position]
-        batch = Batch(
-            prompts=[slot_rows[s].text for s in slots],
-            keys=[(config.seed, iteration, s) for s in slots],
-            sampling=arguments,
-            initial_keys=[(config.seed, iteration, "group", int(group[s])) for s in slots]
-            if sampling.same_initial_noise
-            else None,
-        )
-        with torch.no_grad():
-            with timed("sample"):
-                drawn = draw(batch, slots)
-            with timed("decode"):
-                images = torch.cat(
-                    [
-                        policy.decode(drawn.batch.take(some), drawn.final[some]).cpu()
-                        for some in _chunks(len(drawn.slots), sampling.batch_size)
-                    ]
-                )
-        mine[position] = MicroBatch(drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images))
-        decoded.append(images)
-        advance(len(drawn.slots))
-
-    with timed("score"):
-        pieces = [(m.slots, images) for m, images in zip(mine.values(), decoded, strict=True)]
-        scored = score(scorers, pieces, slot_rows, group.tolist(), beat)
-    by_label = {label: values.tolist() for label, values in scored.values.items()}
-    total = torch.tensor(rewards.weighted_sum(by_label, weights), dtype=torch.float64)
+    background = sampling.score_in_background
+    with Scoring(scorers, slot_rows, group.tolist(), background=background, beat=beat) as scoring:
+        for position in range(process, -(-len(plan) // num_processes) * num_processes, num_processes):
+            if position >= len(plan):  # another process has one more: meet it where the end is agreed
+                advance(0)
+                continue
+            slots = plan[position]
+            batch = Batch(
+                prompts=[slot_rows[s].text for s in slots],
+                keys=[(config.seed, iteration, s) for s in slots],
+                sampling=arguments,
+                initial_keys=[(config.seed, iteration, "group", int(group[s])) for s in slots]
+                if sampling.same_initial_noise
+                else None,
+            )
+            with torch.no_grad():
+                with timed("sample"):
+                    drawn = draw(batch, slots)
+                with timed("decode"):
+                    images = torch.cat(
+                        [
+                            policy.decode(drawn.batch.take(some), drawn.final[some]).cpu()
+                            for some in _chunks(len(drawn.slots), sampling.batch_size)
+                        ]
+                    )
+            mine[position] = MicroBatch(
+                drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)
+            )
+            scoring.add(drawn.slots, images)
+            advance(len(drawn.slots) * num_processes)
+        with timed("score"):
+            scored = scoring.result()
+    combined = compose.combine(scored.values, scorers.components, group, iteration=iteration, running=running)
     return Rollouts(
         mine=mine,
         num_micro_batches=len(plan),
         prompts=[row.text for row in slot_rows],
         group=group,
         scored=scored,
-        total=total,
+        total=combined.total,
         slots=[[leaf for slot in slots for leaf in range(slot, slot + leaves)] for slots in plan],
+        used=compose.metrics(combined, scorers.components),
+        running=combined.running,
     )
-
-
-def score(
-    scorers: Mapping[str, rewards.Reward],
-    pieces: Sequence[tuple[list[int], Tensor]],
-    rows: Sequence[Prompt],
-    group: Sequence[int],
-    beat: Callable[[], None] = lambda: None,
-) -> Scored:
-    """Score this process's pieces (slots, images) by every reward and gather the scores of all processes.
-
-    rows and group: prompt row and group of every slot [N], the same in all processes.
-    Raises RewardFailed in all processes together where a reward raised for too many samples.
-    """
-    found: list[tuple[str, list[int], rewards.Scores]] = []
-    for label, scorer in scorers.items():
-        for slots, images in pieces:
-            columns = {c: [rows[s].columns[c] for s in slots] for c in rewards.needs(scorer).columns}
-            found.append(
-                (
-                    label,
-                    slots,
-                    rewards.score(
-                        scorer,
-                        images=images,
-                        prompts=[rows[s].text for s in slots],
-                        columns=columns,
-                        group=[group[s] for s in slots],
-                        name=label,
-                    ),
-                )
-            )
-            beat()
-    # A picture that is not finite has no score, whatever a reward makes of it.
-    mine = [s for slots, images in pieces for s, image in zip(slots, images, strict=True) if not image.isfinite().all()]
-    broken = set(gather_object(mine))
-    everything: list[tuple[str, list[int], rewards.Scores]] = gather_object(found)
-
-    values = {label: torch.full((len(rows),), math.nan, dtype=torch.float64) for label in scorers}
-    parts: dict[str, Tensor] = {}
-    failures: dict[str, list[rewards.Failure]] = {label: [] for label in scorers}
-    for label, slots, scores in everything:
-        values[label][slots] = torch.tensor(scores.values, dtype=torch.float64)
-        values[label][[slot for slot in slots if slot in broken]] = math.nan
-        failures[label] += scores.failures
-        for part, numbers in scores.parts.items():
-            column = parts.setdefault(f"{label}/{part}", torch.full((len(rows),), math.nan, dtype=torch.float64))
-            column[slots] = torch.tensor(numbers, dtype=torch.float64)
-    for label, of_label in failures.items():
-        failed = sum(failure.samples for failure in of_label)
-        rewards.check_failures(label, failed, len(rows), of_label[0] if of_label else None)
-    return Scored(values, parts)
 
 
 def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:

@@ -20,6 +20,7 @@ from genrl.diffusion.evaluate import Evaluated, evaluate
 from genrl.diffusion.export import load_lora
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy import Policy
+from genrl.diffusion.scoring import plain
 from genrl.prompts import Prompt
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
@@ -79,8 +80,7 @@ def evaluate_pipeline(
     return evaluate(
         Policy(pipe),
         prompts,
-        scorers,
-        dict.fromkeys(scorers, 1.0),
+        plain(scorers),
         arguments,
         batch_size=batch_size,
         seed=seed,

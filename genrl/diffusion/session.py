@@ -8,26 +8,26 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
-import rewards
 from genrl.config import Config, Optimizer
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.export import save_lora
 from genrl.diffusion.forest import Drawn
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.rollout import Rollouts, call_arguments, collect, score_metrics
+from genrl.diffusion.scoring import Scorers
 from genrl.diffusion.sharding import load_optimizer_state, local, whole, whole_optimizer_state
 from genrl.diffusion.weights import Weights
 from genrl.mdp.noise import derive_seed
@@ -38,6 +38,7 @@ from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, truncate_metrics
 from genrl.runtime.signals import Stop, Watchdog
+from rewards.compose import Running
 
 AVERAGE = "average"
 
@@ -53,12 +54,30 @@ class Suspect:
     numbers: dict[str, float]
 
 
+class Stateful(Protocol):
+    """What a trainer keeps beside the model: a discriminator, an optimiser, a language model."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+
 @dataclass(frozen=True)
 class Before:
-    """What an iteration changes, as it was before its first update."""
+    """What an iteration changes, as it was at its beginning."""
+
+    memory: dict[str, Any]
+    kept: dict[str, dict[str, Any]]
+    adapter: Adapter | None
+    """None in full fine-tuning: a copy of all that it changes would be three models."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """All that is trained of a run with LoRA."""
 
     weights: dict[str, Tensor]
-    average: dict[str, Tensor] | None
+    snapshots: dict[str, dict[str, Tensor]]
     optimizer: dict[str, Any]
     optimizer_steps: int
 
@@ -79,8 +98,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
-    scorers: dict[str, rewards.Reward]
-    reward_weights: dict[str, float]
+    scorers: Scorers
     run: Run
     log: MetricLogger
     progress: Progress
@@ -102,6 +120,9 @@ class Session:
     """What a trainer keeps from one iteration to the next, as JSON; in the checkpoint."""
     rollouts: Rollouts | None = None
     """Samples of the running iteration."""
+    kept: dict[str, Stateful] = field(default_factory=dict)
+    """Beside the model (`keep`), by name."""
+    _restored: dict[str, dict[str, Any]] = field(default_factory=dict)
     _before: Before | None = None
     _started: float = 0.0
     _train_started: float = 0.0
@@ -141,6 +162,7 @@ class Session:
             self.timings.clear()
             self._started, self._calls, self.updates = time.perf_counter(), self.policy.model_calls, 0
             self._seed_globals("iteration")
+            self._before = self._remember()
             yield self.iteration
 
     def _seed_globals(self, phase: str) -> None:
@@ -158,9 +180,9 @@ class Session:
             self.policy,
             self.prompts,
             self.scorers,
-            self.reward_weights,
             draw,
             iteration=self.iteration,
+            running={label: Running(**found) for label, found in self.memory.get("scores", {}).items()},
             process=self.accelerator.process_index,
             num_processes=self.accelerator.num_processes,
             timed=self.timed,
@@ -175,12 +197,10 @@ class Session:
         self.rollouts = rollouts
         return rollouts
 
-    def gather_edges(self, rollouts: Rollouts, table: Tensor) -> Tensor:
-        """`table` [T, N] with the log-probabilities of all recorded actions of all processes at their step and slot."""
-        pieces = [piece for micro_batch in rollouts.mine.values() for piece in micro_batch.pieces]
-        mine = [(i, p.slots[i], log.cpu()) for p in pieces for i, log in p.trajectory.log_probs.items()]
-        for i, slots, logs in gather_object(mine):
-            table[i, slots] = logs
+    def gather(self, mine: Sequence[tuple[int, list[int], Tensor]], table: Tensor) -> Tensor:
+        """`table` [T, N] filled in with (step, slots, values [B]) of all processes; the same in all of them."""
+        for i, slots, values in gather_object([(i, slots, values.detach().cpu()) for i, slots, values in mine]):
+            table[i, slots] = values.to(table.dtype)
         return table
 
     def start_training(self, passes: int) -> None:
@@ -205,7 +225,7 @@ class Session:
 
     def leave_if_asked(self) -> None:
         """Raise Abandoned in all processes where one was asked to end, and the iteration can be left."""
-        if self.updates and self._before is None:
+        if self.updates and (self._before is None or self._before.adapter is None):
             return
         if any_rank(self.stop.requested, self.accelerator):
             raise Abandoned
@@ -242,15 +262,12 @@ class Session:
         torch._foreach_div_(gradients, self.loss_scale)
         if self.weights.is_sharded:  # FSDP has averaged them; losses are divided by the samples of all processes
             gradients = [g * self.accelerator.num_processes for g in gradients]
-        elif self.accelerator.num_processes > 1:
-            flat = self.accelerator.reduce(torch.cat([g.flatten() for g in gradients]), reduction="sum")
-            pieces = flat.split([p.numel() for p in parameters])
-            gradients = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+        else:
+            gradients = self._summed(gradients)
         norm = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in gradients]))
         self._require_finite(norm)
         norm = float(norm)
         if norm > 0.0:  # else no sample counted, and momentum or weight decay alone must not move the weights
-            self._keep_before()
             scale = min(1.0, self.config.optimizer.max_grad_norm / (norm + 1e-6))
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.mul_(scale)
@@ -264,30 +281,68 @@ class Session:
         self.optimizer_steps += 1
         return norm
 
-    def _keep_before(self) -> None:
-        """Before the first of several updates: so that the iteration can be left on a signal. Of adapters only; a
-        copy of all that full fine-tuning changes would be three models."""
-        trainer = self.config.trainer
-        if self.updates or not self.weights.is_lora or trainer.updates_per_iteration * trainer.inner_epochs == 1:
-            return
-        self._before = Before(
-            {key: p.detach().clone() for key, p in self.weights.named.items()},
-            {k: t.clone() for k, t in self.weights.snapshots[AVERAGE].items()} if self.config.ema is not None else None,
-            deepcopy(self.optimizer.state_dict()),
-            self.optimizer_steps,
+    def step_other(self, optimizer: torch.optim.Optimizer) -> float:
+        """As `step` for parameters beside the model, with an optimiser of their own; returns the gradient's norm.
+
+        The gradients of all processes are summed. Raises NonFiniteError in all processes together.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = self._summed([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        self._require_finite(norm)
+        scale = min(1.0, self.config.optimizer.max_grad_norm / (float(norm) + 1e-6))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.mul_(scale)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def _summed(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Over the processes; one collective."""
+        if self.accelerator.num_processes == 1:
+            return gradients
+        flat = self.accelerator.reduce(torch.cat([g.flatten() for g in gradients]), reduction="sum")
+        pieces = flat.split([g.numel() for g in gradients])
+        return [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)]
+
+    def keep(self, name: str, thing: Stateful) -> None:
+        """Save it with every checkpoint from here on; in a resumed run it gets back the state that was saved.
+
+        Its state must be the same in all processes.
+        """
+        self.kept[name] = thing
+        if name in self._restored:
+            thing.load_state_dict(self._restored.pop(name))
+
+    def _remember(self) -> Before:
+        adapter = None
+        if self.weights.is_lora:
+            snapshots = self.weights.snapshots
+            adapter = Adapter(
+                {key: p.detach().clone() for key, p in self.weights.named.items()},
+                {name: {k: t.clone() for k, t in tensors.items()} for name, tensors in snapshots.items()},
+                deepcopy(self.optimizer.state_dict()),
+                self.optimizer_steps,
+            )
+        return Before(
+            deepcopy(self.memory), {name: deepcopy(thing.state_dict()) for name, thing in self.kept.items()}, adapter
         )
 
     def take_back(self) -> None:
-        """Undo the updates of the running iteration, which was left."""
+        """Undo what the running iteration, which was left, has changed."""
         before = self._before
         if before is None:
             return
-        for key, parameter in self.weights.named.items():
-            parameter.data.copy_(before.weights[key])
-        if before.average is not None:
-            self.weights.snapshots[AVERAGE] = before.average
-        self.optimizer.load_state_dict(before.optimizer)
-        self.optimizer_steps, self.updates, self._before = before.optimizer_steps, 0, None
+        self.memory = before.memory
+        for name, kept in before.kept.items():
+            self.kept[name].load_state_dict(kept)
+        if before.adapter is not None:
+            for key, parameter in self.weights.named.items():
+                parameter.data.copy_(before.adapter.weights[key])
+            self.weights.snapshots = before.adapter.snapshots
+            self.optimizer.load_state_dict(before.adapter.optimizer)
+            self.optimizer_steps = before.adapter.optimizer_steps
+        self.updates, self._before = 0, None
 
     def _require_finite(self, norm: Tensor) -> None:
         kept, info, weights = self.suspect, {}, {}
@@ -318,11 +373,13 @@ class Session:
         assert self.rollouts is not None
         self.timings["train"] = time.perf_counter() - self._train_started
         self.iteration += 1
+        if self.rollouts.running:
+            self.memory["scores"] = {label: asdict(found) for label, found in self.rollouts.running.items()}
         self._before = None
         config, last = self.config, self.iteration == self.config.iterations
         elapsed = time.perf_counter() - self._started
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
-        row = dict(metrics) | score_metrics(self.rollouts.scored, self.rollouts.total)
+        row = dict(metrics) | score_metrics(self.rollouts.scored, self.rollouts.total) | self.rollouts.used
         row |= {
             "lr": self.optimizer.param_groups[0]["lr"],
             "updates": float(self.updates),
@@ -357,16 +414,20 @@ class Session:
         self.beat()
         optimizer_tensors, optimizer_state = state.pack(whole_optimizer_state(self.optimizer))
         weights = self.weights.state()
+        kept = {name: state.pack(thing.state_dict()) for name, thing in self.kept.items()}
         if self.is_main:
             checkpoint.save(
                 self.run.checkpoints,
                 self.iteration,
-                tensors=weights | {"optimizer": optimizer_tensors},
+                tensors=weights
+                | {"optimizer": optimizer_tensors}
+                | {f"kept-{name}": tensors for name, (tensors, _) in kept.items()},
                 state={
                     "optimizer_steps": self.optimizer_steps,
                     "optimizer": optimizer_state,
                     "unfinished_row": self.unfinished_row,
                     "memory": self.memory,
+                    "kept": {name: packed for name, (_, packed) in kept.items()},
                 },
                 keep=self.config.checkpoint.keep,
                 extra=self.export_lora,
@@ -381,6 +442,9 @@ class Session:
         load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
         self.optimizer_steps, self.iteration = loaded.state["optimizer_steps"], loaded.step
         self.unfinished_row, self.memory = loaded.state["unfinished_row"], loaded.state["memory"]
+        self._restored = {
+            name: state.unpack(loaded.tensors[f"kept-{name}"], packed) for name, packed in loaded.state["kept"].items()
+        }
 
     def export_lora(self, folder: Path) -> None:
         """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""
@@ -415,7 +479,6 @@ class Session:
                 self.policy,
                 self.eval_prompts,
                 self.scorers,
-                self.reward_weights,
                 process=self.accelerator.process_index,
                 num_processes=self.accelerator.num_processes,
                 advance=self.advance,
@@ -443,16 +506,6 @@ def make_accelerator(config: Config) -> Accelerator:
         cpu=not torch.cuda.is_available(),  # MPS has no float64 and was never tried
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.distributed.timeout_s))],
     )
-
-
-def reward_labels(config: Config) -> list[str]:
-    """A short, unique name for each reward, in the order of the configuration: `shapes`, `Brightness`, `ocr-2`."""
-    labels: list[str] = []
-    for reward in config.rewards:
-        base = reward.name.rsplit(":", 1)[-1]
-        same = sum(label == base or label.startswith(f"{base}-") for label in labels)
-        labels.append(f"{base}-{same + 1}" if same else base)
-    return labels
 
 
 def _peak_memory_mb(device: torch.device) -> float:

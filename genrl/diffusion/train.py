@@ -13,13 +13,15 @@ from accelerate.utils import set_seed
 
 import rewards
 from genrl import prompts as prompt_files
-from genrl.config import Config, DiffusionNFT, FlowGRPO, dump
-from genrl.diffusion import diffusion_nft, flow_grpo
+from genrl.config import SPO, Config, DiffusionNFT, FlowGRPO, dump
+from genrl.diffusion import diffusion_nft, flow_grpo, spo
+from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.export import check_lora_loader, save_lora, write_card
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy import Policy
 from genrl.diffusion.rollout import call_arguments
-from genrl.diffusion.session import AVERAGE, Abandoned, Session, make_accelerator, reward_labels
+from genrl.diffusion.scoring import open_scorers
+from genrl.diffusion.session import AVERAGE, Abandoned, Session, make_accelerator
 from genrl.diffusion.weights import Weights
 from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
@@ -57,15 +59,18 @@ def train(config: Config, resume: Path | None = None) -> Path:
         progress = stack.enter_context(Progress(config.iterations, start=start, enabled=accelerator.is_main_process))
         session = open_session(config, accelerator, run, progress, watchdog, stop, start)
         stack.callback(session.log.finish)
+        stack.callback(session.scorers.close)
         if found:
             session.restore(found)
         stack.enter_context(watchdog)  # from here on there is progress to watch; loading has none to tell
         try:
-            if isinstance(config.trainer, FlowGRPO):
-                flow_grpo.train(session, config.trainer)
-            else:
-                assert isinstance(config.trainer, DiffusionNFT)
-                diffusion_nft.train(session, config.trainer)
+            match config.trainer:
+                case FlowGRPO() as settings:
+                    flow_grpo.train(session, settings)
+                case DiffusionNFT() as settings:
+                    diffusion_nft.train(session, settings)
+                case SPO() as settings:
+                    spo.train(session, settings)
         except Abandoned:
             session.take_back()
             logger.info("the running iteration is done again on resume")
@@ -107,12 +112,8 @@ def open_session(
     eval_prompts = []
     if config.prompts.eval:
         eval_prompts = prompt_files.load(config.prompts.eval, config.prompts.column)[: config.evaluation.num_prompts]
-    labels = reward_labels(config)
-    scorers = {
-        label: rewards.load(reward.name, reward.args, device=str(accelerator.device))
-        for label, reward in zip(labels, config.rewards, strict=True)
-    }
-    for label, scorer in scorers.items():
+    scorers = open_scorers(config, str(accelerator.device), stopped=lambda: stop.requested)
+    for label, scorer in scorers.rewards.items():
         for rows in (prompts, eval_prompts):
             if rows:
                 common = set.intersection(*(set(row.columns) for row in rows))
@@ -121,6 +122,7 @@ def open_session(
     progress.phase("loading")
     pipe = load_pipeline(config.model)
     check_call_arguments(pipe, call_arguments(config.sampling))
+    check_call_arguments(pipe, evaluation_arguments(config.evaluation), "evaluation")
     policy = Policy(
         pipe.to(accelerator.device),
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
@@ -133,7 +135,7 @@ def open_session(
     if config.model.gradient_checkpointing:
         for denoiser in policy.denoisers.values():
             denoiser.enable_gradient_checkpointing()
-    if not weights.is_lora and config.trainer.kl_weight > 0:
+    if not weights.is_lora and (isinstance(config.trainer, SPO) or config.trainer.kl_weight > 0):
         weights.snapshot("reference")
     if config.ema is not None:
         weights.snapshot(AVERAGE)
@@ -154,7 +156,6 @@ def open_session(
         prompts=prompts,
         eval_prompts=eval_prompts,
         scorers=scorers,
-        reward_weights=dict(zip(labels, (reward.weight for reward in config.rewards), strict=True)),
         run=run,
         log=MetricLogger(
             run,

@@ -58,6 +58,28 @@ _REWARDS = {
     ),
 }
 
+_USED = {
+    "used/<name>_mean": MetricDoc(
+        "mean of weight * normalised(gated(reward `<name>`)); only for rewards that are not simply added",
+        "What the reward put into the total. 0 by definition where it is normalised in groups.",
+        "weighted",
+    ),
+    "used/<name>_std": MetricDoc(
+        "standard deviation of weight * normalised(gated(reward `<name>`)); only for rewards that are not simply added",
+        "Which reward decides: the one with the largest spread, whatever its weight.",
+        "weighted",
+    ),
+    "used/<name>_weight": MetricDoc(
+        "weight * schedule(iteration); only for rewards with a schedule",
+        "Where the schedule is.",
+    ),
+    "used/<name>_gated": MetricDoc(
+        "samples whose gate was closed / samples; only for rewards with a gate",
+        "Near 1: the gate leaves nothing of the reward, lower `at_least`. Near 0: it does nothing.",
+        "share",
+    ),
+}
+
 _ADVANTAGES = {
     "zero_std_ratio": MetricDoc(
         "groups whose scored samples all have the same total reward / all groups",
@@ -155,6 +177,30 @@ _NFT = {
     ),
 }
 
+_SPO = {
+    "spo/valid_ratio": MetricDoc(
+        "share of comparisons whose best and worst candidate are decidedly apart: tanh(gap / 2) > threshold",
+        "Only these are trained on. Near 0: lower trainer.threshold, or raise the weights of the rewards.",
+        "share 0..1",
+    ),
+    "spo/gap": MetricDoc(
+        "mean over comparisons of the total reward of the best candidate minus that of the worst",
+        "What `trainer.threshold` is to be chosen by.",
+        "weighted sum",
+    ),
+    "spo/correct": MetricDoc(
+        "share of the trained pairs whose better candidate the policy raised more against the reference than the other",
+        "0 in the first update of a run, when both are equal; afterwards above 0.5 where the preferences of earlier "
+        "iterations hold for new samples.",
+        "share 0..1",
+    ),
+    "spo/clip_frac": MetricDoc(
+        "share of ratios to the reference outside 1 +- clip_range: no gradient",
+        "Rises with the distance from the model before training. Near 1: nothing is learnt any more.",
+        "share 0..1",
+    ),
+}
+
 _EVALUATION = {
     "eval/<name>_mean": MetricDoc(
         "mean of reward `<name>` over the held-out prompts: fixed prompts, fixed noise, deterministic sampler",
@@ -208,11 +254,13 @@ _COST = {
 
 SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
+    "Rewards as used": _USED,
     "Evaluation": _EVALUATION,
     "Groups and advantages": _ADVANTAGES,
     "Update": _UPDATE,
     "Flow-GRPO": _FLOW_GRPO,
     "DiffusionNFT": _NFT,
+    "SPO": _SPO,
     "Time, memory and cost": _COST,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}

@@ -17,10 +17,13 @@ import rewards
 from genrl.config import Config
 from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.policy import Batch, Kernel, Policy
-from genrl.diffusion.rollout import Rollouts, call_arguments, collect, micro_batches, score, score_metrics
+from genrl.diffusion.rollout import Rollouts, call_arguments, collect, micro_batches, score_metrics
+from genrl.diffusion.scoring import Scorers, score
+from genrl.diffusion.scoring import plain as scored_plainly
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.advantages import group_advantages
 from genrl.prompts import Prompt
+from rewards.compose import Component
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -81,14 +84,15 @@ def gather(
 ) -> Rollouts:
     """`collect` as one process of several would call it; scores of the other processes stay NaN."""
     scorers = scorers or {"pixel": first_pixel}
+    components = {label: Component(1.0 if weights is None else weights[label]) for label in scorers}
     return collect(
         config,
         policy or SimpleNamespace(decode=lambda batch, final: plain(final)),
         rows,
-        scorers,
-        weights or dict.fromkeys(scorers, 1.0),
+        Scorers(dict(scorers), components),
         draw,
         iteration=iteration,
+        running={},
         process=process,
         num_processes=num_processes,
         timed=lambda phase: nullcontext(),
@@ -138,12 +142,13 @@ def test_processes_share_out_one_plan(num_processes: int) -> None:
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
 def test_processes_report_in_step(num_processes: int) -> None:
-    """Ends are agreed in `advance`: all processes call it equally often, and the images sum up."""
+    """Ends are agreed in `advance`: all processes call it equally often, and the images sum up to all."""
     calls: list[list[int]] = [[] for _ in range(num_processes)]
     for process, done in enumerate(calls):
         gather(tiny_config(), process=process, num_processes=num_processes, done=done)
     assert len({len(done) for done in calls}) == 1
-    assert sum(sum(done) for done in calls) == 9
+    alone = [sum(done) for done in calls]
+    assert sum(alone) == 9 * num_processes  # each speaks for all
 
 
 def test_pictures_are_bit_identical_for_any_number_of_processes() -> None:
@@ -292,7 +297,7 @@ def test_a_reward_of_the_wrong_length_stops_the_run() -> None:
 
 def test_scoring_nothing_gives_no_scores() -> None:
     """A process without a micro-batch, or without rewards, still takes part."""
-    scored = score({"pixel": first_pixel}, [], ROWS, [0, 1, 2, 3])
+    scored = score(scored_plainly({"pixel": first_pixel}), [], ROWS, [0, 1, 2, 3])
     assert scored.values["pixel"].isnan().all() and len(scored.values["pixel"]) == 4
 
 

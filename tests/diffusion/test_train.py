@@ -17,7 +17,7 @@ from PIL import Image
 from genrl.config import Config, Optimizer, load
 from genrl.diffusion import flow_grpo
 from genrl.diffusion import train as training
-from genrl.diffusion.session import learning_rate, reward_labels
+from genrl.diffusion.session import learning_rate
 from genrl.diffusion.train import train
 from genrl.runtime.guards import NonFiniteError, read_dump
 
@@ -255,7 +255,7 @@ def test_learning_rate_schedules() -> None:
 def test_reward_labels_are_short_and_unique(folder: Path, model: Path) -> None:
     names = ["a/b.py:warm", "shapes", "c.py:warm", "d.py:warm"]
     config = runs.config(folder, model, rewards=[{"name": name} for name in names])
-    assert reward_labels(config) == ["warm", "shapes", "warm-2", "warm-3"]
+    assert config.reward_labels == ("warm", "shapes", "warm-2", "warm-3")
 
 
 # -- a newcomer's reward ---------------------------------------------------------------------------------------------
