@@ -63,6 +63,62 @@ def test_model_calls(sections: dict[str, Any], sample: int, train: int, backward
     assert (found.images, found.micro_batches) == (12, 3)
 
 
+WINDOW = {"size": 2, "high": 4}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sample", "train"),
+    [
+        # per prompt: a chain of 4 samples x 5 steps; the window, wherever it is, trains 2 steps of each
+        ({"window": {**WINDOW, "schedule": "progressive", "every": 4}}, 20, 8),
+        # one tree: 2 shared steps at first (0, 1, 2 by place), the split's own call, then 4 chains
+        ({"window": {**WINDOW, "stride": 0, "schedule": "progressive"}, "tree": {"ways": 4}}, 1 + 4 * 4, 1 + 4),
+        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}}, 3 + 4 * 2, 1 + 4),
+        # places 0, 1, 2 by turns of 4, 4, 2 iterations: 17, 14 and 11 calls
+        (
+            {"window": {**WINDOW, "schedule": "progressive", "every": 4}, "tree": {"ways": 4}},
+            (4 * 17 + 4 * 14 + 2 * 11) / 10,
+            5,
+        ),
+        ({"window": WINDOW, "tree": {"ways": 4}}, (17 + 14 + 11) / 3, 5),
+        # places 0, 1, 2 with likelihood 4 : 2 : 1
+        (
+            {"window": {**WINDOW, "schedule": "geometric"}, "tree": {"ways": 4}},
+            (4 * 17 + 2 * 14 + 11) / 7,
+            5,
+        ),
+        # two ways at both steps of the window at 2, 3: 3 + 2 + 4
+        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 2, "at": "window"}}, 3 + 2 + 4, 1 + 2),
+        # splits at 0 and 3, every step but the last trained: 1 + 2 + 2 + 2 + 4
+        ({"tree": {"ways": 2, "at": [0, 3]}}, 1 + 2 + 2 + 2 + 4, 1 + 2 + 2 + 2),
+        ({"tree": {"ways": 2, "at": [0]}}, 2 * (1 + 2 * 4), 2 * (1 + 2 * 3)),  # two roots
+        # the pruned depths 3 and 4 (steps 2, 3) in the first 5 + 1 of 10 iterations
+        ({"tree": {"ways": 2, "at": [0, 3], "prune": {"depths": [3, 4], "until": 0.5}}}, 11, (6 * 3 + 4 * 7) / 10),
+        # 2 trained steps, and ceil(0.5 x 3) = 2 of the solver
+        ({"window": {**WINDOW, "high": 2}, "tail_ratio": 0.5}, 4 * (2 + 2), 8),
+        # the last 1, then 2 of steps 0..3 are the window: 5 iterations each
+        ({"window": {**WINDOW, "schedule": "backward", "shortest": 1}, "tree": {"ways": 4}}, (8 + 11) / 2, (1 + 5) / 2),
+        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}, "layer_tuning": {}}, 11, 5 + 2),
+        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}, "layer_tuning": {"target": "best_image"}}, 11, 5),
+        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}, "kl_weight": 0.1, "inner_epochs": 2}, 11, 2 * 2 * 5),
+    ],
+)
+def test_model_calls_of_windows_and_trees(trainer: dict[str, Any], sample: float, train: float) -> None:
+    """By hand, for one of three prompts, averaged over 10 iterations."""
+    found = plan(config(trainer={**FLOW_GRPO, **trainer}))
+    assert found.sample_calls == pytest.approx(3 * sample)
+    assert found.train_calls == pytest.approx(3 * train)
+    assert found.total_calls(10) == round(30 * (sample + train)) + found.evaluations * found.evaluation_calls
+
+
+def test_guidance_of_trees() -> None:
+    tree = {**FLOW_GRPO, "window": {**WINDOW, "low": 2}, "tree": {"ways": 4}, "layer_tuning": {}}
+    guided = plan(config(trainer=tree, sampling={"guidance_scale": 4.0}))
+    assert (guided.sample_calls, guided.train_calls, guided.backward_calls) == (66, 42, 30)
+    unguided = plan(config(trainer={**tree, "guidance_in_training": False}, sampling={"guidance_scale": 4.0}))
+    assert (unguided.sample_calls, unguided.train_calls) == (66, 3 * (5 + 5 + 2))  # learned, judged, and the best path
+
+
 def test_guidance_that_is_an_input_of_the_model_is_one_call() -> None:
     flux = Component("transformer", "FluxTransformer2DModel", 1, 4, {}, {"guidance_embeds": True})
     guided = config(sampling={"guidance_scale": 3.5})
@@ -127,7 +183,7 @@ def test_memory_parts(tmp_path: Path) -> None:
     assert "reference (kl_weight above 0)" not in parts
 
     trainer = {"algorithm": "diffusion_nft"}
-    full = config(model={"lora": None, "dtype": "bfloat16"}, trainer=trainer, ema=None)
+    full = config(model={"lora": None, "dtype": "bfloat16", "autocast": "bfloat16"}, trainer=trainer, ema=None)
     parts = dict(memory(full, components))
     size = components[0].num_parameters
     assert trained_parameters(full, components) == size

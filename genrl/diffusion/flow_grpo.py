@@ -78,7 +78,7 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
     meter = Meter()
     edges = estimate(session, settings, rollouts, plan, tree, meter)
     old_log_probs = old_policy(session, settings, rollouts, edges)
-    pull = progress(session, settings, rollouts, tree)
+    pull = progress(session, settings, rollouts, tree, edges)
 
     # 4. Update.
     session.start_training(settings.inner_epochs * sum(len(logs) for logs in old_log_probs.values()))
@@ -221,29 +221,33 @@ class Pull:
 
 
 @torch.no_grad()
-def progress(session: Session, settings: FlowGRPO, rollouts: Rollouts, tree: Tree) -> Pull | None:
-    """Weights and targets of the pull, made before the first update. A group is whole within a micro-batch."""
+def progress(session: Session, settings: FlowGRPO, rollouts: Rollouts, tree: Tree, edges: Edges) -> Pull | None:
+    """Weights and targets of the pull, made before the first update. A group is whole within a micro-batch.
+
+    The velocity on the best path is evaluated once more, for one state per group and trained step.
+    """
     if settings.layer_tuning is None:
         return None
     leaves, targets = tree.num_slots, {}
     rewards = rollouts.total.view(-1, leaves)
-    best = (rewards.nan_to_num(-torch.inf).argmax(1) + torch.arange(len(rewards)) * leaves).tolist()
+    best = rewards.nan_to_num(-torch.inf).argmax(1).tolist()
+    paths = [tree.first_leaf[tree.path(int(tree.leaves[leaf]))].tolist() for leaf in best]  # slots by depth
     for micro_batch in rollouts.mine.values():
         if settings.layer_tuning.target == "best_image":
-            targets |= {
-                (-1, s // leaves): x for s, x in zip(micro_batch.slots, micro_batch.final, strict=True) if s in best
-            }
+            finals = zip(micro_batch.slots, micro_batch.final, strict=True)
+            targets |= {(-1, s // leaves): x for s, x in finals if s % leaves == best[s // leaves]}
             continue
         for piece in micro_batch.pieces:
+            trajectory = piece.trajectory
             for i, slots in piece.slots.items():
-                wanted = {}
-                for row, slot in enumerate(slots):
-                    path = tree.path(int(tree.leaves[best[slot // leaves] % leaves]))
-                    if int(tree.first_leaf[path[i + 1]]) == slot % leaves:
-                        wanted[i, slot // leaves] = row
-                if wanted:
-                    output = session.policy.replay(piece.trajectory, i, judged_under(settings, piece.trajectory.batch))
-                    targets |= {key: output.model_output[row] for key, row in wanted.items()}
+                chosen = [k for k, slot in enumerate(slots) if slot % leaves == paths[slot // leaves][i + 1]]
+                if not chosen or not bool(edges.weight[i].any()):
+                    continue
+                rows = rows_of(trajectory, i)[chosen]
+                batch = judged_under(settings, trajectory.batch.take(rows.tolist()))
+                states = trajectory.states[i][rows.to(trajectory.states[i].device)]
+                outputs = session.policy.velocity(batch, states, trajectory.sigmas[i])
+                targets |= {(i, slots[k] // leaves): v for k, v in zip(chosen, outputs, strict=True)}
     return Pull(progress_table(tree, rollouts.total), targets, leaves)
 
 
