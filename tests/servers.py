@@ -20,7 +20,7 @@ from rewards import serve, wire
 from rewards.http_app import app
 from rewards.wire import Limits
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @contextmanager
