@@ -27,7 +27,8 @@ genrl config schema > genrl.schema.json         # completion in editors
 - **Numbers** are read as YAML 1.2 does: `1e-4` is a number, `on` is text, `010` is refused.
 - **Paths** are relative to the folder the command is run in.
 - The **resolved configuration** is saved as `config.yaml` in the run folder and runs as it stands.
-- With `genrl resume`, only `iterations`, `checkpoint`, `evaluation`, `trackers` and `output` may be changed.
+- With `genrl resume`, only `iterations`, `checkpoint`, `evaluation`, `trackers`, `output` and where rewards run
+  (`remote`, `isolate`, `outage`) may be changed.
 
 `configs/quickstart.yaml`, `configs/ocr.yaml` and `configs/flow_grpo.yaml` run on the embedded model;
 `configs/diffusion/` has recipes for published models, with the field's defaults and their sources. No machine that

@@ -25,7 +25,10 @@ from typing import IO, Any
 
 import yaml
 
-EDITABLE = ("iterations", "checkpoint.*", "evaluation.*", "trackers", "output")
+EDITABLE = (
+    *("iterations", "checkpoint.*", "evaluation.*", "trackers", "output"),
+    *("rewards.*.remote", "rewards.*.isolate", "rewards.*.outage.*"),  # where a score comes from, not what it is
+)
 _PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
 _BEFORE_TRAINING = {"config.yaml", "run.json", "run.lock", "tensorboard"}  # what a start that failed leaves
 
@@ -248,6 +251,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _leaves(tree: object, prefix: str = "") -> dict[str, object]:
+    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
+        tree = dict(enumerate(tree))
     if not isinstance(tree, Mapping):
         return {prefix.rstrip("."): tree}
     found: dict[str, object] = {}

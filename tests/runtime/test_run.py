@@ -74,6 +74,7 @@ def test_a_used_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
         ("evaluation: {every: 20}", "evaluation: {every: 5}", "evaluation.every: 20 -> 5"),
         ("[tensorboard]", "[tensorboard, wandb]", 'trackers: ["tensorboard"] -> ["tensorboard", "wandb"]'),
         ("output: runs/x", "output: moved", 'output: "runs/x" -> "moved"'),
+        ("weight: 1.0", "weight: 1.0, remote: 'http://b'", 'rewards.0.remote: (absent) -> "http://b"'),
     ],
 )
 def test_edits_that_a_resume_allows(tmp_path: Path, old: str, new: str, shown: str) -> None:
@@ -90,7 +91,7 @@ def test_edits_that_a_resume_allows(tmp_path: Path, old: str, new: str, shown: s
         ("lr: 0.0003", "lr: 0.001", "optimizer.lr"),
         ("rank: 32", "rank: 16", "model.lora.rank"),
         ("lora: {rank: 32, alpha: 64}", "lora: null", "model.lora"),
-        ("weight: 1.0", "weight: 0.5", "rewards"),
+        ("weight: 1.0", "weight: 0.5", "rewards.0.weight"),
         ("iterations: 10", "iterations: 10\nseed: 1", "seed"),
     ],
 )
