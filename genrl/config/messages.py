@@ -81,7 +81,7 @@ def _without_tags(location: tuple[str | int, ...], data: Any) -> KeyPath:
     """Pydantic's location without the names of union branches, which are not in the file."""
     path: KeyPath = ()
     for depth, part in enumerate(location):
-        if depth == 1 and location[0] == "trainer" and part in ("flow_grpo", "diffusion_nft"):
+        if depth == 1 and location[0] == "trainer" and part in ("flow_grpo", "diffusion_nft", "spo"):
             continue
         if isinstance(data, Mapping) and part in data:
             data = data[part]

@@ -344,13 +344,13 @@ def test_impossible_settings_are_refused(
 
 
 @pytest.mark.slow
-def test_two_processes_learn_as_one(folder: Path, sd: Path) -> None:
+def test_two_processes_learn_as_one(folder: Path, model: Path) -> None:
     """Uneven shares of 3 micro-batches: the same samples, pairs and gradients."""
-    sampling = {**DIFFUSION, "prompts_per_iteration": 3, "group_size": 2, "batch_size": 2}
+    sampling = {"prompts_per_iteration": 3, "group_size": 2, "batch_size": 2, "num_inference_steps": 4}
     found = []
     for count in (1, 2):
         out = folder / f"run-{count}"
-        runs.config(folder, sd, trainer=SPO, sampling=sampling, output=str(out), **QUIET)
+        runs.config(folder, model, trainer=FLOW, sampling=sampling, output=str(out), **QUIET)
         path = (folder / "tiny.yaml").rename(folder / f"world-{count}.yaml")
         log = folder / f"{count}.log"
         if count == 1:
@@ -361,4 +361,4 @@ def test_two_processes_learn_as_one(folder: Path, sd: Path) -> None:
         found.append(runs.rows(out)[0])
     one, two = found
     for key in one:
-        assert two[key] == pytest.approx(one[key], rel=1e-5), key
+        assert two[key] == pytest.approx(one[key], rel=1e-5 if key == "grad_norm" else 1e-9), key
