@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from genrl import cli_rewards
+from genrl import cli_plan, cli_rewards
 
 if TYPE_CHECKING:
     from genrl.config import Config, Model
@@ -330,6 +330,7 @@ def list_rewards() -> None:
     cli_tables.print_rewards()
 
 
+cli_plan.add_to(app)
 cli_rewards.add_to(app)
 
 

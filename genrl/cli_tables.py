@@ -62,9 +62,13 @@ def _plan_table(config: Config, found: Any) -> Table:
         "samples", f"{found.images:,}", f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} each"
     )
     table.add_row("micro-batches", f"{found.micro_batches:,}", f"of {sampling.batch_size} samples")
-    calls = _count(found.sample_calls / found.guidance / found.images)
+    each = found.sample_calls / found.guidance / found.images
+    shared = each != sampling.num_inference_steps  # by trees, or by a tail in fewer steps
+    calls = f"{_count(each)} calls" if shared else f"{sampling.num_inference_steps} steps"
     table.add_row(
-        "model calls, sampling", _count(found.sample_calls), f"{found.images} samples x {calls} each{step}{moves}"
+        "model calls, sampling",
+        _count(found.sample_calls),
+        f"{found.images} samples x {calls}{step}{moves if shared else ''}",
     )
     table.add_row(
         "model calls, training",

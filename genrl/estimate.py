@@ -16,7 +16,7 @@ from typing import Any
 from genrl.config.candidates import candidate_plan
 from genrl.config.files import read_json
 from genrl.config.plans import Round, roots_together, rounds
-from genrl.config.schema import ATTENTION_LAYERS, Config
+from genrl.config.schema import ATTENTION_LAYERS, Config, FlowGRPO
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -87,27 +87,28 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         drawn = _mean(config, trains, lambda one: one.plan.calls)
         trained = _mean(config, trains, lambda one: len(one.trained)) / sampling.prompts_per_iteration
         replayed = _mean(config, trains, lambda one: one.plan.training_calls(one.trained))
-        forwards = 2 if trainer.kl_weight > 0 else 1  # the policy, and the reference for its KL
-        if not trainer.guidance_in_training:  # log-probabilities without guidance, once before the first update
-            train_guidance, extra = 1, replayed
+        if not trainer.guidance_in_training:
+            train_guidance = 1
         if trainer.layer_tuning is not None and trainer.layer_tuning.target == "best_path":
-            extra += _mean(config, trains, lambda one: len(one.trained)) * train_guidance
+            extra = _mean(config, trains, lambda one: len(one.trained)) * train_guidance
+        learned = replayed * replays_per_state(trainer, guidance) + extra
         if trainer.tree is not None:
             first = trains[0].plan
             pieces = math.ceil(first.roots * sampling.prompts_per_iteration / roots_together(config, first, 1))
     elif trainer.algorithm == "spo":
         crawl = candidate_plan(sampling, trainer, last=trainer.kernel == "ddim")
         drawn, trained = float(images * crawl.calls), float(len(crawl.splits))
-        replayed, forwards = images * trained, 2  # at most, where every comparison counts: the policy and the reference
+        replayed = images * trained  # at most, where every comparison counts
+        learned = 2 * replayed * trainer.inner_epochs * guidance  # the policy and the reference
     else:
         trained = float(trainer.timesteps_per_sample or steps - 1)
         replayed = images * trained
         forwards = 3 if trainer.kl_weight > 0 else 2  # the policy, the old one, and the reference for its KL
+        learned = forwards * replayed * trainer.inner_epochs * guidance
         if trainer.old_policy_decay == "none":
             # Until the first update the old policy is the present one, and its call is saved.
             until = min(images, sampling.batch_size * (pieces // trainer.updates_per_iteration))
-            extra = -until * trained * guidance
-    with_gradient = replayed * trainer.inner_epochs * train_guidance
+            learned -= until * trained * guidance
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     eval_steps = evaluation.num_inference_steps or steps
     every = evaluation.every
@@ -117,12 +118,20 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         trained_steps=trained,
         guidance=guidance,
         sample_calls=drawn * guidance,
-        train_calls=with_gradient * forwards + extra,
-        backward_calls=with_gradient,
+        train_calls=learned,
+        backward_calls=replayed * trainer.inner_epochs * train_guidance,
         optimizer_steps=config.optimizer_steps,
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
         evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, sampling.pipeline_args, components),
     )
+
+
+def replays_per_state(trainer: FlowGRPO, guidance: int) -> int:
+    """Model calls of training, in an iteration, for each state whose transitions are trained. guidance: 1 or 2."""
+    forwards = 2 if trainer.kl_weight > 0 else 1  # the policy, and the reference for its KL
+    if trainer.guidance_in_training:
+        return trainer.inner_epochs * forwards * guidance
+    return trainer.inner_epochs * forwards + 1  # log-probabilities without guidance, once before the first update
 
 
 def _mean(config: Config, trains: Sequence[Round], count: Callable[[Round], int]) -> float:

@@ -22,6 +22,7 @@ COMMANDS = [
     "sample",
     "eval",
     "check",
+    "plan",
     "export",
     "report",
     "replay",
@@ -108,6 +109,7 @@ class TestHelp:
         (["train", "--help"], 0),
         (["check", "configs/quickstart.yaml"], None),  # the model may not be built yet
         (["check", "configs/diffusion/sdxl_flow_grpo.yaml", "--explain"], 0),
+        (["plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 12}"], 0),
         (["config", "schema"], 0),
         (["rewards"], 0),
         (["check", "configs/quickstart.yaml", "optimizer.lrr=1"], 2),

@@ -265,11 +265,17 @@ def extreme_count(leaves: int, rate: float) -> int:
     return count
 
 
-def describe(plan: SamplingPlan, trained: Collection[int], *, calls_per_state: int = 1) -> str:
+def describe(
+    plan: SamplingPlan,
+    trained: Collection[int],
+    *,
+    calls_per_state: int = 1,
+    replays_per_state: int | None = None,
+) -> str:
     """The plan as text, per prompt: depths, branching, noise, trained edges, calls and how they compare.
 
     trained: steps whose edges are trained (pruning may leave fewer). calls_per_state: 2 under guidance that evaluates
-    the model twice.
+    the model twice. replays_per_state: model calls of training for a state whose edges are trained; None = as many.
     """
     nodes = plan.nodes
     lines = [
@@ -290,9 +296,10 @@ def describe(plan: SamplingPlan, trained: Collection[int], *, calls_per_state: i
     if plan.spread is not None:
         lines.append(f"siblings' noises have correlation {1 / (1 + plan.spread**2):.3g}")
     if plan.tail is not None:
-        lines.append(f"the last {plan.tail.steps} steps stand for {plan.tail.replaces} of the schedule's")
+        lines.append(f"the last {_count(plan.tail.steps, 'step')} in place of {plan.tail.replaces} of the schedule's")
     calls, independent = plan.calls * calls_per_state, plan.independent_calls * calls_per_state
-    training = plan.training_calls(trained) * calls_per_state
+    replays = calls_per_state if replays_per_state is None else replays_per_state
+    training = plan.training_calls(trained) * replays
     lines += [
         f"model calls in sampling: {calls}, {calls / plan.leaves:.2f} per image; independent rollouts with as many "
         f"leaves: {independent}, ratio {calls / independent:.3f}",

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
-import torch
-from torch import Tensor
 
 from genrl import estimate
 from genrl.config import Config
 from genrl.diffusion import flow_grpo
 from genrl.diffusion.plans import sampling_plan, trained_steps
-from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers

@@ -173,7 +173,7 @@ def test_the_text_has_the_numbers_of_the_plan() -> None:
 
     flash = compress_tail(make_plan(25, noise=noise(4), roots=12), 0.4)
     text = describe(flash, range(4))
-    assert "4-12      12     1     solver" in text and "the last 9 steps stand for 21 of the schedule's" in text
+    assert "4-12      12     1     solver" in text and "the last 9 steps in place of 21 of the schedule's" in text
     assert "ratio 0.520" in text
     assert "3 (one goes on)" in describe(caterpillar(6, noise=noise(6), first=2, candidates=3), range(2, 6))
 
