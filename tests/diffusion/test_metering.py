@@ -20,11 +20,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffuse
 KL = {"kl"}  # only with kl_weight above 0
 PULL = {"layer_tuning/distance"}  # only with trainer.layer_tuning
 EVALUATION = set(SECTIONS["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
+USED = set(SECTIONS["Rewards as used"])  # only of rewards that are not simply added
+GATED = {"schedule": [[0, 1.0]], "gate": {"reward": "brightness", "at_least": 0.0}}
+OWN = {"flow_grpo": "Flow-GRPO", "diffusion_nft": "DiffusionNFT", "spo": "SPO"}
+OTHERS = {one: {entry for other in OWN if other != one for entry in SECTIONS[OWN[other]]} for one in OWN}
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     # settings, and the entries that such a run does not log
     "flow_grpo": (
         {"trainer": {"algorithm": "flow_grpo", "kl_weight": 0.01}, "evaluation": {"every": 2}},
-        set(SECTIONS["DiffusionNFT"]) | PULL,
+        OTHERS["flow_grpo"] | USED | PULL,
     ),
     "layer_tuning": (
         {
@@ -36,11 +40,18 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
             },
             "evaluation": {"every": 0},
         },
-        set(SECTIONS["DiffusionNFT"]) | KL | EVALUATION,
+        OTHERS["flow_grpo"] | USED | KL | EVALUATION,
     ),
     "diffusion_nft": (
         {"trainer": {**runs.NFT, "kl_weight": 0.0}, "evaluation": {"every": 0}, "ema": None},
-        set(SECTIONS["Flow-GRPO"]) | KL | EVALUATION,
+        OTHERS["diffusion_nft"] | KL | EVALUATION,
+    ),
+    "spo": (
+        {
+            "trainer": {"algorithm": "spo", "kernel": "flow_sde", "noise_level": 0.7, "first": 0, "threshold": 0.0},
+            "evaluation": {"every": 0},
+        },
+        OTHERS["spo"] | USED | set(SECTIONS["Groups and advantages"]) | KL | EVALUATION,
     ),
 }
 
@@ -49,7 +60,10 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
 def test_a_run_logs_what_the_catalogue_has(folder: Path, model: Path, name: str) -> None:
     """That no other key is logged is the logger's to refuse (`document` raises)."""
     changes, absent = CONFIGURATIONS[name]
-    run = train(runs.config(folder, model, rewards=[runs.reward(folder, "redness")], **changes))
+    rewards = [runs.reward(folder, "redness")]
+    if not USED & absent:
+        rewards = [runs.reward(folder, "redness", **GATED), runs.reward(folder, "brightness", weight=0)]
+    run = train(runs.config(folder, model, rewards=rewards, **changes))
     entry = {id(doc): key for key, doc in METRICS.items()}
     logged = {entry[id(document(key))] for row in read_metrics(Run(run).metrics) for key in row if key != "step"}
     assert logged == METRICS.keys() - absent
