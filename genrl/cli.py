@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import traceback
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -190,10 +191,7 @@ def evaluate(
     source = prompts or (config.prompts.eval if config else None)
     if source is None:
         raise typer.BadParameter("give --prompts FILE (a run with prompts.eval has its own)")
-    chosen: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in reward or []]
-    if not chosen and config:
-        chosen = [(entry.name, entry.args) for entry in config.rewards]
-    if not chosen:
+    if not reward and not config:
         raise typer.BadParameter("give --reward NAME; `genrl rewards` lists them")
     source_model, adapter, arguments = _pipeline_of(model, lora, dtype)
     arguments |= _arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
@@ -202,19 +200,30 @@ def evaluate(
 
     import rewards as reward_package
     from genrl.diffusion.sample import evaluate_pipeline, load
+    from genrl.diffusion.scoring import open_scorers, plain
     from genrl.prompts import load as load_prompts
 
     rows = load_prompts(source, config.prompts.column if config else "prompt")[:num_prompts]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    scorers: dict[str, reward_package.Reward] = {}
-    for name, args in chosen:
-        label = name.rsplit(":", 1)[-1]
-        label = f"{label}-{len(scorers) + 1}" if label in scorers else label
-        scorers[label] = reward_package.load(name, args, device=device)
-    pipe = load(source_model, adapter)
-    found = evaluate_pipeline(
-        pipe, rows, scorers, batch_size=batch_size, seed=seed, num_pictures=0, arguments=arguments
-    )
+    if config and not reward:
+        scorers = open_scorers(config, device)
+    else:
+        named: dict[str, reward_package.Reward] = {}
+        for name in reward or ():
+            label = name.rsplit(":", 1)[-1]
+            label = f"{label}-{len(named) + 1}" if label in named else label
+            named[label] = reward_package.load(name, device=device)
+        scorers = plain(named)
+    with closing(scorers):
+        found = evaluate_pipeline(
+            load(source_model, adapter),
+            rows,
+            scorers,
+            batch_size=batch_size,
+            seed=seed,
+            num_pictures=0,
+            arguments=arguments,
+        )
     _print_scores(found.metrics, f"{model}, {len(rows)} prompts of {source}")
     if out:
         import json

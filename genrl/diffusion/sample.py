@@ -20,7 +20,7 @@ from genrl.diffusion.evaluate import Evaluated, evaluate
 from genrl.diffusion.export import load_lora
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy import Policy
-from genrl.diffusion.scoring import plain
+from genrl.diffusion.scoring import Scorers
 from genrl.prompts import Prompt
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
@@ -66,7 +66,7 @@ def sample(
 def evaluate_pipeline(
     pipe: DiffusionPipeline,
     prompts: Sequence[Prompt],
-    scorers: Mapping[str, rewards.Reward],
+    scorers: Scorers,
     *,
     batch_size: int = 8,
     seed: int = 1234,
@@ -75,12 +75,12 @@ def evaluate_pipeline(
 ) -> Evaluated:
     """Score one picture per prompt by every reward: the evaluation of training, on any pipeline."""
     check_call_arguments(pipe, arguments, section=None)
-    for label, scorer in scorers.items():
+    for label, scorer in scorers.rewards.items():
         rewards.check_columns(scorer, prompts[0].columns, name=label)
     return evaluate(
         Policy(pipe),
         prompts,
-        plain(scorers),
+        scorers,
         arguments,
         batch_size=batch_size,
         seed=seed,

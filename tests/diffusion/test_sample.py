@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import rewards
 from genrl.config import Model
 from genrl.diffusion.sample import evaluate_pipeline, load, sample
+from genrl.diffusion.scoring import plain
 from genrl.diffusion.train import train
 from genrl.prompts import Prompt
 
@@ -86,13 +87,13 @@ def test_an_argument_that_the_pipeline_does_not_take(model: Path, tmp_path: Path
         sample(pipe, PROMPTS, tmp_path / "out", arguments={"num_inferense_steps": 3})
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=message):
-        evaluate_pipeline(pipe, [Prompt("a")], {}, arguments={"num_inferense_steps": 3})
+        evaluate_pipeline(pipe, [Prompt("a")], plain({}), arguments={"num_inferense_steps": 3})
 
 
 def test_evaluation_is_that_of_training(folder: Path, model: Path) -> None:
     """`genrl eval` of the untrained model gives row 0 of a run; with its adapter, the last row: averaged weights."""
     run = train(runs.config(folder, model, optimizer={"lr": 0.1}, ema={"decay": 0.5}, iterations=2))
-    scorers = {"brightness": rewards.load(f"{folder}/rewards.py:brightness")}
+    scorers = plain({"brightness": rewards.load(f"{folder}/rewards.py:brightness")})
     rows = [Prompt(text) for text in runs.HELD_OUT]
 
     def evaluated(lora: Path | None) -> dict[str, float]:
@@ -107,7 +108,7 @@ def test_evaluation_is_that_of_training(folder: Path, model: Path) -> None:
 
 
 def test_evaluation_has_pictures_and_parts(folder: Path, model: Path) -> None:
-    scorers = {"redness": rewards.load(f"{folder}/rewards.py:redness")}
+    scorers = plain({"redness": rewards.load(f"{folder}/rewards.py:redness")})
     rows = [Prompt(text) for text in PROMPTS]
     found = evaluate_pipeline(
         load(Model(path=str(model)), None), rows, scorers, batch_size=2, num_pictures=2, arguments=ARGUMENTS
@@ -120,7 +121,7 @@ def test_evaluation_has_pictures_and_parts(folder: Path, model: Path) -> None:
 
 
 def test_evaluation_does_not_depend_on_the_batch(folder: Path, model: Path) -> None:
-    scorers = {"brightness": rewards.load(f"{folder}/rewards.py:brightness")}
+    scorers = plain({"brightness": rewards.load(f"{folder}/rewards.py:brightness")})
     rows = [Prompt(text) for text in PROMPTS]
     totals = [
         evaluate_pipeline(load(Model(path=str(model)), None), rows, scorers, batch_size=size, arguments=ARGUMENTS).total
@@ -132,6 +133,6 @@ def test_evaluation_does_not_depend_on_the_batch(folder: Path, model: Path) -> N
 
 def test_a_missing_column_is_refused_before_drawing(folder: Path, model: Path) -> None:
     (folder / "wants.py").write_text("def wants(images, colour):\n    return [0.0] * len(images)\n")
-    scorers = {"wants": rewards.load(f"{folder}/wants.py:wants")}
+    scorers = plain({"wants": rewards.load(f"{folder}/wants.py:wants")})
     with pytest.raises(ValueError, match="reward 'wants' asks for the column 'colour'"):
         evaluate_pipeline(load(Model(path=str(model)), None), [Prompt("a", {"shape": 1})], scorers, arguments=ARGUMENTS)
