@@ -28,7 +28,7 @@ Text = Annotated[str, Field(strict=True, min_length=1, max_length=1000)]
 Precision = Literal["float32", "bfloat16", "float16"]
 AdvantageScale = Literal["group", "global", "none"]
 Kernel = Literal["flow_sde", "dance_sde", "wan_sde", "flow_cps", "flow_ddim", "ddim"]
-ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity"]
+ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity", "x_prediction", "k2"]
 Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
 
 # The names of attention projections in diffusers, over all model families: what an adapter is put on by default.
@@ -164,6 +164,9 @@ class Sampling(Section):
     """Start all samples of a group from one noise (DanceGRPO: true)."""
     pipeline_args: dict[str, Any] = {}
     """Further keyword arguments of the pipeline's call, for example max_sequence_length."""
+    inputs: dict[str, Text] = {}
+    """Pictures that the pipeline is given with each prompt: argument of its call -> column that names the file, for
+    example {image: source_image} to train an editing model."""
     score_in_background: Flag = False
     """Score a micro-batch in a second thread while the next one is drawn; the results are the same."""
 
@@ -265,6 +268,15 @@ class LayerTuning(Section):
     """How much wider the clip range is for large advantages."""
 
 
+class PromptHistory(Section):
+    """What an advantage is measured against where it is not the group (DDPO's statistics per prompt)."""
+
+    size: Count = 16
+    """Last rewards of a prompt that are remembered, this iteration's included (DDPO: 16)."""
+    min_count: Count = 8
+    """With fewer, a prompt is measured against the whole iteration (DDPO: 8)."""
+
+
 class FlowGRPO(Section):
     """Policy gradient on the denoising steps (arXiv 2505.05470), with the kernels of its successors."""
 
@@ -284,16 +296,28 @@ class FlowGRPO(Section):
     """Take the steps after the window by DPM-Solver++ in this share of them (MixGRPO-Flash: 0.4); null = all."""
     layer_tuning: LayerTuning | None = None
     """Supervised pull towards the best sample of a tree, and dynamic clip bounds; null = none."""
-    advantage_scale: AdvantageScale = "group"
-    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
+    advantage_scale: Literal["group", "global", "none", "prompt_history"] = "group"
+    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing; or measure them
+    against the prompt's last rewards, in groups of any size (DDPO)."""
+    history: PromptHistory = PromptHistory()
+    """Of advantage_scale: prompt_history."""
+    aggregate: Literal["sum", "gdpo", "log_tame", "log_tame_released"] = "sum"
+    """Several rewards to one advantage: of their weighted sum; of each by itself, then summed and whitened (GDPO); of
+    the sum in which those that vary most are log(1 + r) (PaCo-GRPO's paper), or that sum itself (its code)."""
     advantage_clip: Positive = 5.0
     """Largest absolute advantage (all peers: 5)."""
+    objective: Literal["importance", "score_function"] = "importance"
+    """Clipped importance ratios, or -A log p (DDPO's score function), for one update per iteration."""
+    guard: Flag = False
+    """GRPO-Guard (arXiv 2510.22319): ratios centred and scaled alike at all steps, losses divided by the step."""
     clip_range: Positive | tuple[Positive, Positive] = 1e-4
-    """Ratio kept in 1 - low .. 1 + high: one distance or [low, high], both positive (Flow-GRPO: 1e-4)."""
+    """Ratio kept in 1 - low .. 1 + high: one distance or [low, high], both positive (Flow-GRPO 1e-4, guard 2e-6 to
+    4e-6)."""
     kl_weight: NonNegative = 0.0
     """Weight of the divergence from the starting model (Flow-GRPO: 0 to 0.04)."""
     kl: ReferenceKL = "gaussian"
-    """Which divergence: gaussian (exact), gaussian_dt (Flow-GRPO's, of SDE kernels), mean_square, velocity."""
+    """Which divergence: gaussian (exact), gaussian_dt (Flow-GRPO's, of SDE kernels), mean_square, velocity,
+    x_prediction (of the predicted data), k2 (half the squared log-ratio)."""
     log_prob_reduction: Literal["mean", "sum"] = "mean"
     """Log-probability over the latent's numbers: mean (all peers; clip_range assumes it) or sum."""
     guidance_in_training: Flag = True
@@ -351,6 +375,150 @@ class SPO(Section):
     """Sharpness of the preference loss (SPO: 10)."""
     clip_range: Margin = 0.1
     """Ratio to the model before training kept in 1 - c .. 1 + c; outside there is no gradient (SPO: 0.1)."""
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch; at most the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the pairs of one iteration."""
+
+
+class AWM(Section):
+    """Advantage weighted matching: a policy gradient on the forward process (arXiv 2509.25050)."""
+
+    algorithm: Literal["awm"] = "awm"
+    """Which trainer."""
+    weighting: Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"] = "ghuber"
+    """How the matching error becomes a log-likelihood: times 1, sigma, sigma^2, or a root of it times sigma."""
+    levels: Literal["grid", "logit_normal", "uniform"] = "grid"
+    """Noise levels: of the sampling grid, without the first and the last tenth; SD3's; or uniform in 0.2 .. 1."""
+    timesteps_per_sample: Count = 6
+    """Noise levels trained per sample, stratified, the same for all of an iteration (AWM: 6)."""
+    advantage_scale: AdvantageScale = "global"
+    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
+    advantage_clip: Positive = 5.0
+    """Advantages are cut at this and divided by it (AWM: 5)."""
+    clip_range: Margin | Literal[1] = 1
+    """Ratio kept in 1 - c .. 1 + c (AWM: 1, which with one update per iteration never clips)."""
+    kl_weight: NonNegative = 1e-3
+    """Weight of the squared velocity difference from the starting model (AWM: 1e-3, OCR 3e-3, PickScore 1e-4)."""
+    ema_kl_weight: NonNegative = 1.0
+    """Weight of that from a slow copy of the policy, which keeps min(0.001 n, 0.3) of itself (AWM: 1)."""
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch (AWM: 1); at most the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the samples of one iteration (AWM: 1)."""
+
+
+class DGPO(Section):
+    """Direct group preference optimisation: one preference of a whole group (arXiv 2510.08425)."""
+
+    algorithm: Literal["dgpo"] = "dgpo"
+    """Which trainer."""
+    beta: Positive = 100.0
+    """Sharpness of the group's preference (DGPO: 100, PickScore 10, with reference: ema 2000)."""
+    reference: Literal["model", "ema"] = "model"
+    """What the group's preference is measured against: the model before training, or the slow average."""
+    kl_weight: NonNegative = 0.02
+    """Weight of the squared velocity difference from the starting model (DGPO: 0.02, PickScore 1e-3)."""
+    reference_guidance: NonNegative | None = None
+    """Guidance of the starting model there (DGPO without guidance: 4.5); null = that of training."""
+    guidance_in_training: Flag = False
+    """Train under the guidance of sampling (DGPO: false, also where it samples with 4.5)."""
+    first_steps: Count = 6
+    """Noise levels are those of the first steps of the sampling grid, so many (DGPO: 6 of 10, GenEval 4)."""
+    timesteps_per_sample: Count = 4
+    """Noise levels trained per sample, without repetition, the same for all of an iteration (DGPO: 4)."""
+    clip_range: Margin = 1e-2
+    """No gradient where the ratio to the slow average is beyond 1 +- c (DGPO: 1e-2, PickScore 5e-2, no guidance 1e-3)."""
+    advantage_scale: AdvantageScale = "global"
+    """Divide centred rewards by the group's spread (DGPO on GenEval), the iteration's (DGPO), or by nothing."""
+    advantage_clip: Positive = 5.0
+    """Largest absolute advantage (DGPO: 5)."""
+    switch_after: Whole = 200
+    """After so many optimiser steps the slow average draws the samples (DGPO: 200, GenEval 500)."""
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch (DGPO: 1); at most the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the samples of one iteration (DGPO: 1)."""
+
+
+class CRD(Section):
+    """Centred reward distillation: differences of implicit rewards within a prompt (arXiv 2603.14128)."""
+
+    algorithm: Literal["crd"] = "crd"
+    """Which trainer."""
+    beta: Positive = 1.0
+    """Scale of the implicit reward (CRD: 1)."""
+    loss: Literal["mse", "bce"] = "mse"
+    """Squared difference of the centred rewards, or a cross-entropy."""
+    temperature: Positive | None = None
+    """Centre at softmax means of the group's best and worst samples, at this temperature; null = at its mean."""
+    kl_weight: NonNegative = 0.1
+    """Weight of the squared velocity difference from the starting model, for the best samples (CRD: 0.1)."""
+    reference_guidance: NonNegative | None = None
+    """Guidance of the starting model there (CRD on SD3.5: 4.5); null = that of sampling."""
+    timesteps_per_sample: Count | None = None
+    """Noise levels of the sampling grid trained per sample, the same for all; null = all of them but one."""
+    advantage_scale: AdvantageScale = "global"
+    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
+    advantage_clip: Positive = 5.0
+    """Largest absolute advantage; it also scales the loss (CRD: 5)."""
+    updates_per_iteration: Count = 2
+    """Optimiser steps per inner epoch (CRD: 2); at most the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the samples of one iteration (CRD: 1)."""
+
+
+class DPO(Section):
+    """Online Diffusion-DPO: the best sample of each group against its worst (arXiv 2311.12908)."""
+
+    algorithm: Literal["dpo"] = "dpo"
+    """Which trainer."""
+    beta: Positive = 100.0
+    """Sharpness of the preference (Flow-GRPO's online DPO: 100; Diffusion-DPO offline: 5000)."""
+    reference_every: Count | None = None
+    """The trained model becomes the reference every so many optimiser steps (Flow-GRPO's: 40); null = never."""
+    timesteps_per_pair: Count = 1
+    """Noise levels trained per pair, each drawn anew (1)."""
+    guidance_in_training: Flag = False
+    """Train under the guidance of sampling (peers: false)."""
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch; at most the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the pairs of one iteration."""
+
+
+class OfflineDPO(Section):
+    """Diffusion-DPO from a preference data set in prompts.train, with the columns image_win and image_lose."""
+
+    algorithm: Literal["dpo_offline"] = "dpo_offline"
+    """Which trainer."""
+    beta: Positive = 5000.0
+    """Sharpness of the preference (Diffusion-DPO: 5000 for SDXL, 2000 for SD 1.5)."""
+    reference_every: Count | None = None
+    """The trained model becomes the reference every so many optimiser steps; null = never (Diffusion-DPO)."""
+    timesteps_per_pair: Count = 1
+    """Noise levels trained per pair, each drawn anew (Diffusion-DPO: 1)."""
+    guidance_in_training: Flag = False
+    """Train under the guidance of sampling (Diffusion-DPO: false)."""
+    updates_per_iteration: Count = 1
+    """Optimiser steps per inner epoch; at most the number of micro-batches."""
+    inner_epochs: Count = 1
+    """Passes over the pairs of one iteration."""
+
+
+class D3PO(Section):
+    """Preferences between images, on the steps of their sampling (arXiv 2311.13231)."""
+
+    algorithm: Literal["d3po"] = "d3po"
+    """Which trainer."""
+    kernel: Kernel = "ddim"
+    """Transition density of the steps; ddim is for epsilon- and v-prediction models, the others for flows."""
+    noise_level: NonNegative | None = 1.0
+    """Noise of the kernel (ddim eta 1, flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, flow_ddim eta 1); wan_sde: null."""
+    beta: Positive = 0.1
+    """Sharpness of the preference (D3PO: 0.1)."""
+    clip_range: Margin = 0.1
+    """Ratio to the model before training kept in 1 - c .. 1 + c; outside there is no gradient (D3PO: 0.1)."""
     updates_per_iteration: Count = 1
     """Optimiser steps per inner epoch; at most the number of micro-batches."""
     inner_epochs: Count = 1
@@ -435,7 +603,7 @@ class Config(Section):
     """What is rewarded: a list of {name, weight, args}; the weighted sum is trained on."""
     sampling: Sampling = Sampling()
     """How samples are drawn."""
-    trainer: Annotated[FlowGRPO | DiffusionNFT | SPO, Field(discriminator="algorithm")]
+    trainer: Annotated[FlowGRPO | DiffusionNFT | SPO | AWM | DGPO | CRD | DPO | OfflineDPO | D3PO, Field(discriminator="algorithm")]
     """Which algorithm, and its settings."""
     optimizer: Optimizer = Optimizer()
     """AdamW and its schedule."""
@@ -465,6 +633,17 @@ class Config(Section):
             same = sum(label == base or label.startswith(f"{base}-") for label in labels)
             labels.append(f"{base}-{same + 1}" if same else base)
         return tuple(labels)
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training."""
+        if self.trainer.algorithm in ("spo", "d3po"):
+            return True
+        if self.trainer.algorithm in ("dpo", "dpo_offline"):
+            return self.trainer.reference_every is None
+        if self.trainer.algorithm == "dgpo" and self.trainer.reference == "model":
+            return True
+        return self.trainer.kl_weight > 0
 
     @property
     def optimizer_steps(self) -> int:

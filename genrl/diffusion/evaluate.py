@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from genrl.config import Config, Evaluation
 from genrl.diffusion.policy import Batch, Policy
-from genrl.diffusion.rollout import Rollouts, call_arguments, to_bytes
+from genrl.diffusion.rollout import Rollouts, batch_inputs, call_arguments, to_bytes
 from genrl.diffusion.scoring import Scored, Scorers, score
 from genrl.prompts import Prompt
 from genrl.runtime import pictures
@@ -57,10 +58,12 @@ def evaluate(
     num_processes: int = 1,
     advance: Callable[[int], None] = lambda images: None,
     beat: Callable[[], None] = lambda: None,
+    inputs: Mapping[str, str] = MappingProxyType({}),
 ) -> Evaluated:
     """Draw one picture per prompt from noise that depends on (seed, row) alone, and score it.
 
-    sampling: arguments of the pipeline call. `advance` is told of pictures drawn, by all processes as often. All
+    sampling: arguments of the pipeline call; inputs: those that are pictures of the prompt's row, with their columns.
+    `advance` is told of pictures drawn, by all processes as often. All
     processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
@@ -69,7 +72,12 @@ def evaluate(
         k = round_ * num_processes + process
         start = starts[min(k, len(starts) - 1)]  # one too many is drawn and dropped: sharded models draw in step
         rows = list(range(start, min(start + batch_size, len(prompts))))
-        batch = Batch([prompts[r].text for r in rows], [("evaluation", seed, r) for r in rows], sampling)
+        batch = Batch(
+            [prompts[r].text for r in rows],
+            [("evaluation", seed, r) for r in rows],
+            sampling,
+            inputs=batch_inputs(inputs, [prompts[r] for r in rows]),
+        )
         images = policy.decode(batch, policy.generate(batch)).cpu()
         if k < len(starts):
             pieces.append((rows, images))
@@ -112,6 +120,7 @@ def evaluate_held_out(
         num_processes=num_processes,
         advance=advance,
         beat=beat,
+        inputs=config.sampling.inputs,
     )
 
 

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from genrl.config import SPO, Config, DiffusionNFT, FlowGRPO
 from genrl.config import load as load_config
-from genrl.diffusion.flow_grpo import reference_kl
+from genrl.diffusion.flow_grpo import policy_loss, reference_kl
 from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Batch, Children, Kernel, Policy, Trajectory
 from genrl.diffusion.spo import pair_of, preference
 from genrl.diffusion.weights import Weights
 from genrl.objectives.matching import diffusion_nft_loss
-from genrl.objectives.policy_losses import clipped_surrogate, kl_velocity
+from genrl.objectives.policy_losses import kl_velocity
 from genrl.runtime import checkpoint
 from genrl.runtime.guards import Dump, non_finite, read_dump
 from genrl.runtime.run import Run
@@ -77,8 +78,8 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
             denoiser.enable_gradient_checkpointing()
 
     recorded = {name: tensor for name, tensor in dump.batch.items() if not name.startswith("weights/")}
-    given = {name: tensor.to(device) for name, tensor in recorded.items()}
-    batch = batch_of(dump.info)
+    given = {name: tensor.to(device) for name, tensor in recorded.items() if not name.startswith("inputs/")}
+    batch = batch_of(dump.info, recorded)
     with first_not_finite(policy.denoisers) as module:
         made = _again(config, policy, weights, batch, given)
         share = made["loss"].sum() / dump.info["divisor"]
@@ -89,14 +90,18 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
     return Replay(dump, source, recorded | dump.checked, made, next(iter(module), None), non_finite(gradients))
 
 
-def batch_of(info: Mapping[str, Any]) -> Batch:
-    """The micro-batch of a dump's record: prompts, keys of its noise, arguments of the pipeline call."""
+def batch_of(info: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
+    """The micro-batch of a dump's record: prompts, keys of its noise, arguments of the pipeline call, pictures."""
     initial = info["initial_keys"]
     return Batch(
         prompts=info["prompts"],
         keys=[tuple(key) for key in info["keys"]],
         sampling=info["sampling"],
         initial_keys=None if initial is None else [tuple(key) for key in initial],
+        inputs={
+            argument: [Image.fromarray(tensors[f"inputs/{argument}/{k}"].numpy()) for k in range(len(info["prompts"]))]
+            for argument in info["inputs"]
+        },
     )
 
 
@@ -133,7 +138,9 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
             with torch.no_grad(), weights.reference():
                 reference = policy.replay(trajectory, i)
         new = policy.replay(trajectory, i)
-        surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], given["advantage"], *trainer.clip_bounds)
+        surrogate = policy_loss(
+            trainer, new, next_state, given["old_log_prob"], given.get("old_mean"), given["advantage"]
+        )
         loss, kl = surrogate.loss, None
         if reference is not None:
             kl = reference_kl(trainer.kl, new, reference)

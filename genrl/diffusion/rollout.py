@@ -9,15 +9,20 @@ batches that were recorded.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
+import rewards
 from genrl.config import Config, Sampling
 from genrl.diffusion.forest import Drawn, Piece
 from genrl.diffusion.policy import Batch, Policy
@@ -67,6 +72,10 @@ class Rollouts:
     """Metrics of the scores as they entered the total."""
     running: dict[str, Running] = field(default_factory=dict)
     """Statistics of the scores so far, this iteration's included."""
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """Label -> what of each reward entered the total, before its weight, float64 [N]."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Label -> weight in this iteration."""
 
     @property
     def num_samples(self) -> int:
@@ -94,6 +103,31 @@ def call_arguments(sampling: Sampling) -> dict[str, Any]:
         for name in ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")
     }
     return {name: value for name, value in named.items() if value is not None} | dict(sampling.pipeline_args)
+
+
+def batch_inputs(columns: Mapping[str, str], rows: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """The pictures that the pipeline is given with these prompts: argument of its call -> PIL pictures, RGB.
+
+    columns: argument -> column that names the file.
+    """
+    return {argument: [_picture(row.columns[column]) for row in rows] for argument, column in columns.items()}
+
+
+@lru_cache(maxsize=256)
+def _picture(path: str) -> Image.Image:
+    return rewards.open_picture(path)
+
+
+def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str) -> None:
+    """Raise ValueError where a prompt names no picture, or one that is not there, with its line."""
+    for argument, column in columns.items():
+        for row in rows:
+            if column not in row.columns:
+                near = difflib.get_close_matches(column, row.columns, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line} has no column {column!r}{hint}")
+            if not Path(row.columns[column]).is_file():
+                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line}: no such file {row.columns[column]}")
 
 
 def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
@@ -149,6 +183,7 @@ def collect(
                 initial_keys=[(config.seed, iteration, "group", int(group[s])) for s in slots]
                 if sampling.same_initial_noise
                 else None,
+                inputs=batch_inputs(sampling.inputs, [slot_rows[s] for s in slots]),
             )
             with torch.no_grad():
                 with timed("sample"):
@@ -178,6 +213,8 @@ def collect(
         slots=[[leaf for slot in slots for leaf in range(slot, slot + leaves)] for slots in plan],
         used=compose.metrics(combined, scorers.components),
         running=combined.running,
+        parts=combined.values,
+        weights=combined.weights,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object, set_seed
+from PIL import Image
 from torch import Tensor
 
 from genrl.config import Config, Optimizer
@@ -26,7 +27,7 @@ from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, sho
 from genrl.diffusion.export import save_lora
 from genrl.diffusion.forest import Drawn
 from genrl.diffusion.policy import Batch, Policy
-from genrl.diffusion.rollout import Rollouts, call_arguments, collect, score_metrics
+from genrl.diffusion.rollout import Rollouts, batch_inputs, call_arguments, collect, score_metrics
 from genrl.diffusion.scoring import Scorers
 from genrl.diffusion.sharding import load_optimizer_state, local, whole, whole_optimizer_state
 from genrl.diffusion.weights import Weights
@@ -345,7 +346,7 @@ class Session:
         self.updates, self._before = 0, None
 
     def _require_finite(self, norm: Tensor) -> None:
-        kept, info, weights = self.suspect, {}, {}
+        kept, info, weights, pictures = self.suspect, {}, {}, {}
         if kept is not None:
             info = {
                 "optimizer_steps": self.optimizer_steps,
@@ -355,6 +356,12 @@ class Session:
                 "keys": kept.batch.keys,
                 "initial_keys": kept.batch.initial_keys,
                 "sampling": dict(kept.batch.sampling),
+                "inputs": list(kept.batch.inputs),
+            }
+            pictures = {
+                f"inputs/{name}/{k}": pil_to_tensor(picture)
+                for name, row in kept.batch.inputs.items()
+                for k, picture in enumerate(row)
             }
             if self.weights.is_lora:  # those of a full fine-tuning are too large; a checkpoint has them nearly
                 weights = {f"weights/{key}": whole(p.detach()) for key, p in self.weights.named.items()}
@@ -363,7 +370,7 @@ class Session:
             where="gradient" if kept is None or "loss" not in non_finite(kept.checked) else "loss",
             step=self.iteration,
             dumps=self.run.dumps,
-            batch={} if kept is None else kept.tensors | weights,
+            batch={} if kept is None else kept.tensors | weights | pictures,
             info=info,
             accelerator=self.accelerator,
         )
@@ -455,7 +462,13 @@ class Session:
     @property
     def probe(self) -> Batch:
         """One sample, to compare models by."""
-        return Batch([self.prompts[0].text], [("probe", self.config.seed)], call_arguments(self.config.sampling))
+        sampling, first = self.config.sampling, self.prompts[0]
+        return Batch(
+            [first.text],
+            [("probe", self.config.seed)],
+            call_arguments(sampling),
+            inputs=batch_inputs(sampling.inputs, [first]),
+        )
 
     def averaged(self) -> Any:
         """Context in which the models hold the averaged weights, where the run keeps an average."""
@@ -489,6 +502,11 @@ class Session:
             if log:
                 self.log.log(self.iteration, found.metrics)
         return found.metrics
+
+
+def pil_to_tensor(picture: Image.Image) -> Tensor:
+    """uint8 [H, W, 3]."""
+    return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(picture.height, picture.width, 3)
 
 
 def learning_rate(config: Optimizer, step: int, total_steps: int) -> float:

@@ -19,7 +19,7 @@ from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.export import check_lora_loader, save_lora, write_card
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy import Policy
-from genrl.diffusion.rollout import call_arguments
+from genrl.diffusion.rollout import call_arguments, check_inputs
 from genrl.diffusion.scoring import open_scorers
 from genrl.diffusion.session import AVERAGE, Abandoned, Session, make_accelerator
 from genrl.diffusion.weights import Weights
@@ -119,9 +119,12 @@ def open_session(
                 common = set.intersection(*(set(row.columns) for row in rows))
                 rewards.check_columns(scorer, sorted(common), name=label)
 
+    for rows, source in ((prompts, config.prompts.train), (eval_prompts, config.prompts.eval)):
+        check_inputs(config.sampling.inputs, rows, str(source))
+
     progress.phase("loading")
     pipe = load_pipeline(config.model)
-    check_call_arguments(pipe, call_arguments(config.sampling))
+    check_call_arguments(pipe, call_arguments(config.sampling) | config.sampling.inputs)
     check_call_arguments(pipe, evaluation_arguments(config.evaluation), "evaluation")
     policy = Policy(
         pipe.to(accelerator.device),
