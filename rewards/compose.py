@@ -72,6 +72,8 @@ class Combined(NamedTuple):
     """Label -> whether the gate closed, bool [N]; gated rewards only."""
     running: dict[str, Running]
     """Label -> statistics with this iteration's scores; rewards with `normalize: running` only."""
+    values: dict[str, Tensor]
+    """Label -> gated and normalised score, before its weight, float64 [N]."""
 
 
 def combine(
@@ -95,7 +97,7 @@ def combine(
     }
     gated: dict[str, Tensor] = {}
     after: dict[str, Running] = {}
-    contributions: dict[str, Tensor] = {}
+    used: dict[str, Tensor] = {}
     for label, component in components.items():
         values = scores[label].double()
         if component.gate is not None:
@@ -106,8 +108,9 @@ def combine(
         elif component.normalize == "running":
             after[label] = update((running or {}).get(label, Running()), values)
             values = normalize_by(values, after[label])
-        contributions[label] = weights[label] * values
-    return Combined(_sum(contributions, weights, len(group)), contributions, weights, gated, after)
+        used[label] = values
+    contributions = {label: weights[label] * values for label, values in used.items()}
+    return Combined(_sum(contributions, weights, len(group)), contributions, weights, gated, after, used)
 
 
 def evaluate(scores: Mapping[str, Tensor], components: Mapping[str, Component]) -> Tensor:

@@ -4,6 +4,11 @@ from genrl.config.errors import ConfigError, Problem
 from genrl.config.files import check_files
 from genrl.config.loading import dump, json_schema, load, load_located
 from genrl.config.schema import (
+    AWM,
+    CRD,
+    D3PO,
+    DGPO,
+    DPO,
     EMA,
     SPO,
     Checkpoint,
@@ -16,7 +21,9 @@ from genrl.config.schema import (
     LayerTuning,
     LoRA,
     Model,
+    OfflineDPO,
     Optimizer,
+    PromptHistory,
     Prompts,
     Prune,
     Reward,
@@ -26,6 +33,11 @@ from genrl.config.schema import (
 )
 
 __all__ = [
+    "AWM",
+    "CRD",
+    "D3PO",
+    "DGPO",
+    "DPO",
     "EMA",
     "SPO",
     "Checkpoint",
@@ -39,8 +51,10 @@ __all__ = [
     "LayerTuning",
     "LoRA",
     "Model",
+    "OfflineDPO",
     "Optimizer",
     "Problem",
+    "PromptHistory",
     "Prompts",
     "Prune",
     "Reward",

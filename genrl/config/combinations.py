@@ -62,6 +62,7 @@ def refuse_impossible(config: Config) -> None:
         rollout_rules,
         _noise,
         _policy,
+        _objective,
         _matching,
         _rewards,
         _reward_rules,
@@ -97,7 +98,7 @@ def _batches(config: Config) -> Iterator[Finding]:
     sampling, updates = config.sampling, config.trainer.updates_per_iteration
     total, pieces = sampling.images_per_iteration, sampling.micro_batches
     grows = config.trainer.algorithm == "flow_grpo" and config.trainer.tree is not None  # then trees are shared out
-    if sampling.group_size < 2 and config.trainer.algorithm != "spo":  # whose candidates are compared, not samples
+    if sampling.group_size < 2 and not _stands_alone(config):
         text = "one sample has nothing to be compared with, so its advantage is 0; use a group of 2 or more"
         yield ("sampling.group_size", "trainer.advantage_scale"), text
     if sampling.batch_size > total:
@@ -108,6 +109,14 @@ def _batches(config: Config) -> Iterator[Finding]:
         text = f"{total} samples in batches of {sampling.batch_size} are {pieces} micro-batches, too few for {updates}"
         text = f"{text} updates; use {pieces} or less, or a smaller batch"
         yield ("trainer.updates_per_iteration", "sampling.batch_size"), text
+
+
+def _stands_alone(config: Config) -> bool:
+    """Whether a sample has a use without others of its prompt."""
+    trainer = config.trainer
+    if trainer.algorithm == "flow_grpo":
+        return trainer.advantage_scale == "prompt_history" or trainer.aggregate == "log_tame_released"
+    return trainer.algorithm == "spo"  # whose candidates are compared, not samples
 
 
 def _pipeline_args(config: Config) -> Iterator[Finding]:
@@ -173,6 +182,63 @@ def _policy(config: Config) -> Iterator[Finding]:
         # such an SDE (b -> eta sqrt(2 sigma / (1 - sigma)) as dt -> 0); the s of flow_cps does not shrink with dt.
         reason = "its steps are alpha-bars" if kernel == "ddim" else "its noise does not shrink with the step"
         yield ("trainer.kl", "trainer.kernel"), f"{kernel} has no dt to weight by ({reason}); use gaussian"
+
+
+def _objective(config: Config) -> Iterator[Finding]:
+    """Which loss, on which advantage."""
+    trainer = config.trainer
+    if trainer.algorithm != "flow_grpo":
+        return
+    if trainer.objective == "score_function":
+        if config.optimizer_steps > config.iterations:
+            keys = ("trainer.objective", "trainer.updates_per_iteration", "trainer.inner_epochs")
+            yield keys, "the score function has no ratio: after one update its samples are stale; use 1, or importance"
+        for key in ("guard", "layer_tuning"):
+            if getattr(trainer, key):
+                text = "works on the importance ratio, which the score function has not; leave it out, or importance"
+                yield (f"trainer.{key}", "trainer.objective"), text
+    if trainer.guard and trainer.kernel == "ddim":
+        text = "guard divides by the step in sigma, and ddim's are alpha-bars; use a flow model's kernel, or false"
+        yield ("trainer.guard", "trainer.kernel"), text
+    if trainer.guard and trainer.log_prob_reduction == "sum":
+        text = "guard has a ratio of its own, a mean over the latent's numbers; write mean"
+        yield ("trainer.log_prob_reduction", "trainer.guard"), text
+    if trainer.kl_weight > 0 and trainer.kl == "x_prediction" and trainer.kernel == "ddim":
+        text = "x_prediction is of a velocity; use mean_square or gaussian"
+        yield ("trainer.kl", "trainer.kernel"), text
+    yield from _advantage(config)
+
+
+def _advantage(config: Config) -> Iterator[Finding]:
+    trainer, tree = config.trainer, getattr(config.trainer, "tree", None)
+    assert trainer.algorithm == "flow_grpo"
+    scale, aggregate, history = trainer.advantage_scale, trainer.aggregate, trainer.history
+    if scale == "prompt_history":
+        if history.min_count > history.size:
+            text = f"{history.min_count} rewards are never reached, {history.size} are kept; use {history.size} or less"
+            yield ("trainer.history.min_count", "trainer.history.size"), text
+    elif history != type(history)():
+        text = "is of advantage_scale: prompt_history; remove it, or change the scale"
+        yield ("trainer.history", "trainer.advantage_scale"), text
+    if tree is not None and (scale == "prompt_history" or aggregate != "sum"):
+        named = "advantage_scale" if scale == "prompt_history" else "aggregate"
+        if tree.normalise == "depth":
+            text = "normalises rewards by themselves, at every depth; write group"
+            yield ("trainer.tree.normalise", f"trainer.{named}"), text
+        if tree.contrast is not None:
+            text = "has advantages of its own, over a prompt's history; write null"
+            yield ("trainer.tree.contrast", f"trainer.{named}"), text
+    if aggregate == "sum":
+        return
+    meant = {"gdpo": ("group",), "log_tame": ("group", "global", "none"), "log_tame_released": ("none",)}[aggregate]
+    if scale not in meant:
+        why = {"gdpo": "divides each reward by its group's spread", "log_tame": "is a rule for groups"}
+        text = f"{aggregate} {why.get(aggregate, 'divides by nothing')}; use {' or '.join(meant)}"
+        yield ("trainer.advantage_scale", "trainer.aggregate"), text
+    for index, reward in enumerate(config.rewards):
+        if reward.normalize != "none":
+            text = f"{aggregate} judges and normalises the scores themselves; write none"
+            yield (f"rewards.{index}.normalize", "trainer.aggregate"), text
 
 
 def _matching(config: Config) -> Iterator[Finding]:

@@ -7,8 +7,9 @@ One iteration, with the paper's symbols:
 3. estimate  A_i = (R_i - mean_G R) / std, the group-relative advantage                              (eq. 4)
 4. update    r_i = p_theta(x_{t-1} | x_t, c) / p_old(x_{t-1} | x_t, c), clipped surrogate, KL         (eq. 5)
 
-Settings make it Dance-GRPO (`kernel: dance_sde`), Flow-CPS (`flow_cps`), DDPO-style training of an epsilon model
-(`ddim`) or Flow-GRPO-Fast / MixGRPO's window (`window`). docs/flow_grpo.md has the equations, metrics and curves.
+Settings make it Dance-GRPO (`kernel: dance_sde`), Flow-CPS (`flow_cps`), GRPO-Guard (`guard`), DDPO (`kernel: ddim`,
+`advantage_scale: prompt_history`, `objective`) or Flow-GRPO-Fast / MixGRPO's window (`window`). docs/flow_grpo.md has
+the equations, metrics and curves, docs/ddpo.md DDPO's.
 """
 
 from __future__ import annotations
@@ -33,17 +34,26 @@ from genrl.diffusion.session import Session
 from genrl.mdp.kernels import FLOW_KERNELS
 from genrl.mdp.plan import SamplingPlan
 from genrl.mdp.tree import Tree, grow
-from genrl.objectives.advantages import group_advantages, group_statistics
+from genrl.objectives.advantages import gdpo_advantages, group_advantages, group_statistics
+from genrl.objectives.aggregation import LogTame, log_tame_advantages
 from genrl.objectives.credit import PromptHistory, branch_extremes, signed_advantage
+from genrl.objectives.guard import guard_log_ratio, guard_surrogate
 from genrl.objectives.layer_tuning import dynamic_clip_bounds, progress_loss, velocity_towards
 from genrl.objectives.policy_losses import (
+    SurrogateOutput,
     clipped_surrogate,
     importance_ratio,
     kl_gaussian,
     kl_gaussian_dt,
+    kl_k2,
     kl_mean_square,
     kl_velocity,
+    kl_x_prediction,
+    score_function_loss,
 )
+from genrl.objectives.prompt_statistics import prompt_advantages
+
+OldLogProbs = dict[int, dict[int, Tensor]]  # id of the piece -> step -> [B]
 
 
 def train(session: Session, settings: FlowGRPO) -> None:
@@ -78,6 +88,7 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
     meter = Meter()
     edges = estimate(session, settings, rollouts, plan, tree, meter)
     old_log_probs = old_policy(session, settings, rollouts, edges)
+    old_means = means_before(session, settings, rollouts, old_log_probs)
     pull = progress(session, settings, rollouts, tree, edges)
 
     # 4. Update.
@@ -95,9 +106,9 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
                         with torch.no_grad(), weights.reference():
                             reference = policy.replay(trajectory, i, batch)
                     new = policy.replay(trajectory, i, batch)
-                    surrogate = clipped_surrogate(
-                        new.log_prob, old_log_prob, advantage, *clip_bounds(settings, advantage)
-                    )
+                    old_mean = old_means.setdefault((id(piece), i), new.mean.detach()) if settings.guard else None
+                    next_state = trajectory.next_states[i]
+                    surrogate = policy_loss(settings, new, next_state, old_log_prob, old_mean, advantage)
                     loss = surrogate.loss
                     if reference is not None:
                         kl = reference_kl(settings.kl, new, reference)
@@ -112,10 +123,11 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
                     session.backward(
                         loss,
                         batch,
-                        {
+                        ({} if old_mean is None else {"old_mean": old_mean})
+                        | {
                             "step": torch.tensor(i),
                             "state": trajectory.states[i],
-                            "next_state": trajectory.next_states[i],
+                            "next_state": next_state,
                             "rows": rows_of(trajectory, i),
                             "advantage": advantage,
                             "weight": weight,
@@ -151,10 +163,10 @@ def estimate(
 ) -> Edges:
     """Advantage and weight of every trained transition, from the rewards of the samples."""
     config, iteration = session.config, session.iteration
-    advantages = group_advantages(
-        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
-    )
-    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+    advantages = advantages_of(session, settings, rollouts).clamp(-settings.advantage_clip, settings.advantage_clip)
+    meter.add_advantages(advantages, settings.advantage_clip)
+    if settings.advantage_scale != "prompt_history":  # there no group is compared
+        meter.add_spread(group_statistics(rollouts.total, rollouts.group))
     trained = trained_steps(config, settings, iteration)
     if settings.tree is None:
         return independent_edges(advantages, plan, trained)
@@ -178,6 +190,28 @@ def estimate(
     return edges
 
 
+def advantages_of(session: Session, settings: FlowGRPO, rollouts: Rollouts) -> Tensor:
+    """Of every sample, float64 [N]; 0 without a score, or in a group without spread."""
+    total, group, scale = rollouts.total, rollouts.group, settings.advantage_scale
+    if scale == "prompt_history":
+        seen = session.memory.get("prompt_rewards", {})
+        keep = settings.history
+        advantages, session.memory["prompt_rewards"] = prompt_advantages(
+            total, rollouts.prompts, seen, buffer_size=keep.size, min_count=keep.min_count
+        )
+        return advantages
+    if settings.aggregate == "sum":
+        return group_advantages(total, group, scale=scale)
+    weights = list(rollouts.weights.values())
+    if not any(weights):  # a schedule may have all of them at 0 for a while
+        return torch.zeros_like(total)
+    parts = [rollouts.parts[label] for label in rollouts.weights]
+    if settings.aggregate == "gdpo":
+        return gdpo_advantages(parts, weights, group)
+    variant: LogTame = "paper" if settings.aggregate == "log_tame" else "released"
+    return log_tame_advantages(parts, weights, group, variant=variant, scale=scale)
+
+
 def contrasted(session: Session, tree: TreeSettings, contrast: Contrast, rollouts: Rollouts) -> Tensor:
     """B2-DiffuRL's advantages: scores over the prompt's history, of the best and worst leaf of each split, [N]."""
     history = PromptHistory(contrast.history)
@@ -187,6 +221,46 @@ def contrasted(session: Session, tree: TreeSettings, contrast: Contrast, rollout
     chosen = branch_extremes(scores, branch, high=contrast.high, low=contrast.low)
     clip = session.config.trainer.advantage_clip
     return torch.where(chosen != 0, signed_advantage(scores, clip=clip), 0.0)
+
+
+def policy_loss(
+    settings: FlowGRPO,
+    new: Replayed,
+    next_state: Tensor,
+    old_log_prob: Tensor,
+    old_mean: Tensor | None,
+    advantage: Tensor,
+) -> SurrogateOutput:
+    """The configured policy term of one step, [B]. old_mean: of the policy that sampled; for `guard` alone."""
+    low, high = clip_bounds(settings, advantage)
+    if old_mean is not None:
+        log_ratio = guard_log_ratio(next_state, new.mean, old_mean, new.std)
+        return guard_surrogate(log_ratio, advantage, new.step.sigma - new.step.sigma_next, low, high)
+    if settings.objective == "score_function":
+        loss = score_function_loss(new.log_prob, advantage)
+        return SurrogateOutput(loss, importance_ratio(new.log_prob, old_log_prob), torch.zeros_like(loss).bool())
+    return clipped_surrogate(new.log_prob, old_log_prob, advantage, low, high)
+
+
+@torch.no_grad()
+def means_before(
+    session: Session, settings: FlowGRPO, rollouts: Rollouts, old_log_probs: OldLogProbs
+) -> dict[tuple[int, int], Tensor]:
+    """(id of the piece, step) -> transition means before the first update, which GRPO-Guard's ratio is measured from.
+
+    Those of the first update's samples are left out: its own evaluation has them.
+    """
+    if not settings.guard:
+        return {}
+    later = [
+        m for micro_batches, _ in list(rollouts.updates(settings.updates_per_iteration))[1:] for m in micro_batches
+    ]
+    return {
+        (id(piece), i): session.policy.replay(piece.trajectory, i, judged_under(settings, piece.trajectory.batch)).mean
+        for micro_batch in later
+        for piece in micro_batch.pieces
+        for i in old_log_probs[id(piece)]
+    }
 
 
 def clip_bounds(settings: FlowGRPO, advantage: Tensor) -> tuple[Tensor | float, Tensor | float]:
@@ -265,7 +339,7 @@ def judged_under(settings: FlowGRPO, batch: Batch) -> Batch:
 
 
 @torch.no_grad()
-def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts, edges: Edges) -> dict[int, dict[int, Tensor]]:
+def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts, edges: Edges) -> OldLogProbs:
     """id of a piece -> trained step -> log p_old, [B]. As recorded; or, where the trained policy goes without the
     guidance that sampled, evaluated before the first update under the conditions it is trained in. Steps of which no
     action is trained are left out."""
@@ -288,6 +362,10 @@ def reference_kl(kind: str, new: Replayed, reference: Replayed) -> Tensor:
         return kl_gaussian_dt(new.mean, reference.mean, new.std, new.step.sigma - new.step.sigma_next)
     if kind == "mean_square":
         return kl_mean_square(new.mean, reference.mean)
+    if kind == "x_prediction":
+        return kl_x_prediction(new.model_output, reference.model_output, new.step.sigma)
+    if kind == "k2":
+        return kl_k2(new.log_prob, reference.log_prob)
     return kl_velocity(new.model_output, reference.model_output)
 
 
@@ -304,8 +382,10 @@ def check_on_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) ->
         with session.policy.uncounted():
             for piece in first.pieces:
                 for i, old in piece.trajectory.log_probs.items():
-                    ratio = importance_ratio(session.policy.replay(piece.trajectory, i).log_prob, old)
-                    deviations.append((ratio - 1.0).abs().cpu())
+                    new = session.policy.replay(piece.trajectory, i)
+                    # GRPO-Guard's log-ratio is that of densities times the std, its quadratic term aside.
+                    size = new.std.flatten() if settings.guard else 1.0
+                    deviations.append((size * (new.log_prob - old)).expm1().abs().cpu())
     everyone = gather_object([float(torch.cat(deviations).max())])
     problem = off_policy(float(torch.tensor(everyone).max()), min(settings.clip_bounds))  # tensor: NaN is the largest
     if problem is not None:

@@ -26,10 +26,15 @@ class Meter:
 
     def add_groups(self, statistics: GroupStatistics, advantages: Tensor, clip: float) -> None:
         """What all processes know alike."""
+        self.add_spread(statistics)
+        self.add_advantages(advantages, clip)
+
+    def add_spread(self, statistics: GroupStatistics) -> None:
+        self._same |= {"zero_std_ratio": statistics.zero_std_ratio, "group_std_mean": statistics.mean_std}
+
+    def add_advantages(self, advantages: Tensor, clip: float) -> None:
         trained = advantages[advantages != 0]
-        self._same = {
-            "zero_std_ratio": statistics.zero_std_ratio,
-            "group_std_mean": statistics.mean_std,
+        self._same |= {
             "advantage/abs_mean": float(trained.abs().mean()) if len(trained) else 0.0,
             "advantage/clipped": float((trained.abs() >= clip).double().mean()) if len(trained) else 0.0,
         }

@@ -33,7 +33,11 @@ def guard_log_ratio(next_state: Tensor, mean: Tensor, old_mean: Tensor, std: Ten
 
 
 def guard_surrogate(
-    log_ratio: Tensor, advantage: Tensor, delta: Tensor | float, clip_low: float, clip_high: float
+    log_ratio: Tensor,
+    advantage: Tensor,
+    delta: Tensor | float,
+    clip_low: Tensor | float,
+    clip_high: Tensor | float,
 ) -> SurrogateOutput:
     """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) / delta`, r = exp(`guard_log_ratio`), delta = sigma - sigma'.
 
