@@ -16,7 +16,19 @@ from typing import Any
 from genrl.config.candidates import candidate_plan
 from genrl.config.files import read_json
 from genrl.config.plans import Round, roots_together, rounds
-from genrl.config.schema import ATTENTION_LAYERS, Config, FlowGRPO
+from genrl.config.schema import (
+    ATTENTION_LAYERS,
+    AWM,
+    CRD,
+    D3PO,
+    DGPO,
+    DPO,
+    PRDP,
+    Config,
+    DiffusionNFT,
+    FlowGRPO,
+    OfflineDPO,
+)
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -91,6 +103,8 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
             train_guidance = 1
         if trainer.layer_tuning is not None and trainer.layer_tuning.target == "best_path":
             extra = _mean(config, trains, lambda one: len(one.trained)) * train_guidance
+        if trainer.guard:  # the means before the first update, of the samples that it does not train on
+            extra += replayed * (1 - 1 / trainer.updates_per_iteration) * train_guidance
         learned = replayed * replays_per_state(trainer, guidance) + extra
         if trainer.tree is not None:
             first = trains[0].plan
@@ -100,6 +114,13 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         drawn, trained = float(images * crawl.calls), float(len(crawl.splits))
         replayed = images * trained  # at most, where every comparison counts
         learned = 2 * replayed * trainer.inner_epochs * guidance  # the policy and the reference
+    elif trainer.algorithm != "diffusion_nft":
+        if trainer.algorithm in ("dgpo", "dpo", "dpo_offline") and not trainer.guidance_in_training:
+            train_guidance = 1
+        if trainer.algorithm == "dpo_offline":
+            drawn = 0.0
+        trained, replayed = _trained_states(config)
+        learned = replayed * _calls_per_state(config, train_guidance, components)
     else:
         trained = float(trainer.timesteps_per_sample or steps - 1)
         replayed = images * trained
@@ -124,6 +145,39 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
         evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, sampling.pipeline_args, components),
     )
+
+
+def _trained_states(config: Config) -> tuple[float, float]:
+    """Steps or noise levels per sample, and noised states trained in one pass over an iteration, all pairs decided."""
+    trainer, sampling = config.trainer, config.sampling
+    last = max(1, sampling.num_inference_steps - 1)
+    match trainer:
+        case DPO() | OfflineDPO():
+            return trainer.timesteps_per_pair, 2.0 * sampling.prompts_per_iteration * trainer.timesteps_per_pair
+        case D3PO() | PRDP():
+            trained = last
+        case _:
+            trained = trainer.timesteps_per_sample or last
+    return float(trained), float(sampling.images_per_iteration * trained)
+
+
+def _calls_per_state(config: Config, guidance: int, components: tuple[Component, ...]) -> float:
+    """Model calls of an iteration for each of these states: the policy's and those it is compared with."""
+    trainer, sampling = config.trainer, config.sampling
+    calls, epochs = guidance * 2.0, trainer.inner_epochs  # the policy and the reference, or the old policy
+    match trainer:
+        case AWM():
+            calls = guidance * (1.0 + (trainer.kl_weight > 0) + (trainer.ema_kl_weight > 0))
+            updates = trainer.updates_per_iteration
+            if updates * epochs > 1:  # the old policy, from the second update on
+                first = sampling.batch_size * (sampling.micro_batches // updates) / sampling.images_per_iteration
+                return calls * epochs + guidance * (epochs - min(1.0, first))
+        case PRDP():  # the reference once; the policy twice, but for the first time, when its values are the recorded ones
+            return 2.0 * guidance * epochs
+        case DGPO() | CRD() if config.uses_reference:
+            scale, args = trainer.reference_guidance, sampling.pipeline_args
+            calls += guidance if scale is None else _guidance(scale, args, components)
+    return calls * epochs
 
 
 def replays_per_state(trainer: FlowGRPO, guidance: int) -> int:
@@ -256,11 +310,20 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
 
 def _snapshots(config: Config) -> list[str]:
     names = ["average (ema)"] if config.ema is not None else []
-    names += ["old policy"] if config.trainer.algorithm == "diffusion_nft" else []
-    if config.trainer.algorithm == "spo":
-        names += ["reference"] if config.model.lora is None else []
-    elif config.model.lora is None and config.trainer.kl_weight > 0:
-        names.append("reference (kl_weight above 0)")  # with adapters it is the model without them
+    trainer = config.trainer
+    match trainer:
+        case DiffusionNFT():
+            names += ["old policy"]
+        case CRD():
+            names += ["old policy", "sampling policy"]
+        case AWM() | DGPO():
+            names += ["slow copy"]
+            names += ["old policy"] if trainer.algorithm == "awm" and config.optimizer_steps > config.iterations else []
+        case DPO() | OfflineDPO():
+            names += [] if trainer.reference_every is None else ["refreshed reference"]
+    if config.model.lora is None and config.uses_reference:  # with adapters it is the model without them
+        always = trainer.algorithm in ("spo", "d3po", "dpo", "dpo_offline", "dgpo")
+        names.append("reference" if always else "reference (kl_weight above 0)")
     return names
 
 

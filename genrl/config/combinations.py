@@ -44,6 +44,9 @@ OURS = (
     "eta",
 )
 
+DETERMINISTIC = ("diffusion_nft", "awm", "dgpo", "crd", "dpo")
+WHOLE_GROUPS = ("dgpo", "crd", "dpo", "dpo_offline", "d3po")
+
 
 class ImpossibleConfig(ValueError):
     """Settings that contradict each other. `problems` holds (keys concerned, what to do) pairs."""
@@ -64,6 +67,7 @@ def refuse_impossible(config: Config) -> None:
         _policy,
         _objective,
         _matching,
+        _whole_groups,
         _rewards,
         _reward_rules,
         _prompts,
@@ -137,7 +141,11 @@ def _schedule(config: Config) -> Iterator[Finding]:
     keys = ("sampling.num_inference_steps", "trainer.algorithm")
     if config.trainer.algorithm == "flow_grpo":
         yield keys, "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (peers: 10)"
-    elif config.trainer.timesteps_per_sample is None:
+    elif config.trainer.algorithm in ("d3po", "prdp"):
+        yield keys, "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (D3PO: 20)"
+    elif config.trainer.algorithm == "awm" and config.trainer.levels == "grid":
+        yield keys, "neither the first noise level is trained nor the last; use 2 or more steps (AWM: 14)"
+    elif config.trainer.algorithm in ("diffusion_nft", "crd") and config.trainer.timesteps_per_sample is None:
         yield keys, "all noise levels but the last are trained, and there is only 1; use 2 or more steps (paper: 10)"
 
 
@@ -151,7 +159,7 @@ def _candidates(config: Config) -> Iterator[Finding]:
 
 
 def _noise(config: Config) -> Iterator[Finding]:
-    if config.trainer.algorithm == "diffusion_nft":
+    if config.trainer.algorithm not in ("flow_grpo", "spo", "d3po", "prdp"):
         return
     kernel, level = config.trainer.kernel, config.trainer.noise_level
     keys = ("trainer.noise_level", "trainer.kernel")
@@ -242,16 +250,44 @@ def _advantage(config: Config) -> Iterator[Finding]:
 
 
 def _matching(config: Config) -> Iterator[Finding]:
-    if config.trainer.algorithm != "diffusion_nft":
+    """Training on finished samples, drawn deterministically."""
+    trainer, steps = config.trainer, config.sampling.num_inference_steps
+    if trainer.algorithm not in DETERMINISTIC:
         return
-    steps, chosen = config.sampling.num_inference_steps, config.trainer.timesteps_per_sample
-    if chosen is not None and chosen > steps:
-        keys = ("trainer.timesteps_per_sample", "sampling.num_inference_steps")
-        yield keys, f"{chosen} noise levels cannot be drawn from a grid of {steps}; use {steps} or less"
     if config.sampling.same_initial_noise:
         keys = ("sampling.same_initial_noise", "trainer.algorithm")
-        text = "diffusion_nft samples deterministically: a group from one noise is one picture many times; write false"
-        yield keys, text
+        text = f"{trainer.algorithm} samples deterministically: a group from one noise is one picture many times"
+        yield keys, f"{text}; write false"
+    chosen, available = None, steps
+    if trainer.algorithm in ("diffusion_nft", "crd"):
+        chosen = trainer.timesteps_per_sample
+    elif trainer.algorithm == "dgpo":
+        chosen, available = trainer.timesteps_per_sample, min(steps, trainer.first_steps)
+        if trainer.first_steps > steps:
+            keys = ("trainer.first_steps", "sampling.num_inference_steps")
+            yield keys, f"the sampling grid has {steps} steps; use {steps} or less"
+    if chosen is not None and chosen > available:
+        keys = ("trainer.timesteps_per_sample", "sampling.num_inference_steps")
+        if trainer.algorithm == "dgpo":
+            keys = ("trainer.timesteps_per_sample", "trainer.first_steps")
+        yield keys, f"{chosen} noise levels cannot be drawn from a grid of {available}; use {available} or less"
+
+
+def _whole_groups(config: Config) -> Iterator[Finding]:
+    """What compares the samples of a group with each other in its loss has them in one micro-batch."""
+    sampling, algorithm = config.sampling, config.trainer.algorithm
+    size, group = sampling.batch_size, sampling.group_size
+    if algorithm == "dpo_offline" and group != 2:
+        text = f"a pair is a group of 2 images, found {group}; write 2"
+        yield ("sampling.group_size", "trainer.algorithm"), text
+    elif algorithm in WHOLE_GROUPS and size % group:
+        near = max(group, size // group * group)
+        text = f"{algorithm} needs whole groups in a batch, but {size} is no multiple of {group}; use {near}"
+        yield ("sampling.batch_size", "sampling.group_size", "trainer.algorithm"), text
+    guidance = getattr(config.trainer, "guidance_in_training", True)
+    if algorithm in WHOLE_GROUPS and not guidance and "true_cfg_scale" in sampling.pipeline_args:
+        text = "only guidance_scale can be switched off in training, this guidance would stay; write true"
+        yield ("trainer.guidance_in_training", "sampling.pipeline_args.true_cfg_scale"), text
 
 
 def _rewards(config: Config) -> Iterator[Finding]:

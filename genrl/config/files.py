@@ -97,9 +97,14 @@ def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]
         return
     name, trainer = scheduler.get("_class_name", "?"), config.trainer
     is_flow = "FlowMatch" in str(name) or scheduler.get("prediction_type") == "flow_prediction"
-    if trainer.algorithm == "diffusion_nft":
+    if trainer.algorithm in ("dpo", "dpo_offline"):
+        return
+    if trainer.algorithm in ("diffusion_nft", "awm", "dgpo", "crd"):
         if not is_flow:
-            text = f"diffusion_nft needs a flow model, but this one predicts for {name}; use flow_grpo with kernel ddim"
+            text = (
+                f"{trainer.algorithm} needs a flow model, but this one predicts for {name}; "
+                "use flow_grpo with kernel ddim"
+            )
             yield _Wrong(("trainer", "algorithm"), text)
     elif is_flow and trainer.kernel == "ddim":
         text = f"ddim is for epsilon and v prediction, but this is a flow model ({name}); use flow_sde or flow_cps"

@@ -77,11 +77,14 @@ def _impossible(keys: tuple[str, ...], text: str, origins: Origins) -> Problem:
     return Problem(origin_of((written or paths)[0], origins), ", ".join(names), text)
 
 
+ALGORITHMS = ("flow_grpo", "diffusion_nft", "spo", "awm", "dgpo", "crd", "dpo", "dpo_offline", "d3po")
+
+
 def _without_tags(location: tuple[str | int, ...], data: Any) -> KeyPath:
     """Pydantic's location without the names of union branches, which are not in the file."""
     path: KeyPath = ()
     for depth, part in enumerate(location):
-        if depth == 1 and location[0] == "trainer" and part in ("flow_grpo", "diffusion_nft", "spo"):
+        if depth == 1 and location[0] == "trainer" and part in ALGORITHMS:
             continue
         if isinstance(data, Mapping) and part in data:
             data = data[part]

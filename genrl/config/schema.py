@@ -396,7 +396,7 @@ class AWM(Section):
     """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
     advantage_clip: Positive = 5.0
     """Advantages are cut at this and divided by it (AWM: 5)."""
-    clip_range: Margin | Literal[1] = 1
+    clip_range: Positive = 1.0
     """Ratio kept in 1 - c .. 1 + c (AWM: 1, which with one update per iteration never clips)."""
     kl_weight: NonNegative = 1e-3
     """Weight of the squared velocity difference from the starting model (AWM: 1e-3, OCR 3e-3, PickScore 1e-4)."""
@@ -428,7 +428,7 @@ class DGPO(Section):
     timesteps_per_sample: Count = 4
     """Noise levels trained per sample, without repetition, the same for all of an iteration (DGPO: 4)."""
     clip_range: Margin = 1e-2
-    """No gradient where the ratio to the slow average is beyond 1 +- c (DGPO: 1e-2, PickScore 5e-2, no guidance 1e-3)."""
+    """No gradient where the ratio to the slow average is beyond 1 +- c (DGPO: 1e-2, PickScore 5e-2, unguided 1e-3)."""
     advantage_scale: AdvantageScale = "global"
     """Divide centred rewards by the group's spread (DGPO on GenEval), the iteration's (DGPO), or by nothing."""
     advantage_clip: Positive = 5.0
@@ -525,6 +525,32 @@ class D3PO(Section):
     """Passes over the pairs of one iteration."""
 
 
+class PRDP(Section):
+    """Regression of reward differences on log-ratios, over pairs of samples of one prompt (arXiv 2402.08714)."""
+
+    algorithm: Literal["prdp"] = "prdp"
+    """Which trainer."""
+    kernel: Kernel = "ddim"
+    """Transition density of the steps; ddim is for epsilon- and v-prediction models, the others for flows."""
+    noise_level: NonNegative | None = 1.0
+    """Noise of the kernel (ddim eta 1, flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, flow_ddim eta 1); wan_sde: null."""
+    beta: Positive = 3e-5
+    """Weight of the divergence from the starting model: log-ratios go to reward / beta (PRDP: 3e-5 or 3e-6)."""
+    clip_range: Positive = 1e-4
+    """Log-ratios of a step count within this of those that sampled (PRDP: 1e-6 with 10 inner epochs, 1e-4 with 1)."""
+    step_reduction: Literal["mean", "sum"] = "mean"
+    """Log-ratios over the steps: mean (the paper's listing, to which its beta belongs) or sum (its equations)."""
+    pairs: Literal["all", "positive"] = "all"
+    """Pairs of a prompt: all (the paper's equations), or those with different rewards (its listing)."""
+    inner_epochs: Count = 1
+    """Optimiser steps of one iteration, each over all its pairs (PRDP: 10 on few prompts, 1 on many)."""
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Optimiser steps per inner epoch."""
+        return 1
+
+
 class Optimizer(Section):
     """AdamW and its schedule."""
 
@@ -603,7 +629,10 @@ class Config(Section):
     """What is rewarded: a list of {name, weight, args}; the weighted sum is trained on."""
     sampling: Sampling = Sampling()
     """How samples are drawn."""
-    trainer: Annotated[FlowGRPO | DiffusionNFT | SPO | AWM | DGPO | CRD | DPO | OfflineDPO | D3PO, Field(discriminator="algorithm")]
+    trainer: Annotated[
+        FlowGRPO | DiffusionNFT | SPO | AWM | DGPO | CRD | DPO | OfflineDPO | D3PO | PRDP,
+        Field(discriminator="algorithm"),
+    ]
     """Which algorithm, and its settings."""
     optimizer: Optimizer = Optimizer()
     """AdamW and its schedule."""
@@ -637,7 +666,7 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         """Whether training evaluates the model before training."""
-        if self.trainer.algorithm in ("spo", "d3po"):
+        if self.trainer.algorithm in ("spo", "d3po", "prdp"):
             return True
         if self.trainer.algorithm in ("dpo", "dpo_offline"):
             return self.trainer.reference_every is None

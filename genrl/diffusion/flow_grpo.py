@@ -22,7 +22,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config import SPO, Contrast, FlowGRPO
+from genrl.config import D3PO, PRDP, SPO, Contrast, FlowGRPO
 from genrl.config import Tree as TreeSettings
 from genrl.diffusion.edges import Edges, independent_edges, progress_table, tree_edges
 from genrl.diffusion.forest import Piece, roll_out
@@ -72,7 +72,7 @@ def train(session: Session, settings: FlowGRPO) -> None:
             roots_together=roots_together(config, plan, processes),
         )
         if not checked:
-            check_on_policy(session, settings, rollouts)
+            check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
             checked = True
         metrics = learn(session, settings, rollouts, plan, tree)
         del rollouts
@@ -143,7 +143,7 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
     return meter.result()
 
 
-def choose_kernel(session: Session, settings: FlowGRPO | SPO, plan: SamplingPlan) -> Kernel:
+def choose_kernel(session: Session, settings: FlowGRPO | SPO | D3PO | PRDP, plan: SamplingPlan) -> Kernel:
     """The configured transition. Raises ValueError where it is not one for what the model predicts."""
     is_flow = session.policy.head.parametrisation == "flow"
     if is_flow == (settings.kernel == "ddim"):
@@ -370,11 +370,11 @@ def reference_kl(kind: str, new: Replayed, reference: Replayed) -> Tensor:
 
 
 @torch.no_grad()
-def check_on_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) -> None:
+def check_on_policy(session: Session, rollouts: Rollouts, *, clip: float, guard: bool = False) -> None:
     """Replay the first micro-batch before any update: the ratio must be 1.
 
     An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
-    raises RuntimeError in all processes, since the clip would cut numerical noise.
+    raises RuntimeError in all processes, since the clip would cut numerical noise. guard: of GRPO-Guard's ratio.
     """
     deviations = [torch.zeros(1)]
     first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
@@ -384,10 +384,10 @@ def check_on_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts) ->
                 for i, old in piece.trajectory.log_probs.items():
                     new = session.policy.replay(piece.trajectory, i)
                     # GRPO-Guard's log-ratio is that of densities times the std, its quadratic term aside.
-                    size = new.std.flatten() if settings.guard else 1.0
+                    size = new.std.flatten() if guard else 1.0
                     deviations.append((size * (new.log_prob - old)).expm1().abs().cpu())
     everyone = gather_object([float(torch.cat(deviations).max())])
-    problem = off_policy(float(torch.tensor(everyone).max()), min(settings.clip_bounds))  # tensor: NaN is the largest
+    problem = off_policy(float(torch.tensor(everyone).max()), clip)  # tensor: NaN is the largest
     if problem is not None:
         session.progress.say(problem)
 

@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from genrl.config import SPO, Config, DiffusionNFT, FlowGRPO
+from genrl.config import AWM, CRD, D3PO, DGPO, DPO, PRDP, SPO, Config, DiffusionNFT, FlowGRPO, OfflineDPO
 from genrl.config import load as load_config
+from genrl.diffusion import awm, crd, d3po, dgpo, dpo
 from genrl.diffusion.flow_grpo import policy_loss, reference_kl
 from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Batch, Children, Kernel, Policy, Trajectory
@@ -70,7 +71,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
         offload_text_encoders=config.model.offload_text_encoders,
     )
     weights = Weights(policy.denoisers, config.model.lora, seed=config.seed)
-    if not weights.is_lora and (isinstance(config.trainer, SPO) or config.trainer.kl_weight > 0):
+    if not weights.is_lora and config.uses_reference:
         weights.snapshot("reference")
     source = _put_weights(weights, dump, found)
     if config.model.gradient_checkpointing:
@@ -124,6 +125,11 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
     trainer, reference = config.trainer, None
     if isinstance(trainer, SPO):
         return pair_loss(trainer, policy, batch, given)
+    if isinstance(trainer, AWM | DGPO | CRD | DPO | OfflineDPO):
+        output = policy.velocity(batch, given["noisy"], given["sigma"])
+        return {"model_output": output} | forward_terms(trainer, output, given)
+    if isinstance(trainer, D3PO | PRDP):
+        return step_terms(trainer, policy, batch, given)
     counts = given["advantage"] != 0
     if isinstance(trainer, FlowGRPO):
         i = int(given["step"])
@@ -164,6 +170,31 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
         loss = loss + trainer.kl_weight * kl
         made["kl"] = kl
     return made | {"loss": loss * counts * given.get("weight", torch.ones_like(loss))}
+
+
+def forward_terms(trainer: AWM | DGPO | CRD | DPO | OfflineDPO, output: Tensor, given: Tensors) -> Tensors:
+    """What the trainers on the forward process make of the model's answer."""
+    match trainer:
+        case AWM():
+            return awm.objective(trainer, output, given)
+        case DGPO():
+            return dgpo.objective(trainer, output, given)
+        case CRD():
+            return crd.objective(trainer, output, given)
+        case _:
+            return dpo.objective(trainer, output, given)
+
+
+def step_terms(trainer: D3PO | PRDP, policy: Policy, batch: Batch, given: Tensors) -> Tensors:
+    """The same of D3PO and PRDP, at one step."""
+    i, next_state = int(given["step"]), given["next_state"]
+    kernel, state = Kernel(trainer.kernel, trainer.noise_level or 0.0), given["state"]
+    recorded = Trajectory(batch, kernel, {i: state}, {i: next_state}, {}, next_state, torch.empty(0), i + 1, state)
+    new = policy.replay(recorded, i)
+    made = {"model_output": new.model_output, "mean": new.mean, "std": new.std, "log_prob": new.log_prob}
+    if isinstance(trainer, PRDP):
+        return made | {"loss": given["coefficient"] * new.log_prob}
+    return made | d3po.objective(trainer, new.log_prob, given)
 
 
 def pair_loss(trainer: SPO, policy: Policy, batch: Batch, given: Tensors) -> Tensors:

@@ -13,8 +13,8 @@ from accelerate.utils import set_seed
 
 import rewards
 from genrl import prompts as prompt_files
-from genrl.config import SPO, Config, DiffusionNFT, FlowGRPO, dump
-from genrl.diffusion import diffusion_nft, flow_grpo, spo
+from genrl.config import AWM, CRD, D3PO, DGPO, DPO, PRDP, SPO, Config, DiffusionNFT, FlowGRPO, dump
+from genrl.diffusion import awm, crd, d3po, dgpo, diffusion_nft, dpo, flow_grpo, prdp, spo
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.export import check_lora_loader, save_lora, write_card
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
@@ -71,6 +71,18 @@ def train(config: Config, resume: Path | None = None) -> Path:
                     diffusion_nft.train(session, settings)
                 case SPO() as settings:
                     spo.train(session, settings)
+                case PRDP() as settings:
+                    prdp.train(session, settings)
+                case AWM() as settings:
+                    awm.train(session, settings)
+                case DGPO() as settings:
+                    dgpo.train(session, settings)
+                case CRD() as settings:
+                    crd.train(session, settings)
+                case DPO() as settings:
+                    dpo.train(session, settings)
+                case D3PO() as settings:
+                    d3po.train(session, settings)
         except Abandoned:
             session.take_back()
             logger.info("the running iteration is done again on resume")
@@ -138,7 +150,7 @@ def open_session(
     if config.model.gradient_checkpointing:
         for denoiser in policy.denoisers.values():
             denoiser.enable_gradient_checkpointing()
-    if not weights.is_lora and (isinstance(config.trainer, SPO) or config.trainer.kl_weight > 0):
+    if not weights.is_lora and config.uses_reference:
         weights.snapshot("reference")
     if config.ema is not None:
         weights.snapshot(AVERAGE)

@@ -90,9 +90,14 @@ def dgpo_loss(error: Tensor, old_error: Tensor, advantage: Tensor, group_weight:
     if clip < 0:
         raise ValueError(f"a clip range cannot be negative, got {clip}")
     weight = advantage.detach().to(error.dtype)
-    ratio = torch.exp(old_error.detach() - error.detach())
-    done = torch.where(weight > 0, ratio > 1.0 + clip, ratio < 1.0 - clip)
+    done = dgpo_clipped(error, old_error, advantage, clip=clip)
     return group_weight.detach() * weight * torch.where(done, error.detach(), error)
+
+
+def dgpo_clipped(error: Tensor, old_error: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
+    """Whether a sample is beyond the clip range of `dgpo_loss`, bool [B]."""
+    ratio = torch.exp(old_error.detach() - error.detach())
+    return torch.where(advantage > 0, ratio > 1.0 + clip, ratio < 1.0 - clip)
 
 
 # Centred reward distillation (arXiv 2603.14128) ----------------------------------------------------------------------

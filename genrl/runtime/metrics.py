@@ -177,6 +177,67 @@ _NFT = {
     ),
 }
 
+_FORWARD = {
+    "forward/error": MetricDoc(
+        "mean of (prediction - target)^2 at the trained noise levels; of a flow the target is noise - sample",
+        "The error of training a model on these samples. It need not fall: bad samples are unlearnt.",
+        "velocity squared",
+    ),
+    "kl/ema": MetricDoc(
+        "mean of (velocity - that of the slow copy)^2 (AWM), before its weight",
+        "How far the last updates went.",
+        "velocity squared",
+    ),
+    "policy/ema_decay": MetricDoc(
+        "decay d of the slow copy (AWM, DGPO): copy <- d * copy + (1 - d) * current", "min(0.001 n, 0.3).", "0..1"
+    ),
+    "dgpo/group_weight": MetricDoc(
+        "mean of sigmoid(S) over samples, S = beta * mean over the group of advantage * (error - reference error)",
+        "0.5 in the first update. Falls as the groups come into order; near 0: nothing is left to learn at this beta.",
+        "0..1",
+    ),
+    "dgpo/clip_frac": MetricDoc(
+        "share of samples whose ratio to the slow average is beyond 1 +- clip_range: no gradient",
+        "Above 0.5: lower the learning rate, or raise clip_range.",
+        "share 0..1",
+    ),
+    "crd/residual": MetricDoc(
+        "mean of the distillation loss: [beta (implicit - centre) - (aim - centre)]^2",
+        "Falls as differences of implicit rewards become those of the rewards. Compare within one run only.",
+    ),
+    "crd/implicit_abs": MetricDoc(
+        "mean of |implicit reward|, the old policy's matching error minus the present one's",
+        "0 in the first update; then how far the policy is from the old one.",
+    ),
+    "policy/sampling_decay": MetricDoc(
+        "decay d of the policy that samples (CRD): sampling <- d * sampling + (1 - d) * current",
+        "0 for the first 75 optimiser steps, then it rises.",
+        "0..1",
+    ),
+}
+
+_PREFERENCE = {
+    "preference/pairs": MetricDoc(
+        "pairs that differ in reward / all pairs (DPO: one per group; D3PO: all within the groups)",
+        "Only these are trained on. Near 0: the reward hardly tells the samples of a prompt apart.",
+        "share 0..1",
+    ),
+    "preference/correct": MetricDoc(
+        "share of the trained pairs whose winner the policy raised more against the reference than the loser",
+        "0 in the first update of a run, when both are equal; afterwards above 0.5 where the preferences of earlier "
+        "iterations hold for new pairs.",
+        "share 0..1",
+    ),
+    "preference/logit": MetricDoc(
+        "mean of what the sigmoid is taken of", "Far above 1: the pairs are settled, lower beta or stop."
+    ),
+    "preference/clip_frac": MetricDoc(
+        "share of ratios to the reference outside 1 +- clip_range: no gradient (D3PO)",
+        "Rises with the distance from the model before training. Near 1: nothing is learnt any more.",
+        "share 0..1",
+    ),
+}
+
 _SPO = {
     "spo/valid_ratio": MetricDoc(
         "share of comparisons whose best and worst candidate are decidedly apart: tanh(gap / 2) > threshold",
@@ -197,6 +258,28 @@ _SPO = {
     "spo/clip_frac": MetricDoc(
         "share of ratios to the reference outside 1 +- clip_range: no gradient",
         "Rises with the distance from the model before training. Near 1: nothing is learnt any more.",
+        "share 0..1",
+    ),
+}
+
+_PRDP = {
+    "prdp/pairs": MetricDoc(
+        "pairs of samples of one prompt in the regression", "As configured, less samples without a score.", "pairs"
+    ),
+    "prdp/unexplained": MetricDoc(
+        "sum over pairs of (predicted - target)^2 / sum of target^2, target = difference of rewards / beta, predicted = "
+        "difference of log-ratios to the reference; before each update",
+        "1: the policy is still the reference. It falls as the policy comes to predict its rewards. Above 1: it "
+        "overshoots, lower the learning rate or raise beta.",
+    ),
+    "prdp/correct": MetricDoc(
+        "share of the pairs of different rewards whose better sample the policy raised more against the reference",
+        "0 in the first update of a run, when both are equal; 0.5 is chance.",
+        "share 0..1",
+    ),
+    "prdp/clip_frac": MetricDoc(
+        "share of pairs whose error is larger with log-ratios kept within clip_range of the old policy's",
+        "0 in the first update of an iteration. Steps that are clipped have no gradient in these pairs.",
         "share 0..1",
     ),
 }
@@ -261,6 +344,9 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Flow-GRPO": _FLOW_GRPO,
     "DiffusionNFT": _NFT,
     "SPO": _SPO,
+    "PRDP": _PRDP,
+    "AWM, DGPO and CRD": _FORWARD,
+    "DPO and D3PO": _PREFERENCE,
     "Time, memory and cost": _COST,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}

@@ -1,0 +1,107 @@
+"""What the trainers on the forward process share: finished samples noised to drawn levels, and the updates.
+
+A method is what it draws (`prepare`) and what it makes of the model's answer (`objective`): see `awm.py`, `dgpo.py`,
+`crd.py` and `dpo.py`. Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.metering import Meter
+from genrl.diffusion.policy import Batch
+from genrl.diffusion.rollout import MicroBatch, Rollouts
+from genrl.diffusion.session import Session
+from genrl.mdp.forward import flow_sample, flow_target
+from genrl.mdp.noise import keyed_noise
+
+Tensors = dict[str, Tensor]
+Given = Mapping[str, Tensor]
+
+REFERENCE = "reference"
+
+
+def require_flow(session: Session) -> None:
+    """Raise ValueError where the model predicts something else than a velocity."""
+    if session.policy.head.parametrisation != "flow":
+        raise ValueError(
+            f"trainer.algorithm: {session.config.trainer.algorithm} needs a flow-matching model; "
+            f"{session.config.model.path} predicts {session.policy.prediction_type}. Use flow_grpo with kernel: ddim"
+        )
+
+
+def noised(clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensors:
+    """The state at `sigma` on the straight path from `clean` to `noise`, and the velocity there. sigma [] or [B]."""
+    return {
+        "sigma": sigma,
+        "noisy": flow_sample(clean, noise, sigma),
+        "target": flow_target(clean, noise),
+    }
+
+
+def own_noise(micro_batch: MicroBatch, *names: int | str) -> Tensor:
+    """Noise of each sample, by its key and `names`, [B, ...]."""
+    clean = micro_batch.final
+    return torch.stack([keyed_noise(clean.shape[1:], *key, "forward", *names) for key in micro_batch.batch.keys]).to(
+        clean
+    )
+
+
+def group_noise(micro_batch: MicroBatch, group: Tensor, *names: int | str) -> Tensor:
+    """Noise of each sample, the same for all of a group (int64 [B]), [B, ...]."""
+    clean, (seed, iteration, *_) = micro_batch.final, micro_batch.batch.keys[0]
+    noises = {
+        g: keyed_noise(clean.shape[1:], seed, iteration, "group", g, "forward", *names) for g in set(group.tolist())
+    }
+    return torch.stack([noises[g] for g in group.tolist()]).to(clean)
+
+
+def guided(batch: Batch, scale: float | None) -> Batch:
+    """The same conditions under this guidance; None = as they are."""
+    return batch if scale is None else replace(batch, sampling={**batch.sampling, "guidance_scale": scale})
+
+
+@torch.no_grad()
+def under(session: Session, snapshot: str, batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
+    """The model's output under a snapshot ("reference": the model before training), [B, ...], without gradient."""
+    weights = session.weights
+    with weights.reference() if snapshot == REFERENCE else weights.use(snapshot):
+        return session.policy.velocity(batch, state, sigma)
+
+
+def update(
+    session: Session,
+    rollouts: Rollouts,
+    num_draws: int,
+    prepare: Callable[[MicroBatch, int, int], tuple[Batch, Tensors] | None],
+    objective: Callable[[Tensor, Given], Tensors],
+    meter: Meter,
+    count: Callable[[list[int]], int] = len,
+) -> None:
+    """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels, per inner epoch.
+
+    prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of, `noisy` and `sigma` among
+    it; None = nothing to train. objective(velocity, what was given) gives "loss" [B] and metrics by name. count(slots):
+    losses that the samples of an update have at one draw, over all processes.
+    """
+    settings, policy = session.config.trainer, session.policy
+    session.start_training(settings.inner_epochs * num_draws * len(rollouts.mine))
+    for epoch in range(settings.inner_epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
+            divisor = count(slots) * num_draws
+            for micro_batch in micro_batches:
+                for k in range(num_draws):
+                    found = prepare(micro_batch, epoch, k)
+                    if found is None:
+                        continue
+                    batch, given = found
+                    output = policy.velocity(batch, given["noisy"], given["sigma"])
+                    terms = objective(output, given)
+                    session.backward(terms["loss"], batch, given | {"model_output": output}, divisor=max(divisor, 1))
+                    for name, values in terms.items():
+                        meter.add(name, values)
+            meter.add("grad_norm", torch.tensor([session.step()]))
