@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -75,7 +75,7 @@ trainers = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(trainer=trainers, group=st.sampled_from([2, 4, 8, 9, 18, 27]), iterations=st.integers(1, 30))
 def test_every_iteration_of_what_is_accepted_has_a_plan(trainer: dict[str, Any], group: int, iterations: int) -> None:
     try:
