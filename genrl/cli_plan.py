@@ -74,10 +74,15 @@ def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]
         replays = 2 * trainer.inner_epochs * found.guidance
         yield describe(crawl, crawl.splits, **drawn, replays_per_state=replays)
         yield "states whose candidates score nearly alike are not trained: training calls are at most these"
+    elif trainer.algorithm == "dpo_offline":
+        yield "dpo_offline samples nothing: its pictures are given"
     else:
-        chains = make_plan(sampling.num_inference_steps, noise={}, roots=sampling.group_size)
-        yield describe(chains, (), **drawn).rsplit("\n", 1)[0]
-        yield f"{trainer.algorithm} trains on finished samples at noise levels, not on transitions"
+        steps, level = sampling.num_inference_steps, getattr(trainer, "noise_level", None)
+        trained = range(steps - 1) if hasattr(trainer, "kernel") else range(0)
+        chains = make_plan(steps, noise=dict.fromkeys(trained, level or 0.0), roots=sampling.group_size)
+        yield describe(chains, trained, **drawn).rsplit("\n", 1)[0]
+        if not trained:
+            yield f"{trainer.algorithm} trains on finished samples at noise levels, not on transitions"
     per = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size}"
     yield from ("", f"an iteration, {per} = {found.images} images, mean of {config.iterations}:")
     yield (

@@ -116,8 +116,8 @@ class _Forest:
         self, rows: list[int], last: list[int], children: list[tuple[int, int]] | None, start: int, stop: int
     ) -> Piece:
         """Run these rows together; `last` are the nodes before the step that may branch."""
-        batch = self.batch.take(rows)
-        slots = [self.slots[row] for row in rows]
+        batch, every = self.batch.take(rows), self.slots
+        slots = [every[row] for row in rows]
         recorded = dict.fromkeys(range(start, stop), slots)
         branching = None
         if children is not None:
@@ -155,8 +155,8 @@ class _Forest:
             self.states = torch.cat(
                 [self._solve(rows, levels) for rows in torch.arange(len(self.nodes)).split(self.batch_size)]
             )
-        order = sorted(range(len(self.nodes)), key=self.slots.__getitem__)
         slots = self.slots
+        order = sorted(range(len(slots)), key=slots.__getitem__)
         return Drawn([slots[k] for k in order], self.batch.take(order), self.states[order], sigmas, self.pieces)
 
     def _solve(self, rows: Tensor, levels: Tensor) -> Tensor:
