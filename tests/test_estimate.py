@@ -49,6 +49,9 @@ def config(**sections: Any) -> Config:
         ({"trainer": {**FLOW_GRPO, "window": {"size": 2}}}, 60, 24, 24),
         ({"trainer": {**FLOW_GRPO, "inner_epochs": 3, "updates_per_iteration": 3}}, 60, 144, 144),
         ({"trainer": {**FLOW_GRPO, "guidance_in_training": False}, "sampling": {"guidance_scale": 4.0}}, 120, 96, 48),
+        ({"trainer": {**FLOW_GRPO, "guard": True, "updates_per_iteration": 3}}, 60, 80, 48),  # means of two thirds
+        ({"trainer": {"algorithm": "prdp", "kernel": "flow_sde"}}, 60, 96, 48),
+        ({"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "inner_epochs": 2}}, 60, 192, 96),
         ({"trainer": {"algorithm": "diffusion_nft"}}, 60, 144, 48),
         ({"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0}}, 60, 96, 48),
         ({"trainer": {"algorithm": "diffusion_nft", "timesteps_per_sample": 2}}, 60, 72, 24),

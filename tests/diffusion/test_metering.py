@@ -22,8 +22,12 @@ PULL = {"layer_tuning/distance"}  # only with trainer.layer_tuning
 EVALUATION = set(SECTIONS["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
 USED = set(SECTIONS["Rewards as used"])  # only of rewards that are not simply added
 GATED = {"schedule": [[0, 1.0]], "gate": {"reward": "brightness", "at_least": 0.0}}
-OWN = {"flow_grpo": "Flow-GRPO", "diffusion_nft": "DiffusionNFT", "spo": "SPO"}
-OTHERS = {one: {entry for other in OWN if other != one for entry in SECTIONS[OWN[other]]} for one in OWN}
+OWN = {"flow_grpo": "Flow-GRPO", "diffusion_nft": "DiffusionNFT", "spo": "SPO", "prdp": "PRDP"}
+SHARED = ("Rewards", "Rewards as used", "Evaluation", "Groups and advantages", "Update", "Time, memory and cost")
+OTHERS = {
+    one: {entry for title in SECTIONS if title not in (*SHARED, own) for entry in SECTIONS[title]}
+    for one, own in OWN.items()
+}
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     # settings, and the entries that such a run does not log
     "flow_grpo": (
@@ -45,6 +49,18 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "diffusion_nft": (
         {"trainer": {**runs.NFT, "kl_weight": 0.0}, "evaluation": {"every": 0}, "ema": None},
         OTHERS["diffusion_nft"] | KL | EVALUATION,
+    ),
+    "ddpo": (
+        {
+            "trainer": {"algorithm": "flow_grpo", "advantage_scale": "prompt_history"},
+            "sampling": {"group_size": 1},
+            "evaluation": {"every": 0},
+        },
+        OTHERS["flow_grpo"] | USED | PULL | KL | EVALUATION | {"zero_std_ratio", "group_std_mean"},
+    ),
+    "prdp": (
+        {"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7}, "evaluation": {"every": 0}},
+        OTHERS["prdp"] | USED | {"advantage/abs_mean", "advantage/clipped"} | KL | EVALUATION,
     ),
     "spo": (
         {
