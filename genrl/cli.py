@@ -58,6 +58,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Changes to the file, for example optimizer.lr=1e-4 ema=null."),
 ]
+Edits = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Changes: iterations, checkpoint, evaluation, trackers, output, where rewards run."
+    ),
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, for example runs/quickstart.")]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Pipeline folder, hub id (org/name), or the folder of a run.")
@@ -115,7 +121,7 @@ def train(
 
 
 @app.command()
-def resume(run: RunFolder, overrides: Overrides = None, nproc: Processes = 1) -> None:
+def resume(run: RunFolder, overrides: Edits = None, nproc: Processes = 1) -> None:
     """Go on with an interrupted run from its newest complete checkpoint.
 
     Example: `genrl resume runs/quickstart iterations=200`

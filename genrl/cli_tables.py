@@ -92,7 +92,7 @@ def _count(number: float) -> str:
 
 
 def _component_table(components: Sequence[Any]) -> Table:
-    table = Table("component", "class", "parameters", "on disk", "", title="model", title_justify="left")
+    table = Table("component", "class", "parameters", "on disk", "note", title="model", title_justify="left")
     for part in components:
         row = (part.name, part.kind, f"{part.num_parameters:,}", _size(part.num_file_bytes), part.note)
         table.add_row(*map(safe, row))
