@@ -152,6 +152,6 @@ def test_updates_and_processes_share_trees() -> None:
     found = config(tree, group_size=16, prompts_per_iteration=5, batch_size=80)  # 10 trees
     assert most_micro_batches(found) == 10
     plan = sampling_plan(found, found.trainer, 0)  # type: ignore[arg-type]
-    assert [roots_together(found, plan, processes) for processes in (1, 2, 3, 5)] == [5, 3, 1, 1]
+    assert [roots_together(found, plan, processes) for processes in (1, 2, 3, 5)] == [5, 3, 2, 1]
     chain = config({"updates_per_iteration": 2}, batch_size=6)
     assert most_micro_batches(chain) == 4

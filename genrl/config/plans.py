@@ -166,17 +166,13 @@ def rounds(config: Config, settings: FlowGRPO) -> list[Round]:
 
 
 def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> int:
-    """Roots in a micro-batch: as many as fit into one model call, but every process and update needs some.
+    """Roots in a micro-batch of trees: as many as fit into one model call, but in each update every process needs some.
 
-    Of independent samples `sampling.batch_size`, whatever the number of processes: then the pictures are the same for
-    any number. Trees begin with fewer states than they end with, so there the rows of later calls, which are cut to
-    `batch_size`, depend on the number of processes, and so do pictures by rounding.
+    Trees begin with fewer states than they end with. So the rows of later calls, which are cut to `batch_size`, depend
+    on the number of processes, and pictures do by rounding (those of independent samples do not).
     """
-    if not plan.splits:
-        return config.sampling.batch_size
-    roots = plan.roots * config.sampling.prompts_per_iteration
-    shares = num_processes * config.trainer.updates_per_iteration
-    together = math.ceil(roots / shares)
-    if math.ceil(roots / together) < shares:  # 5 roots in twos are 3 micro-batches, too few for 4
-        together = roots // shares
+    roots = plan.roots * config.sampling.prompts_per_iteration // config.trainer.updates_per_iteration
+    together = math.ceil(roots / num_processes)
+    if math.ceil(roots / max(1, together)) < num_processes:  # 5 roots in twos are 3 micro-batches, too few for 4
+        together = roots // num_processes
     return max(1, min(config.sampling.batch_size, together))

@@ -32,6 +32,9 @@ class Edges(NamedTuple):
     advantage: Tensor
     weight: Tensor
     """In the loss, which is divided by the sum over an update."""
+    moves: Tensor
+    """Whether a sample below has an advantage. An edge whose samples' advantages cancel still belongs to the loss, with
+    its divergence from the reference; one without any (no score, no spread) does not."""
     skipped: list[int]
     """Depths with too few nodes to be normalised alone."""
 
@@ -41,7 +44,7 @@ def independent_edges(advantages: Tensor, plan: SamplingPlan, trained: tuple[int
     table = torch.zeros(plan.steps, len(advantages), dtype=advantages.dtype)
     weight = torch.zeros_like(table)
     table[list(trained)], weight[list(trained)] = advantages, 1.0
-    return Edges(table, weight, [])
+    return Edges(table, weight, table != 0, [])
 
 
 def tree_edges(
@@ -80,10 +83,12 @@ def tree_edges(
     if settings.prune is not None and pruning_is_on(iteration, iterations, settings.prune.until):
         rewards = rewards.view(-1, leaves)
         kept = kept & unpruned(settings.prune, tree, plan, rewards, iteration=iteration, iterations=iterations)
+    moves = (leaves_below(parent) & (advantages != 0).view(-1, 1, leaves)).any(-1)
     weight = kept * (counts.double() if settings.weight == "leaf_multiplicity" else 1.0)
     return Edges(
         to_table(values.nan_to_num(0.0) * kept, tree).to(advantages.dtype),
         to_table(weight, tree).to(advantages.dtype),
+        to_table(moves, tree),
         skipped,
     )
 

@@ -66,10 +66,16 @@ def train(session: Session, settings: FlowGRPO) -> None:
         # 1, 2. Collect and score.
         rollouts = session.collect(
             partial(
-                roll_out, session.policy, tree=tree, plan=plan, kernel=kernel, batch_size=config.sampling.batch_size
+                roll_out,
+                session.policy,
+                tree=tree,
+                plan=plan,
+                kernel=kernel,
+                batch_size=config.sampling.batch_size,
+                beat=session.pulse,
             ),
             leaves=plan.leaves // plan.roots,
-            roots_together=roots_together(config, plan, processes),
+            roots_together=roots_together(config, plan, processes) if plan.splits else None,
         )
         if not checked:
             check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
@@ -113,13 +119,16 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
                     if reference is not None:
                         kl = reference_kl(settings.kl, new, reference)
                         loss = loss + settings.kl_weight * kl
-                        meter.add("kl", kl)
+                        meter.add("kl", kl, weight)
                     if pull is not None and settings.layer_tuning is not None:
                         short = pull.weight[i, piece.slots[i]].to(policy.device)
                         distance = progress_loss(short, new.model_output, pull.target(piece, i))
                         loss = loss + settings.layer_tuning.weight * distance
-                        meter.add("layer_tuning/distance", distance)
-                    loss = weight * loss * (advantage != 0)  # no score, or a group without spread: no update
+                        meter.add("layer_tuning/distance", distance, weight)
+                    moves = edges.moves[i, piece.slots[i]].to(policy.device)
+                    loss = loss * moves  # no score, or a group without spread: no update
+                    meter.add("loss", loss, weight)
+                    loss = weight * loss
                     session.backward(
                         loss,
                         batch,
@@ -130,15 +139,14 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
                             "next_state": next_state,
                             "rows": rows_of(trajectory, i),
                             "advantage": advantage,
-                            "weight": weight,
+                            "weight": weight * moves,
                             "old_log_prob": old_log_prob,
                             "model_output": new.model_output,
                             "log_prob": new.log_prob,
                         },
                         divisor=divisor,
                     )
-                    meter.add_surrogate(surrogate, advantage)
-                    meter.add("loss", loss)
+                    meter.add_surrogate(surrogate, advantage, weight)
             meter.add("grad_norm", torch.tensor([session.step()]))
     return meter.result()
 
@@ -183,6 +191,7 @@ def estimate(
         settings.tree, tree, plan, trained, rewards, advantages, log_probs,
         clip=settings.advantage_clip, iteration=iteration, iterations=config.iterations,
     )  # fmt: skip
+    meter.add_advantages(edges.advantage[edges.weight > 0], settings.advantage_clip)
     if edges.skipped and iteration == 0:
         session.progress.say(
             f"depths {', '.join(map(str, edges.skipped))} have fewer than 4 states: measured against the leaves"

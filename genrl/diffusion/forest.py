@@ -8,7 +8,7 @@ slots of their samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,15 +50,24 @@ def independent(trajectory: Trajectory, slots: list[int]) -> Drawn:
     return Drawn(slots, trajectory.batch, trajectory.final, trajectory.sigmas, pieces)
 
 
-def roll_out(policy: Policy, batch: Batch, slots: list[int], tree: Tree, plan: SamplingPlan, kernel: Kernel,
-             batch_size: int) -> Drawn:  # fmt: skip
+def roll_out(
+    policy: Policy,
+    batch: Batch,
+    slots: list[int],
+    tree: Tree,
+    plan: SamplingPlan,
+    kernel: Kernel,
+    batch_size: int,
+    beat: Callable[[], None] = lambda: None,
+) -> Drawn:
     """The trees (of shape `tree`, grown from `plan`) that begin at these roots.
 
     batch: the roots, with the keys of their initial noise; slots: their slots. kernel: the transition, whose levels are
     those of the plan. batch_size: rows of one model call. Deterministic steps are the ODE's; the tail of the plan, if
-    it has one, is DPM-Solver++'s of second order on a grid that ends at sigma 0.
+    it has one, is DPM-Solver++'s of second order on a grid that ends at sigma 0. `beat` is called after each segment of
+    `batch_size` rows.
     """
-    forest = _Forest(policy, batch, slots, tree, plan, kernel, batch_size)
+    forest = _Forest(policy, batch, slots, tree, plan, kernel, batch_size, beat)
     for segment in tree.segments():
         forest.run(segment)
     return forest.drawn()
@@ -76,8 +85,10 @@ class _Forest:
         plan: SamplingPlan,
         kernel: Kernel,
         batch_size: int,
+        beat: Callable[[], None],
     ) -> None:
         self.policy, self.tree, self.plan, self.kernel, self.batch_size = policy, tree, plan, kernel, batch_size
+        self.beat = beat
         roots = {int(tree.first_leaf[node]): node for node in tree.level(0)}
         self.nodes = [roots[slot % tree.num_slots] for slot in slots]
         self.offsets = [slot - slot % tree.num_slots for slot in slots]
@@ -104,11 +115,14 @@ class _Forest:
             rows = chosen[first : first + self.batch_size]
             children = [(k, child) for k, row in enumerate(rows) for child in self.tree.children(last[row])]
             piece = self._roll(rows, last, children if branches else None, segment.start, stop)
-            self.pieces.append(piece)
+            self.sigmas = piece.trajectory.sigmas
+            if piece.slots:  # of deterministic steps nothing is trained
+                self.pieces.append(piece)
             finals.append(piece.trajectory.final)
+            self.beat()
             nodes += [child for _, child in children]
             parents += [rows[k] for k, _ in children]
-        self.states, self.nodes = torch.cat(finals), nodes
+        self.states, self.nodes = finals[0] if len(finals) == 1 else torch.cat(finals), nodes
         self.offsets = [self.offsets[row] for row in parents]
         self.batch = self._keyed(self.batch.take(parents), self.slots)
 
@@ -132,10 +146,15 @@ class _Forest:
             self.plan.stochastic,
             start=start,
             stop=stop,
-            state=None if self.states is None else self.states[rows],
+            state=None if self.states is None else self._states_of(rows),
             children=branching,
         )
         return Piece(trajectory, {i: recorded[i] for i in trajectory.log_probs})
+
+    def _states_of(self, rows: list[int]) -> Tensor:
+        """A view where they follow one another: states are kept for training, once."""
+        assert self.states is not None
+        return self.states[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] + 1 == len(rows) else self.states[rows]
 
     def _down(self, node: int, steps: int) -> int:
         """The only descendant so many steps below."""
@@ -149,7 +168,7 @@ class _Forest:
 
     def drawn(self) -> Drawn:
         assert self.states is not None
-        sigmas = self.pieces[0].trajectory.sigmas
+        sigmas = self.sigmas
         if self.plan.tail is not None:
             levels = compressed_tail(sigmas, self.plan.steps - self.plan.tail.steps, self.plan.tail.steps)
             self.states = torch.cat(
@@ -162,4 +181,6 @@ class _Forest:
     def _solve(self, rows: Tensor, levels: Tensor) -> Tensor:
         assert self.states is not None
         batch = self.batch.take(rows.tolist())
-        return solve(lambda x, sigma: self.policy.velocity(batch, x, sigma), self.states[rows], levels)
+        solved = solve(lambda x, sigma: self.policy.velocity(batch, x, sigma), self.states[rows], levels)
+        self.beat()
+        return solved

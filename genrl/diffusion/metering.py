@@ -14,15 +14,23 @@ from genrl.objectives.policy_losses import SurrogateOutput
 
 
 class Meter:
-    """Collects per-sample values; `result` is their mean (`*/std`: standard deviation, `*/max_abs_dev`: maximum)."""
+    """Collects per-sample values; `result` is their mean (`*/std`: standard deviation, `*/max_abs_dev`: maximum).
+
+    Values may have weights, then the mean is the weighted one.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = defaultdict(list)
+        self._weights: dict[str, list[Tensor]] = defaultdict(list)
         self._same: dict[str, float] = {}
 
-    def add(self, name: str, values: Tensor) -> None:
-        """Values [any] of this process."""
-        self._values[name].append(values.detach().flatten().double().cpu())
+    def add(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
+        """Values [any] of this process, with weights of the same shape; None = 1 each, 0 = not counted."""
+        kept = values.detach().flatten().double().cpu()
+        weight = torch.ones_like(kept) if weights is None else weights.detach().flatten().double().cpu()
+        counted = weight > 0
+        self._values[name].append(kept[counted])
+        self._weights[name].append(weight[counted])
 
     def add_groups(self, statistics: GroupStatistics, advantages: Tensor, clip: float) -> None:
         """What all processes know alike."""
@@ -39,20 +47,26 @@ class Meter:
             "advantage/clipped": float((trained.abs() >= clip).double().mean()) if len(trained) else 0.0,
         }
 
-    def add_surrogate(self, surrogate: SurrogateOutput, advantage: Tensor) -> None:
+    def add_surrogate(self, surrogate: SurrogateOutput, advantage: Tensor, weight: Tensor | None = None) -> None:
+        """weight: of each transition in the loss; those of 0 are not trained and not counted."""
         ratio = surrogate.ratio
-        self.add("loss/policy", surrogate.loss)
-        self.add("ratio/mean", ratio)
-        self.add("ratio/std", ratio - 1.0)  # about 1, where squares would lose what distinguishes ratios
-        self.add("ratio/max_abs_dev", (ratio - 1.0).abs())
-        self.add("clip_frac_high", surrogate.clipped & (advantage > 0))
-        self.add("clip_frac_low", surrogate.clipped & (advantage < 0))
+        trained = None if weight is None else weight > 0
+        self.add("loss/policy", surrogate.loss, weight)
+        self.add("ratio/mean", ratio, trained)
+        self.add("ratio/std", ratio - 1.0, trained)  # about 1, where squares would lose what distinguishes ratios
+        self.add("ratio/max_abs_dev", (ratio - 1.0).abs(), trained)
+        self.add("clip_frac_high", surrogate.clipped & (advantage > 0), trained)
+        self.add("clip_frac_low", surrogate.clipped & (advantage < 0), trained)
 
     def result(self) -> dict[str, float]:
         """Name -> value over all processes; the same on each."""
-        mine = {name: torch.cat(values) for name, values in self._values.items()}
-        summed = {name: (float(v.sum()), len(v), float(v.max()), float(v.square().sum())) for name, v in mine.items()}
-        everyone: list[dict[str, tuple[float, int, float, float]]] = gather_object([summed])
+        summed = {}
+        for name, values in self._values.items():
+            v, w = torch.cat(values), torch.cat(self._weights[name])
+            if len(v):
+                squares = float((w * v.square()).sum())
+                summed[name] = (float((w * v).sum()), float(w.sum()), float(v.max()), squares)
+        everyone: list[dict[str, tuple[float, float, float, float]]] = gather_object([summed])
         found = dict(self._same)
         for name in sorted({name for one in everyone for name in one}):
             pieces = [one[name] for one in everyone if name in one]

@@ -169,7 +169,7 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
     if kl is not None:
         loss = loss + trainer.kl_weight * kl
         made["kl"] = kl
-    return made | {"loss": loss * counts * given.get("weight", torch.ones_like(loss))}
+    return made | {"loss": loss * given.get("weight", counts)}
 
 
 def forward_terms(trainer: AWM | DGPO | CRD | DPO | OfflineDPO, output: Tensor, given: Tensors) -> Tensors:

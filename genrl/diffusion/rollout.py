@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ class Rollouts:
     """What is trained on: the weighted sum of the rewards, gated and normalised, float64 [N]; NaN = no score."""
     slots: list[list[int]] = field(default_factory=list)
     """Slots of the samples at each position."""
+    bounds: list[int] = field(default_factory=list)
+    """Positions where updates begin, and the end; empty = cut evenly."""
     used: dict[str, float] = field(default_factory=dict)
     """Metrics of the scores as they entered the total."""
     running: dict[str, Running] = field(default_factory=dict)
@@ -88,8 +91,8 @@ class Rollouts:
 
     def updates(self, count: int) -> Iterator[tuple[list[MicroBatch], list[int]]]:
         """Cut the iteration into `count` optimiser steps: (this process's micro-batches, slots of all processes')."""
-        for u in range(count):
-            first, last = (self.num_micro_batches * k // count for k in (u, u + 1))
+        bounds = self.bounds or [self.num_micro_batches * k // count for k in range(count + 1)]
+        for first, last in pairwise(bounds):
             yield (
                 [self.mine[p] for p in range(first, last) if p in self.mine],
                 [slot for slots in self.slots[first:last] for slot in slots],
@@ -137,6 +140,22 @@ def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration
     return [cut[k] for k in order]
 
 
+def tree_micro_batches(
+    roots: Sequence[int], together: int, updates: int, *, seed: int, iteration: int
+) -> tuple[list[list[int]], list[int]]:
+    """Slots of the roots of each micro-batch, and where updates begin. Which trees an update has depends on seed and
+    iteration alone; how many are run together (`together`), on the number of processes."""
+    order = torch.randperm(len(roots), generator=generator(seed, "micro-batches", iteration)).tolist()
+    found: list[list[int]] = []
+    bounds = [0]
+    for u in range(updates):
+        first, last = (len(roots) * k // updates for k in (u, u + 1))
+        some = sorted(roots[k] for k in order[first:last])
+        found += [some[s : s + together] for s in range(0, len(some), together)]
+        bounds.append(len(found))
+    return found, bounds
+
+
 def collect(
     config: Config,
     policy: Policy,
@@ -157,15 +176,19 @@ def collect(
     """Draw, decode and score one iteration.
 
     `draw` samples from roots, given with their slots; each has `leaves` samples, at its own slot and the next ones.
-    roots_together: roots per micro-batch; None = `sampling.batch_size`. `advance` is told of finished samples, `beat`
-    called while they are scored. running: statistics of the scores of the iterations before.
+    roots_together: roots per micro-batch of trees; None = independent samples, `sampling.batch_size` together.
+    `advance` is told of finished samples, `beat` called while they are scored. running: statistics of the scores of the
+    iterations before.
     """
     sampling = config.sampling
     rows = prompt_indices(len(prompts), sampling.prompts_per_iteration, seed=config.seed, iteration=iteration)
     slot_rows = [prompts[row] for row in rows for _ in range(sampling.group_size)]
     group = torch.arange(len(slot_rows)) // sampling.group_size
     roots = range(0, len(slot_rows), leaves)
-    plan = micro_batches(roots, roots_together or sampling.batch_size, seed=config.seed, iteration=iteration)
+    keys = {"seed": config.seed, "iteration": iteration}
+    plan, bounds = micro_batches(roots, sampling.batch_size, **keys), []
+    if roots_together is not None:
+        plan, bounds = tree_micro_batches(roots, roots_together, config.trainer.updates_per_iteration, **keys)
     arguments = call_arguments(sampling)
 
     mine: dict[int, MicroBatch] = {}
@@ -210,6 +233,7 @@ def collect(
         group=group,
         scored=scored,
         total=combined.total,
+        bounds=bounds,
         slots=[[leaf for slot in slots for leaf in range(slot, slot + leaves)] for slots in plan],
         used=compose.metrics(combined, scorers.components),
         running=combined.running,

@@ -69,6 +69,7 @@ class Before:
 
     memory: dict[str, Any]
     kept: dict[str, dict[str, Any]]
+    optimizer_steps: int
     adapter: Adapter | None
     """None in full fine-tuning: a copy of all that it changes would be three models."""
 
@@ -80,7 +81,6 @@ class Adapter:
     weights: dict[str, Tensor]
     snapshots: dict[str, dict[str, Tensor]]
     optimizer: dict[str, Any]
-    optimizer_steps: int
 
 
 class Abandoned(Exception):
@@ -192,6 +192,10 @@ class Session:
             leaves=leaves,
             roots_together=roots_together,
         )
+        return self.take(rollouts)
+
+    def take(self, rollouts: Rollouts) -> Rollouts:
+        """These are the samples of this iteration; training begins."""
         self._sample_calls = self.policy.model_calls - self._calls
         self.leave_if_asked()
         self._train_started = time.perf_counter()
@@ -223,6 +227,12 @@ class Session:
     def beat(self) -> None:
         """Tell the watchdog that something was done."""
         self.watchdog.beat(self.progress.name, self.iteration)
+
+    def pulse(self) -> None:
+        """Between two model calls of one micro-batch: something was done; and a lone process may leave here."""
+        self.beat()
+        if self.accelerator.num_processes == 1:
+            self.leave_if_asked()
 
     def leave_if_asked(self) -> None:
         """Raise Abandoned in all processes where one was asked to end, and the iteration can be left."""
@@ -323,18 +333,21 @@ class Session:
                 {key: p.detach().clone() for key, p in self.weights.named.items()},
                 {name: {k: t.clone() for k, t in tensors.items()} for name, tensors in snapshots.items()},
                 deepcopy(self.optimizer.state_dict()),
-                self.optimizer_steps,
             )
-        return Before(
-            deepcopy(self.memory), {name: deepcopy(thing.state_dict()) for name, thing in self.kept.items()}, adapter
-        )
+        # Trainers replace what stands under a key of a dictionary in memory, they never change it: histories of
+        # thousands of prompts need not be copied.
+        memory = {
+            key: dict(value) if isinstance(value, dict) else deepcopy(value) for key, value in self.memory.items()
+        }
+        kept = {name: deepcopy(thing.state_dict()) for name, thing in self.kept.items()}
+        return Before(memory, kept, self.optimizer_steps, adapter)
 
     def take_back(self) -> None:
         """Undo what the running iteration, which was left, has changed."""
         before = self._before
         if before is None:
             return
-        self.memory = before.memory
+        self.memory, self.optimizer_steps = before.memory, before.optimizer_steps
         for name, kept in before.kept.items():
             self.kept[name].load_state_dict(kept)
         if before.adapter is not None:
@@ -342,7 +355,6 @@ class Session:
                 parameter.data.copy_(before.adapter.weights[key])
             self.weights.snapshots = before.adapter.snapshots
             self.optimizer.load_state_dict(before.adapter.optimizer)
-            self.optimizer_steps = before.adapter.optimizer_steps
         self.updates, self._before = 0, None
 
     def _require_finite(self, norm: Tensor) -> None:
@@ -386,7 +398,9 @@ class Session:
         config, last = self.config, self.iteration == self.config.iterations
         elapsed = time.perf_counter() - self._started
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
-        row = dict(metrics) | score_metrics(self.rollouts.scored, self.rollouts.total) | self.rollouts.used
+        row = dict(metrics) | self.rollouts.used
+        if self.rollouts.scored.values:  # given samples have none
+            row |= score_metrics(self.rollouts.scored, self.rollouts.total)
         row |= {
             "lr": self.optimizer.param_groups[0]["lr"],
             "updates": float(self.updates),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ import rewards
 from genrl.config import Config
 from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.policy import Batch, Kernel, Policy
-from genrl.diffusion.rollout import Rollouts, call_arguments, collect, micro_batches, score_metrics
+from genrl.diffusion.rollout import Rollouts, call_arguments, collect, micro_batches, score_metrics, tree_micro_batches
 from genrl.diffusion.scoring import Scorers, score
 from genrl.diffusion.scoring import plain as scored_plainly
 from genrl.mdp.noise import derive_seed
@@ -317,3 +318,17 @@ def test_updates_use_every_sample_once(count: int, num_processes: int) -> None:
         assert everyone == [sorted(slots)] * num_processes and slots  # all divide by the same weights
     every = [s for one in updates for chosen, _ in one for micro_batch in chosen for s in micro_batch.slots]
     assert sorted(every) == list(range(9))
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_trees_of_an_update_do_not_depend_on_how_many_run_together(updates: int) -> None:
+    """Nor, then, on the number of processes: no update has samples that another number would give to the next."""
+    roots = list(range(0, 8 * 4, 4))
+    seen = []
+    for together in (8, 4, 2, 1):
+        plan, bounds = tree_micro_batches(roots, together, updates, seed=3, iteration=1)
+        assert len(bounds) == updates + 1 and sorted(s for one in plan for s in one) == roots
+        assert all(len(one) <= together for one in plan)
+        seen.append([sorted(s for one in plan[a:b] for s in one) for a, b in itertools.pairwise(bounds)])
+    assert all(one == seen[0] and len(min(one, key=len)) >= 8 // updates for one in seen)
+    assert tree_micro_batches(roots, 2, updates, seed=3, iteration=2) != (plan, bounds)
