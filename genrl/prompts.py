@@ -22,6 +22,7 @@ MAX_CHARACTERS = 10_000
 MAX_LINE_BYTES = 1_000_000
 MAX_DIRTY = 0.01  # share of dirty rows above which nothing is trained
 _LISTED = 20
+PREFERENCE_COLUMNS = ("image_win", "image_lose")  # of a preference set (`genrl.preferences`)
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,23 @@ def read(source: str, column: str = "prompt") -> PromptRows:
     if not rows:
         raise PromptError(f"{source}: no prompts in it")
     return PromptRows(rows, skipped)
+
+
+def missing_images(source: str, rows: Sequence[Prompt]) -> str | None:
+    """What is wrong with the first row of a .jsonl file that has not both images of a pair; None where all have."""
+    for row in rows:
+        for column in PREFERENCE_COLUMNS:
+            if row.columns.get(column) is None:
+                return f"{source}:{row.line}: {no_image_column(column, list(row.columns))}"
+    return None
+
+
+def no_image_column(column: str, columns: Sequence[str]) -> str:
+    """That a preference set lacks this column, in words."""
+    close = get_close_matches(column, columns, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    found = ", ".join(map(repr, columns)) or "none beside the prompt"
+    return f"no column {column!r}, found {found}{hint}. A preference set has the columns image_win and image_lose"
 
 
 def _listed(skipped: Sequence[DirtyRow]) -> str:
@@ -222,7 +240,7 @@ def _clean(text: str) -> str:
 
 
 def _is_path(name: str) -> bool:
-    return name.endswith(("_path", "image"))
+    return name.endswith(("_path", "image")) or name in PREFERENCE_COLUMNS
 
 
 def _inside(name: str, value: Any, folder: Path) -> str | None:

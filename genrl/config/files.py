@@ -15,7 +15,7 @@ from genrl.config.combinations import looks_local
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
 from genrl.config.schema import Config
 from genrl.config.yaml_source import KeyPath
-from genrl.prompts import PromptError, PromptRows
+from genrl.prompts import PromptError, PromptRows, missing_images
 from genrl.prompts import read as read_prompts
 from rewards.isolation import python_of
 
@@ -130,6 +130,12 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         skipped = found[name].skipped
         notes += [f"prompts.{name}: skipped {row}" for row in skipped[:10]]
         notes += [f"prompts.{name}: {len(skipped)} rows skipped in all"] if len(skipped) > 10 else []
+    if config.trainer.algorithm == "dpo_offline":
+        if Path(config.prompts.train).suffix == ".txt":
+            text = f"{config.prompts.train} has prompts only; a preference set is .jsonl or a data set id:split"
+            yield _Wrong(("prompts", "train"), text)
+        elif "train" in found and (wrong := missing_images(config.prompts.train, found["train"].rows)):
+            yield _Wrong(("prompts", "train"), wrong)
     if len(found) == 2:
         yield from _overlap(found["train"], found["eval"], notes)
     for index, reward in enumerate(config.rewards):

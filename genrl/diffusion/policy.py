@@ -402,6 +402,12 @@ class Policy:
         """Final states by the pipeline's own deterministic solver, float32 [B, ...]: evaluation."""
         return self._call(batch, Request(), state=None).float()
 
+    def state_shape(self, batch: Batch) -> torch.Size:
+        """Shape of the states of a batch, [B, ...]. No model call."""
+        length = batch.sampling["num_inference_steps"]
+        self._call(batch, Request(length, length), state=None)
+        return self._latents_shape
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Within the block model calls are not counted: the counter is of training, and the same after a resume."""

@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 import rewards
+from genrl import preferences
 from genrl import prompts as prompt_files
-from genrl.config import AWM, CRD, D3PO, DGPO, DPO, PRDP, SPO, Config, DiffusionNFT, FlowGRPO, dump
-from genrl.diffusion import awm, crd, d3po, dgpo, diffusion_nft, dpo, flow_grpo, prdp, spo
+from genrl.config import AWM, CRD, D3PO, DGPO, DPO, PRDP, SPO, Config, DiffusionNFT, FlowGRPO, OfflineDPO, dump
+from genrl.diffusion import awm, crd, d3po, dgpo, diffusion_nft, dpo, dpo_offline, flow_grpo, prdp, spo
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.export import check_lora_loader, save_lora, write_card
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
@@ -81,6 +82,8 @@ def train(config: Config, resume: Path | None = None) -> Path:
                     crd.train(session, settings)
                 case DPO() as settings:
                     dpo.train(session, settings)
+                case OfflineDPO() as settings:
+                    dpo_offline.train(session, settings)
                 case D3PO() as settings:
                     d3po.train(session, settings)
         except Abandoned:
@@ -121,6 +124,8 @@ def open_session(
 ) -> Session:
     """Load prompts, rewards and the pipeline, and make its parameters trainable."""
     prompts = prompt_files.load(config.prompts.train, config.prompts.column)
+    if isinstance(config.trainer, OfflineDPO):
+        preferences.open_set(config.prompts.train, prompts)  # raises, before the model is loaded
     eval_prompts = []
     if config.prompts.eval:
         eval_prompts = prompt_files.load(config.prompts.eval, config.prompts.column)[: config.evaluation.num_prompts]
