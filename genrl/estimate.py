@@ -172,7 +172,7 @@ def _calls_per_state(config: Config, guidance: int, components: tuple[Component,
             if updates * epochs > 1:  # the old policy, from the second update on
                 first = sampling.batch_size * (sampling.micro_batches // updates) / sampling.images_per_iteration
                 return calls * epochs + guidance * (epochs - min(1.0, first))
-        case PRDP():  # the reference once; the policy twice, but for the first time, when its values are the recorded ones
+        case PRDP():  # the reference once; the policy twice, but for the first time: its values are recorded
             return 2.0 * guidance * epochs
         case DGPO() | CRD() if config.uses_reference:
             scale, args = trainer.reference_guidance, sampling.pipeline_args

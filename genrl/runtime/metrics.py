@@ -267,8 +267,8 @@ _PRDP = {
         "pairs of samples of one prompt in the regression", "As configured, less samples without a score.", "pairs"
     ),
     "prdp/unexplained": MetricDoc(
-        "sum over pairs of (predicted - target)^2 / sum of target^2, target = difference of rewards / beta, predicted = "
-        "difference of log-ratios to the reference; before each update",
+        "sum over pairs of (predicted - target)^2 / sum of target^2, target = difference of rewards / beta, predicted "
+        "= difference of log-ratios to the reference; before each update",
         "1: the policy is still the reference. It falls as the policy comes to predict its rewards. Above 1: it "
         "overshoots, lower the learning rate or raise beta.",
     ),
