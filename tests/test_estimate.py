@@ -53,6 +53,22 @@ def config(**sections: Any) -> Config:
         ({"trainer": {"algorithm": "prdp", "kernel": "flow_sde"}}, 60, 96, 48),
         ({"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "inner_epochs": 2}}, 60, 192, 96),
         ({"trainer": {"algorithm": "diffusion_nft"}}, 60, 144, 48),
+        ({"trainer": {"algorithm": "awm"}}, 60, 216, 72),  # the policy, the reference, the slow copy; at 6 levels
+        ({"trainer": {"algorithm": "awm", "updates_per_iteration": 3}}, 60, 264, 72),  # the old one for two thirds
+        ({"trainer": {"algorithm": "awm", "kl_weight": 0, "ema_kl_weight": 0}}, 60, 72, 72),
+        ({"trainer": {"algorithm": "dgpo", "first_steps": 5}, "sampling": {"guidance_scale": 4.0}}, 120, 144, 48),
+        ({"trainer": {"algorithm": "dgpo", "first_steps": 5, "reference_guidance": 4.5}}, 60, 192, 48),
+        ({"trainer": {"algorithm": "dgpo", "first_steps": 5, "reference": "ema", "kl_weight": 0}}, 60, 96, 48),
+        ({"trainer": {"algorithm": "crd"}}, 60, 144, 48),
+        ({"trainer": {"algorithm": "crd", "kl_weight": 0, "timesteps_per_sample": 2}}, 60, 48, 24),
+        ({"trainer": {"algorithm": "dpo", "timesteps_per_pair": 3}}, 60, 36, 18),  # 3 pairs
+        (
+            {"trainer": {"algorithm": "dpo_offline"}, "sampling": {"prompts_per_iteration": 6, "group_size": 2}},
+            0,
+            24,
+            12,
+        ),
+        ({"trainer": {"algorithm": "d3po"}}, 60, 96, 48),
         ({"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0}}, 60, 96, 48),
         ({"trainer": {"algorithm": "diffusion_nft", "timesteps_per_sample": 2}}, 60, 72, 24),
         ({"trainer": {"algorithm": "diffusion_nft", "old_policy_decay": "none", "kl_weight": 0}}, 60, 48, 48),

@@ -13,11 +13,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from genrl.config import load
-from genrl.diffusion import diffusion_nft, flow_grpo
+from genrl.diffusion import awm, crd, d3po, dgpo, diffusion_nft, dpo, flow_grpo
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session
 from genrl.diffusion.sharding import whole
 from genrl.runtime.guards import NonFiniteError
+
+TRAINERS: dict[str, Callable[[Session, Any], None]] = {
+    "flow_grpo": flow_grpo.train,
+    "diffusion_nft": diffusion_nft.train,
+    "awm": awm.train,
+    "dgpo": dgpo.train,
+    "crd": crd.train,
+    "dpo": dpo.train,
+    "d3po": d3po.train,
+}
 
 
 def trained(path: str, prepare: Callable[[Session], None]) -> None:
@@ -25,10 +35,7 @@ def trained(path: str, prepare: Callable[[Session], None]) -> None:
     config = load(Path(path))
     with runs.session(config) as session:
         prepare(session)
-        if config.trainer.algorithm == "flow_grpo":
-            flow_grpo.train(session, config.trainer)
-        else:
-            diffusion_nft.train(session, config.trainer)
+        TRAINERS[config.trainer.algorithm](session, config.trainer)
 
 
 def record(path: str, out: str) -> None:

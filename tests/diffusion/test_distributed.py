@@ -27,6 +27,13 @@ GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
 NFT = {"algorithm": "diffusion_nft", "kl_weight": 1e-3}
 # 9 samples in 5 micro-batches: neither 2 nor 4 processes share them out evenly
 SAMPLING = {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 2}
+FINISHED: dict[str, dict[str, Any]] = {
+    "awm": {"timesteps_per_sample": 2, "kl_weight": 1e-3},
+    "dgpo": {"timesteps_per_sample": 2, "first_steps": 3},
+    "crd": {"updates_per_iteration": 1},
+    "dpo": {"timesteps_per_pair": 2},
+    "d3po": {"kernel": "flow_sde", "noise_level": 0.7},
+}
 QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}, "optimizer": {"max_grad_norm": 1e9}}
 
 
@@ -81,6 +88,15 @@ def test_any_number_of_processes_draws_the_same(folder: Path, model: Path, train
     assert len({key.split("/")[1] for key in alone if key.startswith("position/")}) == 5
     for count in (2, 4):
         check_equal(recorded(folder, model, count, **changes), alone)
+
+
+@pytest.mark.parametrize("name", FINISHED)
+def test_finished_samples_and_pairs_are_learnt_from_alike(folder: Path, model: Path, name: str) -> None:
+    """Whole groups in 3 micro-batches over two processes beside one."""
+    sampling = {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 3}
+    changes: dict[str, Any] = {"trainer": {"algorithm": name, **FINISHED[name]}, "sampling": sampling, "iterations": 1}
+    (alone,) = recorded(folder, model, 1, **changes)
+    check_equal(recorded(folder, model, 2, **changes), alone)
 
 
 @pytest.mark.parametrize("trainer", [GRPO, NFT], ids=["flow_grpo", "diffusion_nft"])

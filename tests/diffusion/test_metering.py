@@ -28,6 +28,12 @@ OTHERS = {
     one: {entry for title in SECTIONS if title not in (*SHARED, own) for entry in SECTIONS[title]}
     for one, own in OWN.items()
 }
+METHODS = {entry for title in SECTIONS if title not in SHARED for entry in SECTIONS[title]}
+GROUPS = set(SECTIONS["Groups and advantages"])
+RATIO = {"loss/policy", "ratio/mean", "ratio/std", "ratio/max_abs_dev"}
+OLD = {"policy/old_decay", "policy/sampling_decay"}
+PAIRS = {"preference/pairs", "preference/correct", "preference/logit"}
+D3PO = {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7}
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     # settings, and the entries that such a run does not log
     "flow_grpo": (
@@ -61,6 +67,26 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "prdp": (
         {"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7}, "evaluation": {"every": 0}},
         OTHERS["prdp"] | USED | {"advantage/abs_mean", "advantage/clipped"} | KL | EVALUATION,
+    ),
+    "awm": (
+        {"trainer": {"algorithm": "awm", "timesteps_per_sample": 1}, "evaluation": {"every": 0}},
+        METHODS - RATIO - {"forward/error", "kl/ema", "policy/ema_decay"} | USED | EVALUATION,
+    ),
+    "dgpo": (
+        {"trainer": {"algorithm": "dgpo", "first_steps": 2, "timesteps_per_sample": 1}, "evaluation": {"every": 0}},
+        METHODS - {"forward/error", "policy/ema_decay", "dgpo/group_weight", "dgpo/clip_frac"} | USED | EVALUATION,
+    ),
+    "crd": (
+        {"trainer": {"algorithm": "crd", "updates_per_iteration": 1}, "evaluation": {"every": 0}},
+        METHODS - OLD - {"forward/error", "crd/residual", "crd/implicit_abs"} | USED | EVALUATION,
+    ),
+    "dpo": (
+        {"trainer": {"algorithm": "dpo"}, "evaluation": {"every": 0}},
+        METHODS - PAIRS - {"forward/error"} | USED | GROUPS | KL | EVALUATION,
+    ),
+    "d3po": (
+        {"trainer": D3PO, "evaluation": {"every": 0}},
+        METHODS - PAIRS - {"preference/clip_frac"} | USED | GROUPS | KL | EVALUATION,
     ),
     "spo": (
         {
