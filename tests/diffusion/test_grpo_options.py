@@ -271,26 +271,3 @@ def test_impossible_settings_are_refused(
         changes["rewards"] = [runs.reward(folder, "brightness", **extra) for extra in changes["rewards"]]
     with pytest.raises(ConfigError, match=text):
         runs.config(folder, model, trainer={"algorithm": "flow_grpo", **trainer}, **changes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["guard", "ddpo"])
-def test_two_processes_learn_as_one(folder: Path, model: Path, sd: Path, name: str) -> None:
-    """Uneven shares of 3 micro-batches: the same advantages, means and gradients, in both iterations."""
-    trainer = {**GUARD, "updates_per_iteration": 2} if name == "guard" else {**DDPO, "history": HISTORY}
-    sampling = {"group_size": 3} if name == "guard" else {**DIFFUSION, "prompts_per_iteration": 4, "group_size": 1}
-    sampling |= {"batch_size": 2 if name == "guard" else 1}
-    found = []
-    for count in (1, 2):
-        out = folder / f"run-{count}"
-        runs.config(folder, model if name == "guard" else sd, trainer=trainer, sampling=sampling,
-                    optimizer={"lr": 1e-3}, output=str(out), **QUIET)  # fmt: skip
-        path = (folder / "tiny.yaml").rename(folder / f"world-{count}.yaml")
-        log = folder / f"{count}.log"
-        processes = [runs.start(runs.train_file, str(path), log=log)] if count == 1 else []
-        processes = processes or runs.start_ranks(2, runs.train_file, str(path), log=log)
-        assert runs.wait(processes, 240) == [0] * count, [p.read_text()[-2000:] for p in folder.glob("*.log")]
-        found.append(runs.rows(out))
-    for one, two in zip(*found, strict=True):
-        for key in one:
-            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-7), key
