@@ -24,14 +24,16 @@ from rewards import compose
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores of every prompt, and the pictures of the first few."""
+    """Scores of every prompt, and the pictures of a few."""
 
     scored: Scored
     total: Tensor
     """Weighted sum, float64 [N]."""
     prompts: list[str]
+    shown: list[int]
+    """The rows that have a picture in `images`, ascending."""
     images: list[Tensor]
-    """Of the first `num_pictures` prompts: float32 in [0, 1], [3, H, W] (video [F, 3, H, W]); on every process."""
+    """Of the rows `shown`: float32 in [0, 1], [3, H, W] (video [F, 3, H, W]); on every process."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -63,8 +65,8 @@ def evaluate(
     """Draw one picture per prompt from noise that depends on (seed, row) alone, and score it.
 
     sampling: arguments of the pipeline call; inputs: those that are pictures of the prompt's row, with their columns.
-    `advance` is told of pictures drawn, by all processes as often. All
-    processes return the same scores.
+    The pictures of `num_pictures` prompts are kept (see `spread`). `advance` is told of pictures drawn, by all
+    processes as often. All processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
     starts = range(0, len(prompts), batch_size)
@@ -84,9 +86,19 @@ def evaluate(
         advance(len(rows) * num_processes)
     scored = score(scorers, pieces, prompts, list(range(len(prompts))), beat)
     total = compose.evaluate(scored.values, scorers.components)
-    shown = [(r, to_bytes(image)) for rows, images in pieces for r, image in zip(rows, images, strict=True)]
-    gathered = sorted(gather_object([(r, image) for r, image in shown if r < num_pictures]), key=lambda item: item[0])
-    return Evaluated(scored, total, [p.text for p in prompts], [image.float() / 255 for _, image in gathered])
+    shown = spread(num_pictures, len(prompts))
+    drawn = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in shown]
+    gathered = dict(gather_object([(r, to_bytes(image)) for r, image in drawn]))
+    return Evaluated(scored, total, [p.text for p in prompts], shown, [gathered[r].float() / 255 for r in shown])
+
+
+def spread(count: int, length: int) -> list[int]:
+    """`count` of the rows 0 to `length` - 1 (all where there are no more), evenly: k * length // count.
+
+    Prompt files are often sorted, from easy to hard: the first rows would show another task than the scores are of.
+    """
+    count = min(count, length)
+    return [k * length // count for k in range(count)]
 
 
 def evaluation_arguments(settings: Evaluation) -> dict[str, Any]:
@@ -128,9 +140,9 @@ def show(found: Evaluated, run: Run, log: MetricLogger, iteration: int) -> None:
     """The pictures of an evaluation as a grid, each with its scores."""
     if not found.images:
         return
-    shown = len(found.images)
-    scores = {label: values[:shown].tolist() for label, values in found.scored.values.items()}
-    grid = pictures.save_samples(run.samples, iteration, found.images, found.prompts[:shown], scores)
+    scores = {label: values[found.shown].tolist() for label, values in found.scored.values.items()}
+    prompts = [found.prompts[row] for row in found.shown]
+    grid = pictures.save_samples(run.samples, iteration, found.images, prompts, scores)
     log.log_picture(iteration, "samples/grid", grid)
 
 

@@ -165,14 +165,17 @@ def read_samples(folder: Path) -> list[Samples]:
 
 
 def before_after(folder: Path, *, limit: int = 12) -> Image.Image | None:
-    """The first and the last samples of a run beside each other; None where there are not two. Same prompts only."""
+    """The first and the last samples of a run beside each other; None where there are not two. Same prompts only, at
+    most `limit`, spread evenly over those there are."""
     found = read_samples(folder)
     if len(found) < 2:
         return None
     first, last = found[0], found[-1]
-    shared = [i for i, prompt in enumerate(first.prompts) if last.prompts[i : i + 1] == [prompt]][:limit]
+    shared = [i for i, prompt in enumerate(first.prompts) if last.prompts[i : i + 1] == [prompt]]
     if not shared:
         return None
+    if len(shared) > limit:
+        shared = [shared[k * len(shared) // limit] for k in range(limit)]
     labels = [
         [f"{word}: {text}" if text else word for text in reward_labels(samples.rewards, len(samples.prompts))]
         for word, samples in (("before", first), ("after", last))

@@ -151,3 +151,12 @@ def test_before_and_after_shows_the_shared_prompts(tmp_path: Path) -> None:
     sheet = before_after(tmp_path)
     assert sheet is not None
     assert [area(sheet, colour) for colour in COLOURS[:3]] == [192 * 192, 192 * 192, 0]
+
+
+def test_before_and_after_is_spread_over_the_prompts(tmp_path: Path) -> None:
+    red, green, blue, *_ = plain()
+    for step in (0, 10):
+        save_samples(tmp_path, step, [red, green, red, blue, red], list("abcde"), {})
+    sheet = before_after(tmp_path, limit=3)
+    assert sheet is not None
+    assert [area(sheet, colour) for colour in COLOURS[:3]] == [2 * 192 * 192, 2 * 192 * 192, 2 * 192 * 192]
