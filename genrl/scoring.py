@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ import rewards
 if TYPE_CHECKING:
     import torch
 
+DRAWN, GRID = "prompts.json", "grid.png"
+"""What `genrl sample` writes beside its pictures: their list, and all of them in one."""
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 IMAGE, PROMPT, GROUP = "image", "prompt", "group"
 
@@ -43,7 +46,8 @@ class Result:
 
 
 def rows_of(sources: Sequence[Path], prompt: str | None) -> Iterator[Row | str]:
-    """The rows of picture files, folders of them (not of folders within) and .jsonl files; a text for one that is none.
+    """The rows of picture files, folders of them (not of folders within, nor the grid of `genrl sample`) and .jsonl
+    files; a text for one that is none.
 
     A .jsonl row is `{"image": path, "prompt": text, ...}`; further keys are columns. Its paths are relative to the file
     and stay inside its folder. `prompt` is that of rows that have none. Raises ValueError for a source that does not
@@ -53,7 +57,8 @@ def rows_of(sources: Sequence[Path], prompt: str | None) -> Iterator[Row | str]:
         if source.suffix == ".jsonl" and source.is_file():
             yield from _of_lines(source, prompt)
         elif source.is_dir():
-            files = sorted(p for p in source.iterdir() if p.suffix.lower() in SUFFIXES)
+            sheet = source / GRID if drawn_in(source) else None  # not a picture of any one prompt
+            files = sorted(p for p in source.iterdir() if p.suffix.lower() in SUFFIXES and p != sheet)
             if not files:
                 raise ValueError(f"{source}: no pictures in this folder ({', '.join(SUFFIXES)})")
             yield from (Row(str(file), file, prompt) for file in files)
@@ -61,6 +66,16 @@ def rows_of(sources: Sequence[Path], prompt: str | None) -> Iterator[Row | str]:
             yield Row(str(source), source, prompt)
         else:
             raise ValueError(f"{source}: no such file or folder")
+
+
+def drawn_in(folder: Path) -> list[Path]:
+    """The pictures that `genrl sample` says it drew into this folder; none where it did not."""
+    try:
+        record = json.loads((folder / DRAWN).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # no such file, or another program's
+        return []
+    names = [row.get("file") for row in record if isinstance(row, dict)] if isinstance(record, list) else []
+    return [folder / name for name in names if isinstance(name, str) and re.fullmatch(r"\d{5,}\.png", name)]
 
 
 def _of_lines(file: Path, prompt: str | None) -> Iterator[Row | str]:

@@ -77,6 +77,20 @@ def test_a_folder_becomes_one_row_per_picture(folder: Path) -> None:
     assert "3 scored, 0 without a score, 0 skipped; mean 0.4000" in result.stderr
 
 
+def test_the_grid_of_sample_is_no_picture(folder: Path) -> None:
+    """Where its prompts.json is beside it; a picture of that name is scored otherwise."""
+    shots = folder / "shots"
+    (shots / "a.png").rename(shots / "00000.png")
+    Image.new("RGB", (9, 9)).save(shots / "grid.png")
+
+    def scored() -> list[str]:
+        return [Path(row["image"]).stem for row in rows(run("score", "mine.py:brightness", "shots"))]
+
+    assert scored() == ["00000", "b", "c", "grid"]
+    (shots / "prompts.json").write_text('[{"file": "00000.png", "prompt": "a", "seed": 0}]')
+    assert scored() == ["00000", "b", "c"]
+
+
 def test_the_size_of_a_batch_changes_nothing(folder: Path) -> None:
     assert run("score", "mine.py:brightness", "shots", "--batch-size", "1").stdout == (
         run("score", "mine.py:brightness", "shots").stdout

@@ -6,6 +6,7 @@ so a script with diffusers alone gives the same picture.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from genrl.diffusion.scoring import Scorers
 from genrl.prompts import Prompt
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
+from genrl.scoring import DRAWN, GRID, drawn_in
 
 
 def load(model: Model, lora: str | None) -> DiffusionPipeline:
@@ -45,11 +47,17 @@ def sample(
 ) -> list[Path]:
     """Draw one picture per prompt into `out` (00000.png, ..., prompts.json, grid.png); returns the pictures' paths.
 
-    arguments: of the pipeline call (num_inference_steps, guidance_scale, height, ...). Raises ValueError for one that
-    the pipeline does not take.
+    The pictures of an earlier call, which its prompts.json lists, are removed; no other files are. arguments: of the
+    pipeline call (num_inference_steps, guidance_scale, height, ...). Raises ValueError for one that the pipeline does
+    not take.
     """
     check_call_arguments(pipe, arguments or (), section=None)
     out.mkdir(parents=True, exist_ok=True)
+    for old in drawn_in(out):
+        old.unlink(missing_ok=True)
+    record = [{"file": f"{k:05d}.png", "prompt": prompt, "seed": seed + k} for k, prompt in enumerate(prompts)]
+    # Before the pictures, so that those of a call that is cut short are listed, too, and removed by the next.
+    write_atomic(out / DRAWN, json.dumps(record, indent=1, ensure_ascii=False))
     paths, pictures = [], []
     for k, prompt in enumerate(prompts):
         generator = torch.Generator().manual_seed(seed + k)
@@ -57,9 +65,7 @@ def sample(
         picture = to_pil(made.cpu())
         paths.append(save_png(picture, out / f"{k:05d}.png"))
         pictures.append(picture)
-    record = [{"file": path.name, "prompt": prompts[k], "seed": seed + k} for k, path in enumerate(paths)]
-    write_atomic(out / "prompts.json", json.dumps(record, indent=1, ensure_ascii=False))
-    save_png(grid(pictures[:64], list(prompts[:64])), out / "grid.png")
+    save_png(grid(pictures[:64], list(prompts[:64])), out / GRID)
     return paths
 
 
@@ -73,8 +79,13 @@ def evaluate_pipeline(
     num_pictures: int = 16,
     arguments: Mapping[str, Any],
 ) -> Evaluated:
-    """Score one picture per prompt by every reward: the evaluation of training, on any pipeline."""
+    """Score one picture per prompt by every reward: the evaluation of training, on any pipeline.
+
+    arguments: of the pipeline call; the number of steps, where it is not among them, is the pipeline's own default.
+    """
     check_call_arguments(pipe, arguments, section=None)
+    if "num_inference_steps" not in arguments:
+        arguments = {**arguments, "num_inference_steps": _default_steps(pipe)}
     for label, scorer in scorers.rewards.items():
         rewards.check_columns(scorer, prompts[0].columns, name=label)
     return evaluate(
@@ -86,3 +97,11 @@ def evaluate_pipeline(
         seed=seed,
         num_pictures=num_pictures,
     )
+
+
+def _default_steps(pipe: DiffusionPipeline) -> int:
+    """`num_inference_steps` as the pipeline's call has it where nobody says; ValueError where it has no default."""
+    parameter = inspect.signature(type(pipe).__call__).parameters.get("num_inference_steps")
+    if parameter is None or not isinstance(parameter.default, int):
+        raise ValueError(f"{type(pipe).__name__} has no default number of steps: give num_inference_steps")
+    return parameter.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 import runs
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import save_file
 
 import rewards
 from genrl.config import Model
+from genrl.diffusion.evaluate import spread
 from genrl.diffusion.sample import evaluate_pipeline, load, sample
 from genrl.diffusion.scoring import plain
 from genrl.diffusion.train import train
@@ -113,7 +115,8 @@ def test_evaluation_has_pictures_and_parts(folder: Path, model: Path) -> None:
     found = evaluate_pipeline(
         load(Model(path=str(model)), None), rows, scorers, batch_size=2, num_pictures=2, arguments=ARGUMENTS
     )
-    assert found.prompts == PROMPTS and len(found.images) == 2 and found.images[0].shape == (3, 16, 16)
+    assert found.prompts == PROMPTS and found.shown == [0, 1]
+    assert len(found.images) == 2 and found.images[0].shape == (3, 16, 16)
     assert len(found.total) == 3 and torch.equal(found.total, found.scored.values["redness"])
     parts = found.scored.parts
     torch.testing.assert_close(parts["redness/red"] - parts["redness/blue"], found.total, rtol=0, atol=1e-6)
@@ -136,3 +139,54 @@ def test_a_missing_column_is_refused_before_drawing(folder: Path, model: Path) -
     scorers = plain({"wants": rewards.load(f"{folder}/wants.py:wants")})
     with pytest.raises(ValueError, match="reward 'wants' asks for the column 'colour'"):
         evaluate_pipeline(load(Model(path=str(model)), None), [Prompt("a", {"shape": 1})], scorers, arguments=ARGUMENTS)
+
+
+def test_the_pipeline_has_its_own_number_of_steps(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none is given: the default of the pipeline's call."""
+    scorers = plain({"brightness": rewards.load(f"{folder}/rewards.py:brightness")})
+    without = {name: value for name, value in ARGUMENTS.items() if name != "num_inference_steps"}
+    default = inspect.signature(StableDiffusion3Pipeline.__call__).parameters["num_inference_steps"].default
+    found, given, other = (
+        float(
+            evaluate_pipeline(load(Model(path=str(model)), None), [Prompt("a cat")], scorers, arguments=arguments).total
+        )
+        for arguments in (without, without | {"num_inference_steps": default}, ARGUMENTS)
+    )
+    assert found == given != other
+
+
+@pytest.mark.parametrize(("count", "length"), [(0, 3), (1, 1), (2, 3), (16, 96), (16, 5), (7, 30)])
+def test_pictures_are_spread_over_the_prompts(count: int, length: int) -> None:
+    rows = spread(count, length)
+    assert len(rows) == min(count, length) and rows == sorted(set(rows))
+    gaps = {b - a for a, b in zip(rows, [*rows[1:], length], strict=True)} if rows else {0}
+    assert max(gaps) - min(gaps) <= 1 and rows[:1] == ([0] if count else [])
+
+
+def test_the_pictures_kept_are_those_of_their_rows(folder: Path, model: Path) -> None:
+    """The same pictures, and scores, whether all are kept or some; whatever the batches."""
+    scorers = plain({"brightness": rewards.load(f"{folder}/rewards.py:brightness")})
+    rows = [Prompt(f"{k} dogs") for k in range(6)]
+    every, some = (
+        evaluate_pipeline(
+            load(Model(path=str(model)), None), rows, scorers, batch_size=2, num_pictures=count, arguments=ARGUMENTS
+        )
+        for count in (6, 3)
+    )
+    assert some.shown == [0, 2, 4] and torch.equal(some.total, every.total)
+    assert all(torch.equal(image, every.images[row]) for row, image in zip(some.shown, some.images, strict=True))
+    assert float(some.images[1].mean()) == pytest.approx(float(some.total[2]), abs=1e-2)  # rounded to 8 bit
+
+
+def test_pictures_of_an_earlier_call_are_removed(model: Path, tmp_path: Path) -> None:
+    """Those that its prompts.json lists; nothing else."""
+    pipe = load(Model(path=str(model)), None)
+    sample(pipe, PROMPTS, tmp_path, arguments=ARGUMENTS)
+    (tmp_path / "mine.png").write_bytes(b"kept")
+    (tmp_path / "00007.png").write_bytes(b"kept")
+    sample(pipe, PROMPTS[:1], tmp_path, arguments=ARGUMENTS)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"00000.png", "grid.png", "prompts.json", "mine.png", "00007.png"}
+    (tmp_path / "prompts.json").write_text('[{"file": "../mine.png"}, {"file": "mine.png"}, 3]')
+    sample(pipe, PROMPTS[:1], tmp_path, arguments=ARGUMENTS)
+    assert (tmp_path / "mine.png").read_bytes() == b"kept"
