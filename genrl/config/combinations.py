@@ -365,7 +365,7 @@ def _evaluation(config: Config) -> Iterator[Finding]:
     if config.prompts.eval is None:
         text = "evaluation needs held-out prompts; set prompts.eval, or evaluation.every to 0"
         yield ("prompts.eval", "evaluation.every"), text
-    if evaluation.grid_prompts > evaluation.num_prompts:
+    if "grid_prompts" in evaluation.model_fields_set and evaluation.grid_prompts > evaluation.num_prompts:
         keys = ("evaluation.grid_prompts", "evaluation.num_prompts")
         yield keys, f"{evaluation.grid_prompts} pictures of {evaluation.num_prompts} prompts; use the same or less"
     if evaluation.batch_size is not None and evaluation.batch_size > evaluation.num_prompts:

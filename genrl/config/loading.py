@@ -50,8 +50,12 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Confi
 
 
 def dump(config: Config) -> str:
-    """The whole configuration as YAML, defaults included; `load` of it gives an equal Config."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    """The configuration as YAML, with its defaults; `load` of it gives an equal Config."""
+    tree = config.model_dump(mode="json")
+    evaluation = config.evaluation
+    if "grid_prompts" not in evaluation.model_fields_set and evaluation.grid_prompts > evaluation.num_prompts:
+        del tree["evaluation"]["grid_prompts"]  # a default that would be refused if the user had written it
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def json_schema() -> dict[str, Any]:
