@@ -76,6 +76,13 @@ def test_places_are_checked_on_disk_where_they_are_here(tmp_path: Path, monkeypa
         check_files(load(write(tmp_path, "  - {name: known-there-only, isolate: true}")))
 
 
+def test_a_misspelt_parameter_is_named_with_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def words(images, prompt): ...\n")
+    with pytest.raises(ConfigError, match="reward ./mine.py:words asks for the column prompt.* Did you mean 'prompts'"):
+        check_files(load(write(tmp_path, "  - {name: './mine.py:words'}")))
+
+
 def test_pictures_of_references_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def like(images, reference_images, style): ...\n")

@@ -17,6 +17,7 @@ from genrl.config.schema import Config
 from genrl.config.yaml_source import KeyPath
 from genrl.prompts import PromptError, PromptRows, missing_images
 from genrl.prompts import read as read_prompts
+from rewards.contract import FROM_SAMPLER, nearest
 from rewards.isolation import python_of
 
 
@@ -160,7 +161,9 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
             missing = [column for column in declared_columns(origin) if column not in rows.column_names]
             if missing:
                 have = ", ".join(rows.column_names) or "none beside the prompt"
-                text = f"{reward.name} asks for the column {', '.join(missing)}; columns of every row: {have}"
+                hint = "".join(nearest(c, [*rows.column_names, *FROM_SAMPLER]) for c in missing)
+                asks = f"reward {reward.name} asks for the column {', '.join(missing)}"
+                text = f"{asks}; columns of every row: {have}.{hint}"
                 yield _Wrong(("prompts", name), text)
 
 
