@@ -215,8 +215,9 @@ def _no_constant(name: str) -> Any:
 def _from_columns(row: Mapping[str, Any], column: str, line: int, folder: Path | None) -> Prompt:
     if column not in row:
         close = get_close_matches(column, list(row), n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}? Set prompts.column" if close else ""
-        raise _Dirty(f"no column {column!r}, found {', '.join(map(repr, row)) or 'none'}{hint}"[:300])
+        hint = f"; did you mean {close[0]!r}?" if close else ";"
+        found = ", ".join(map(repr, row))[:200] or "none"  # the row's own, so of any length
+        raise _Dirty(f"no column {column!r}, found {found}{hint} prompts.column names the one that holds the prompts")
     if not isinstance(row[column], str):
         raise _Dirty(f"the prompt must be text, found {_kind(row[column])}")
     text = _clean(row[column])

@@ -46,7 +46,7 @@ BAD_JSONL: dict[str, tuple[bytes, str]] = {
     "null": (b"null", "found null"),
     "true": (b"true", "found true or false"),
     "empty object": (b"{}", "no column 'prompt'"),
-    "other column": (b'{"text": "a"}', "no column 'prompt', found 'text'"),
+    "other column": (b'{"text": "a"}', "no column 'prompt', found 'text'; prompts.column names"),
     "misspelt column": (b'{"promt": "a"}', "did you mean 'promt'?"),
     "capital column": (b'{"Prompt": "a"}', "did you mean 'Prompt'?"),
     "prompt twice": (b'{"prompt": "a", "prompt": "b"}', "written twice"),
