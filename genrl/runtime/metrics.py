@@ -43,7 +43,8 @@ _REWARDS = {
     ),
     "reward/<name>_failed": MetricDoc(
         "number of the iteration's samples without a score (NaN or None) from reward `<name>`",
-        "Should be 0. Failed samples take no part in statistics or updates, they never count as zero.",
+        "0, unless the reward answers None where it does not apply. They take no part in statistics or updates, and "
+        "never count as zero; where the reward raises, the log says why.",
         "samples",
     ),
     "reward/total_mean": MetricDoc(
@@ -295,7 +296,9 @@ _EVALUATION = {
         "Divide by the square root of the number of prompts for the standard error of the mean.",
         "the reward's own",
     ),
-    "eval/<name>_failed": MetricDoc("number of held-out samples without a score", "Should be 0.", "samples"),
+    "eval/<name>_failed": MetricDoc(
+        "number of held-out samples without a score", "As `reward/<name>_failed`.", "samples"
+    ),
     "eval/total_mean": MetricDoc("mean of the weighted sum over the held-out prompts", "As `eval/<name>_mean`."),
 }
 

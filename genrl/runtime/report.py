@@ -140,7 +140,8 @@ def _curves(rows: Sequence[Row]) -> list[str]:
 def _figure(key: str, doc: MetricDoc | None, points: Sequence[Point]) -> str:
     last = next((f"{value:.4g}" for _, value in reversed(points) if value is not None), "-")
     missing = sum(value is None for _, value in points)
-    note = f' <b class="warn">{missing} without a value</b>' if missing else ""
+    alarm = ' class="warn"' if missing == len(points) else ""  # some are without by design: a reward may answer None
+    note = f" <b{alarm}>{missing} without a value</b>" if missing else ""
     hint = escape(f"{doc.formula}. {doc.reading}" if doc else "written by another version of genrl")
     head = f'<figcaption title="{hint}"><code>{escape(key)}</code>{note}<span class="last">{last}</span></figcaption>'
     return f"<figure>{head}{chart([(key, points)])}</figure>"
