@@ -62,9 +62,9 @@ def test_one_process_from_start_to_end(tmp_path: Path) -> None:
         assert score(reward, "raise").failed == 3
         assert score(reward, "exit").failed == 3
         assert score(reward) == local
-        assert score(reward, "die").failures[0].fatal  # it dies of this sample every time: four processes
+        assert score(reward, "die").failures[0].fatal  # it dies of this sample every time
         pids = list(dict.fromkeys(int(line.split()[0]) for line in log.read_text().splitlines()))
-        assert len(pids) == 4 and os.getpid() not in pids
+        assert 2 <= len(pids) <= 4 and os.getpid() not in pids  # as many as the deadline allows
         assert all(ends(pid) for pid in pids)
     reward.close()  # twice is allowed
 
