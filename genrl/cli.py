@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import traceback
 from contextlib import closing
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -412,16 +414,28 @@ def _run_config(run: Path) -> Path:
     if run.name == "config.yaml" and run.is_file():
         raise typer.BadParameter(f"{run} is a file: give the run folder, {run.parent}", param_hint="RUN")
     around = run if run.is_dir() else run.parent
-    runs = sorted(str(file.parent) for file in around.glob("*/config.yaml"))
-    there = f"; runs in {around}: {', '.join(runs[:5])}" if runs else ""
-    raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{there}", param_hint="RUN")
+    raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{_runs_in(around)}", param_hint="RUN")
+
+
+def _runs_in(folder: Path) -> str:
+    runs = sorted(str(file.parent) for file in folder.glob("*/config.yaml"))
+    return f"; runs in {folder}: {', '.join(runs[:5])}" if runs else ""
 
 
 def _config_of(model: str) -> Config | None:
-    """The configuration of a run folder; None for a pipeline folder or hub id."""
+    """The configuration of a run folder; None for a pipeline folder or hub id. BadParameter for neither."""
     from genrl.config import load
+    from genrl.config.combinations import looks_local
 
-    file = Path(model) / "config.yaml"
+    path = Path(model)
+    # runs/TYPO is written like a hub id; no hub id is beside runs. A single word may be either: the loader will say.
+    local = looks_local(model) or any(path.parent.glob("*/config.yaml"))
+    if not path.exists() and local and not re.fullmatch(r"[\w.-]+", model):
+        around = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        near = [str(path.parent / name) for name in get_close_matches(path.name, around, n=3, cutoff=0.5)]
+        hint = f"; did you mean {' or '.join(near)}?" if near else _runs_in(path.parent)
+        raise typer.BadParameter(f"{model}: no such run or folder{hint}", param_hint="MODEL")
+    file = path / "config.yaml"
     return load(file) if file.is_file() else None
 
 
@@ -439,6 +453,8 @@ def _pipeline_of(model: str, lora: str | None, dtype: str | None) -> tuple[Model
     adapters = [*([saved / "lora"] if saved else []), run / "lora"]
     newest = next((str(folder) for folder in adapters if folder.is_dir()), None)
     if lora is None and newest is None:
+        if saved is None:
+            raise typer.BadParameter(f"{run} holds no checkpoint yet: there is nothing trained in it")
         raise typer.BadParameter(f"{run} holds no LoRA; write its pipeline by `genrl export {run} --out FOLDER`")
     scale = settings.guidance_scale if config.evaluation.guidance_scale is None else config.evaluation.guidance_scale
     steps = config.evaluation.num_inference_steps or settings.num_inference_steps

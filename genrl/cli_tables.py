@@ -205,7 +205,9 @@ def print_rewards() -> None:
     """The rewards that can be named."""
     import rewards
 
-    table = Table("name", "origin", "takes", "range", "what it scores")
+    table = Table()
+    for title in ("name", "origin", "takes", "range", "what it scores"):
+        table.add_column(title, overflow="fold")  # a name that is cut cannot be written into a configuration
     for row in rewards.listing():
         table.add_row(*map(safe, (row.name, row.origin, row.needs, row.range, row.doc)))
     console.print(table)

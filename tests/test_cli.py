@@ -183,6 +183,10 @@ class TestErrors:
             (["sample", "org/model", "--prompt", "a", "--dtype", "float8"], "is not one of 'float32', 'bfloat16', 'fl"),
             (["eval", "org/model", "--prompts", "eval.txt", "--reward", "ocr", "--out", "."], "is a directory"),
             (["eval", "org/model", "--prompts", "eval.txt", "--reward", "shapse"], "Did you mean 'shapes'?"),
+            (["sample", "runs/tow", "--prompt", "a"], "runs/tow: no such run or folder; did you mean runs/two?"),
+            (["eval", "./runs/xyz"], "no such run or folder; runs in runs: runs/one, runs/two"),
+            (["sample", "runs/one", "--prompt", "a"], "runs/one holds no checkpoint yet"),
+            (["export", "runs/one", "--out", "x"], "runs/one has no checkpoint; checkpoints there: none"),
             (["sample", "org/model"], "--prompt"),
             (["sample", "org/model", "num_frames", "--prompt", "a"], "is not key=value"),
             (["sample", "org/model", "x=[", "--prompt", "a"], "is not YAML"),
@@ -233,6 +237,15 @@ def test_rewards_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     text = run("rewards")
     assert all(name in text for name in ("shapes", "ocr", "clipscore", "pickscore"))
+
+
+def test_reward_names_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rewards
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("rewards.listing", lambda: [rewards.Listed("a" * 70, "built-in", "images", "0 to 1", "?")])
+    text = run("rewards")
+    assert "…" not in text and sum(line.split("│")[1].count("a") for line in text.splitlines() if "│" in line) == 70
 
 
 class TestLaunch:
