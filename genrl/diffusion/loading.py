@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import sys
 from collections.abc import Iterable
 
@@ -16,8 +17,20 @@ from genrl.config import Model, Sampling
 from genrl.config.combinations import OURS
 
 
+class _NoTorchvision(logging.Filter):
+    """Drops transformers' warning that it resizes pictures by PIL, as torchvision is not installed: nothing to act on,
+    and said of every image processor that its lazy modules make known."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "requires torchvision (not installed); falling back to" not in record.getMessage()
+
+
+_NO_TORCHVISION = _NoTorchvision()  # one object: a logger takes it once
+
+
 def load_pipeline(model: Model) -> DiffusionPipeline:
     """The pipeline as diffusers loads it, from a folder or the hub; ValueError naming the key where it cannot."""
+    logging.getLogger("transformers.utils.import_utils").addFilter(_NO_TORCHVISION)
     if not sys.stderr.isatty():  # bars are for people; in a log they are clutter
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
