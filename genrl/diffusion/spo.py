@@ -71,13 +71,19 @@ Found = dict[int, dict[int, Candidates]]  # first slot of a micro-batch -> step 
 def train(session: Session, settings: SPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     config, policy = session.config, session.policy
+    sampling = config.sampling
+    if session.weights.is_sharded and sampling.images_per_iteration % sampling.batch_size:
+        raise ValueError(
+            f"distributed.fsdp: {sampling.images_per_iteration} chains in micro-batches of {sampling.batch_size} leave "
+            "a smaller one, which calls the model less often than the others; change sampling.batch_size"
+        )
     for _ in session.iterations():
-        plan = candidate_plan(config.sampling, settings, last=last_step_is_drawn(policy))
+        plan = candidate_plan(sampling, settings, last=last_step_is_drawn(policy))
         kernel = choose_kernel(session, settings, plan)
         # 1. Crawl. The chains' ends are scored too: they are the samples that a run reports.
         found: Found = {}
         rollouts = session.collect(
-            partial(draw, policy, plan=plan, kernel=kernel, batch_size=config.sampling.batch_size, found=found)
+            partial(draw, policy, plan=plan, kernel=kernel, batch_size=sampling.batch_size, found=found)
         )
         # 2, 3. Score and compare.
         pairs = compare(judge(session, rollouts, found, plan), threshold=settings.threshold)

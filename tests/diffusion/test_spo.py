@@ -344,13 +344,15 @@ def test_impossible_settings_are_refused(
 
 
 @pytest.mark.slow
-def test_two_processes_learn_as_one(folder: Path, model: Path) -> None:
-    """Uneven shares of 3 micro-batches: the same samples, pairs and gradients."""
-    sampling = {"prompts_per_iteration": 3, "group_size": 2, "batch_size": 2, "num_inference_steps": 4}
+@pytest.mark.parametrize("fsdp", [False, True], ids=["adapters", "shards"])
+def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> None:
+    """The same samples, pairs and gradients: in uneven shares of 3 micro-batches, and of a model in shards."""
+    sampling = {"prompts_per_iteration": 4 if fsdp else 3, "group_size": 2, "batch_size": 2, "num_inference_steps": 4}
+    common: dict[str, Any] = {"trainer": FLOW, "sampling": sampling, "lora": None if fsdp else runs.LORA, **QUIET}
     found = []
     for count in (1, 2):
         out = folder / f"run-{count}"
-        runs.config(folder, model, trainer=FLOW, sampling=sampling, output=str(out), **QUIET)
+        runs.config(folder, model, output=str(out), distributed={"fsdp": fsdp and count == 2}, **common)
         path = (folder / "tiny.yaml").rename(folder / f"world-{count}.yaml")
         log = folder / f"{count}.log"
         if count == 1:
@@ -360,5 +362,6 @@ def test_two_processes_learn_as_one(folder: Path, model: Path) -> None:
         assert runs.wait(processes, 120) == [0] * count, [p.read_text()[-2000:] for p in folder.glob("*.log")]
         found.append(runs.rows(out)[0])
     one, two = found
-    for key in one:
-        assert two[key] == pytest.approx(one[key], rel=1e-5 if key == "grad_norm" else 1e-9), key
+    assert one["spo/valid_ratio"] > 0 and one["grad_norm"] > 0
+    for key in one.keys() - {"model_calls/train"} if fsdp else one.keys():  # in shards, pairs that do not count too
+        assert two[key] == pytest.approx(one[key], rel=1e-4 if fsdp or key == "grad_norm" else 1e-9), key
