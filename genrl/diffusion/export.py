@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +21,10 @@ from genrl import __version__
 from genrl import prompts as prompt_files
 from genrl.config import Config
 from genrl.config import load as load_config
+from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Batch, Policy
+from genrl.diffusion.rollout import call_arguments
 from genrl.diffusion.weights import ADAPTER
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run, read_metrics, write_atomic
@@ -164,7 +166,8 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
     source = checkpoint.latest(folders) if step is None else folders / f"step-{step:06d}"
     if source is None or not source.is_dir():
         have = ", ".join(str(int(path.name.removeprefix("step-"))) for path in checkpoint.steps(folders)) or "none"
-        raise ValueError(f"{run} has no checkpoint {'' if step is None else step}; checkpoints there: {have}")
+        wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
+        raise ValueError(f"{run} has {wanted}; checkpoints there: {have}")
     loaded = checkpoint.load(source)
     config = load_config(run / "config.yaml")
     if config.model.lora is not None and not full:
@@ -180,9 +183,8 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
             _fill(pipe, loaded.tensors.get("snapshot-average", loaded.tensors["weights"]))
         pipe.save_pretrained(out)
     rows = [row for row in read_metrics(Run(run).metrics) if row["step"] <= loaded.step and "eval/total_mean" in row]
-    metrics = {k: v for k, v in rows[-1].items() if k.startswith("eval/") and v is not None} if rows else {}
     prompts = prompt_files.load(config.prompts.eval or config.prompts.train, config.prompts.column)[:5]
-    write_card(out, config, metrics, [prompt.text for prompt in prompts], whole=full)
+    write_card(out, config, rows, [prompt.text for prompt in prompts], whole=full)
     return out
 
 
@@ -195,18 +197,35 @@ def _fill(pipe: DiffusionPipeline, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_card(
-    folder: Path, config: Config, metrics: Mapping[str, float], prompts: list[str], *, whole: bool = False
+    folder: Path, config: Config, rows: Sequence[Mapping[str, float | None]], prompts: list[str], *, whole: bool = False
 ) -> None:
-    """README.md of an exported model: base model, method, held-out rewards, how to load it."""
+    """README.md of an exported model: base model, method, held-out rewards, how to load and call it.
+
+    rows: of metrics.jsonl, the evaluations by step. The last is this model's; that of step 0, where there is one, is of
+    the base model.
+    """
     is_lora = config.model.lora is not None and not whole
-    load = (
-        f'pipe = DiffusionPipeline.from_pretrained("{config.model.path}")\npipe.load_lora_weights("THIS_FOLDER")'
-        if is_lora
-        else 'pipe = DiffusionPipeline.from_pretrained("THIS_FOLDER")'
+    base = json.dumps(config.model.path if is_lora else "THIS_FOLDER")
+    dtype = config.model.dtype
+    load = f"pipe = DiffusionPipeline.from_pretrained({base}{'' if dtype == 'float32' else f', dtype=torch.{dtype}'})"
+    load = f'{load}\npipe.load_lora_weights("THIS_FOLDER")' if is_lora else load
+    imports = (
+        "from diffusers import DiffusionPipeline"
+        if dtype == "float32"
+        else "import torch\nfrom diffusers import DiffusionPipeline"
     )
-    rows = "\n".join(f"| `{name}` | {value:.4g} |" for name, value in sorted(metrics.items()))
+    given = call_arguments(config.sampling) | evaluation_arguments(config.evaluation)
+    call = [f"    prompt={json.dumps(prompts[0] if prompts else 'a prompt')},"]
+    call += [f"    {name}={value!r}," for name, value in given.items()]
+    call += [
+        f"    {name}=...,  # the picture of the row's column {column!r}"
+        for name, column in config.sampling.inputs.items()
+    ]
+    result = "images" if config.sampling.num_frames is None else "frames"
+    table = _card_table(rows)
     examples = "\n".join(f"- `{json.dumps(prompt, ensure_ascii=False)}`" for prompt in prompts)
     rewards = ", ".join(f"{reward.name} (weight {reward.weight:g})" for reward in config.rewards)
+    newline = "\n"
     text = f"""---
 base_model: {config.model.path}
 library_name: diffusers
@@ -220,18 +239,31 @@ Rewards: {rewards}. {config.iterations} iterations of {config.sampling.images_pe
 The licence of the base model applies.
 
 ```python
-from diffusers import DiffusionPipeline
+{imports}
 
 {load}
-image = pipe({json.dumps(prompts[0] if prompts else "a prompt")}).images[0]
+{result} = pipe(
+{newline.join(call)}
+).{result}
 ```
 
-| held-out metric | value |
-| --- | --- |
-{rows}
+{table}
 
 Prompts it was evaluated on, among others:
 
 {examples}
 """
     write_atomic(folder / "README.md", text)
+
+
+def _card_table(rows: Sequence[Mapping[str, float | None]]) -> str:
+    """The last evaluation, beside that of step 0 where there is one."""
+    last = rows[-1] if rows else {}
+    first = rows[0] if len(rows) > 1 and rows[0].get("step") == 0 else None
+    titles = ["held-out metric", *([] if first is None else ["before"]), "value" if first is None else "after"]
+    lines = [titles, ["---"] * len(titles)]
+    for name, value in sorted(last.items()):
+        if name.startswith("eval/") and value is not None:
+            numbers = [value] if first is None else [first.get(name), value]
+            lines.append([f"`{name}`", *("-" if number is None else f"{number:.4g}" for number in numbers)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -201,8 +201,7 @@ def finish(session: Session) -> None:
     if session.weights.is_lora and complete:
         with session.averaged():
             save_lora(session.policy, run.lora, session.probe)
-        last = {k: v for k, v in rows[-1].items() if k.startswith("eval/") and v is not None} if rows else {}
-        write_card(run.lora, config, last, [prompt.text for prompt in session.eval_prompts[:5]])
+        write_card(run.lora, config, rows, [prompt.text for prompt in session.eval_prompts[:5]])
     if len(rows) > 1:
         before, after = rows[0]["eval/total_mean"], rows[-1]["eval/total_mean"]
         say(f"held-out reward: {before:.3f} before, {after:.3f} after {rows[-1]['step']} iterations")

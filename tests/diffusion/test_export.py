@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import shutil
@@ -333,16 +334,23 @@ def test_card_tells_what_was_trained_and_how_to_load_it(trained: Path, model: Pa
     assert front["base_model"] == str(model) and front["library_name"] == "diffusers"
     assert {"lora", "flow_grpo", "reinforcement-learning"} <= set(front["tags"])
     rows = [row for row in runs.rows(trained) if "eval/brightness_mean" in row]
-    assert f"| `eval/brightness_mean` | {rows[-1]['eval/brightness_mean']:.4g} |" in text
+    before, after = (rows[k]["eval/brightness_mean"] for k in (0, -1))
+    assert "| held-out metric | before | after |" in text
+    assert rows[0]["step"] == 0 and f"| `eval/brightness_mean` | {before:.4g} | {after:.4g} |" in text
     code = text.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert 'load_lora_weights("THIS_FOLDER")' in code and json.dumps("three stars") in code
+    (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords)
+    assert {word.arg: ast.literal_eval(word.value) for word in call.keywords} == ARGUMENTS | {
+        "guidance_scale": 1.0,
+        "prompt": "three stars",
+    }
 
 
 def test_card_survives_hostile_prompts_and_paths(folder: Path, model: Path) -> None:
     config = runs.config(folder, model)
     prompts = ['a "sign"\n# heading\n<script>alert(1)</script>', "`code`\u202e", "{}"]
-    write_card(folder / "card", config, {}, prompts)
+    write_card(folder / "card", config, [], prompts)
     text = (folder / "card" / "README.md").read_text()
     assert "\n# heading" not in text
     compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
