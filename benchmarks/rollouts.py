@@ -195,8 +195,8 @@ def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: i
 
 
 @torch.no_grad()
-def overhead(repeats: int = 25) -> dict[str, dict[str, float]]:
-    """Seconds of a rollout of one group per setting and of the bare denoiser calls that it makes, least of `repeats`.
+def overhead(repeats: int = 10) -> dict[str, dict[str, float]]:
+    """Seconds of a rollout of four groups per setting and of the bare denoiser calls that it makes, least of `repeats`.
 
     Both are made in turn in one process. Seconds are the processor's: with one thread those of the wall on a machine
     that does nothing else, and on a busy one they stay what they are.
@@ -205,7 +205,7 @@ def overhead(repeats: int = 25) -> dict[str, dict[str, float]]:
     for setting in SETTINGS:
         config = load(BASE, [*COMMON, *SETTINGS[setting], "iterations=10"])
         policy = Policy(load_pipeline(config.model))
-        prompts = [prompt.text for prompt in prompt_files.load(config.prompts.train)[:1]]
+        prompts = [prompt.text for prompt in prompt_files.load(config.prompts.train)[:4]]
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         handle = policy.denoiser.register_forward_pre_hook(lambda _, a, k, c=calls: c.append((a, k)), with_kwargs=True)
         rollout(config, policy, prompts, iteration=0)
