@@ -270,3 +270,14 @@ def test_wrong_input_is_refused() -> None:
         advantages.gdpo_advantages([torch.zeros(2)], [1.0, 2.0], group)
     with pytest.raises(ValueError, match="all reward weights are 0"):
         advantages.aggregated_advantages([torch.zeros(2)], [0.0], group)
+
+
+def test_ranks_with_ties_are_those_of_the_reward_golden(golden) -> None:
+    arrays = golden("rewards_clip_family")
+    scores = torch.from_numpy(arrays["rank_in"])
+    group = torch.zeros(len(scores), dtype=torch.int64)
+    torch.testing.assert_close(
+        advantages.group_ranks(scores, group), torch.from_numpy(arrays["rank_mean_ties"]), rtol=0, atol=1e-9
+    )
+    by_position = advantages.group_ranks(scores, group, ties_by_position=True)
+    torch.testing.assert_close(by_position, torch.from_numpy(arrays["rank_flow_factory"]).double(), rtol=0, atol=1e-6)
