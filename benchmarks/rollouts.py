@@ -195,17 +195,19 @@ def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: i
 
 
 @torch.no_grad()
-def overhead(repeats: int = 10) -> dict[str, dict[str, float]]:
-    """Seconds of a rollout of four groups per setting and of the bare denoiser calls that it makes, least of `repeats`.
+def overhead(repeats: int = 5) -> dict[str, dict[str, float]]:
+    """Seconds of the rollouts of an iteration and of the bare denoiser calls that they make, medians of `repeats`.
 
-    Both are made in turn in one process. Seconds are the processor's: with one thread those of the wall on a machine
-    that does nothing else, and on a busy one they stay what they are.
+    Both are made in turn in one process, and the ratio is the median of those of neighbours. Seconds are the
+    processor's: with one thread those of the wall on a machine that does nothing else, and on a busy one, where the
+    wall says little, they stay about what they are.
     """
     found = {}
     for setting in SETTINGS:
         config = load(BASE, [*COMMON, *SETTINGS[setting], "iterations=10"])
         policy = Policy(load_pipeline(config.model))
-        prompts = [prompt.text for prompt in prompt_files.load(config.prompts.train)[:4]]
+        prompts = [prompt.text for prompt in prompt_files.load(config.prompts.train)]
+        prompts = prompts[: config.sampling.prompts_per_iteration]
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         handle = policy.denoiser.register_forward_pre_hook(lambda _, a, k, c=calls: c.append((a, k)), with_kwargs=True)
         rollout(config, policy, prompts, iteration=0)
@@ -214,8 +216,9 @@ def overhead(repeats: int = 10) -> dict[str, dict[str, float]]:
         for _ in range(repeats):
             whole.append(seconds(lambda c=config, p=policy, t=prompts: rollout(c, p, t, iteration=0)))
             bare.append(seconds(lambda p=policy, c=calls: [p.denoiser(*args, **kwargs) for args, kwargs in c]))
-        found[setting] = {"rollout_s": min(whole), "bare_s": min(bare), "ratio": min(whole) / min(bare)}
-        print(f"{setting:<14}{min(whole):>8.3f} s{min(bare):>8.3f} s{found[setting]['ratio']:>7.3f}", flush=True)
+        ratio = median(one / other for one, other in zip(whole, bare, strict=True))
+        found[setting] = {"rollout_s": median(whole), "bare_s": median(bare), "ratio": ratio}
+        print(f"{setting:<14}{median(whole):>8.3f} s{median(bare):>8.3f} s{ratio:>7.3f}", flush=True)
     return found
 
 
