@@ -48,7 +48,7 @@ def plan(
 def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]:
     """What `genrl plan` prints."""
     from genrl.config.candidates import candidate_plan
-    from genrl.config.plans import rounds
+    from genrl.config.plans import is_flow_grpo, rounds
     from genrl.estimate import plan as estimate
     from genrl.estimate import replays_per_state
     from genrl.mdp.plan import describe, make_plan
@@ -57,7 +57,7 @@ def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]
     found = estimate(config, tuple(components))
     drawn = {"calls_per_state": found.guidance}
     independent = float(found.images * sampling.num_inference_steps * found.guidance)
-    if trainer.algorithm == "flow_grpo":
+    if is_flow_grpo(trainer):
         trains = rounds(config, trainer)
         yield from _window(config, trainer, trains)
         replays = replays_per_state(trainer, found.guidance)

@@ -15,7 +15,7 @@ from typing import Any
 
 from genrl.config.candidates import candidate_plan
 from genrl.config.files import read_json
-from genrl.config.plans import Round, roots_together, rounds
+from genrl.config.plans import Round, is_flow_grpo, roots_together, rounds
 from genrl.config.schema import (
     ATTENTION_LAYERS,
     AWM,
@@ -94,7 +94,7 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
     guidance = _guidance(sampling.guidance_scale, sampling.pipeline_args, components)
     train_guidance, pieces = guidance, sampling.micro_batches
     drawn, extra = float(images * steps), 0.0
-    if trainer.algorithm == "flow_grpo":
+    if is_flow_grpo(trainer):
         trains = rounds(config, trainer)
         drawn = _mean(config, trains, lambda one: one.plan.calls)
         trained = _mean(config, trains, lambda one: len(one.trained)) / sampling.prompts_per_iteration

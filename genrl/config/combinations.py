@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from genrl.config.plans import most_micro_batches
+from genrl.config.plans import is_flow_grpo, most_micro_batches
 from genrl.config.rollout_rules import rollout_rules
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def processes_problem(config: Config, num_processes: int) -> str | None:
 def _batches(config: Config) -> Iterator[Finding]:
     sampling, updates = config.sampling, config.trainer.updates_per_iteration
     total, pieces = sampling.images_per_iteration, sampling.micro_batches
-    grows = config.trainer.algorithm == "flow_grpo" and config.trainer.tree is not None  # then trees are shared out
+    grows = is_flow_grpo(config.trainer) and config.trainer.tree is not None  # then trees are shared out
     if sampling.group_size < 2 and not _stands_alone(config):
         text = "one sample has nothing to be compared with, so its advantage is 0; use a group of 2 or more"
         yield ("sampling.group_size", "trainer.advantage_scale"), text
@@ -118,7 +118,7 @@ def _batches(config: Config) -> Iterator[Finding]:
 def _stands_alone(config: Config) -> bool:
     """Whether a sample has a use without others of its prompt."""
     trainer = config.trainer
-    if trainer.algorithm == "flow_grpo":
+    if is_flow_grpo(trainer):
         return trainer.advantage_scale == "prompt_history" or trainer.aggregate == "log_tame_released"
     return trainer.algorithm == "spo"  # whose candidates are compared, not samples
 
@@ -139,7 +139,7 @@ def _schedule(config: Config) -> Iterator[Finding]:
     if config.sampling.num_inference_steps > 1:
         return
     keys = ("sampling.num_inference_steps", "trainer.algorithm")
-    if config.trainer.algorithm == "flow_grpo":
+    if is_flow_grpo(config.trainer):
         yield keys, "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (peers: 10)"
     elif config.trainer.algorithm in ("d3po", "prdp"):
         yield keys, "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (D3PO: 20)"
@@ -159,7 +159,7 @@ def _candidates(config: Config) -> Iterator[Finding]:
 
 
 def _noise(config: Config) -> Iterator[Finding]:
-    if config.trainer.algorithm not in ("flow_grpo", "spo", "d3po", "prdp"):
+    if config.trainer.algorithm not in ("spo", "d3po", "prdp") and not is_flow_grpo(config.trainer):
         return
     kernel, level = config.trainer.kernel, config.trainer.noise_level
     keys = ("trainer.noise_level", "trainer.kernel")
@@ -176,7 +176,7 @@ def _noise(config: Config) -> Iterator[Finding]:
 
 
 def _policy(config: Config) -> Iterator[Finding]:
-    if config.trainer.algorithm != "flow_grpo":
+    if not is_flow_grpo(config.trainer):
         return
     if not config.trainer.guidance_in_training and "true_cfg_scale" in config.sampling.pipeline_args:
         text = "only guidance_scale can be switched off in training, this guidance would stay; write true"
@@ -195,7 +195,7 @@ def _policy(config: Config) -> Iterator[Finding]:
 def _objective(config: Config) -> Iterator[Finding]:
     """Which loss, on which advantage."""
     trainer = config.trainer
-    if trainer.algorithm != "flow_grpo":
+    if not is_flow_grpo(trainer):
         return
     if trainer.objective == "score_function":
         if config.optimizer_steps > config.iterations:
@@ -219,7 +219,7 @@ def _objective(config: Config) -> Iterator[Finding]:
 
 def _advantage(config: Config) -> Iterator[Finding]:
     trainer, tree = config.trainer, getattr(config.trainer, "tree", None)
-    assert trainer.algorithm == "flow_grpo"
+    assert is_flow_grpo(trainer)
     scale, aggregate, history = trainer.advantage_scale, trainer.aggregate, trainer.history
     if scale == "prompt_history":
         if history.min_count > history.size:

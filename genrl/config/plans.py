@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan, pruning_is_on, sliding_depths, unpruned_steps
 from genrl.mdp.windows import (
@@ -36,6 +36,13 @@ class Round(NamedTuple):
     plan: SamplingPlan
     trained: tuple[int, ...]
     """Steps with trained edges, what the pruning of depths leaves out aside."""
+
+
+def is_flow_grpo(trainer: object) -> TypeGuard[FlowGRPO]:
+    """Whether a trainer's settings are Flow-GRPO's, or those of a method that adds to it."""
+    from genrl.config.schema import FlowGRPO
+
+    return isinstance(trainer, FlowGRPO)
 
 
 def window_end(window: Window, steps: int) -> int:
@@ -85,7 +92,7 @@ def most_splits(tree: Tree, window: Window | None) -> int:
 def most_micro_batches(config: Config) -> int:
     """What processes and updates can share: micro-batches, or the trees that these can be cut into."""
     trainer = config.trainer
-    if trainer.algorithm != "flow_grpo" or trainer.tree is None:
+    if not is_flow_grpo(trainer) or trainer.tree is None:
         return config.sampling.micro_batches
     leaves = math.prod([trainer.tree.ways] * most_splits(trainer.tree, trainer.window))
     return config.sampling.images_per_iteration // leaves

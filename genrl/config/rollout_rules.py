@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.plans import most_micro_batches, most_splits, rounds, window_end
+from genrl.config.plans import is_flow_grpo, most_micro_batches, most_splits, rounds, window_end
 from genrl.mdp.plan import extreme_count
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ PLAN_KEYS = {
 def rollout_rules(config: Config) -> Iterator[Finding]:
     """What is wrong with how Flow-GRPO is to sample, and which transitions it is to train."""
     settings = config.trainer
-    if settings.algorithm != "flow_grpo" or config.sampling.num_inference_steps < 2:
+    if not is_flow_grpo(settings) or config.sampling.num_inference_steps < 2:
         return
     found = [*_window(config, settings.window)]
     found += _outside(settings)
