@@ -66,6 +66,7 @@ def refuse_impossible(config: Config) -> None:
         _noise,
         _policy,
         _objective,
+        _talk2move,
         _matching,
         _whole_groups,
         _rewards,
@@ -247,6 +248,32 @@ def _advantage(config: Config) -> Iterator[Finding]:
         if reward.normalize != "none":
             text = f"{aggregate} judges and normalises the scores themselves; write none"
             yield (f"rewards.{index}.normalize", "trainer.aggregate"), text
+
+
+def _talk2move(config: Config) -> Iterator[Finding]:
+    """An editing model, trained on its first steps."""
+    trainer, steps = config.trainer, config.sampling.num_inference_steps
+    if trainer.algorithm != "talk2move":
+        return
+    for key in ("window", "noise_outside_window", "tree", "tail_ratio", "layer_tuning"):
+        if getattr(trainer, key):
+            text = "which steps are drawn is a matter of the exit step here; remove it, or use algorithm flow_grpo"
+            yield (f"trainer.{key}", "trainer.algorithm"), text
+    if not config.sampling.inputs:
+        text = "an editing model needs pictures to edit; name the argument of its call and the column of the files"
+        yield ("sampling.inputs", "trainer.algorithm"), f"{text}, for example {{image: source_image}}"
+    if trainer.kernel == "ddim":
+        text = "the shortcut is for flow models, ddim for others; use flow_sde"
+        yield ("trainer.kernel", "trainer.algorithm"), text
+    if trainer.exit_step is not None and trainer.exit_step > steps - 1:
+        text = f"the last of {steps} steps is never stochastic; use {steps - 1} or less, or null to have it found"
+        yield ("trainer.exit_step", "sampling.num_inference_steps"), text
+    if trainer.exit_step is not None and trainer.step_evaluation != type(trainer.step_evaluation)():
+        text = "the exit step is given, so it is not looked for; remove it, or write exit_step: null"
+        yield ("trainer.step_evaluation", "trainer.exit_step"), text
+    if trainer.shortcut >= steps:
+        text = f"{trainer.shortcut} steps are no shortcut of {steps}; use less (Talk2Move: 2 of 10)"
+        yield ("trainer.shortcut", "sampling.num_inference_steps"), text
 
 
 def _matching(config: Config) -> Iterator[Finding]:

@@ -77,7 +77,21 @@ def _impossible(keys: tuple[str, ...], text: str, origins: Origins) -> Problem:
     return Problem(origin_of((written or paths)[0], origins), ", ".join(names), text)
 
 
-ALGORITHMS = ("flow_grpo", "diffusion_nft", "spo", "awm", "dgpo", "crd", "dpo", "dpo_offline", "d3po", "prdp")
+ALGORITHMS = (
+    "flow_grpo",
+    "adv_grpo",
+    "talk2move",
+    "diffusion_nft",
+    "spo",
+    "awm",
+    "dgpo",
+    "crd",
+    "dpo",
+    "dpo_offline",
+    "d3po",
+    "prdp",
+    "prompt_rl",
+)
 
 
 def _without_tags(location: tuple[str | int, ...], data: Any) -> KeyPath:

@@ -21,7 +21,7 @@ from genrl.mdp.windows import (
 )
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config, FlowGRPO, Prune, Sampling, Tree, Window
+    from genrl.config.schema import Config, FlowGRPO, Prune, Sampling, Talk2Move, Tree, Window
 
 DRAWN = ("random", "geometric")  # schedules whose windows are drawn
 
@@ -170,6 +170,18 @@ def rounds(config: Config, settings: FlowGRPO) -> list[Round]:
         trained = unpruned_steps(stochastic_steps(settings, place, steps=steps), depths)
         result.append(Round(share / whole, first[place, depths], plans[place], trained))
     return result
+
+
+def with_exit(settings: Talk2Move, exit_at: int) -> Talk2Move:
+    """Talk2Move as Flow-GRPO with a window: the steps before the exit are drawn and trained."""
+    from genrl.config.schema import Window
+
+    return settings.model_copy(update={"window": Window(size=exit_at, high=exit_at)})
+
+
+def exit_calls(settings: Talk2Move, steps: int, exit_at: int) -> int:
+    """Model evaluations per picture, guidance aside: the drawn steps and a shortcut, never more than `steps`."""
+    return exit_at + min(settings.shortcut, steps - exit_at)
 
 
 def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> int:

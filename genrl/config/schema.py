@@ -333,6 +333,120 @@ class FlowGRPO(Section):
         return self.clip_range if isinstance(self.clip_range, tuple) else (self.clip_range, self.clip_range)
 
 
+class Rewriter(Section):
+    """A language model that rewrites prompts, trained beside the flow model (PromptRL)."""
+
+    path: Text
+    """Folder of a saved transformers causal language model, or a hub id such as org/name."""
+    revision: Text | None = None
+    """Branch, tag or commit of the hub id; null = the main branch."""
+    dtype: Precision = "float32"
+    """Precision in which the frozen weights are held; LoRA weights and log-probabilities are always float32."""
+    lora: LoRA = LoRA(rank=16, alpha=32.0)
+    """Low-rank adapters; only they are trained. targets: null = all linear layers but the last."""
+    instruction: Text = (
+        "Rewrite this prompt for an image generator, so that the image shows exactly what it asks for. "
+        "Write the new prompt between <answer> and </answer>.\n\n{prompt}"
+    )
+    """What it is told; {prompt} stands for the prompt. It is the user's message where the tokenizer has a chat
+    template."""
+    answer_tags: tuple[Text, Text] = ("<answer>", "</answer>")
+    """What the new prompt is written between; an answer without them has format reward 0 and is not drawn."""
+    max_new_tokens: Count = 128
+    """Longest answer; one that does not end by then has format reward 0."""
+    temperature: Positive = 1.0
+    """Of its sampling, in training and in evaluation."""
+    lr: Positive = 1e-4
+    """Learning rate of its own AdamW, constant (PromptRL, all weights: 3e-7)."""
+    kl_weight: NonNegative = 0.01
+    """Weight of the divergence (k3) from the model before training (PromptRL: 0.01)."""
+    format_weight: NonNegative = 1.0
+    """Weight of the format reward, 0 or 1 per answer, beside the rewards of the pictures (PromptRL: 1)."""
+
+
+class PromptRL(FlowGRPO):
+    """Flow-GRPO with a language model that rewrites the prompts, both trained (arXiv 2602.01382)."""
+
+    algorithm: Literal["prompt_rl"] = "prompt_rl"  # type: ignore[assignment]
+    """Which trainer."""
+    rewriter: Rewriter
+    """The language model."""
+    retained: Whole = 2
+    """Samples of each group that are drawn from the prompt as it is (PromptRL: 2 of 8)."""
+    reward_column: Text | None = None
+    """Column of the prompts that names the one reward which judges their samples (PromptRL's reward tags); null = the
+    weighted sum."""
+    kl_weight: NonNegative = 1e-2
+    """Weight of the divergence of the flow model from its start (PromptRL: 0.01)."""
+
+
+class StepEvaluation(Section):
+    """How Talk2Move's exit step is found: of edits that leave the chain at every step, where rewards differ most."""
+
+    prompts: Count = 4
+    """Instructions that are tried."""
+    samples: Ways = 4
+    """Edits of each instruction at each step, from one noise (Talk2Move: 2 to 4)."""
+    every: Count | None = None
+    """Find it anew every so many iterations; null = once, before the first."""
+
+
+class Talk2Move(FlowGRPO):
+    """Flow-GRPO for an editing model (arXiv 2601.02356): the steps before an exit step are trained, then a shortcut."""
+
+    algorithm: Literal["talk2move"] = "talk2move"  # type: ignore[assignment]
+    """Which trainer."""
+    noise_level: NonNegative | None = 1.0
+    """Noise of the kernel (Talk2Move: flow_sde at 1); wan_sde: null."""
+    exit_step: Count | None = None
+    """Steps that are drawn and trained, from the first; null = found by step_evaluation (Talk2Move: 4 of 10)."""
+    shortcut: Count = 2
+    """Deterministic steps from there to the picture (Talk2Move: 2)."""
+    step_evaluation: StepEvaluation = StepEvaluation()
+    """How the exit step is found."""
+    advantage_scale: Literal["group", "global", "none", "prompt_history"] = "global"
+    """As flow_grpo's (Talk2Move: global)."""
+    clip_range: Positive | tuple[Positive, Positive] = 2e-4
+    """Ratio kept in 1 - low .. 1 + high: one distance or [low, high], both positive (Talk2Move: 2e-4)."""
+
+
+class Adversary(Section):
+    """How the trainable reward of an Adv-GRPO run is trained."""
+
+    references: Text
+    """Pictures that samples are to be like, for every prompt: a folder (each picture beside a .txt with its prompt), a
+    .jsonl file or a data set id:split with the columns prompt and image."""
+    schedule: Literal["alternate", "lag", "together"] = "alternate"
+    """Which iterations train it, and which the model: in turns (see every); it, while it scores samples above
+    references, else the model (the paper's for PickScore); or both on the same samples."""
+    every: Ways = 10
+    """Of alternate: each so many-th iteration trains the model, all others the reward (Adv-GRPO: 10)."""
+    warmup: Whole = 0
+    """First iterations that train the reward alone; with together at least 1."""
+    steps: Count = 1
+    """Optimiser steps of the reward in an iteration that trains it, each on all its samples (Adv-GRPO: 1)."""
+    lr: Positive = 1e-4
+    """Learning rate of its Adam, constant (Adv-GRPO: 1e-4 for DINO heads, 5e-6 for PickScore's last layer)."""
+    betas: tuple[Fraction, Fraction] = (0.5, 0.999)
+    """Its Adam's averaging factors (Adv-GRPO: 0.5, 0.999)."""
+
+
+class AdvGRPO(FlowGRPO):
+    """Flow-GRPO with a reward that is trained beside the model (arXiv 2511.20256)."""
+
+    algorithm: Literal["adv_grpo"] = "adv_grpo"  # type: ignore[assignment]
+    """Which trainer."""
+    adversary: Adversary
+    """How the one trainable reward among `rewards` is trained."""
+
+    def trains_model(self, iteration: int) -> bool:
+        """Whether this iteration (0-based) trains the model; with the schedule lag, whether it may."""
+        adversary = self.adversary
+        if iteration < adversary.warmup:
+            return False
+        return adversary.schedule != "alternate" or (iteration + 1) % adversary.every == 0
+
+
 class DiffusionNFT(Section):
     """Forward-process training on finished samples, without log-probabilities (arXiv 2509.16117)."""
 
@@ -577,6 +691,19 @@ class EMA(Section):
     """Share of the average kept at each optimiser step (Flow-GRPO and DiffusionNFT: 0.9)."""
 
 
+class Monitor(Section):
+    """When a held-out scorer says that training has gone too far (reward hacking)."""
+
+    reward: Text
+    """A reward of weight 0, as it is named in the log: it is evaluated and never trained on."""
+    tolerance: NonNegative
+    """How far below its best evaluation it may lie, in its own units."""
+    patience: Count = 2
+    """So many evaluations in a row have to lie lower for training to end."""
+    action: Literal["stop", "roll_back"] = "roll_back"
+    """End with the weights as they are, or with those of the best evaluation."""
+
+
 class Evaluation(Section):
     """Held-out prompts, fixed noise, deterministic sampling."""
 
@@ -598,6 +725,8 @@ class Evaluation(Section):
     """Seed of the fixed noise."""
     grid_prompts: Whole = 16
     """Prompts shown in the picture grids; 0 = no grids."""
+    monitor: Monitor | None = None
+    """End training when a held-out scorer falls; null = never."""
 
 
 class Checkpoint(Section):
@@ -630,7 +759,19 @@ class Config(Section):
     sampling: Sampling = Sampling()
     """How samples are drawn."""
     trainer: Annotated[
-        FlowGRPO | DiffusionNFT | SPO | AWM | DGPO | CRD | DPO | OfflineDPO | D3PO | PRDP,
+        FlowGRPO
+        | AdvGRPO
+        | Talk2Move
+        | PromptRL
+        | DiffusionNFT
+        | SPO
+        | AWM
+        | DGPO
+        | CRD
+        | DPO
+        | OfflineDPO
+        | D3PO
+        | PRDP,
         Field(discriminator="algorithm"),
     ]
     """Which algorithm, and its settings."""
@@ -677,7 +818,14 @@ class Config(Section):
     @property
     def optimizer_steps(self) -> int:
         """Optimiser steps of the whole run."""
-        return self.iterations * self.trainer.updates_per_iteration * self.trainer.inner_epochs
+        return self.model_iterations * self.trainer.updates_per_iteration * self.trainer.inner_epochs
+
+    @property
+    def model_iterations(self) -> int:
+        """Iterations that train the model; at most these, where a run decides it by its scores."""
+        if isinstance(self.trainer, AdvGRPO):
+            return sum(map(self.trainer.trains_model, range(self.iterations)))
+        return self.iterations
 
     @model_validator(mode="after")
     def _possible(self) -> Config:

@@ -160,6 +160,15 @@ _FLOW_GRPO = {
     "window/size": MetricDoc("number of stochastic denoising steps that are trained on", "As configured.", "steps"),
 }
 
+_TALK2MOVE = {
+    "exit/variance": MetricDoc(
+        "variance of the total reward over samples that leave the chain at the exit step, mean over instructions, when "
+        "the steps were last evaluated; not with a given `trainer.exit_step`",
+        "What exploring up to that step is worth. The exit step itself is `window/size`.",
+        "weighted sum, squared",
+    ),
+}
+
 _NFT = {
     "policy/old_decay": MetricDoc(
         "decay d of the sampling policy: old <- d * old + (1 - d) * current",
@@ -345,6 +354,7 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Groups and advantages": _ADVANTAGES,
     "Update": _UPDATE,
     "Flow-GRPO": _FLOW_GRPO,
+    "Talk2Move": _TALK2MOVE,
     "DiffusionNFT": _NFT,
     "SPO": _SPO,
     "PRDP": _PRDP,
