@@ -91,6 +91,18 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="likeness to a reference picture: cosine of DINOv2's or DINOv3's tokens",
         range="-1 to 1",
     ),
+    "dino_adversary": BuiltIn(
+        module="rewards.adversary",
+        attribute="DinoAdversary",
+        doc="does it look like the references: a head on DINO, trained beside the model (adv_grpo)",
+        range="unbounded, about -1 to 1",
+    ),
+    "pickscore_adversary": BuiltIn(
+        module="rewards.adversary",
+        attribute="PickScoreAdversary",
+        doc="PickScore whose last layers are trained beside the model (adv_grpo)",
+        range="as pickscore",
+    ),
     "hpsv3": BuiltIn(
         module="rewards.reward_head",
         attribute="HPSv3",
@@ -162,6 +174,12 @@ BUILT_IN: dict[str, BuiltIn] = {
         module="rewards.spatial_edit",
         attribute="EditRotate",
         doc="was a thing turned in the picture's plane as asked, by masks of source and result",
+        range="0 to 1",
+    ),
+    "edit_keep": BuiltIn(
+        module="rewards.spatial_edit",
+        attribute="EditKeep",
+        doc="was a picture left alone outside the edited thing, by difference of pixels",
         range="0 to 1",
     ),
     "similarity": BuiltIn(

@@ -126,20 +126,25 @@ def _group(match: re.Match[str]) -> Group | None:
 
 def find(image: np.ndarray) -> list[Found]:
     """Every component of a palette colour of at least `MIN_AREA`. image: uint8 [H, W, 3]."""
+    return [found for found, _ in located(image)]
+
+
+def located(image: np.ndarray) -> list[tuple[Found, np.ndarray]]:
+    """As `find`, each with its pixels, bool [H, W]."""
     height, width, _ = image.shape
     labels, areas, colours = _components(_nearest_colour(image))
     found = []
     for label in np.flatnonzero(areas >= MIN_AREA * height * width):
-        rows, columns = np.nonzero(labels == label)
-        found.append(
-            Found(
-                colour=COLOURS[colours[label]],
-                shape=_shape_of(rows, columns),
-                x=float(columns.mean()),
-                y=float(rows.mean()),
-                area=int(areas[label]),
-            )
+        mask = labels == label
+        rows, columns = np.nonzero(mask)
+        thing = Found(
+            colour=COLOURS[colours[label]],
+            shape=_shape_of(rows, columns),
+            x=float(columns.mean()),
+            y=float(rows.mean()),
+            area=int(areas[label]),
         )
+        found.append((thing, mask))
     return found
 
 

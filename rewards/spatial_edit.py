@@ -1,7 +1,10 @@
-"""Rewards: was a thing moved, resized or turned as asked? Source and result before a detector (Talk2Move).
+"""Rewards: was a thing moved, resized or turned as asked, and the rest left alone? Source and result (Talk2Move).
 
 The thing's name is the column `object`, the source picture the file in the column `source_image`. A thing that is not
 found in the source has no score; one that is not found in the result scores 0: it is gone.
+
+Things are found by a detector, or with `detector: shapes` by the rules of the embedded world (`rewards.shapes`), where
+they are called "red circle".
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from rewards.contract import nearest
 from rewards.detection import MASKED, Detector, Thing
+from rewards.geneval_check import Box
 from rewards.geometry import (
     DIRECTIONS,
     displacement_score,
@@ -21,6 +27,7 @@ from rewards.geometry import (
     turn_between,
     turn_score,
 )
+from rewards.shapes import COLOURS, SHAPES, located
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,8 +37,42 @@ SEGMENTER = "facebook/mask2former-swin-small-coco-instance"
 Scored = tuple[list[float], dict[str, list[float]]]
 
 
+class ShapeDetector:
+    """What a detector does, for the embedded world: "red circle" is found by colour and outline, the largest first."""
+
+    kind = "shapes"
+
+    def __init__(self, reward: str):
+        self.reward = reward
+
+    def to(self, device: str) -> None:
+        """There is no model."""
+
+    def find(self, picture: Image, names: Sequence[str], threshold: float) -> dict[str, list[Thing]]:
+        """Things of each name. A rule is sure of them or has none: `threshold` changes nothing."""
+        known = {f"{colour} {shape}" for colour in COLOURS for shape in SHAPES}
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"{self.reward}: no thing of the small world is called {name!r}.{nearest(name, known)}"
+                )
+        everything = located(np.asarray(picture.convert("RGB")))
+        rows: dict[str, list[Thing]] = {name: [] for name in names}
+        for found, mask in sorted(everything, key=lambda one: -one[0].area):
+            if (name := f"{found.colour} {found.shape}") in rows:
+                ys, xs = np.nonzero(mask)
+                box = Box(float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
+                rows[name].append(Thing(box, mask))
+        return rows
+
+
+def open_detector(detector: str, device: str, reward: str) -> Detector | ShapeDetector:
+    """A model by hub id or folder, or the rules of the embedded world: `shapes`."""
+    return ShapeDetector(reward) if detector == "shapes" else Detector(detector, device, reward)
+
+
 class _Finder(NamedTuple):
-    detector: Detector
+    detector: Detector | ShapeDetector
     threshold: float
 
     def both(self, source: Image, result: Image, name: str) -> tuple[Thing | None, Thing | None]:
@@ -64,12 +105,12 @@ class EditMove:
     The share of its offset along that axis, 0 for the other way: how purely, not how far. How far, as a share of the
     picture's diagonal, is the part `distance`.
 
-    `detector`  hub id or folder; see `rewards.detection.Detector`
+    `detector`  hub id or folder, see `rewards.detection.Detector`; or `shapes`
     `threshold` least confidence of the thing
     """
 
     def __init__(self, detector: str = DETECTOR, threshold: float = 0.3, device: str = "cpu"):
-        self._finder = _Finder(Detector(detector, device, "edit_move"), threshold)
+        self._finder = _Finder(open_detector(detector, device, "edit_move"), threshold)
 
     def to(self, device: str) -> None:
         """Move the model."""
@@ -106,7 +147,7 @@ class EditScale:
     """
 
     def __init__(self, detector: str = DETECTOR, threshold: float = 0.3, device: str = "cpu"):
-        self._finder = _Finder(Detector(detector, device, "edit_scale"), threshold)
+        self._finder = _Finder(open_detector(detector, device, "edit_scale"), threshold)
 
     def to(self, device: str) -> None:
         """Move the model."""
@@ -140,12 +181,12 @@ class EditRotate:
     lays the thing's mask over its later one, so a thing that looks the same after a turn cannot be judged. The measured
     turn is the part `angle`, how far it stayed in place the part `position`.
 
-    `detector`  hub id or folder of a detector with masks (Mask2Former); `threshold` as in `edit_move`
+    `detector`  hub id or folder of a detector with masks (Mask2Former), or `shapes`; `threshold` as in `edit_move`
     """
 
     def __init__(self, detector: str = SEGMENTER, threshold: float = 0.3, device: str = "cpu"):
-        found = Detector(detector, device, "edit_rotate")
-        if found.kind not in MASKED:
+        found = open_detector(detector, device, "edit_rotate")
+        if found.kind not in (*MASKED, ShapeDetector.kind):
             raise ValueError(f"edit_rotate: {detector!r} is a {found.kind!r}, which gives no masks; use a Mask2Former")
         self._finder = _Finder(found, threshold)
 
@@ -164,6 +205,43 @@ class EditRotate:
             return turn_score(turn, angles[i]), {"angle": turn, "position": position_score(before.box, after.box)}
 
         return self._finder.score(source_images, pil_images, object, judge, ["angle", "position"])
+
+
+class EditKeep:
+    """Was everything else left alone? 1 less the root mean square difference of source and result, outside the boxes
+    that the thing has in them. In [0, 1].
+
+    Talk2Move takes LPIPS there. This needs no weights, and is a monitor for small pictures: it knows nothing of what a
+    difference looks like.
+
+    `detector`, `threshold` as in `edit_move`
+    """
+
+    def __init__(self, detector: str = DETECTOR, threshold: float = 0.3, device: str = "cpu"):
+        self._finder = _Finder(open_detector(detector, device, "edit_keep"), threshold)
+
+    def to(self, device: str) -> None:
+        """Move the model."""
+        self._finder.detector.to(device)
+
+    def __call__(
+        self, pil_images: Sequence[Image], source_images: Sequence[Image], object: Sequence[str]
+    ) -> list[float]:
+        scores = []
+        for source, result, name in zip(source_images, pil_images, object, strict=True):
+            before, after = self._finder.both(source, result, name)
+            if before is None:
+                scores.append(math.nan)
+                continue
+            difference = (np.asarray(source, np.float64) - np.asarray(result.resize(source.size), np.float64)) / 255
+            outside = np.ones(difference.shape[:2], dtype=bool)
+            for thing in (before, after):
+                if thing is not None:
+                    box = thing.box
+                    rows = slice(max(0, math.floor(box.top)), math.ceil(box.bottom))
+                    outside[rows, max(0, math.floor(box.left)) : math.ceil(box.right)] = False
+            scores.append(1 - float(np.sqrt(np.square(difference[outside]).mean())) if outside.any() else math.nan)
+        return scores
 
 
 def _number(value: object, reward: str, column: str) -> float:

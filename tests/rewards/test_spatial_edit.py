@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
 import rewards
+from genrl.world import Scene, draw
+from genrl.world import Thing as Drawn
 from rewards.detection import Thing
 from rewards.geneval_check import Box
 from rewards.geometry import (
@@ -26,6 +29,8 @@ from rewards.geometry import (
     turn_between,
     turn_score,
 )
+from rewards.shapes import outline
+from rewards.spatial_edit import ShapeDetector
 
 Golden = Callable[[str], np.lib.npyio.NpzFile]
 
@@ -169,3 +174,67 @@ def test_wrong_columns_are_said(yolos: Path, tmp_path: Path, name: str, more: di
     reward = rewards.load(name, {"detector": str(yolos)})
     scores = rewards.score(reward, images=images, prompts=[""], columns=columns(tmp_path, images, **more))
     assert scores.failed == 1 and words in scores.failures[0].error
+
+
+def drawn(*things: Drawn) -> Image.Image:
+    return Image.fromarray(draw(Scene("two", things)))
+
+
+RED = Drawn("red", "circle", 20.0, 40.0, 9.0)
+STAR = Drawn("blue", "star", 46.0, 18.0, 9.0)
+
+
+def test_things_of_the_small_world_are_found_by_rule() -> None:
+    """Boxes are those of the drawn outlines to a pixel; what is not there is not found."""
+    found = ShapeDetector("edit_move").find(drawn(RED, STAR), ["red circle", "blue star", "red star"], 0.3)
+    assert found["red star"] == [] and len(found["red circle"]) == len(found["blue star"]) == 1
+    for name, thing in (("red circle", RED), ("blue star", STAR)):
+        corners = outline(thing.shape) * thing.radius + (thing.x, thing.y)
+        box, mask = found[name][0]
+        assert np.allclose(box[:4], [*corners.min(0), *corners.max(0)], atol=1.2), name
+        assert mask is not None and mask[round(thing.y), round(thing.x)]
+    with pytest.raises(ValueError, match=r"edit_move: no thing of the small world is called 'red circel'.*red circle"):
+        ShapeDetector("edit_move").find(drawn(RED), ["red circel"], 0.3)
+
+
+def test_edits_of_the_small_world_are_judged() -> None:
+    """Right, the other way, gone; and what happened to the other thing."""
+    source = drawn(RED, STAR)
+    results = [
+        drawn(replace(RED, x=38.0), STAR),
+        drawn(replace(RED, x=13.0), STAR),
+        drawn(STAR),
+        drawn(replace(RED, x=38.0)),
+    ]
+    images = torch.stack([torch.from_numpy(np.array(result)).permute(2, 0, 1) / 255 for result in results])
+    columns = {"source_image": [source] * 4, "object": ["red circle"] * 4, "direction": ["right"] * 4}
+
+    def score(name: str) -> rewards.Scores:
+        reward = rewards.load(name, {"detector": "shapes"})
+        return rewards.score(reward, images=images, prompts=["move the red circle to the right"] * 4, columns=columns)
+
+    moved, kept = score("edit_move"), score("edit_keep").values
+    share = 1 - 3.6 / 18  # the dead zone is a tenth of both widths
+    assert moved.values == pytest.approx([share, 0, 0, share], abs=0.03)
+    assert moved.parts["distance"][0] == pytest.approx(18 / (64 * math.sqrt(2)), abs=0.01)
+    assert min(kept[:3]) > 0.99 and kept[3] < 0.9  # soft edges reach a pixel out of the boxes
+
+
+def test_a_thing_made_larger_is_judged_by_rule() -> None:
+    reward = rewards.load("edit_scale", {"detector": "shapes"})
+    images = torch.from_numpy(np.array(drawn(replace(RED, radius=9 * 1.4), STAR))).permute(2, 0, 1)[None] / 255
+    columns = {"source_image": [drawn(RED, STAR)], "object": ["red circle"]}
+    bigger, smaller = (
+        rewards.score(reward, images=images, prompts=[""], columns=columns | {"factor": [factor]}).values[0]
+        for factor in (1.4, 0.7)
+    )
+    assert bigger > 0.97 and smaller < bigger - 0.3
+
+
+def test_a_thing_is_kept_out_of_the_comparison_and_needed_in_the_source() -> None:
+    reward = rewards.load("edit_keep", {"detector": "shapes"})
+    images = torch.from_numpy(np.array(drawn(RED))).permute(2, 0, 1)[None] / 255
+    for name, expected in (("red circle", 1.0), ("blue star", math.nan)):
+        columns = {"source_image": [drawn(RED)], "object": [name]}
+        found = rewards.score(reward, images=images, prompts=[""], columns=columns).values
+        assert found == pytest.approx([expected], nan_ok=True)
