@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from genrl.config import D3PO
-from genrl.diffusion.flow_grpo import choose_kernel
 from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.metering import Meter
 from genrl.diffusion.noising import Given, Tensors
+from genrl.diffusion.plans import choose_kernel
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session

@@ -44,6 +44,10 @@ class Drawn:
     pieces: list[Piece]
 
 
+Draw = Callable[[Batch, list[int]], Drawn]
+"""(prompts and conditions, slots) -> samples."""
+
+
 def independent(trajectory: Trajectory, slots: list[int]) -> Drawn:
     """Rollouts from noise to sample, one per slot, that share nothing."""
     pieces = [Piece(trajectory, dict.fromkeys(trajectory.log_probs, slots))]

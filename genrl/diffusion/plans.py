@@ -1,17 +1,20 @@
 """From the settings of Flow-GRPO to the sampling plan of an iteration: which steps are noisy, where trees branch.
 
-Pure functions of (configuration, iteration): the same in all processes, known before anything is run. What needs no
-random number is in `genrl.config.plans`.
+Functions of (configuration, iteration): the same in all processes, known before anything is run. What needs no random
+number is in `genrl.config.plans`. `choose_kernel` asks the loaded model too whether the transition is one for it.
 """
 
 from __future__ import annotations
 
-from genrl.config import Config, FlowGRPO
+from genrl.config import D3PO, PRDP, SPO, Config, FlowGRPO
 from genrl.config.plans import fixed_window, plan_of, roots_together, stochastic_steps, window_end
+from genrl.diffusion.policy import Kernel
+from genrl.diffusion.session import Session
+from genrl.mdp.kernels import FLOW_KERNELS
 from genrl.mdp.plan import SamplingPlan
 from genrl.mdp.schedules import geometric_window, window_steps
 
-__all__ = ["roots_together", "sampling_plan", "trained_steps", "window_of"]
+__all__ = ["choose_kernel", "roots_together", "sampling_plan", "trained_steps", "window_of"]
 
 
 def window_of(config: Config, settings: FlowGRPO, iteration: int) -> range | None:
@@ -36,3 +39,18 @@ def trained_steps(config: Config, settings: FlowGRPO, iteration: int) -> tuple[i
 def sampling_plan(config: Config, settings: FlowGRPO, iteration: int) -> SamplingPlan:
     """How the group of one prompt is drawn in this iteration."""
     return plan_of(config.sampling, settings, window_of(config, settings, iteration))
+
+
+def choose_kernel(session: Session, settings: FlowGRPO | SPO | D3PO | PRDP, plan: SamplingPlan) -> Kernel:
+    """The configured transition. Raises ValueError where it is not one for what the model predicts."""
+    is_flow = session.policy.head.parametrisation == "flow"
+    if is_flow == (settings.kernel == "ddim"):
+        predicts = "a velocity (flow matching)" if is_flow else session.policy.prediction_type
+        legal = ", ".join(FLOW_KERNELS[1:]) if is_flow else "ddim"
+        raise ValueError(
+            f"trainer.kernel: {settings.kernel} is no transition for {session.config.model.path}, which predicts "
+            f"{predicts}; use {legal}"
+        )
+    level = settings.noise_level or 0.0
+    others = {i: plan.noise_levels[i] for i in plan.stochastic if plan.noise_levels[i] != level}
+    return Kernel(settings.kernel, level, {i: other for i, other in others.items() if other is not None})

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from genrl.config import PRDP
-from genrl.diffusion.flow_grpo import check_on_policy, choose_kernel
 from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.metering import Meter
+from genrl.diffusion.old_policy import check_on_policy
+from genrl.diffusion.plans import choose_kernel
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session

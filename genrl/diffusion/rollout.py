@@ -25,7 +25,7 @@ from torch import Tensor
 
 import rewards
 from genrl.config import Config, Sampling
-from genrl.diffusion.forest import Drawn, Piece
+from genrl.diffusion.forest import Draw, Piece
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.scoring import Scored, Scorers, Scoring
 from genrl.mdp.batches import prompt_indices
@@ -161,7 +161,7 @@ def collect(
     policy: Policy,
     prompts: Sequence[Prompt],
     scorers: Scorers,
-    draw: Callable[[Batch, list[int]], Drawn],
+    draw: Draw,
     *,
     iteration: int,
     running: Mapping[str, Running],

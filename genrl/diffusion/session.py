@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from genrl.config import Config, Optimizer
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.export import save_lora
-from genrl.diffusion.forest import Drawn
+from genrl.diffusion.forest import Draw
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.rollout import Rollouts, batch_inputs, call_arguments, collect, score_metrics
 from genrl.diffusion.scoring import Scorers
@@ -111,6 +112,8 @@ class Session:
     """Optimiser steps so far, skipped ones included: the position in the learning-rate schedule."""
     updates: int = 0
     """Optimiser steps of the running iteration that changed the weights."""
+    other_updates: int = 0
+    """Those of other optimisers, which may have changed snapshots (an assistant network)."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds per phase of the running iteration."""
     unfinished_row: dict[str, float] | None = None
@@ -123,6 +126,8 @@ class Session:
     """Samples of the running iteration."""
     kept: dict[str, Stateful] = field(default_factory=dict)
     """Beside the model (`keep`), by name."""
+    rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
+    """Where prompts are rewritten: their new texts. Evaluation draws both."""
     _restored: dict[str, dict[str, Any]] = field(default_factory=dict)
     _before: Before | None = None
     _started: float = 0.0
@@ -162,6 +167,7 @@ class Session:
         while self.iteration < self.config.iterations and not any_rank(self.stop.requested, self.accelerator):
             self.timings.clear()
             self._started, self._calls, self.updates = time.perf_counter(), self.policy.model_calls, 0
+            self.other_updates = 0
             self._seed_globals("iteration")
             self._before = self._remember()
             yield self.iteration
@@ -171,9 +177,7 @@ class Session:
         same numbers whether the run was stopped before or not."""
         set_seed(derive_seed(self.config.seed, phase, self.iteration, self.accelerator.process_index) % 2**32)
 
-    def collect(
-        self, draw: Callable[[Batch, list[int]], Drawn], *, leaves: int = 1, roots_together: int | None = None
-    ) -> Rollouts:
+    def collect(self, draw: Draw, *, leaves: int = 1, roots_together: int | None = None) -> Rollouts:
         """Samples of this iteration, drawn by micro-batches with `draw`, and their scores (`rollout.collect`)."""
         self.phase("sampling", self.config.sampling.images_per_iteration)
         rollouts = collect(
@@ -236,7 +240,7 @@ class Session:
 
     def leave_if_asked(self) -> None:
         """Raise Abandoned in all processes where one was asked to end, and the iteration can be left."""
-        if self.updates and (self._before is None or self._before.adapter is None):
+        if (self.updates or self.other_updates) and (self._before is None or self._before.adapter is None):
             return
         if any_rank(self.stop.requested, self.accelerator):
             raise Abandoned
@@ -306,6 +310,7 @@ class Session:
             parameter.grad = gradient.mul_(scale)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        self.other_updates += 1
         return float(norm)
 
     def _summed(self, gradients: list[Tensor]) -> list[Tensor]:
@@ -355,7 +360,7 @@ class Session:
                 parameter.data.copy_(before.adapter.weights[key])
             self.weights.snapshots = before.adapter.snapshots
             self.optimizer.load_state_dict(before.adapter.optimizer)
-        self.updates, self._before = 0, None
+        self.updates, self.other_updates, self._before = 0, 0, None
 
     def _require_finite(self, norm: Tensor) -> None:
         kept, info, weights, pictures = self.suspect, {}, {}, {}
@@ -409,7 +414,7 @@ class Session:
             "model_calls/sample": float(sum(gather_object([self._sample_calls]))),
             "model_calls/train": float(sum(gather_object([train_calls]))),
         }
-        self.updates = 0
+        self.updates = self.other_updates = 0
         every = config.evaluation.every
         due = every > 0 and (self.iteration % every == 0 or last)
         if due and self.is_main:
@@ -498,10 +503,11 @@ class Session:
         config = self.config.evaluation
         if not config.every or not self.eval_prompts:
             return {}
-        self.phase("evaluating", len(self.eval_prompts))
+        self.phase("evaluating", len(self.eval_prompts) * (1 if self.rewrite is None else 2))
         self._seed_globals("evaluation")
         with self.timed("eval"), self.averaged(), self.policy.uncounted():
-            found = evaluate_held_out(
+            held_out = partial(
+                evaluate_held_out,
                 self.config,
                 self.policy,
                 self.eval_prompts,
@@ -511,11 +517,18 @@ class Session:
                 advance=self.advance,
                 beat=self.beat,
             )
+            found = held_out()
+            again = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
+        metrics = found.metrics
+        if again is not None:
+            metrics |= {f"eval_rewritten/{key.removeprefix('eval/')}": value for key, value in again.metrics.items()}
         if self.is_main:
-            show(found, self.run, self.log, self.iteration)
+            show(found, self.run.samples, self.log, self.iteration)
+            if again is not None:
+                show(again, self.run.samples / "rewritten", self.log, self.iteration, name="samples/rewritten")
             if log:
-                self.log.log(self.iteration, found.metrics)
-        return found.metrics
+                self.log.log(self.iteration, metrics)
+        return metrics
 
 
 def pil_to_tensor(picture: Image.Image) -> Tensor:

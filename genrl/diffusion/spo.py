@@ -25,9 +25,9 @@ from torch import Tensor
 
 from genrl.config import SPO
 from genrl.config.candidates import candidate_plan
-from genrl.diffusion.flow_grpo import choose_kernel
 from genrl.diffusion.forest import Drawn
 from genrl.diffusion.metering import Meter
+from genrl.diffusion.plans import choose_kernel
 from genrl.diffusion.policy import Batch, Children, Kernel, NoiseKey, Policy, Trajectory
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.scoring import Scoring

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from genrl.config import ConfigError, FlowGRPO, load
 from genrl.config import dump as to_yaml
-from genrl.diffusion import flow_grpo
+from genrl.diffusion import estimation, flow_grpo
+from genrl.diffusion.estimation import advantages_of
+from genrl.diffusion.plans import choose_kernel, sampling_plan
 from genrl.diffusion.replay import replay
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
-from genrl.objectives.advantages import gdpo_advantages
+from genrl.objectives.advantages import gdpo_advantages, group_advantages
 from genrl.objectives.aggregation import log_tame_advantages
 from genrl.objectives.prompt_statistics import prompt_advantages
 from genrl.runtime.guards import NonFiniteError
@@ -106,7 +108,7 @@ def test_guard_scales_steps_alike(folder: Path, model: Path) -> None:
     seen = run(runs.config(folder, model, trainer=GUARD, sampling={"group_size": 4}, iterations=1, **QUIET))
     assert (seen.rows[0]["ratio/mean"], seen.rows[0]["ratio/max_abs_dev"]) == (1.0, 0.0)
     rollouts = seen.rollouts[0]
-    advantages = flow_grpo.group_advantages(rollouts.total, rollouts.group, scale="group")
+    advantages = group_advantages(rollouts.total, rollouts.group, scale="group")
     sigmas = next(iter(rollouts.mine.values())).sigmas.double()
     expected = -(advantages.mean() * (1 / (sigmas[:-2] - sigmas[1:-1])).mean())
     assert seen.rows[0]["loss/policy"] == pytest.approx(float(expected), abs=1e-6)
@@ -124,8 +126,8 @@ def test_advantages_are_measured_against_the_prompts_last_rewards(
     folder: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Tensor] = []
-    original = flow_grpo.advantages_of
-    monkeypatch.setattr(flow_grpo, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+    original = advantages_of
+    monkeypatch.setattr(estimation, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
     seen = learn_ddpo(folder, sd)
     history: dict[str, list[float]] = {}
     for rollouts, advantages in zip(seen.rollouts, found, strict=True):
@@ -165,9 +167,9 @@ def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
     with runs.session(config) as session, torch.no_grad():
         for p in session.weights.parameters:
             p.add_(0.05)
-        plan = flow_grpo.sampling_plan(config, config.trainer, 0)  # type: ignore[arg-type]
+        plan = sampling_plan(config, config.trainer, 0)  # type: ignore[arg-type]
         assert isinstance(config.trainer, FlowGRPO)
-        kernel = flow_grpo.choose_kernel(session, config.trainer, plan)
+        kernel = choose_kernel(session, config.trainer, plan)
         batch = session.probe
         trajectory = session.policy.roll_out(batch, kernel, range(2))
         for i in trajectory.log_probs:
@@ -193,8 +195,8 @@ def test_several_rewards_to_one_advantage(
     folder: Path, model: Path, aggregate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Tensor] = []
-    original = flow_grpo.advantages_of
-    monkeypatch.setattr(flow_grpo, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+    original = advantages_of
+    monkeypatch.setattr(estimation, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
     scale = "none" if aggregate == "log_tame_released" else "group"
     trainer = {"algorithm": "flow_grpo", "aggregate": aggregate, "advantage_scale": scale}
     rewards = [runs.reward(folder, "brightness", weight=2.0), runs.reward(folder, "redness", weight=0.5)]
@@ -208,7 +210,7 @@ def test_several_rewards_to_one_advantage(
             variant: Any = "paper" if aggregate == "log_tame" else "released"
             expected = log_tame_advantages(parts, [2.0, 0.5], rollouts.group, variant=variant)
         assert torch.equal(advantages, expected) and advantages.abs().max() > 0
-        summed = flow_grpo.group_advantages(rollouts.total, rollouts.group, scale="group")
+        summed = group_advantages(rollouts.total, rollouts.group, scale="group")
         assert not torch.allclose(advantages, summed, atol=1e-3)
 
 

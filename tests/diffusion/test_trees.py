@@ -15,6 +15,7 @@ from genrl import estimate
 from genrl.config import Config, load
 from genrl.diffusion import flow_grpo
 from genrl.diffusion.plans import sampling_plan, trained_steps
+from genrl.diffusion.pull import Pull
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
@@ -132,7 +133,7 @@ def test_groups_without_scores_do_not_stop_a_run_that_prunes(folder: Path, model
     assert row["reward/silent_failed"] > 0 and row["grad_norm"] > 0
 
 
-def pulls(folder: Path, model: Path, target: str) -> tuple[flow_grpo.Pull, Rollouts, Session]:
+def pulls(folder: Path, model: Path, target: str) -> tuple[Pull, Rollouts, Session]:
     """The pull of the first iteration, before its update."""
     trainer = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"ways": 8}, "layer_tuning": {"target": target}}
     found: list[Any] = []
@@ -149,14 +150,14 @@ def pulls(folder: Path, model: Path, target: str) -> tuple[flow_grpo.Pull, Rollo
     settings = config(folder, model, trainer, optimizer={"lr": 1e-12})
     with runs.session(settings) as session:
         prepare(session)
-        made = flow_grpo.progress
+        made = flow_grpo.pull_to_best
 
         def kept(*arguments: Any) -> Any:
             found.append(made(*arguments))
             return found[-1]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flow_grpo, "progress", kept)
+            patch.setattr(flow_grpo, "pull_to_best", kept)
             flow_grpo.train(session, settings.trainer)  # type: ignore[arg-type]
     return found[1], found[0], session
 
