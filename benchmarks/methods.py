@@ -1,0 +1,225 @@
+"""Every method from its own YAML on the embedded models, three seeds each: the runs, and docs/results.md made of them.
+
+    python -m benchmarks.methods train runs/methods                        # every method and seed that is not done yet
+    python -m benchmarks.methods train runs/methods --methods awm dgpo --seeds 0
+    python -m benchmarks.methods report runs/methods > docs/results.md     # and docs/img/methods.svg
+
+A run is `genrl train configs/...yaml` as it stands, in a process of its own with one thread; where the YAML has no
+reward of weight 0, a second scorer is put there that is logged and never trained on: how well picture and caption agree
+for assets/tiny-clip. `train` can be stopped and started again: finished runs are skipped, begun ones resumed. The
+processor's seconds of a run, loading and evaluation included, are in cost.json of its folder. `report` reads run
+folders alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+import yaml
+
+from genrl.config import Config, load
+from genrl.runtime import checkpoint
+from genrl.runtime.curves import chart
+from genrl.runtime.run import Run, read_metrics, write_atomic
+
+SECOND = {"name": "clipscore", "weight": 0, "args": {"model": "assets/tiny-clip"}}
+FIGURE = Path("docs/img/methods.svg")
+TRAINING_CALL = 3
+"""Forward-equivalents of a model call in training: one forward and a backward of two."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A configuration and what the table says of it."""
+
+    title: str
+    config: str
+    page: str
+    changes: tuple[str, ...] = ()
+
+
+def _method(title: str, name: str, page: str) -> Method:
+    return Method(title, f"configs/diffusion/{name}.yaml", page)
+
+
+METHODS = {
+    "flow_grpo": Method("Flow-GRPO", "configs/flow_grpo.yaml", "flow_grpo.md"),
+    "dance_grpo": _method("Dance-GRPO", "dance_grpo", "flow_grpo.md"),
+    "grpo_guard": _method("GRPO-Guard", "grpo_guard", "flow_grpo.md"),
+    "ddpo": _method("DDPO", "ddpo", "ddpo.md"),
+    "prdp": _method("PRDP", "prdp", "prdp.md"),
+    "adv_grpo": _method("Adv-GRPO", "adv_grpo", "adv_grpo.md"),
+    "paco_grpo": _method("PaCo-GRPO", "paco_grpo", "paco_grpo.md"),
+    "diffusion_nft": _method("DiffusionNFT", "diffusion_nft", "diffusion_nft.md"),
+    "awm": _method("AWM", "awm", "forward_process.md"),
+    "dgpo": _method("DGPO", "dgpo", "forward_process.md"),
+    "crd": _method("CRD", "crd", "forward_process.md"),
+    "dpo": _method("Diffusion-DPO, online", "dpo", "preferences.md"),
+    "dpo_offline": _method("Diffusion-DPO, offline", "dpo_offline", "preferences.md"),
+    "d3po": _method("D3PO", "d3po", "preferences.md"),
+    "spo": _method("SPO", "spo", "spo.md"),
+    "draft": _method("DRaFT", "draft", "draft.md"),
+    "diff_instruct": _method("Diff-Instruct*", "diff_instruct", "diff_instruct.md"),
+    "talk2move": _method("Talk2Move", "talk2move", "talk2move.md"),
+    "prompt_rl": _method("PromptRL", "prompt_rl", "prompt_rl.md"),
+}
+
+
+def train(folder: Path, methods: dict[str, Method], seeds: list[int]) -> None:
+    """Make every run that is not there, and go on with those that were left."""
+    for seed in seeds:
+        for name, method in methods.items():
+            run = Run(folder / f"{name}-{seed}")
+            if finished(run):
+                continue
+            resume = checkpoint.latest(run.checkpoints) is not None
+            if resume:
+                command = ["resume", str(run.folder)]
+            else:
+                shutil.rmtree(run.folder, ignore_errors=True)
+                changes = [*method.changes, *second_scorer(method), f"seed={seed}", f"output={run.folder}"]
+                command = ["train", method.config, *changes, "checkpoint.keep=1", "trackers=[]"]
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            process = subprocess.Popen([sys.executable, "-m", "genrl.cli", *command], env=environment)
+            _, status, usage = os.wait4(process.pid, 0)
+            if code := os.waitstatus_to_exitcode(status):
+                raise SystemExit(f"{name}, seed {seed}: genrl {' '.join(command)} ended with {code}")
+            before = json.loads(cost_of(run).read_text())["cpu_s"] if cost_of(run).exists() else 0.0
+            write_atomic(cost_of(run), json.dumps({"cpu_s": before + usage.ru_utime + usage.ru_stime}) + "\n")
+
+
+def second_scorer(method: Method) -> list[str]:
+    """The change that adds it, where the configuration has no reward of weight 0."""
+    rewards = [reward.model_dump(mode="json", exclude_defaults=True) for reward in config_of(method).rewards]
+    if any(reward.get("weight") == 0 for reward in rewards):
+        return []
+    flow = yaml.safe_dump([*rewards, SECOND], default_flow_style=True, width=10_000).strip()
+    return [f"rewards={flow}"]
+
+
+def config_of(method: Method) -> Config:
+    return load(method.config, list(method.changes))
+
+
+def cost_of(run: Run) -> Path:
+    return run.folder / "cost.json"
+
+
+def finished(run: Run) -> bool:
+    rows = read_metrics(run.metrics) if run.metrics.exists() else []
+    return bool(rows) and cost_of(run).exists() and rows[-1]["step"] >= load(run.config).iterations
+
+
+def runs_of(folder: Path, name: str) -> list[Run]:
+    """The finished ones, by seed."""
+    found = [Run(path) for path in sorted(folder.glob(f"{name}-[0-9]*"))]
+    return [run for run in found if finished(run)]
+
+
+def evaluations(run: Run, metric: str) -> list[tuple[float, float]]:
+    """(forward-equivalents in thousands, held-out value) at every evaluation."""
+    spent, points = 0.0, []
+    for row in read_metrics(run.metrics):
+        spent += row.get("model_calls/sample", 0.0) + TRAINING_CALL * row.get("model_calls/train", 0.0)
+        if row.get(metric) is not None:
+            points.append((spent / 1000, row[metric]))
+    return points
+
+
+def labels(run: Run) -> tuple[list[str], list[str]]:
+    """Names of the trained rewards in the log, and of those that are only logged."""
+    rewards = load(run.config).rewards
+    named = [(reward.name.rpartition(":")[2], reward.weight) for reward in rewards]
+    return [name for name, weight in named if weight], [name for name, weight in named if not weight]
+
+
+def change(runs: list[Run], metric: str) -> str:
+    """`start → end ± sd (each)` of a held-out metric, or a dash."""
+    curves = [evaluations(run, metric) for run in runs]
+    if not all(len(points) > 1 for points in curves):
+        return "–"
+    start, after = mean(points[0][1] for points in curves), [points[-1][1] for points in curves]
+    if len(after) == 1:
+        return f"{start:.3f} → {after[0]:.3f}"
+    each = ", ".join(f"{value:.3f}" for value in after)
+    return f"{start:.3f} → **{mean(after):.3f}** ± {stdev(after):.3f} ({each})"
+
+
+def table(folder: Path, methods: dict[str, Method]) -> str:
+    """A row per method: means over its seeds, sample standard deviations."""
+    lines = [
+        "| method | trained on | held-out reward, start → end ± sd (each seed) | second scorer, not trained on "
+        "| iterations | model calls: sampling + training | CPU minutes |",
+        "| --- " * 7 + "|",
+    ]
+    for name, method in methods.items():
+        runs = runs_of(folder, name)
+        if not runs:
+            continue
+        rows = [read_metrics(run.metrics) for run in runs]
+        sampling = mean(sum(row.get("model_calls/sample", 0.0) for row in run) for run in rows)
+        training = mean(sum(row.get("model_calls/train", 0.0) for row in run) for run in rows)
+        minutes = mean(json.loads(cost_of(run).read_text())["cpu_s"] / 60 for run in runs)
+        trained, logged = labels(runs[0])
+        cells = [
+            f"[{method.title}]({method.page})",
+            " + ".join(trained),
+            change(runs, "eval/total_mean"),
+            "<br>".join(f"{label} {change(runs, f'eval/{label}_mean')}" for label in logged),
+            str(rows[0][-1]["step"]),
+            f"{sampling / 1000:.1f}k + {training / 1000:.1f}k",
+            f"{minutes:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def figure(folder: Path, methods: dict[str, Method]) -> str:
+    """One small panel per method: held-out reward against forward-equivalents, a line per seed."""
+    width, height, columns = 230, 150, 4
+    panels = []
+    shown = [(method, runs) for name, method in methods.items() if (runs := runs_of(folder, name))]
+    for k, (method, runs) in enumerate(shown):
+        series = [(run.folder.name, evaluations(run, "eval/total_mean")) for run in runs]
+        inner = chart(series, width=width, height=height - 22).partition(">")[2].removesuffix("</svg>")
+        x, y = k % columns * width, k // columns * height
+        title = f'<text class="title" x="{width / 2}" y="12" text-anchor="middle">{method.title}</text>'
+        panels.append(f'<g transform="translate({x} {y})">{title}<g transform="translate(0 14)">{inner}</g></g>')
+    rows = -(-len(shown) // columns)
+    colours = ("#2563eb", "#d97706", "#059669")
+    lines = "".join(f".line-{i}{{stroke:{c};fill:none}}.spot.line-{i}{{fill:{c}}}" for i, c in enumerate(colours))
+    style = f"svg{{background:#fff;font:10px sans-serif}}text{{fill:#475569}}.title{{font-weight:600}}{lines}"
+    return (
+        f'<svg viewBox="0 0 {columns * width} {rows * height}" role="img" xmlns="http://www.w3.org/2000/svg" '
+        'aria-label="held-out reward over thousand forward-equivalents, per method"><style>'
+        f"{style}.grid{{stroke:#e2e8f0}}.axis{{stroke:#94a3b8}}.line{{stroke-width:1.6}}</style>{''.join(panels)}</svg>"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("train", help="make the runs")
+    runs.add_argument("folder", type=Path)
+    runs.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    runs.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    report = commands.add_parser("report", help="print the page, write the figure")
+    report.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    if given.command == "train":
+        train(given.folder, {name: METHODS[name] for name in given.methods}, given.seeds)
+    else:
+        print(table(given.folder, METHODS))
+        write_atomic(FIGURE, figure(given.folder, METHODS))
+
+
+if __name__ == "__main__":
+    main()
