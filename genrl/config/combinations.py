@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from genrl.config.direct_rules import DIRECT, direct_rules
 from genrl.config.plans import is_flow_grpo, most_micro_batches
 from genrl.config.rollout_rules import rollout_rules
 
@@ -44,7 +45,7 @@ OURS = (
     "eta",
 )
 
-DETERMINISTIC = ("diffusion_nft", "awm", "dgpo", "crd", "dpo")
+DETERMINISTIC = ("diffusion_nft", "awm", "dgpo", "crd", "dpo", *DIRECT)
 WHOLE_GROUPS = ("dgpo", "crd", "dpo", "dpo_offline", "d3po")
 
 
@@ -66,13 +67,17 @@ def refuse_impossible(config: Config) -> None:
         _noise,
         _policy,
         _objective,
+        _adversary,
         _talk2move,
+        _prompt_rl,
+        direct_rules,
         _matching,
         _whole_groups,
         _rewards,
         _reward_rules,
         _prompts,
         _evaluation,
+        _monitor,
         _precision,
         _model,
         _optimizer,
@@ -121,7 +126,7 @@ def _stands_alone(config: Config) -> bool:
     trainer = config.trainer
     if is_flow_grpo(trainer):
         return trainer.advantage_scale == "prompt_history" or trainer.aggregate == "log_tame_released"
-    return trainer.algorithm == "spo"  # whose candidates are compared, not samples
+    return trainer.algorithm in ("spo", *DIRECT)  # SPO compares candidates; a gradient needs no comparison
 
 
 def _pipeline_args(config: Config) -> Iterator[Finding]:
@@ -276,6 +281,63 @@ def _talk2move(config: Config) -> Iterator[Finding]:
         yield ("trainer.shortcut", "sampling.num_inference_steps"), text
 
 
+def _adversary(config: Config) -> Iterator[Finding]:
+    """Which iterations train the model, and which its judge."""
+    if config.trainer.algorithm != "adv_grpo":
+        return
+    adversary = config.trainer.adversary
+    if "every" in adversary.model_fields_set and adversary.schedule != "alternate":
+        text = f"is of schedule: alternate, and {adversary.schedule} needs none; remove it, or change the schedule"
+        yield ("trainer.adversary.every", "trainer.adversary.schedule"), text
+    if config.model_iterations == 0:
+        keys = ("trainer.adversary.every", "trainer.adversary.warmup", "iterations")
+        text = f"none of {config.iterations} iterations trains the model"
+        if adversary.warmup >= config.iterations:
+            yield keys[1:], f"{text}; use a warm-up of {config.iterations - 1} or less"
+        else:
+            yield keys, f"{text}: the first would be the {adversary.every}th; use more, or a smaller every"
+    if config.sampling.num_frames is not None and config.sampling.num_frames > 1:
+        text = "references are pictures, and these are videos; use 1, or another algorithm"
+        yield ("sampling.num_frames", "trainer.algorithm"), text
+
+
+def _prompt_rl(config: Config) -> Iterator[Finding]:
+    """Groups of refined and retained prompts."""
+    trainer, size = config.trainer, config.sampling.group_size
+    if trainer.algorithm != "prompt_rl":
+        return
+    if trainer.retained >= size:
+        text = (
+            f"all {size} samples of a group would keep their prompt, and the language model has nothing to learn from"
+        )
+        yield ("trainer.retained", "sampling.group_size"), f"{text}; use {size - 1} or less (PromptRL: 2 of 8)"
+    if trainer.tree is not None:
+        text = "the samples of a group have prompts of their own, so nothing before a branch is shared; write null"
+        yield ("trainer.tree", "trainer.algorithm"), text
+    if trainer.advantage_scale == "prompt_history":
+        text = "refined and retained prompts are judged within their group; use group"
+        yield ("trainer.advantage_scale", "trainer.algorithm"), text
+    if trainer.aggregate != "sum":
+        text = "the format reward joins the sum of the others; write sum"
+        yield ("trainer.aggregate", "trainer.algorithm"), text
+    if trainer.rewriter.instruction.count("{prompt}") != 1:
+        found = trainer.rewriter.instruction.count("{prompt}")
+        text = f"holds {{prompt}} {found} times; write it once, where the prompt is to stand"
+        yield ("trainer.rewriter.instruction",), text
+    first, last = trainer.rewriter.answer_tags
+    if first in last or last in first:
+        text = f"{first!r} and {last!r} cannot be told apart; use two like <answer> and </answer>"
+        yield ("trainer.rewriter.answer_tags",), text
+    if trainer.reward_column is None:
+        return
+    if trainer.advantage_scale != "group":
+        text = "prompts are judged by different rewards, each with its scale; use group"
+        yield ("trainer.advantage_scale", "trainer.reward_column"), text
+    if config.prompts.train.endswith(".txt"):
+        text = "a .txt file has no columns; use a .jsonl file, or null"
+        yield ("trainer.reward_column", "prompts.train"), text
+
+
 def _matching(config: Config) -> Iterator[Finding]:
     """Training on finished samples, drawn deterministically."""
     trainer, steps = config.trainer, config.sampling.num_inference_steps
@@ -319,7 +381,7 @@ def _whole_groups(config: Config) -> Iterator[Finding]:
 
 def _rewards(config: Config) -> Iterator[Finding]:
     keys = tuple(f"rewards.{index}.weight" for index in range(len(config.rewards)))
-    if all(reward.weight == 0 for reward in config.rewards):
+    if all(reward.weight == 0 for reward in config.rewards) and config.trainer.algorithm != "diff_instruct":
         yield keys, "all weights are 0, so there is nothing to train on; give one reward a weight"
     for index, reward in enumerate(config.rewards):
         for earlier in range(index):
@@ -398,6 +460,31 @@ def _evaluation(config: Config) -> Iterator[Finding]:
     if evaluation.batch_size is not None and evaluation.batch_size > evaluation.num_prompts:
         keys = ("evaluation.batch_size", "evaluation.num_prompts")
         yield keys, f"a batch of {evaluation.batch_size} of {evaluation.num_prompts} prompts; use the same or less"
+
+
+def _monitor(config: Config) -> Iterator[Finding]:
+    """A scorer that nobody trains on, watched."""
+    evaluation, at = config.evaluation, "evaluation.monitor"
+    monitor = evaluation.monitor
+    if monitor is None:
+        return
+    if monitor.reward not in config.reward_labels:
+        hint = difflib.get_close_matches(monitor.reward, config.reward_labels, n=1, cutoff=0.5)
+        meant = f"did you mean {hint[0]!r}? " if hint else ""
+        text = f"no reward is called {monitor.reward!r}; {meant}they are: {', '.join(config.reward_labels)}"
+        yield (f"{at}.reward",), text
+    else:
+        index = config.reward_labels.index(monitor.reward)
+        if config.rewards[index].weight != 0:
+            text = "is trained on, and so no witness; give another reward of weight 0"
+            yield (f"{at}.reward", f"rewards.{index}.weight"), text
+    if evaluation.every == 0:
+        yield (at, "evaluation.every"), "nothing is evaluated, so nothing can be watched; evaluate every 20 iterations"
+    else:
+        after = -(-config.iterations // evaluation.every)  # besides the first, before training
+        if monitor.patience > after:
+            text = f"only {after} evaluations follow the first, so {monitor.patience} cannot lie lower; use {after}"
+            yield (f"{at}.patience", "evaluation.every", "iterations"), text + " or less"
 
 
 def _precision(config: Config) -> Iterator[Finding]:

@@ -91,6 +91,8 @@ ALGORITHMS = (
     "d3po",
     "prdp",
     "prompt_rl",
+    "draft",
+    "diff_instruct",
 )
 
 

@@ -665,6 +665,63 @@ class PRDP(Section):
         return 1
 
 
+class Draft(Section):
+    """Direct reward back-propagation: DRaFT, AlignProp and ReFL, for rewards with gradients (arXiv 2309.17400)."""
+
+    algorithm: Literal["draft"] = "draft"
+    """Which trainer."""
+    truncation: Literal["draft", "alignprop", "refl"] = "draft"
+    """Steps that gradients run through: the last K; the last k, k drawn from 1 to K (AlignProp); or one of the last K,
+    whose prediction of the finished picture is rewarded (ReFL)."""
+    steps: Count | None = None
+    """K; null = 1 (DRaFT-1), all (AlignProp), or a quarter (ReFL: 10 of 40)."""
+    margin: Number | None = None
+    """Samples above this total reward are left alone, the loss is max(0, margin - r) (ReFL: 2); null = none are."""
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Optimiser steps per inner epoch."""
+        return 1
+
+    @property
+    def inner_epochs(self) -> int:
+        """Passes over the samples of one iteration: its gradient is that of the model that drew them."""
+        return 1
+
+    def last_steps(self, num_steps: int) -> int:
+        """K, of a sampler of so many steps."""
+        if self.steps is not None:
+            return self.steps
+        return {"draft": 1, "alignprop": num_steps, "refl": max(1, num_steps // 4)}[self.truncation]
+
+
+class DiffInstruct(Section):
+    """Diff-Instruct*: a one-step generator from a multi-step teacher, by scores and rewards (arXiv 2410.20898)."""
+
+    algorithm: Literal["diff_instruct"] = "diff_instruct"
+    """Which trainer."""
+    divergence: Literal["score", "kl"] = "score"
+    """From the teacher: score-based, pseudo-Huber (Diff-Instruct*), or Kullback-Leibler (Diff-Instruct, DI++)."""
+    guidance: Literal["none", "inner", "outer"] = "inner"
+    """Guidance of the teacher: in its score, or as a reward beside it (the paper finds inner better)."""
+    guidance_scale: NonNegative = 4.5
+    """Its strength g: s_0 + g (s_c - s_0), or the weight of that reward (paper: 4.5 to 7.5)."""
+    assistant_steps: Count = 1
+    """Optimiser steps of the assistant network per step of the generator."""
+    assistant_lr: Positive | None = None
+    """Learning rate of the assistant network; null = optimizer.lr."""
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Optimiser steps of the generator per inner epoch."""
+        return 1
+
+    @property
+    def inner_epochs(self) -> int:
+        """Passes over the samples of one iteration."""
+        return 1
+
+
 class Optimizer(Section):
     """AdamW and its schedule."""
 
@@ -771,7 +828,9 @@ class Config(Section):
         | DPO
         | OfflineDPO
         | D3PO
-        | PRDP,
+        | PRDP
+        | Draft
+        | DiffInstruct,
         Field(discriminator="algorithm"),
     ]
     """Which algorithm, and its settings."""
@@ -807,8 +866,10 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         """Whether training evaluates the model before training."""
-        if self.trainer.algorithm in ("spo", "d3po", "prdp"):
+        if self.trainer.algorithm in ("spo", "d3po", "prdp", "diff_instruct"):
             return True
+        if self.trainer.algorithm == "draft":
+            return False
         if self.trainer.algorithm in ("dpo", "dpo_offline"):
             return self.trainer.reference_every is None
         if self.trainer.algorithm == "dgpo" and self.trainer.reference == "model":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,7 @@ class Evaluated:
     total: Tensor
     """Weighted sum, float64 [N]."""
     prompts: list[str]
+    """As they were drawn."""
     shown: list[int]
     """The rows that have a picture in `images`, ascending."""
     images: list[Tensor]
@@ -61,10 +63,12 @@ def evaluate(
     advance: Callable[[int], None] = lambda images: None,
     beat: Callable[[], None] = lambda: None,
     inputs: Mapping[str, str] = MappingProxyType({}),
+    texts: Sequence[str] | None = None,
 ) -> Evaluated:
     """Draw one picture per prompt from noise that depends on (seed, row) alone, and score it.
 
     sampling: arguments of the pipeline call; inputs: those that are pictures of the prompt's row, with their columns.
+    texts: what is drawn in place of the prompts; scores are by the prompts all the same.
     The pictures of `num_pictures` prompts are kept (see `spread`). `advance` is told of pictures drawn, by all
     processes as often. All processes return the same scores.
     """
@@ -75,7 +79,7 @@ def evaluate(
         start = starts[min(k, len(starts) - 1)]  # one too many is drawn and dropped: sharded models draw in step
         rows = list(range(start, min(start + batch_size, len(prompts))))
         batch = Batch(
-            [prompts[r].text for r in rows],
+            [prompts[r].text if texts is None else texts[r] for r in rows],
             [("evaluation", seed, r) for r in rows],
             sampling,
             inputs=batch_inputs(inputs, [prompts[r] for r in rows]),
@@ -89,7 +93,8 @@ def evaluate(
     shown = spread(num_pictures, len(prompts))
     drawn = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in shown]
     gathered = dict(gather_object([(r, to_bytes(image)) for r, image in drawn]))
-    return Evaluated(scored, total, [p.text for p in prompts], shown, [gathered[r].float() / 255 for r in shown])
+    drawn_texts = [p.text for p in prompts] if texts is None else list(texts)
+    return Evaluated(scored, total, drawn_texts, shown, [gathered[r].float() / 255 for r in shown])
 
 
 def spread(count: int, length: int) -> list[int]:
@@ -117,6 +122,7 @@ def evaluate_held_out(
     num_processes: int,
     advance: Callable[[int], None],
     beat: Callable[[], None],
+    texts: Sequence[str] | None = None,
 ) -> Evaluated:
     """`evaluate` as the configuration of a run says."""
     settings = config.evaluation
@@ -133,17 +139,18 @@ def evaluate_held_out(
         advance=advance,
         beat=beat,
         inputs=config.sampling.inputs,
+        texts=texts,
     )
 
 
-def show(found: Evaluated, run: Run, log: MetricLogger, iteration: int) -> None:
-    """The pictures of an evaluation as a grid, each with its scores."""
+def show(found: Evaluated, folder: Path, log: MetricLogger, iteration: int, name: str = "samples/grid") -> None:
+    """The pictures of an evaluation in `folder` and as a grid, each with its scores."""
     if not found.images:
         return
     scores = {label: values[found.shown].tolist() for label, values in found.scored.values.items()}
     prompts = [found.prompts[row] for row in found.shown]
-    grid = pictures.save_samples(run.samples, iteration, found.images, prompts, scores)
-    log.log_picture(iteration, "samples/grid", grid)
+    grid = pictures.save_samples(folder, iteration, found.images, prompts, scores)
+    log.log_picture(iteration, name, grid)
 
 
 def draw_best_and_worst(rollouts: Rollouts, run: Run, log: MetricLogger, iteration: int) -> None:

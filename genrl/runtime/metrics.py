@@ -169,6 +169,33 @@ _TALK2MOVE = {
     ),
 }
 
+_ADV_GRPO = {
+    "adversary/loss": MetricDoc(
+        "mean loss of the trainable reward on samples and references of this iteration, before its update",
+        "Hinge: 0.65 is a reward that says nothing (patches of weight 0.3), 0 one that is never wrong. Preference: "
+        "log 2 and 0. Near 0 from the beginning: it tells them by what the model cannot change, such as a decoder's traces.",
+    ),
+    "adversary/accuracy": MetricDoc(
+        "mean of the shares of references above 0 and of samples below (preference: pairs whose reference is above)",
+        "0.5 is chance, or samples that cannot be told from references.",
+        "share 0..1",
+    ),
+    "adversary/reference_mean": MetricDoc(
+        "mean score of the references, as the samples are scored", "Beside `reward/<name>_mean`.", "the reward's own"
+    ),
+    "adversary/margin": MetricDoc(
+        "mean score of the references - mean score of the samples",
+        "What the model has still to gain. The trainable reward moves: its own curve cannot be compared over time, "
+        "a frozen reward of weight 0 can. Below 0: the schedule `lag` trains the reward.",
+        "the reward's own",
+    ),
+    "adversary/updates": MetricDoc("optimiser steps of the reward in this iteration", "As scheduled.", "steps"),
+    "adversary/grad_norm": MetricDoc(
+        "L2 norm of the gradient of the reward's loss, before clipping; only where the reward is trained",
+        "As `grad_norm`.",
+    ),
+}
+
 _NFT = {
     "policy/old_decay": MetricDoc(
         "decay d of the sampling policy: old <- d * old + (1 - d) * current",
@@ -294,6 +321,78 @@ _PRDP = {
     ),
 }
 
+_DIRECT = {
+    "draft/steps": MetricDoc("denoising steps that the gradient runs through", "As configured, or as drawn.", "steps"),
+    "draft/pull": MetricDoc(
+        "mean over samples of the norm of d loss / d x_0, through the decoder and the rewards",
+        "0: the reward is flat there, or margin is reached. It rises where pictures leave what the reward model knows.",
+    ),
+    "diff_instruct/divergence": MetricDoc(
+        "mean over samples of sigma^2 (sqrt(|s_assistant - s_teacher|^2 + c^2) - c) at the drawn noise levels",
+        "How far the generator's pictures are from the teacher's, as the assistant sees it: about 0 at the start, when "
+        "the assistant is the teacher; it rises as the assistant learns, then falls as the generator does.",
+    ),
+    "diff_instruct/pull": MetricDoc(
+        "mean over samples of the norm of the divergence's gradient at x_0", "To be compared with `reward_pull`."
+    ),
+    "diff_instruct/reward_pull": MetricDoc(
+        "mean over samples of the norm of the weighted rewards' gradient at x_0",
+        "Far above `pull`: the reward leads alone, and will be hacked; far below: it does nothing. Its weight decides.",
+    ),
+    "assistant/error": MetricDoc(
+        "mean over samples and their numbers of (noise - the assistant's prediction of it)^2",
+        "Falls from the teacher's error on the generator's pictures. Rising: the generator runs away; lower its "
+        "learning rate, or take more assistant_steps.",
+    ),
+    "assistant/grad_norm": MetricDoc("norm of the assistant's gradient before clipping", "As `grad_norm`."),
+}
+
+_PROMPT_RL = {
+    "rewriter/format": MetricDoc(
+        "share of the answers that end and hold one new prompt between their tags, which the text encoders take whole",
+        "Goes to 1 early. The others are drawn from the prompt as it is.",
+        "share 0..1",
+    ),
+    "rewriter/gain": MetricDoc(
+        "mean over prompts of the mean reward of refined samples less that of retained ones, format left out",
+        "What the rewriting is worth in this iteration; below 0 it harms. It shrinks again where the flow model learns "
+        "to draw the prompts as they are.",
+        "weighted sum",
+    ),
+    "rewriter/distinct": MetricDoc(
+        "different new prompts of a group / all its refined samples, mean over groups",
+        "Near 1 / (n - m): one answer to each prompt is left, and the language model has little to learn from.",
+        "share 0..1",
+    ),
+    "rewriter/tokens": MetricDoc("tokens of an answer, its end included, mean", "At max_new_tokens: answers are cut."),
+    "rewriter/loss": MetricDoc(
+        "mean over answers of the token mean of kl_weight k3 - exp(l - sg l) A", "Its value says little: l - sg l is 0."
+    ),
+    "rewriter/kl": MetricDoc(
+        "k3 = exp(d) - d - 1, d = l_ref - l, mean over tokens; before the update",
+        "Distance from the language model before training. 0 in the first iteration.",
+        "nats per token",
+    ),
+    "rewriter/ratio/max_abs_dev": MetricDoc(
+        "max over tokens of |exp(l - l_old) - 1|, l recomputed for training, l_old as it was sampled",
+        "0 up to rounding: the policy that is trained is the one that wrote. Large in half precision for tokens of "
+        "small probability.",
+    ),
+    "rewriter/ratio/mean_abs_dev": MetricDoc(
+        "mean over tokens of |exp(l - l_old) - 1|", "As its maximum; above 0.05 in the first iteration the run stops."
+    ),
+    "rewriter/grad_norm": MetricDoc("norm of the language model's gradient before clipping", "As `grad_norm`."),
+    "timing/rewrite_s": MetricDoc("wall time of writing the new prompts", "Beside `timing/sample_s`.", "s", False),
+    "eval_rewritten/<name>_mean": MetricDoc(
+        "as `eval/<name>_mean`, drawn from rewritten prompts and scored by the prompts as they were",
+        "What a user of both models gets; `eval/<name>_mean` is what one of the flow model alone gets.",
+        "the reward's own",
+    ),
+    "eval_rewritten/<name>_std": MetricDoc("as `eval/<name>_std`", "As there.", "the reward's own"),
+    "eval_rewritten/<name>_failed": MetricDoc("as `eval/<name>_failed`", "As there.", "samples"),
+    "eval_rewritten/total_mean": MetricDoc("as `eval/total_mean`", "As `eval_rewritten/<name>_mean`."),
+}
+
 _EVALUATION = {
     "eval/<name>_mean": MetricDoc(
         "mean of reward `<name>` over the held-out prompts: fixed prompts, fixed noise, deterministic sampler",
@@ -309,6 +408,11 @@ _EVALUATION = {
         "number of held-out samples without a score", "As `reward/<name>_failed`.", "samples"
     ),
     "eval/total_mean": MetricDoc("mean of the weighted sum over the held-out prompts", "As `eval/<name>_mean`."),
+    "eval/monitor_drop": MetricDoc(
+        "best evaluation of the watched reward so far - this one; only with `evaluation.monitor`",
+        "Above the tolerance in `patience` evaluations in a row: training ends.",
+        "the reward's own",
+    ),
 }
 
 _TIMING_READING = "Where an iteration's time goes. Measured on the main process; phases do not overlap."
@@ -354,12 +458,15 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Groups and advantages": _ADVANTAGES,
     "Update": _UPDATE,
     "Flow-GRPO": _FLOW_GRPO,
+    "Adv-GRPO": _ADV_GRPO,
     "Talk2Move": _TALK2MOVE,
     "DiffusionNFT": _NFT,
     "SPO": _SPO,
     "PRDP": _PRDP,
+    "PromptRL": _PROMPT_RL,
     "AWM, DGPO and CRD": _FORWARD,
     "DPO and D3PO": _PREFERENCE,
+    "Direct reward and Diff-Instruct": _DIRECT,
     "Time, memory and cost": _COST,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}
