@@ -171,6 +171,11 @@ def _is_differentiable(reward: Reward) -> bool:
     return bool(getattr(inner, "differentiable", False))
 
 
+def is_trainable(reward: Reward) -> bool:
+    """Whether a reward is to be trained beside the model: it has `logits` (see `rewards.adversary`)."""
+    return hasattr(reward, "logits")
+
+
 def check_columns(reward: Reward, columns: Iterable[str], *, name: str = "") -> None:
     """Raise ValueError where a reward asks for a metadata column that the prompts do not have."""
     known = list(columns)

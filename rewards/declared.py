@@ -20,6 +20,10 @@ class Declared(NamedTuple):
     """The class attribute `range`."""
     doc: str = ""
     """First line of the docstring."""
+    gradients: bool | None = None
+    """The attribute `differentiable`; None where the source cannot tell (a class that inherits)."""
+    trainable: bool = False
+    """Whether it is a class with `logits` (see `rewards.adversary`)."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -29,7 +33,8 @@ class Declared(NamedTuple):
 
 def declared(file: Path | None, attribute: str) -> Declared:
     """What the function or class `attribute` (a dotted path) of a source file declares; None: nothing."""
-    body: list[ast.stmt] = ast.parse(file.read_bytes(), filename=str(file)).body if file is not None else []
+    module: list[ast.stmt] = ast.parse(file.read_bytes(), filename=str(file)).body if file is not None else []
+    body = module
     found: ast.FunctionDef | ast.ClassDef | None = None
     for part in attribute.split("."):
         found = _definition(body, part)
@@ -38,9 +43,13 @@ def declared(file: Path | None, attribute: str) -> Declared:
         return Declared()
     doc = (ast.get_docstring(found) or "").partition("\n")[0]
     if isinstance(found, ast.FunctionDef):
-        return Declared(_taken(found.args), "", doc)
+        marked = None if found.decorator_list else _marked(module, f"{attribute}.differentiable")
+        return Declared(_taken(found.args), "", doc, gradients=marked)
     call = _definition(found.body, "__call__")
-    return Declared(_taken(call.args)[1:] if isinstance(call, ast.FunctionDef) else (), _text(found, "range"), doc)
+    takes = _taken(call.args)[1:] if isinstance(call, ast.FunctionDef) else ()
+    marked = _marked(found.body, "differentiable") or (None if found.bases else False)
+    trainable = _definition(found.body, "logits") is not None
+    return Declared(takes, _text(found, "range"), doc, gradients=marked, trainable=trainable)
 
 
 def _definition(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | None:
@@ -54,6 +63,12 @@ def _taken(arguments: ast.arguments) -> tuple[str, ...]:
     defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
     both = [*zip(plain, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
     return tuple(p.arg for p, default in both if default is None or p.arg in FROM_SAMPLER)
+
+
+def _marked(body: list[ast.stmt], name: str) -> bool:
+    """Whether these statements assign True to `name`."""
+    found = (node for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)
+    return any(isinstance(node.value, ast.Constant) and node.value.value is True for node in found)
 
 
 def _text(node: ast.ClassDef, name: str) -> str:

@@ -18,7 +18,7 @@ DiscriminatorLoss = Literal["hinge", "bce"]
 
 
 class DiscriminatorOutput(NamedTuple):
-    """loss []; accuracy: mean of the shares of real images above 0 and of fake ones below, in [0, 1]."""
+    """loss []; accuracy in [0, 1]: `accuracy` of whole images."""
 
     loss: Tensor
     accuracy: float
@@ -48,8 +48,12 @@ def patch_discriminator_loss(
     """
     loss = discriminator_loss(real, fake, kind=kind)
     loss = loss + patch_weight * discriminator_loss(real_patches, fake_patches, kind=kind)
-    correct = (real.detach() > 0).double().mean() + (fake.detach() < 0).double().mean()
-    return DiscriminatorOutput(loss, float(correct) / 2.0)
+    return DiscriminatorOutput(loss, accuracy(real, fake))
+
+
+def accuracy(real: Tensor, fake: Tensor) -> float:
+    """Mean of the shares of real images above 0 and of fake ones below, in [0, 1]."""
+    return float((real.detach() > 0).double().mean() + (fake.detach() < 0).double().mean()) / 2.0
 
 
 def adversarial_reward(image: Tensor, patches: Tensor, *, patch_weight: float = 0.3) -> Tensor:
@@ -78,22 +82,17 @@ def preference_criterion(
     the multiplier itself (exp of the stored parameter). ties: neither is preferred, the cross-entropy with (1/2, 1/2)
     less log 2, so that it is 0 where both score the same.
     """
-    scores = torch.stack([(text * reference).sum(dim=-1), (text * generated).sum(dim=-1)], dim=1)
-    log_prob = (logit_scale * scores).log_softmax(dim=1)
+    scored = (logit_scale * (text * image).sum(dim=-1) for image in (reference, generated))
+    return preference_loss(*scored, ties=ties)
+
+
+def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False) -> Tensor:
+    """`preference_criterion` of the scores s_ref and s_gen themselves, [B] each."""
+    log_prob = torch.stack([reference, generated], dim=1).log_softmax(dim=1)
     if not ties:
         return -log_prob[:, 0]
     half = torch.full_like(log_prob, 0.5)
     return (half * (half.log() - log_prob)).sum(dim=1)
-
-
-def trains_discriminator(iteration: int, every: int) -> bool:
-    """Whether iteration (0-based) belongs to the discriminator: all but each `every`-th (10 in the released code).
-
-    Raises ValueError for every < 2, which leaves one of the two untrained.
-    """
-    if every < 2:
-        raise ValueError(f"a period of {every} leaves no iteration to the discriminator; use 2 or more")
-    return (iteration + 1) % every != 0
 
 
 def reward_model_lags(reference_rewards: Tensor, rewards: Tensor) -> bool:

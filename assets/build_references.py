@@ -1,0 +1,45 @@
+"""Make assets/references: for every training prompt of shapes some drawn pictures, the positives of Adv-GRPO.
+
+python assets/build_references.py assets/references [pictures per prompt]
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+from PIL import Image
+
+from genrl import world
+from genrl.prompts import load
+from rewards.shapes import parse
+
+SEED = 0
+
+
+def png(picture: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "png", optimize=True)
+    return file.getvalue()
+
+
+def main(out: Path, pictures: int) -> None:
+    rows: list[dict[str, object]] = []
+    for number, prompt in enumerate(load("assets/prompts/shapes_train.txt")):
+        asked = parse(prompt.text)
+        assert asked is not None, prompt.text
+        rng = np.random.default_rng([SEED, number])
+        for _ in range(pictures):
+            scene = world.Scene("single", world.place(rng, asked.groups, asked.relation), asked.groups, asked.relation)
+            rows.append({"prompt": prompt.text, "image": {"bytes": png(world.draw(scene)), "path": None}})
+    columns = {"prompt": datasets.Value("string"), "image": datasets.Image()}
+    out.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(rows, features=datasets.Features(columns)).to_parquet(out / "train.parquet")
+    print(f"{len(rows)} pictures")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 4)
