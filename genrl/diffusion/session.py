@@ -27,11 +27,12 @@ from genrl.config import Config, Optimizer
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.export import save_lora
 from genrl.diffusion.forest import Draw
+from genrl.diffusion.monitor import ended_at, watch
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.rollout import Rollouts, batch_inputs, call_arguments, collect, score_metrics
 from genrl.diffusion.scoring import Scorers
 from genrl.diffusion.sharding import load_optimizer_state, local, whole, whole_optimizer_state
-from genrl.diffusion.weights import Weights
+from genrl.diffusion.weights import AVERAGE, Weights
 from genrl.mdp.noise import derive_seed
 from genrl.prompts import Prompt
 from genrl.runtime import checkpoint, state
@@ -41,8 +42,6 @@ from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, truncate_metrics
 from genrl.runtime.signals import Stop, Watchdog
 from rewards.compose import Running
-
-AVERAGE = "average"
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,11 @@ class Session:
         return self.accelerator.is_main_process
 
     @property
+    def is_complete(self) -> bool:
+        """Whether no iteration is left to do, or the monitor has ended the run."""
+        return self.iteration >= self.config.iterations or ended_at(self) is not None
+
+    @property
     def loss_scale(self) -> float:
         """Power of two by which losses are multiplied before their backward pass where activations are float16, and
         gradients divided after it. A loss is a mean over samples and steps, and over the elements of a sample where
@@ -155,7 +159,7 @@ class Session:
         return 2.0 ** round(math.log2(terms))
 
     def iterations(self) -> Iterator[int]:
-        """The iterations still to do, 0-based; fewer where the process is asked to end."""
+        """The iterations still to do, 0-based; fewer where the process is asked to end, or the monitor ends the run."""
         if self.iteration == 0:
             self._evaluate()
         if self.unfinished_row is not None:
@@ -164,7 +168,7 @@ class Session:
                 truncate_metrics(self.run.metrics, self.iteration - 1)
             self.log.log(self.iteration, row)
             self.unfinished_row = None
-        while self.iteration < self.config.iterations and not any_rank(self.stop.requested, self.accelerator):
+        while not self.is_complete and not any_rank(self.stop.requested, self.accelerator):
             self.timings.clear()
             self._started, self._calls, self.updates = time.perf_counter(), self.policy.model_calls, 0
             self.other_updates = 0
@@ -519,7 +523,7 @@ class Session:
             )
             found = held_out()
             again = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
-        metrics = found.metrics
+        metrics = found.metrics | watch(self, found.metrics)
         if again is not None:
             metrics |= {f"eval_rewritten/{key.removeprefix('eval/')}": value for key, value in again.metrics.items()}
         if self.is_main:

@@ -19,6 +19,7 @@ from genrl.config.schema import ATTENTION_LAYERS
 from genrl.diffusion.sharding import gathered, like, shard
 
 ADAPTER = "default"
+AVERAGE = "average"
 REFERENCE = "reference"
 
 
@@ -69,6 +70,11 @@ class Weights:
     def snapshot(self, name: str) -> None:
         """Keep a copy of the present values under `name` (an older one of that name is replaced)."""
         self.snapshots[name] = {key: p.detach().clone() for key, p in self.named.items()}
+
+    @torch.no_grad()
+    def take(self, name: str) -> None:
+        """The present values become those of snapshot `name`, which stays."""
+        self._fill(self.snapshots[name])
 
     @torch.no_grad()
     def blend(self, name: str, decay: float) -> None:

@@ -172,8 +172,8 @@ _TALK2MOVE = {
 _ADV_GRPO = {
     "adversary/loss": MetricDoc(
         "mean loss of the trainable reward on samples and references of this iteration, before its update",
-        "Hinge: 0.65 is a reward that says nothing (patches of weight 0.3), 0 one that is never wrong. Preference: "
-        "log 2 and 0. Near 0 from the beginning: it tells them by what the model cannot change, such as a decoder's traces.",
+        "Hinge: 1.3 is a reward that says nothing (patches of weight 0.3), 0 one that is never wrong. Preference: "
+        "log 2 and 0. Near 0 from the beginning: it tells them by what the model cannot change (a decoder's traces).",
     ),
     "adversary/accuracy": MetricDoc(
         "mean of the shares of references above 0 and of samples below (preference: pairs whose reference is above)",

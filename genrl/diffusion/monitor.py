@@ -1,0 +1,60 @@
+"""The end of a run whose held-out scorer falls: reward hacking, looked for in every evaluation.
+
+    evaluation: {monitor: {reward: shapes, tolerance: 0.05, patience: 2, action: roll_back}}
+
+The scores and the decision are in the session's memory, the weights of the best evaluation are a snapshot: both are
+part of a checkpoint. All processes have the same scores, and so decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from genrl.diffusion.weights import AVERAGE
+from genrl.objectives.hacking import fallen_since
+
+if TYPE_CHECKING:
+    from genrl.diffusion.session import Session
+
+BEST = "best"
+
+
+def watch(session: Session, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Remember this evaluation, and decide whether it is to be the last; returns what to log of it.
+
+    For `roll_back` a new best is kept as a snapshot of the evaluated weights. Where training is to end, `ended_at` says
+    so from here on, and with `roll_back` the weights, and their average, are those of the best evaluation.
+    """
+    settings = session.config.evaluation.monitor
+    if settings is None:
+        return {}
+    seen: dict[str, float] = session.memory.get("monitor", {}).get("scores", {})
+    seen = seen | {str(session.iteration): metrics[f"eval/{settings.reward}_mean"]}  # after a resume it is made again
+    score, *earlier = reversed(seen.values())
+    best = max((s for s in seen.values() if not math.isnan(s)), default=math.nan)
+    if settings.action == "roll_back" and score == best and score not in earlier:
+        with session.averaged():
+            session.weights.snapshot(BEST)
+    back = fallen_since(list(seen.values()), tolerance=settings.tolerance, patience=settings.patience)
+    ended = None if back is None else int(list(seen)[back])
+    session.memory["monitor"] = {"scores": seen, "ended": ended}
+    if ended is not None:
+        what = f"{settings.reward} fell from {best:.4g} (iteration {ended}) to {score:.4g}: training ends"
+        if settings.action == "roll_back":
+            session.weights.take(BEST)
+            if session.config.ema is not None:
+                session.weights.snapshot(AVERAGE)
+            what += f" with the weights of iteration {ended}"
+        if session.is_main:
+            session.progress.say(what)
+    return {"eval/monitor_drop": best - score}
+
+
+def ended_at(session: Session) -> int | None:
+    """The iteration of the best evaluation, where the monitor has ended the run; else None."""
+    if session.config.evaluation.monitor is None:
+        return None
+    found: int | None = session.memory.get("monitor", {}).get("ended")
+    return found
