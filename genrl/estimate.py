@@ -25,7 +25,9 @@ from genrl.config.schema import (
     DPO,
     PRDP,
     Config,
+    DiffInstruct,
     DiffusionNFT,
+    Draft,
     FlowGRPO,
     OfflineDPO,
 )
@@ -114,6 +116,15 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         drawn, trained = float(images * crawl.calls), float(len(crawl.splits))
         replayed = images * trained  # at most, where every comparison counts
         learned = 2 * replayed * trainer.inner_epochs * guidance  # the policy and the reference
+    elif trainer.algorithm == "draft":
+        drawn, trained, forwards = _direct(trainer, steps)
+        drawn, replayed = images * drawn, images * trained
+        learned = images * forwards * guidance
+    elif trainer.algorithm == "diff_instruct":  # the assistant learning; both scores; the generator
+        teacher = 1 if trainer.guidance == "none" else 2
+        trained, through = 1.0, (1 + teacher) * (trainer.divergence == "score")
+        learned = float(images * (trainer.assistant_steps + 1 + teacher + 1))
+        replayed = float(images * (trainer.assistant_steps + through + 1))
     elif trainer.algorithm != "diffusion_nft":
         if trainer.algorithm in ("dgpo", "dpo", "dpo_offline") and not trainer.guidance_in_training:
             train_guidance = 1
@@ -131,7 +142,7 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
             until = min(images, sampling.batch_size * (pieces // trainer.updates_per_iteration))
             learned -= until * trained * guidance
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
-    eval_steps = evaluation.num_inference_steps or steps
+    eval_steps = (evaluation.num_inference_steps or steps) * evaluation.group_size
     every = evaluation.every
     return Plan(
         images=images,
@@ -145,6 +156,19 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
         evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, sampling.pipeline_args, components),
     )
+
+
+def _direct(trainer: Draft, steps: int) -> tuple[float, float, float]:
+    """Of a sample, expected: model calls that draw it, trained steps, and calls of training.
+
+    Where several steps are trained, each is computed again in the backward pass.
+    """
+    most = trainer.last_steps(steps)
+    if trainer.truncation == "refl":
+        return steps - (most - 1) / 2, 1.0, 1.0
+    lengths = range(1, most + 1) if trainer.truncation == "alignprop" else (most,)
+    again = [length if length == 1 else 2 * length for length in lengths]
+    return float(steps), math.fsum(lengths) / len(lengths), math.fsum(again) / len(lengths)
 
 
 def _trained_states(config: Config) -> tuple[float, float]:
@@ -319,10 +343,12 @@ def _snapshots(config: Config) -> list[str]:
         case AWM() | DGPO():
             names += ["slow copy"]
             names += ["old policy"] if trainer.algorithm == "awm" and config.optimizer_steps > config.iterations else []
+        case DiffInstruct():
+            names += ["assistant", "assistant's first moment", "assistant's second moment"]
         case DPO() | OfflineDPO():
             names += [] if trainer.reference_every is None else ["refreshed reference"]
     if config.model.lora is None and config.uses_reference:  # with adapters it is the model without them
-        always = trainer.algorithm in ("spo", "d3po", "dpo", "dpo_offline", "dgpo")
+        always = trainer.algorithm in ("spo", "d3po", "dpo", "dpo_offline", "dgpo", "diff_instruct")
         names.append("reference" if always else "reference (kl_weight above 0)")
     return names
 

@@ -26,6 +26,12 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="count, colour, shape and position in the embedded world, by rules",
         range="0 to 1",
     ),
+    "same_shapes": BuiltIn(
+        module="rewards.shapes",
+        attribute="SameShapes",
+        doc="do the pictures of a prompt show the same things in the same sizes, by rules of the embedded world",
+        range="0 to 1",
+    ),
     "ocr": BuiltIn(
         module="rewards.ocr",
         attribute="Ocr",

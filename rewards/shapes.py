@@ -272,6 +272,36 @@ def _relation_holds(first: list[Found], second: list[Found], relation: str) -> b
     return along > abs(across)
 
 
+def alike(first: Sequence[Found], second: Sequence[Found]) -> float:
+    """How far two pictures show the same things in the same sizes, wherever they are, in [0, 1]; symmetric.
+
+    Things of one colour and shape are paired from the largest down; a pair counts by its smaller area over its larger,
+    a thing without a partner 0. The sum over the number of things in the fuller picture; NaN where both are empty.
+    """
+    areas: list[dict[tuple[str, str | None], list[int]]] = [{}, {}]
+    for kinds, things in zip(areas, (first, second), strict=True):
+        for thing in things:
+            kinds.setdefault((thing.colour, thing.shape), []).append(thing.area)
+    common = 0.0
+    for kind in areas[0].keys() & areas[1].keys():
+        ours, theirs = (sorted(kinds[kind], reverse=True) for kinds in areas)
+        common += sum(min(a, b) / max(a, b) for a, b in zip(ours, theirs, strict=False))
+    fuller = max(len(first), len(second))
+    return common / fuller if fuller else math.nan
+
+
+class SameShapes:
+    """Do the pictures of one prompt show the same things in the same sizes? Pairwise, by rule, in [0, 1] (`alike`).
+
+    Whether they are what the prompt asks for does not matter to it.
+    """
+
+    def __call__(self, images: torch.Tensor, pairs: list[tuple[int, int]]) -> list[float]:
+        """images: float tensor [N, 3, H, W] in [0, 1]; one number per pair."""
+        found = [find(picture) for picture in to_uint8(images)]
+        return [alike(found[i], found[j]) for i, j in pairs]
+
+
 PARTS = ("soft", "strict", "count", "colour", "shape", "position")
 
 

@@ -768,6 +768,8 @@ class Evaluation(Section):
     """Evaluate every so many iterations, and at the start and the end; 0 = never."""
     num_prompts: Count = 64
     """Prompts taken from the beginning of prompts.eval; fewer if it has fewer."""
+    group_size: Count = 1
+    """Pictures of each prompt; rewards that compare the pictures of a group need 2 or more to say anything."""
     num_inference_steps: Count | None = None
     """Denoising steps; null = sampling.num_inference_steps (Flow-GRPO on SD3.5: 40)."""
     guidance_scale: NonNegative | None = None

@@ -88,13 +88,19 @@ def evaluate(
         if k < len(starts):
             pieces.append((rows, images))
         advance(len(rows) * num_processes)
-    scored = score(scorers, pieces, prompts, list(range(len(prompts))), beat)
+    scored = score(scorers, pieces, prompts, same_prompt(prompts), beat)
     total = compose.evaluate(scored.values, scorers.components)
     shown = spread(num_pictures, len(prompts))
     drawn = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in shown]
     gathered = dict(gather_object([(r, to_bytes(image)) for r, image in drawn]))
     drawn_texts = [p.text for p in prompts] if texts is None else list(texts)
     return Evaluated(scored, total, drawn_texts, shown, [gathered[r].float() / 255 for r in shown])
+
+
+def same_prompt(prompts: Sequence[Prompt]) -> list[int]:
+    """Group of each row, for rewards that compare: the first row that is the same one of the prompt file."""
+    first: dict[tuple[str, int], int] = {}
+    return [first.setdefault((prompt.text, prompt.line), row) for row, prompt in enumerate(prompts)]
 
 
 def spread(count: int, length: int) -> list[int]:

@@ -14,16 +14,52 @@ from accelerate.utils import set_seed
 import rewards
 from genrl import preferences
 from genrl import prompts as prompt_files
-from genrl.config import AWM, CRD, D3PO, DGPO, DPO, PRDP, SPO, Config, DiffusionNFT, FlowGRPO, OfflineDPO, dump
-from genrl.diffusion import awm, crd, d3po, dgpo, diffusion_nft, dpo, dpo_offline, flow_grpo, prdp, spo
+from genrl.config import (
+    AWM,
+    CRD,
+    D3PO,
+    DGPO,
+    DPO,
+    PRDP,
+    SPO,
+    AdvGRPO,
+    Config,
+    DiffInstruct,
+    DiffusionNFT,
+    Draft,
+    FlowGRPO,
+    OfflineDPO,
+    PromptRL,
+    Talk2Move,
+    dump,
+)
+from genrl.diffusion import (
+    adv_grpo,
+    awm,
+    crd,
+    d3po,
+    dgpo,
+    diff_instruct,
+    diffusion_nft,
+    direct,
+    dpo,
+    dpo_offline,
+    draft,
+    flow_grpo,
+    prdp,
+    prompt_rl,
+    spo,
+    talk2move,
+)
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.export import check_lora_loader, save_lora, write_card
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
+from genrl.diffusion.monitor import ended_at
 from genrl.diffusion.policy import Policy
 from genrl.diffusion.rollout import call_arguments, check_inputs
 from genrl.diffusion.scoring import open_scorers
-from genrl.diffusion.session import AVERAGE, Abandoned, Session, make_accelerator
-from genrl.diffusion.weights import Weights
+from genrl.diffusion.session import Abandoned, Session, make_accelerator
+from genrl.diffusion.weights import AVERAGE, Weights
 from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
 from genrl.runtime.metrics import MetricLogger, check_trackers
@@ -66,6 +102,12 @@ def train(config: Config, resume: Path | None = None) -> Path:
         stack.enter_context(watchdog)  # from here on there is progress to watch; loading has none to tell
         try:
             match config.trainer:
+                case Talk2Move() as settings:
+                    talk2move.train(session, settings)
+                case PromptRL() as settings:
+                    prompt_rl.train(session, settings)
+                case AdvGRPO() as settings:
+                    adv_grpo.train(session, settings)
                 case FlowGRPO() as settings:
                     flow_grpo.train(session, settings)
                 case DiffusionNFT() as settings:
@@ -86,6 +128,10 @@ def train(config: Config, resume: Path | None = None) -> Path:
                     dpo_offline.train(session, settings)
                 case D3PO() as settings:
                     d3po.train(session, settings)
+                case Draft() as settings:
+                    draft.train(session, settings)
+                case DiffInstruct() as settings:
+                    diff_instruct.train(session, settings)
         except Abandoned:
             session.take_back()
             logger.info("the running iteration is done again on resume")
@@ -129,8 +175,16 @@ def open_session(
     eval_prompts = []
     if config.prompts.eval:
         eval_prompts = prompt_files.load(config.prompts.eval, config.prompts.column)[: config.evaluation.num_prompts]
+        eval_prompts = [row for row in eval_prompts for _ in range(config.evaluation.group_size)]
     scorers = open_scorers(config, str(accelerator.device), stopped=lambda: stop.requested)
+    if isinstance(config.trainer, AdvGRPO):  # raise, before the model is loaded
+        adv_grpo.trainable_of(scorers)
+        adv_grpo.references_of(config.trainer, prompts, config.prompts.train)
+    if isinstance(config.trainer, Draft | DiffInstruct):
+        direct.check_gradients(config, scorers)
     for label, scorer in scorers.rewards.items():
+        if not isinstance(config.trainer, AdvGRPO) and rewards.is_trainable(scorer):
+            raise ValueError(f"reward {label!r} is trained beside the model, which only algorithm adv_grpo does")
         for rows in (prompts, eval_prompts):
             if rows:
                 common = set.intersection(*(set(row.columns) for row in rows))
@@ -197,11 +251,13 @@ def finish(session: Session) -> None:
         return
     run, config, say = session.run, session.config, session.progress.say
     rows = [row for row in run_folder.read_metrics(run.metrics) if row.get("eval/total_mean") is not None]
-    complete = session.iteration == config.iterations
+    complete, best = session.is_complete, ended_at(session)
+    if best is not None and config.evaluation.monitor.action == "roll_back":  # the weights are those of then
+        rows = [row for row in rows if row["step"] <= best]
     if session.weights.is_lora and complete:
         with session.averaged():
             save_lora(session.policy, run.lora, session.probe)
-        write_card(run.lora, config, rows, [prompt.text for prompt in session.eval_prompts[:5]])
+        write_card(run.lora, config, rows, list(dict.fromkeys(prompt.text for prompt in session.eval_prompts))[:5])
     if len(rows) > 1:
         before, after = rows[0]["eval/total_mean"], rows[-1]["eval/total_mean"]
         say(f"held-out reward: {before:.3f} before, {after:.3f} after {rows[-1]['step']} iterations")

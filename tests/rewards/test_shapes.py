@@ -8,9 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import rewards
 from genrl import world
-from rewards.shapes import BACKGROUND, PALETTE, SHAPES, Asked, Group, Shapes, check, find, outline, parse
+from rewards.shapes import BACKGROUND, PALETTE, SHAPES, Asked, Found, Group, Shapes, alike, check, find, outline, parse
 
 
 def scene(*things: tuple[str, str, float, float]) -> np.ndarray:
@@ -214,3 +217,47 @@ def test_order_of_the_pictures_does_not_matter() -> None:
     forward, _ = Shapes()(as_tensor(*pictures), captions)
     backward, _ = Shapes()(as_tensor(*pictures[::-1]), captions[::-1])
     assert forward == backward[::-1]
+
+
+def things(*sizes: tuple[str, str, int]) -> list[Found]:
+    return [Found(colour, shape, 0.0, 0.0, area) for colour, shape, area in sizes]
+
+
+def test_pictures_of_the_same_things_are_alike() -> None:
+    """Places do not count; a size counts by its ratio, a thing too many or of another kind by its share."""
+    one = things(("red", "circle", 100), ("blue", "star", 60))
+    assert alike(one, one[::-1]) == 1.0
+    assert alike(one, things(("red", "circle", 50), ("blue", "star", 60))) == pytest.approx((0.5 + 1) / 2)
+    assert (
+        alike(one, things(("red", "circle", 100)))
+        == alike(one, things(("red", "circle", 100), ("red", "star", 60)))
+        == 0.5
+    )
+    many = things(("red", "circle", 80), ("red", "circle", 100), ("red", "circle", 20))
+    assert alike(many, things(("red", "circle", 40), ("red", "circle", 100))) == pytest.approx((1 + 0.5) / 3)
+    assert alike(one, []) == 0.0 and math.isnan(alike([], []))
+
+
+found_things = st.lists(
+    st.builds(Found, st.sampled_from(["red", "blue"]), st.sampled_from(["star", None]), st.just(0.0), st.just(0.0),
+              st.integers(1, 500)), max_size=4,
+)  # fmt: skip
+
+
+@given(found_things, found_things)
+def test_likeness_is_symmetric_and_one_only_for_equal_things(first: list[Found], second: list[Found]) -> None:
+    value = alike(first, second)
+    if not first and not second:
+        return
+    assert value == pytest.approx(alike(second, first)) and 0 <= value <= 1 + 1e-12
+    kinds = [sorted((f.colour, str(f.shape), f.area) for f in some) for some in (first, second)]
+    assert (value > 1 - 1e-9) == (kinds[0] == kinds[1])
+
+
+def test_a_picture_is_judged_beside_the_others_of_its_prompt() -> None:
+    """Two equal pictures and a third with another thing: 2 pairs each, of which the odd one out has none."""
+    same, other = world.Thing("red", "circle", 20, 20, 9), world.Thing("blue", "star", 40, 40, 9)
+    pictures = [world.draw(world.Scene("single", (thing,))) for thing in (same, replace(same, x=40), other)]
+    images = as_tensor(*pictures)
+    found = rewards.score(rewards.load("same_shapes"), images=images, prompts=["p"] * 3, group=[0, 0, 0])
+    assert found.values == pytest.approx([0.5, 0.5, 0.0], abs=0.01)
