@@ -110,7 +110,7 @@ def sample_scene(
         colour = list(SIGN_COLOURS)[rng.integers(len(SIGN_COLOURS))]
         return Scene(kind, sign=Sign(text, colour, float(rng.uniform(-1, 1)), float(rng.uniform(-2, 2))))
     groups, relation = _sample_groups(rng, kind, split)
-    return Scene(kind, _place(rng, groups, relation), groups, relation)
+    return Scene(kind, place(rng, groups, relation), groups, relation)
 
 
 def _word(rng: np.random.Generator, split: Split) -> str:
@@ -145,7 +145,7 @@ def _sample_groups(rng: np.random.Generator, kind: Kind, split: Split) -> tuple[
             return groups, relation
 
 
-def _place(rng: np.random.Generator, groups: tuple[Group, ...], relation: str | None) -> tuple[Thing, ...]:
+def place(rng: np.random.Generator, groups: tuple[Group, ...], relation: str | None) -> tuple[Thing, ...]:
     """Random centres and sizes: inside the picture, apart from each other, and as the relation wants."""
     kinds = [(group.colour, group.shape) for group in groups for _ in range(group.count)]
     while True:
