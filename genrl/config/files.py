@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import rewards
+from genrl import references
 from genrl.config.combinations import looks_local
+from genrl.config.direct_rules import DIRECT
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
 from genrl.config.schema import Config
 from genrl.config.yaml_source import KeyPath
@@ -33,7 +35,12 @@ def check_files(config: Config, origins: Origins | None = None) -> list[str]:
     `origins` (from `load_located`) gives the messages their file and line. ConfigError lists all problems.
     """
     notes: list[str] = []
-    wrong = [*_model(config, notes), *_prompts_and_rewards(config, notes), *_trackers(config)]
+    wrong = [
+        *_model(config, notes),
+        *_rewriter(config, notes),
+        *_prompts_and_rewards(config, notes),
+        *_trackers(config),
+    ]
     if wrong:
         raise ConfigError([Problem(origin_of(w.path, origins or {}), dotted(w.path), w.text) for w in wrong])
     output = Path(config.output)
@@ -93,14 +100,49 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         yield from _scheduler(config, read_json(folder / "scheduler" / "scheduler_config.json"))
 
 
+def _rewriter(config: Config, notes: list[str]) -> Iterator[_Wrong]:
+    """The language model of PromptRL."""
+    if config.trainer.algorithm != "prompt_rl":
+        return
+    rewriter, key = config.trainer.rewriter, ("trainer", "rewriter", "path")
+    path = Path(rewriter.path).expanduser()
+    if not path.is_dir():
+        if looks_local(rewriter.path):
+            names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+            close = get_close_matches(path.name, names, n=1, cutoff=0.5)
+            hint = f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
+            yield _Wrong(key, f"no such folder: {path}{hint}")
+        else:
+            notes.append(f"trainer.rewriter.path: {rewriter.path} is loaded from the hub when training starts")
+        return
+    settings = read_json(path / "config.json")
+    if "model_type" not in settings:
+        yield _Wrong(key, f"{path} has no config.json with a model_type, so it is no saved transformers model")
+        return
+    kinds = settings.get("architectures") or []
+    if kinds and not any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
+        yield _Wrong(
+            key, f"{path} is a {', '.join(map(str, kinds))}; a rewriter is a causal language model (...ForCausalLM)"
+        )
+    tokenizer = read_json(path / "tokenizer_config.json")
+    if not tokenizer:
+        yield _Wrong(key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model")
+    elif tokenizer.get("eos_token") is None:
+        yield _Wrong(key, f"the tokenizer of {path} has no eos_token, so no answer would ever end; set it and save it")
+    room = settings.get("max_position_embeddings") or settings.get("n_positions")
+    if isinstance(room, int) and rewriter.max_new_tokens >= room:
+        text = f"{rewriter.max_new_tokens} new tokens leave no place for the prompt in {room} positions of {path}"
+        yield _Wrong(("trainer", "rewriter", "max_new_tokens"), f"{text}; use {room // 2} or less")
+
+
 def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]:
     if not scheduler:
         return
     name, trainer = scheduler.get("_class_name", "?"), config.trainer
     is_flow = "FlowMatch" in str(name) or scheduler.get("prediction_type") == "flow_prediction"
-    if trainer.algorithm in ("dpo", "dpo_offline"):
+    if trainer.algorithm in ("dpo", "dpo_offline", "draft"):
         return
-    if trainer.algorithm in ("diffusion_nft", "awm", "dgpo", "crd"):
+    if trainer.algorithm in ("diffusion_nft", "awm", "dgpo", "crd", "diff_instruct"):
         if not is_flow:
             text = (
                 f"{trainer.algorithm} needs a flow model, but this one predicts for {name}; "
@@ -137,6 +179,9 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
             yield _Wrong(("prompts", "train"), text)
         elif "train" in found and (wrong := missing_images(config.prompts.train, found["train"].rows)):
             yield _Wrong(("prompts", "train"), wrong)
+    if config.trainer.algorithm == "adv_grpo":
+        yield from _references(config.trainer.adversary.references, found.get("train"), config.prompts.train, notes)
+    yield from _trainable(config)
     if len(found) == 2:
         yield from _overlap(found["train"], found["eval"], notes)
     for index, reward in enumerate(config.rewards):
@@ -155,6 +200,12 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         except ValueError as error:
             yield _Wrong(key, str(error))
             continue
+        if config.trainer.algorithm in DIRECT and reward.weight != 0 and rewards.declaration(origin).gradients is False:
+            fit = [label for label, fits in zip(config.reward_labels, _with_gradients(config), strict=True) if fits]
+            instead = f"train on {fit[0]}" if fit else "train on clipscore, pickscore, aesthetic, hpsv2 or imagereward"
+            text = f"{config.trainer.algorithm} differentiates the reward, and {reward.name} has no gradients"
+            text += f" (it does not say `differentiable = True`); {instead} and give this one weight 0"
+            yield _Wrong(key, f"{text}, or use flow_grpo or diffusion_nft, which need none")
         if origin.kind == "file":
             notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
         for name, rows in found.items():
@@ -165,6 +216,60 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
                 asks = f"reward {reward.name} asks for the column {', '.join(missing)}"
                 text = f"{asks}; columns of every row: {have}.{hint}"
                 yield _Wrong(("prompts", name), text)
+
+
+def _with_gradients(config: Config) -> Iterator[bool]:
+    """Of each reward, whether its source says that it has gradients."""
+    for reward in config.rewards:
+        try:
+            yield rewards.declaration(rewards.resolve(reward.name)).gradients is True
+        except ValueError:
+            yield False  # told in its own place
+
+
+def _references(source: str, train: PromptRows | None, prompts: str, notes: list[str]) -> Iterator[_Wrong]:
+    """A picture for every prompt."""
+    if references.is_data_set(source):
+        notes.append(f"trainer.adversary.references: {source} is a data set; it is read when training starts")
+        return
+    try:
+        wrong = references.read(source).missing(train.rows if train else (), prompts)
+    except PromptError as error:
+        wrong = str(error)
+    if wrong is not None:
+        yield _Wrong(("trainer", "adversary", "references"), wrong)
+
+
+def _trainable(config: Config) -> Iterator[_Wrong]:
+    """One reward that can be trained, where it is, and none where it is not."""
+    trains = config.trainer.algorithm == "adv_grpo"
+    found, surely = [], True
+    for index, reward in enumerate(config.rewards):
+        try:
+            origin = rewards.resolve(reward.name)
+        except ValueError:
+            surely = False  # told elsewhere, or known where it runs
+            continue
+        if rewards.declaration(origin).trainable:
+            found.append(index)
+        elif origin.kind != "built-in":
+            surely = False  # it may inherit what its source does not show
+    if trains and not found and surely:
+        text = "adv_grpo trains one of them; add {name: dino_adversary, args: {model: ...}}, or see docs/adv_grpo.md"
+        yield _Wrong(("rewards",), text)
+    for index in found if not trains else found[1:]:
+        text = "is trained beside the model, "
+        text += "and there is another such reward; keep one" if trains else "which only algorithm adv_grpo does"
+        yield _Wrong(("rewards", index, "name"), text)
+    for index in found if trains else ():
+        reward = config.rewards[index]
+        if reward.weight == 0:
+            text = "the samples are not rewarded by what is trained to judge them; give it a weight"
+            yield _Wrong(("rewards", index, "weight"), text)
+        for key in ("remote", "isolate", "cache"):
+            if getattr(reward, key):
+                why = "its scores change with every update" if key == "cache" else "it is trained in this process"
+                yield _Wrong(("rewards", index, key), f"{why}; remove it")
 
 
 def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Iterator[_Wrong]:

@@ -387,6 +387,14 @@ class Policy:
         ]
         return torch.cat(outputs)[torch.cat(groups).argsort()]
 
+    def advance(self, batch: Batch, state: Tensor, index: int, *, clean: bool = False) -> Tensor:
+        """Deterministic step `index` of the schedule (Euler; DDIM, eta 0) from `state`, float32 [B, ...]: x_{i+1}, or
+        with `clean` the clean sample that its model output stands for. Equal to what `roll_out` gives. Gradients are
+        kept where they are enabled, also those to `state`, so that steps can be chained.
+        """
+        step = self._leave_at(batch, Request(index, index + 1), state)
+        return self._predicted_clean(step) if clean else self._transition(step, ODE).mean
+
     def decode(self, batch: Batch, final: Tensor, *, grad: bool = False) -> Tensor:
         """Pictures of final states: float32 in [0, 1], [B, 3, H, W], or [B, F, 3, H, W] for video.
 

@@ -15,9 +15,23 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from genrl.config import AWM, CRD, D3PO, DGPO, DPO, PRDP, SPO, Config, DiffusionNFT, FlowGRPO, OfflineDPO
+from genrl.config import (
+    AWM,
+    CRD,
+    D3PO,
+    DGPO,
+    DPO,
+    PRDP,
+    SPO,
+    Config,
+    DiffInstruct,
+    DiffusionNFT,
+    Draft,
+    FlowGRPO,
+    OfflineDPO,
+)
 from genrl.config import load as load_config
-from genrl.diffusion import awm, crd, d3po, dgpo, dpo
+from genrl.diffusion import awm, crd, d3po, dgpo, dpo, draft
 from genrl.diffusion.flow_grpo import policy_loss, reference_kl
 from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Batch, Children, Kernel, Policy, Trajectory
@@ -130,6 +144,11 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
         return {"model_output": output} | forward_terms(trainer, output, given)
     if isinstance(trainer, D3PO | PRDP):
         return step_terms(trainer, policy, batch, given)
+    if isinstance(trainer, Draft | DiffInstruct):
+        steps = range(int(given["first"]), int(given["last"]))
+        clean = isinstance(trainer, Draft) and trainer.truncation == "refl"
+        final = draft.chain(policy, batch, given["state"], steps, clean=clean)
+        return {"final": final, "loss": draft.pull(final, given["pulled"])}
     counts = given["advantage"] != 0
     if isinstance(trainer, FlowGRPO):
         i = int(given["step"])

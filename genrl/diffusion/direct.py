@@ -1,0 +1,97 @@
+"""What the trainers that differentiate a reward share: which rewards can be, and the gradient at finished samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import rewards
+from genrl.config import Config
+from genrl.diffusion.rollout import MicroBatch, Rollouts
+from genrl.diffusion.scoring import Scorers
+from genrl.diffusion.session import Session
+from genrl.mdp.batches import prompt_indices
+from rewards.calls import Calls
+
+
+class Pulled(NamedTuple):
+    """Where a reward pulls B finished samples."""
+
+    total: Tensor
+    """The weighted sum of the rewards that are trained on, float32 [B]."""
+    gradient: Tensor
+    """d loss / d final state, float32 [B, ...]."""
+    loss: Tensor
+    """float32 [B]."""
+
+
+def check_gradients(config: Config, scorers: Scorers) -> None:
+    """Raise ValueError, naming the key, where a reward that is trained on has no gradients.
+
+    Of what is loaded; what the source of a reward declares is checked with the files (`genrl.config.files`).
+    """
+    fit = [label for label, reward in scorers.rewards.items() if _fits(reward)]
+    for index, label in enumerate(config.reward_labels):
+        if config.rewards[index].weight == 0 or label in fit:
+            continue
+        instead = f"train on {fit[0]} alone" if fit else "train on clipscore, pickscore or aesthetic"
+        raise ValueError(
+            f"rewards.{index}.name: {config.trainer.algorithm} differentiates the reward, and {label} has no gradients "
+            "(a reward that has takes `images`, is pointwise and says `differentiable = True`); "
+            f"{instead} and give {label} weight 0, or use flow_grpo or diffusion_nft, which need none"
+        )
+
+
+def reward_gradient(
+    session: Session, rollouts: Rollouts, micro_batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]
+) -> Pulled:
+    """Through decoder and rewards, one picture at a time: the graph of the decoder is what takes memory.
+
+    loss_of: total [1] -> loss [1]. The denoiser takes no part: d loss / d final is handed to it by the chain rule.
+    Zeros where all weights of this iteration are 0.
+    """
+    policy, final = session.policy, micro_batch.final
+    weights = {label: weight for label, weight in rollouts.weights.items() if weight != 0}
+    columns = _columns(session, micro_batch.slots)
+    pulled = Pulled(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
+    for row in range(len(final)) if weights else ():
+        one = micro_batch.batch.take([row])
+        leaf = final[row : row + 1].detach().clone().requires_grad_()
+        with torch.enable_grad():
+            images = policy.decode(one, leaf, grad=True)
+            parts = [
+                weight * rewards.score_with_gradients(
+                    _inner(session.scorers.rewards[label]),
+                    images=images, prompts=one.prompts, columns=columns[row], name=label,
+                ).to(images.device)
+                for label, weight in weights.items()
+            ]  # fmt: skip
+            total = torch.stack(parts).sum(0)
+            loss = loss_of(total)
+        pulled.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
+        pulled.total[row], pulled.loss[row] = total.detach()[0], loss.detach()[0]
+        session.beat()
+    return pulled
+
+
+def _fits(reward: rewards.Reward) -> bool:
+    needed = rewards.needs(_inner(reward))
+    return needed.gradients and needed.images and needed.kind == "pointwise"
+
+
+def _inner(reward: rewards.Reward) -> rewards.Reward:
+    """The reward itself, where it is called in smaller batches or from a cache."""
+    return reward.reward if isinstance(reward, Calls) else reward
+
+
+def _columns(session: Session, slots: list[int]) -> list[Mapping[str, list[Any]]]:
+    """The columns of each slot's prompt, as lists of one row."""
+    sampling, config = session.config.sampling, session.config
+    rows = prompt_indices(
+        len(session.prompts), sampling.prompts_per_iteration, seed=config.seed, iteration=session.iteration
+    )
+    chosen = [session.prompts[rows[slot // sampling.group_size]] for slot in slots]
+    return [{name: [value] for name, value in row.columns.items()} for row in chosen]
