@@ -33,6 +33,9 @@ FINISHED: dict[str, dict[str, Any]] = {
     "crd": {"updates_per_iteration": 1},
     "dpo": {"timesteps_per_pair": 2},
     "d3po": {"kernel": "flow_sde", "noise_level": 0.7},
+    "prdp": {"kernel": "flow_sde", "noise_level": 0.7, "beta": 0.1, "clip_range": 1e-3},
+    "guard": {"algorithm": "flow_grpo", "guard": True, "clip_range": 4e-6},
+    "prompt_history": {"algorithm": "flow_grpo", "advantage_scale": "prompt_history", "history": {"min_count": 2}},
 }
 QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}, "optimizer": {"max_grad_norm": 1e9}}
 
@@ -94,9 +97,21 @@ def test_any_number_of_processes_draws_the_same(folder: Path, model: Path, train
 def test_finished_samples_and_pairs_are_learnt_from_alike(folder: Path, model: Path, name: str) -> None:
     """Whole groups in 3 micro-batches over two processes beside one."""
     sampling = {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 3}
-    changes: dict[str, Any] = {"trainer": {"algorithm": name, **FINISHED[name]}, "sampling": sampling, "iterations": 1}
+    changes: dict[str, Any] = {"trainer": {"algorithm": name} | FINISHED[name], "sampling": sampling, "iterations": 1}
     (alone,) = recorded(folder, model, 1, **changes)
     check_equal(recorded(folder, model, 2, **changes), alone)
+
+
+PAIRS = [{"algorithm": name} | FINISHED[name] for name in ("prdp", "dpo", "d3po")]
+
+
+@pytest.mark.parametrize("trainer", PAIRS, ids=lambda trainer: trainer["algorithm"])
+def test_sharded_pairs_are_learnt_from_alike(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
+    """FSDP2 over two processes beside one process that holds everything."""
+    sampling = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}
+    common: dict[str, Any] = {"trainer": trainer, "sampling": sampling, "lora": None, "iterations": 1}
+    (alone,) = recorded(folder, model, 1, **common)
+    check_equal(recorded(folder, model, 2, "sharded", distributed={"fsdp": True}, **common), alone)
 
 
 @pytest.mark.parametrize("trainer", [GRPO, NFT], ids=["flow_grpo", "diffusion_nft"])
