@@ -23,6 +23,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def kontext(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random FLUX.1-Kontext, which edits pictures. Not to be changed."""
+    folder = tmp_path_factory.mktemp("model") / "tiny-kontext"
+    FAMILIES["flux_kontext"]().pipe.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A fresh folder with prompt files and rewards."""

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import runs
 import torch
-from editing_families import flux_kontext
 from PIL import Image
 
 from genrl.config import Config
@@ -20,13 +19,6 @@ from genrl.diffusion.train import train
 from genrl.runtime.guards import NonFiniteError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def kontext(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("editing") / "kontext"
-    flux_kontext().pipe.save_pretrained(path)
-    return path
 
 
 def editing(folder: Path, kontext: Path, **changes: Any) -> Config:
