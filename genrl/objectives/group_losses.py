@@ -1,0 +1,68 @@
+"""Losses of whole groups, which are no product of advantage, weight and surrogate: Reg-GRPO, REAL, DMPO.
+
+score [B] is a row's log-ratio or log-probability with its gradient (`tokens.sequence_log_ratio`, `mean_log_ratio`,
+`row_mean`); group [B] integers. **Groups must be complete**: a micro-batch that holds half of one is another loss.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def regression_loss(score: Tensor, advantage: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """`(A - z)^2`, [B]; z the z-score of `score` in its group: Reg-GRPO (DeepVideo-R1, arXiv 2506.07464, eqs. 7-8).
+
+    score: `sequence_log_ratio`. z has sample std + eps; eps, which the paper does not give, is ours.
+    On the first update after a rollout all scores are 0, so that z is 0 and its gradient 1 / eps: clip gradients, and
+    take at least two updates per rollout.
+    """
+    index = torch.unique(group, return_inverse=True)[1]
+    predicted = torch.zeros_like(score)
+    for slot in range(int(index.max()) + 1):
+        members = (index == slot).nonzero()[:, 0]
+        if members.numel() > 1:
+            chosen = score[members]
+            # torch's std has gradient 0, not NaN, where all are equal
+            predicted = predicted.index_put((members,), (chosen - chosen.mean()) / (chosen.std() + eps))
+    return (advantage.detach().to(score.dtype) - predicted) ** 2
+
+
+def classification_loss(score: Tensor, positive: Tensor, group: Tensor, *, tau: float = 0.5) -> Tensor:
+    """`log(1 + sum_pos exp(-s / tau)) + log(1 + sum_neg exp(s / tau))` of each group, [P]: REAL.
+
+    score: `mean_log_ratio`; positive: bool [B], correct rows (ms-swift: those of positive group advantage). The 1 is
+    the anchor's logit 0. A group without both classes has 0, and counts in the mean.
+    """
+    if tau <= 0:
+        raise ValueError(f"the temperature tau must be positive, got {tau}")
+    index = torch.unique(group, return_inverse=True)[1]
+    losses = []
+    for slot in range(int(index.max()) + 1):
+        members = index == slot
+        good, bad = score[members & positive.bool()], score[members & ~positive.bool()]
+        anchor = score.new_zeros(1)
+        if len(good) and len(bad):
+            parts = torch.cat([anchor, -good / tau]).logsumexp(0) + torch.cat([anchor, bad / tau]).logsumexp(0)
+        else:
+            parts = 0.0 * score[members].sum()
+        losses.append(parts)
+    return torch.stack(losses)
+
+
+def distribution_matching_loss(score: Tensor, rewards: Tensor, group: Tensor, *, tau: float = 1.0) -> Tensor:
+    """KL(q || p) of each group, [P]: q = softmax(reward / tau), p = softmax(score): DMPO, **experimental**.
+
+    score: the mean log-probability of a row (`row_mean`). The paper's weighting is not available to us; this is its
+    abstract's idea, with q of our choice. Rows of reward NaN are left out.
+    """
+    if tau <= 0:
+        raise ValueError(f"the temperature tau must be positive, got {tau}")
+    index = torch.unique(group, return_inverse=True)[1]
+    losses = []
+    for slot in range(int(index.max()) + 1):
+        members = (index == slot) & ~rewards.isnan()
+        target = (rewards.detach()[members].to(score.dtype) / tau).softmax(dim=0)
+        losses.append(F.kl_div(score[members].log_softmax(dim=0), target, reduction="sum"))
+    return torch.stack(losses)

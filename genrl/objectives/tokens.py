@@ -1,0 +1,68 @@
+"""Token sequences: masks, means over tokens, and log-ratios. What all `token_*` modules share.
+
+Conventions of these modules. B rows (completions), T padded length; per-token tensors are [B, T], per-row ones [B].
+`mask` [B, T] (bool, or 0 and 1) marks the tokens that the policy chose: the completion with its end token, without
+observations, tool output and padding. **Where it is 0, the other tensors may hold anything, NaN too**: nothing of it
+reaches a value or a gradient. `log_prob` is the only tensor with a gradient; `old_log_prob` is of the weights that the
+update starts from, `sampler_log_prob` what the generation engine reports, `ref_log_prob` of the reference. Advantages
+are [B] (one per row) or [B, T]. Nothing here rounds: the result has the dtype of `log_prob`, which is float32 or more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """values with 0 where the mask is 0, whatever stood there (NaN and infinity included; no gradient to it)."""
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def token_count(mask: Tensor) -> Tensor:
+    """n_b: tokens of each row, int64 [B]."""
+    return mask.bool().sum(dim=1)
+
+
+def row_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the tokens of each row, [B]."""
+    return masked(values, mask).sum(dim=1)
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the tokens of each row, [B]; 0 for a row without any."""
+    return row_sum(values, mask) / token_count(mask).clamp(min=1)
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over all tokens of the call, []; 0 where there is none."""
+    return masked(values, mask).sum() / mask.bool().sum().clamp(min=1)
+
+
+def per_token(values: Tensor, mask: Tensor) -> Tensor:
+    """What tokens are multiplied with: [B] becomes [B, 1], which stays; of [B, T] the masked are set to 0.
+
+    Raises ValueError for another shape.
+    """
+    if values.dim() == 1 and len(values) == len(mask):
+        return values[:, None]
+    if values.shape == (len(mask), 1):
+        return values
+    if values.shape == mask.shape:
+        return masked(values, mask)
+    raise ValueError(f"one value per row or per token of {list(mask.shape)} is needed, got {list(values.shape)}")
+
+
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """`l - l_old`, [B, T]; 0 where masked. Gradient through `log_prob` only."""
+    return masked(log_prob, mask) - masked(old_log_prob.detach(), mask)
+
+
+def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """`sum_t (l - l_old)`: the log-ratio of whole completions, [B]."""
+    return log_ratio(log_prob, old_log_prob, mask).sum(dim=1)
+
+
+def mean_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """`sum_t (l - l_old) / n_b`, [B]: its exp is GSPO's length-normalised ratio s_b (arXiv 2507.18071, eq. 7)."""
+    return sequence_log_ratio(log_prob, old_log_prob, mask) / token_count(mask).clamp(min=1)
