@@ -148,6 +148,9 @@ def sample(
     width: Width = None,
     seed: Annotated[int, typer.Option(min=0, help="Noise of picture k is that of seed + k.")] = 0,
     dtype: Precision = "float32",
+    rewriter: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Rewrite the prompts by a run's language model: RUN/rewriter.")
+    ] = None,
 ) -> None:
     """Draw pictures from any pipeline, with or without a LoRA, from fixed noise.
 
@@ -166,7 +169,12 @@ def sample(
     from genrl.diffusion.sample import load
     from genrl.diffusion.sample import sample as draw
 
-    paths = draw(load(chosen, adapter), texts, out, seed=seed, arguments=arguments)
+    writer = None
+    if rewriter is not None:
+        from genrl.diffusion.rewriter import load_rewriter
+
+        writer = load_rewriter(rewriter)
+    paths = draw(load(chosen, adapter), texts, out, seed=seed, arguments=arguments, rewriter=writer)
     typer.echo(f"{len(paths)} pictures and grid.png in {out}")
 
 

@@ -15,12 +15,10 @@ samples keep the flow model good at prompts that nobody rewrote. docs/prompt_rl.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -34,7 +32,7 @@ from genrl.diffusion.metering import Meter
 from genrl.diffusion.old_policy import check_on_policy
 from genrl.diffusion.plans import sampling_plan
 from genrl.diffusion.policy import Batch
-from genrl.diffusion.rewriter import Rewriter, Written
+from genrl.diffusion.rewriter import Rewriter, TextRoom, Written
 from genrl.diffusion.rollout import Rollouts, call_arguments
 from genrl.diffusion.session import Session
 from genrl.mdp.batches import prompt_indices
@@ -42,8 +40,6 @@ from genrl.objectives.policy_losses import kl_k3
 from genrl.objectives.prompt_rl import joint_rewards, prompt_group, rewriter_loss, tagged_rewards
 from genrl.prompts import Prompt
 
-ANY = 1_000_000
-"""Tokenizers without a limit say that theirs is larger than this."""
 OFF_POLICY = 0.05
 """Mean |ratio - 1| of tokens above which the texts were not written by the model that is trained."""
 
@@ -190,34 +186,6 @@ def rewritten(session: Session, rewriter: Rewriter, fits: TextRoom, prompts: Seq
         session.beat()
     found = dict(gather_object(mine))
     return [found[row] for row in range(len(prompts))]
-
-
-class TextRoom:
-    """Whether a text fits into the longest of a pipeline's text encoders; the others cut it, as ever.
-
-    The limit is the tokenizer's `model_max_length`, for those that take it (all but CLIP's) also `max_sequence_length`
-    of the call.
-    """
-
-    def __init__(self, pipe: Any, arguments: dict[str, Any]) -> None:
-        parameter = inspect.signature(type(pipe).__call__).parameters.get("max_sequence_length")
-        called = arguments.get("max_sequence_length", parameter.default if parameter else None)
-        self.name, self.tokenizer, self.limit = "", None, 0
-        for name, part in sorted(pipe.components.items()):
-            if not name.startswith("tokenizer") or part is None:
-                continue
-            limit = int(getattr(part, "model_max_length", ANY))
-            if isinstance(called, int) and "CLIP" not in type(part).__name__:
-                limit = min(limit, called)
-            if limit > self.limit:
-                self.name, self.tokenizer, self.limit = name, part, limit
-
-    def length(self, text: str) -> int:
-        """Its tokens, those of the beginning and the end included."""
-        return len(self.tokenizer(text).input_ids) if self.tokenizer is not None else 0
-
-    def __call__(self, text: str) -> bool:
-        return self.tokenizer is None or self.limit >= ANY or self.length(text) <= self.limit
 
 
 def check_prompts(session: Session, settings: PromptRL, fits: TextRoom) -> None:

@@ -8,8 +8,9 @@ else.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from genrl.objectives.prompt_rl import completion_mask
 from genrl.runtime.run import write_atomic
 
 SETTINGS = "rewriter.json"
+ANY = 1_000_000
+"""Tokenizers without a limit say that theirs is larger than this."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +165,11 @@ class Rewriter:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def save_pretrained(self, folder: Path) -> None:
-        """The adapter as peft loads it, with the tokenizer, and how the model is asked (`rewriter.json`)."""
+        """The adapter as peft loads it, and how the model is asked (`rewriter.json`).
+
+        Without the tokenizer: beside one `AutoPeftModelForCausalLM` resizes the model's vocabulary.
+        """
         self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
         write_atomic(folder / SETTINGS, json.dumps(self.settings.model_dump(mode="json"), indent=1))
 
 
@@ -204,6 +209,34 @@ def load_base(settings: RewriterSettings) -> tuple[Any, Any]:
     end = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
     return tokenizer, model.requires_grad_(False)
+
+
+class TextRoom:
+    """Whether a text fits into the longest of a pipeline's text encoders; the others cut it, as ever.
+
+    The limit is the tokenizer's `model_max_length`, for those that take it (all but CLIP's) also `max_sequence_length`
+    of the call.
+    """
+
+    def __init__(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
+        parameter = inspect.signature(type(pipe).__call__).parameters.get("max_sequence_length")
+        called = arguments.get("max_sequence_length", parameter.default if parameter else None)
+        self.name, self.tokenizer, self.limit = "", None, 0
+        for name, part in sorted(pipe.components.items()):
+            if not name.startswith("tokenizer") or part is None:
+                continue
+            limit = int(getattr(part, "model_max_length", ANY))
+            if isinstance(called, int) and "CLIP" not in type(part).__name__:
+                limit = min(limit, called)
+            if limit > self.limit:
+                self.name, self.tokenizer, self.limit = name, part, limit
+
+    def length(self, text: str) -> int:
+        """Its tokens, those of the beginning and the end included."""
+        return len(self.tokenizer(text, verbose=False).input_ids) if self.tokenizer is not None else 0
+
+    def __call__(self, text: str) -> bool:
+        return self.tokenizer is None or self.limit >= ANY or self.length(text) <= self.limit
 
 
 class _Draw(LogitsProcessor):

@@ -21,6 +21,7 @@ from genrl.diffusion.evaluate import Evaluated, evaluate
 from genrl.diffusion.export import load_lora
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy import Policy
+from genrl.diffusion.rewriter import Rewriter, TextRoom
 from genrl.diffusion.scoring import Scorers
 from genrl.prompts import Prompt
 from genrl.runtime.pictures import grid, save_png, to_pil
@@ -44,28 +45,35 @@ def sample(
     *,
     seed: int = 0,
     arguments: Mapping[str, Any] | None = None,
+    rewriter: Rewriter | None = None,
 ) -> list[Path]:
     """Draw one picture per prompt into `out` (00000.png, ..., prompts.json, grid.png); returns the pictures' paths.
 
     The pictures of an earlier call, which its prompts.json lists, are removed; no other files are. arguments: of the
-    pipeline call (num_inference_steps, guidance_scale, height, ...). Raises ValueError for one that the pipeline does
-    not take.
+    pipeline call (num_inference_steps, guidance_scale, height, ...). rewriter: prompt k is drawn as this model rewrites
+    it, by the key (seed + k,). Raises ValueError for an argument that the pipeline does not take.
     """
     check_call_arguments(pipe, arguments or (), section=None)
+    texts = list(prompts)
+    if rewriter is not None:
+        fits = TextRoom(pipe, arguments or {})
+        texts = [rewriter.rewrite(prompt, (seed + k,), fits) for k, prompt in enumerate(prompts)]
     out.mkdir(parents=True, exist_ok=True)
     for old in drawn_in(out):
         old.unlink(missing_ok=True)
     record = [{"file": f"{k:05d}.png", "prompt": prompt, "seed": seed + k} for k, prompt in enumerate(prompts)]
+    if rewriter is not None:
+        record = [{**row, "drawn": text} for row, text in zip(record, texts, strict=True)]
     # Before the pictures, so that those of a call that is cut short are listed, too, and removed by the next.
     write_atomic(out / DRAWN, json.dumps(record, indent=1, ensure_ascii=False))
     paths, pictures = [], []
-    for k, prompt in enumerate(prompts):
+    for k, prompt in enumerate(texts):
         generator = torch.Generator().manual_seed(seed + k)
         made = pipe(prompt=prompt, generator=generator, output_type="pt", return_dict=False, **(arguments or {}))[0][0]
         picture = to_pil(made.cpu())
         paths.append(save_png(picture, out / f"{k:05d}.png"))
         pictures.append(picture)
-    save_png(grid(pictures[:64], list(prompts[:64])), out / GRID)
+    save_png(grid(pictures[:64], texts[:64]), out / GRID)
     return paths
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from test_draft import SMOOTH
 
 from genrl.diffusion.metering import Meter
 from genrl.diffusion.train import train
@@ -33,6 +34,13 @@ GROUPS = set(SECTIONS["Groups and advantages"])
 RATIO = {"loss/policy", "ratio/mean", "ratio/std", "ratio/max_abs_dev"}
 OLD = {"policy/old_decay", "policy/sampling_decay"}
 PAIRS = {"preference/pairs", "preference/correct", "preference/logit"}
+PROMPT_RL = {
+    "algorithm": "prompt_rl",
+    "retained": 1,
+    "kl_weight": 0.0,
+    "rewriter": {"path": str(Path(__file__).parents[2] / "assets/tiny-lm"), "max_new_tokens": 4},
+}
+ASSISTED = set(SECTIONS["Direct reward and Diff-Instruct"]) - {"draft/steps", "draft/pull"}
 D3PO = {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7}
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     # settings, and the entries that such a run does not log
@@ -64,6 +72,10 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         OTHERS["flow_grpo"] | USED | PULL | KL | EVALUATION | {"zero_std_ratio", "group_std_mean"},
     ),
+    "prompt_rl": (
+        {"trainer": PROMPT_RL, "evaluation": {"every": 2}},
+        OTHERS["flow_grpo"] - set(SECTIONS["PromptRL"]) | USED | PULL | KL,
+    ),
     "prdp": (
         {"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7}, "evaluation": {"every": 0}},
         OTHERS["prdp"] | USED | {"advantage/abs_mean", "advantage/clipped"} | KL | EVALUATION,
@@ -88,6 +100,18 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"trainer": D3PO, "evaluation": {"every": 0}},
         METHODS - PAIRS - {"preference/clip_frac"} | USED | GROUPS | KL | EVALUATION,
     ),
+    "draft": (
+        {"trainer": {"algorithm": "draft"}, "evaluation": {"every": 0}},
+        METHODS - {"draft/steps", "draft/pull"} | USED | GROUPS | KL | EVALUATION,
+    ),
+    "diff_instruct": (
+        {
+            "trainer": {"algorithm": "diff_instruct"},
+            "sampling": {"num_inference_steps": 1},
+            "evaluation": {"every": 0},
+        },
+        METHODS - ASSISTED | USED | GROUPS | KL | {"loss"} | EVALUATION,
+    ),
     "spo": (
         {
             "trainer": {"algorithm": "spo", "kernel": "flow_sde", "noise_level": 0.7, "first": 0, "threshold": 0.0},
@@ -105,6 +129,9 @@ def test_a_run_logs_what_the_catalogue_has(folder: Path, model: Path, name: str)
     rewards = [runs.reward(folder, "redness")]
     if not USED & absent:
         rewards = [runs.reward(folder, "redness", **GATED), runs.reward(folder, "brightness", weight=0)]
+    if name in ("draft", "diff_instruct"):
+        (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
+        rewards = [{"name": f"{folder / 'smooth.py'}:warmth"}, runs.reward(folder, "redness", weight=0)]
     run = train(runs.config(folder, model, rewards=rewards, **changes))
     entry = {id(doc): key for key, doc in METRICS.items()}
     logged = {entry[id(document(key))] for row in read_metrics(Run(run).metrics) for key in row if key != "step"}
