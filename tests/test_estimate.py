@@ -69,6 +69,25 @@ def config(**sections: Any) -> Config:
             12,
         ),
         ({"trainer": {"algorithm": "d3po"}}, 60, 96, 48),
+        ({"trainer": {"algorithm": "draft"}}, 60, 12, 12),
+        ({"trainer": {"algorithm": "draft", "steps": 3}, "sampling": {"guidance_scale": 4.0}}, 120, 144, 72),
+        ({"trainer": {"algorithm": "draft", "truncation": "alignprop", "steps": 2}}, 60, 30, 18),  # 1 or 4 calls
+        ({"trainer": {"algorithm": "draft", "truncation": "refl", "steps": 3}}, 48, 12, 12),  # 3, 4 or 5 steps drawn
+        (
+            {"trainer": {"algorithm": "diff_instruct", "assistant_steps": 2}, "sampling": {"num_inference_steps": 1}},
+            12,
+            72,  # the assistant's two steps, its score, the teacher's two, the generator
+            72,
+        ),
+        (
+            {
+                "trainer": {"algorithm": "diff_instruct", "divergence": "kl", "guidance": "none"},
+                "sampling": {"num_inference_steps": 1},
+            },
+            12,
+            48,
+            24,
+        ),
         ({"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0}}, 60, 96, 48),
         ({"trainer": {"algorithm": "diffusion_nft", "timesteps_per_sample": 2}}, 60, 72, 24),
         ({"trainer": {"algorithm": "diffusion_nft", "old_policy_decay": "none", "kl_weight": 0}}, 60, 48, 48),
