@@ -1,0 +1,90 @@
+"""Every method, from its own YAML on the embedded models: ended after one iteration and gone on with is never ended.
+
+Weights, snapshots, optimisers, what a trainer keeps beside them, and metrics, to the bit. A new method is tested as
+soon as its file is in configs/diffusion.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import runs
+from diffusers import DiffusionPipeline
+
+import genrl.diffusion.train as train_module
+from genrl.config import Config, Model, load
+from genrl.diffusion.session import Session
+from genrl.diffusion.train import train
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # deprecations within diffusers
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {
+    path.stem: path
+    for path in sorted((ROOT / "configs/diffusion").glob("*.yaml"))
+    if load(path).model.path.startswith("assets/")
+}
+GROUPS = {"branch_grpo": 4, "tree_grpo": 3, "mix_grpo": 4, "tree_rpo": 8, "b2_diffurl": 4}
+"""Samples per prompt where fewer than the file's would do: whole trees."""
+
+
+def shrunken(path: Path, output: Path) -> Config:
+    """The file's settings with the fewest samples: one prompt for each optimiser step, small groups."""
+    full = load(path)
+    group = min(full.sampling.group_size, GROUPS.get(path.stem, full.sampling.group_size))
+    if getattr(full.trainer, "tree", None) is None:
+        group = min(group, 4)
+    prompts = full.trainer.updates_per_iteration
+    changes = [
+        f"sampling.prompts_per_iteration={prompts}",
+        f"sampling.group_size={group}",
+        f"sampling.batch_size={group}",
+        "evaluation={every: 1, num_prompts: 1, grid_prompts: 0}",
+        "checkpoint={every: 1, keep: 9}",
+        "trackers=[]",
+        "iterations=2",
+        f"output={output}",
+    ]
+    return load(path, changes)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_resume_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    kept: set[str] = set()
+    keep = Session.keep
+
+    def watched(self: Session, name: str, thing: object) -> None:
+        kept.add(name)
+        keep(self, name, thing)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Session, "keep", watched)
+    loaded: list[str] = []
+    load_pipeline = train_module.load_pipeline
+
+    def counted(model: Model) -> DiffusionPipeline:
+        loaded.append(model.path)
+        return load_pipeline(model)
+
+    monkeypatch.setattr(train_module, "load_pipeline", counted)
+    straight = train(shrunken(FILES[name], tmp_path / "straight"))
+    config = shrunken(FILES[name], tmp_path / "stopped")
+    shutil.copytree(straight, tmp_path / "stopped")
+    newest = checkpoint.latest(Run(tmp_path / "stopped").checkpoints)
+    assert newest is not None and newest.name == "step-000002"
+    shutil.rmtree(newest)
+    stopped = train(config, tmp_path / "stopped")
+    assert len(loaded) == 2  # one for each of the two runs: no reference, old policy or average is another model
+    assert runs.differences(straight, stopped) == []
+    one, two = (checkpoint.load(straight / "checkpoints" / f"step-{k:06d}") for k in (1, 2))
+    assert any(not one.tensors["weights"][key].equal(value) for key, value in two.tensors["weights"].items()) or all(
+        row.get("updates") == 0.0 for row in runs.rows(straight)[2:]
+    )
+    for stem, tensors in two.tensors.items():
+        if stem == "weights" or stem.startswith("snapshot-"):
+            assert tensors.keys() == one.tensors["weights"].keys() and all(".lora_" in key for key in tensors)
+    assert {stem.removeprefix("kept-") for stem in two.tensors if stem.startswith("kept-")} == kept
