@@ -15,7 +15,14 @@ from typing import Any
 
 from genrl.config.candidates import candidate_plan
 from genrl.config.files import read_json
-from genrl.config.plans import Round, is_flow_grpo, roots_together, rounds
+from genrl.config.plans import (
+    Round,
+    is_flow_grpo,
+    is_talk2move,
+    roots_together,
+    rounds,
+    step_evaluation_calls,
+)
 from genrl.config.schema import (
     ATTENTION_LAYERS,
     AWM,
@@ -108,6 +115,9 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         if trainer.guard:  # the means before the first update, of the samples that it does not train on
             extra += replayed * (1 - 1 / trainer.updates_per_iteration) * train_guidance
         learned = replayed * replays_per_state(trainer, guidance) + extra
+        if is_talk2move(trainer) and trainer.exit_step is None:
+            times = math.ceil(config.iterations / (trainer.step_evaluation.every or config.iterations))
+            drawn += times * step_evaluation_calls(trainer, steps) / config.iterations
         if trainer.tree is not None:
             first = trains[0].plan
             pieces = math.ceil(first.roots * sampling.prompts_per_iteration / roots_together(config, first, 1))
@@ -143,6 +153,8 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
             learned -= until * trained * guidance
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     eval_steps = (evaluation.num_inference_steps or steps) * evaluation.group_size
+    if trainer.algorithm == "prompt_rl":  # the prompts as they are, and rewritten
+        eval_steps *= 2
     every = evaluation.every
     return Plan(
         images=images,
