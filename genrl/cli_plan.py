@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from genrl.config import Config, FlowGRPO
+    from genrl.config import Config, FlowGRPO, Talk2Move
     from genrl.config.plans import Round
     from genrl.estimate import Component
 
@@ -48,7 +48,7 @@ def plan(
 def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]:
     """What `genrl plan` prints."""
     from genrl.config.candidates import candidate_plan
-    from genrl.config.plans import is_flow_grpo, rounds
+    from genrl.config.plans import is_flow_grpo, is_talk2move, rounds
     from genrl.estimate import plan as estimate
     from genrl.estimate import replays_per_state
     from genrl.mdp.plan import describe, make_plan
@@ -59,7 +59,7 @@ def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]
     independent = float(found.images * sampling.num_inference_steps * found.guidance)
     if is_flow_grpo(trainer):
         trains = rounds(config, trainer)
-        yield from _window(config, trainer, trains)
+        yield from _exit(config, trainer) if is_talk2move(trainer) else _window(config, trainer, trains)
         replays = replays_per_state(trainer, found.guidance)
         for one in dict.fromkeys((trains[0], trains[-1])):
             if len(trains) > 1:
@@ -95,6 +95,18 @@ def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]
     )
     if found.guidance > 1:
         yield "a step with guidance counts as two calls"
+
+
+def _exit(config: Config, trainer: Talk2Move) -> Iterator[str]:
+    """Where the chain is left, in words."""
+    from genrl.config.plans import exit_calls, latest_exit
+
+    steps = config.sampling.num_inference_steps
+    last = latest_exit(trainer, steps)
+    calls = exit_calls(trainer, steps, last)
+    yield f"{steps} steps, of which the first {last} are run, with noise; then a shortcut of {calls - last}"
+    if trainer.exit_step is None:
+        yield "the exit step is found by step_evaluation: all numbers are at most these"
 
 
 def _window(config: Config, trainer: FlowGRPO, trains: Sequence[Round]) -> Iterator[str]:

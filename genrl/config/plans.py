@@ -45,6 +45,13 @@ def is_flow_grpo(trainer: object) -> TypeGuard[FlowGRPO]:
     return isinstance(trainer, FlowGRPO)
 
 
+def is_talk2move(trainer: object) -> TypeGuard[Talk2Move]:
+    """Whether a trainer's settings are Talk2Move's."""
+    from genrl.config.schema import Talk2Move
+
+    return isinstance(trainer, Talk2Move)
+
+
 def window_end(window: Window, steps: int) -> int:
     """Step before which the window ends."""
     return steps - 1 if window.high is None else window.high
@@ -144,7 +151,13 @@ def rounds(config: Config, settings: FlowGRPO) -> list[Round]:
 
     Raises ValueError for a plan that cannot be, or a pruning that leaves no trained step.
     """
-    steps, iterations, window = config.sampling.num_inference_steps, config.iterations, settings.window
+    sampling, iterations = config.sampling, config.iterations
+    if is_talk2move(settings):  # a chain of the drawn steps and the shortcut
+        exit_at = latest_exit(settings, sampling.num_inference_steps)
+        steps = exit_calls(settings, sampling.num_inference_steps, exit_at)
+        sampling = sampling.model_copy(update={"num_inference_steps": steps})
+        settings = with_exit(settings, exit_at)
+    steps, window = sampling.num_inference_steps, settings.window
     prune = settings.tree.prune if settings.tree is not None else None
     still = prune is None and (window is None or window.schedule in DRAWN)
     found: dict[tuple[range | None, range], float] = {}
@@ -158,7 +171,7 @@ def rounds(config: Config, settings: FlowGRPO) -> list[Round]:
             places = [(fixed_window(window, steps=steps, iteration=iteration, iterations=iterations), 1.0)]
         for place, share in places:
             if place not in plans:
-                plans[place] = plan_of(config.sampling, settings, place)
+                plans[place] = plan_of(sampling, settings, place)
             depths = range(0)
             if prune is not None:
                 depths = pruned_depths(prune, plans[place], iteration=iteration, iterations=iterations)
@@ -179,9 +192,21 @@ def with_exit(settings: Talk2Move, exit_at: int) -> Talk2Move:
     return settings.model_copy(update={"window": Window(size=exit_at, high=exit_at)})
 
 
+def latest_exit(settings: Talk2Move, steps: int) -> int:
+    """The exit step as configured; where it is found by the run, the last that it may find."""
+    return min(settings.exit_step or steps, steps - 1)
+
+
 def exit_calls(settings: Talk2Move, steps: int, exit_at: int) -> int:
     """Model evaluations per picture, guidance aside: the drawn steps and a shortcut, never more than `steps`."""
     return exit_at + min(settings.shortcut, steps - exit_at)
+
+
+def step_evaluation_calls(settings: Talk2Move, steps: int) -> int:
+    """Model evaluations of one step evaluation, guidance aside: chains of steps - 1, left at every step."""
+    counts = settings.step_evaluation
+    ends = sum(exit_calls(settings, steps, k) - k for k in range(1, steps))
+    return counts.prompts * counts.samples * (steps - 1 + ends)
 
 
 def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> int:

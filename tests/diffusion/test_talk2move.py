@@ -19,6 +19,7 @@ from genrl.diffusion.plans import choose_kernel, sampling_plan
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import batch_inputs, call_arguments
 from genrl.diffusion.train import train
+from genrl.estimate import plan
 from genrl.mdp.early_exit import exit_step, model_calls
 from genrl.objectives.advantages import group_advantages
 from genrl.runtime.run import Run
@@ -31,7 +32,7 @@ STEPS = 5
 
 
 def config(folder: Path, kontext: Path, sampling: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Config:
-    sampling = {"num_inference_steps": STEPS, "same_initial_noise": True, **sampling}
+    sampling = {"num_inference_steps": STEPS, "guidance_scale": 1.0, "same_initial_noise": True, **sampling}
     return editing(folder, kontext, sampling=sampling, **changes)
 
 
@@ -45,8 +46,10 @@ def run(config: Config) -> Watched:
 @pytest.mark.parametrize("exit_at", [1, 2, 4])
 def test_a_picture_costs_the_drawn_steps_and_the_shortcut(folder: Path, kontext: Path, exit_at: int) -> None:
     """And training the drawn steps; on policy every ratio is exactly 1. At step 4 of 5 one step is left."""
-    path = train(config(folder, kontext, trainer={**MOVE, "exit_step": exit_at}, **QUIET))
-    for row in runs.rows(path):
+    chosen = config(folder, kontext, trainer={**MOVE, "exit_step": exit_at}, **QUIET)
+    predicted = plan(chosen)
+    for row in runs.rows(train(chosen)):
+        assert (row["model_calls/sample"], row["model_calls/train"]) == (predicted.sample_calls, predicted.train_calls)
         assert row["model_calls/sample"] == 4 * model_calls(STEPS, exit_at, min(2, STEPS - exit_at))
         assert row["model_calls/train"] == 4 * exit_at and row["window/size"] == exit_at
         assert row["ratio/max_abs_dev"] == 0.0 and row["grad_norm"] > 0 and "exit/variance" not in row
@@ -99,8 +102,9 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(folder: P
 def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: Path) -> None:
     """2 x 3 chains of 4 drawn steps, left 4 times with a shortcut of 2, 2, 2 and 1 steps."""
     settings = {**MOVE, "step_evaluation": {"prompts": 2, "samples": 3, "every": 2}}
-    path = train(config(folder, kontext, trainer=settings, iterations=4, **QUIET))
-    found = runs.rows(path)
+    chosen = config(folder, kontext, trainer=settings, iterations=4, **QUIET)
+    found = runs.rows(train(chosen))
+    assert plan(chosen).sample_calls == 4 * 5 + 2 * 6 * (4 + 7) / 4  # at most: no exit is later than the last step
     for n, row in enumerate(found):
         size = int(row["window/size"])
         own = 4 * model_calls(STEPS, size, min(2, STEPS - size))
