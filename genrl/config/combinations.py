@@ -517,7 +517,7 @@ def _model(config: Config) -> Iterator[Finding]:
 
 def _optimizer(config: Config) -> Iterator[Finding]:
     warmup, total = config.optimizer.warmup_steps, config.optimizer_steps
-    if warmup >= total:
+    if warmup >= total > 0:  # that nothing is trained is told elsewhere
         keys = ("optimizer.warmup_steps", "iterations", "trainer.updates_per_iteration")
         yield keys, f"the run has {total} optimiser steps, so the warm-up never ends; use {total - 1} or less"
 
