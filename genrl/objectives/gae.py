@@ -1,0 +1,165 @@
+"""Generalised advantage estimation over environment steps and over chunks of them.
+
+Shapes: T rows of B environments; a row is one decision (a chunk of up to C actions, or one action). Everything is
+computed in float64. terminated: the episode ended in this row by the task's own rules; truncated: it was cut (a time
+limit). next_values is the value of the *true* next observation, the final one where the episode ended, never that of
+the episode which follows. Rows that only reset an environment (gymnasium's next-step mode) may hold anything: no trace
+enters or leaves through them; leave them out with `episodes.valid_transitions`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+ChunkMode = Literal["chunk", "smdp"]
+
+
+class Estimate(NamedTuple):
+    """advantages [T, B] and returns [T, B] = advantages + values, the critic's target; float64."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+class ChunkReward(NamedTuple):
+    """reward [T, B] of what was executed of each chunk, and the discount [T, B] of what follows it; float64."""
+
+    reward: Tensor
+    discount: Tensor
+
+
+class ReturnScale(NamedTuple):
+    """Running variance of discounted returns: mean, variance, weight (float64 []), and the open returns [B]."""
+
+    mean: Tensor
+    variance: Tensor
+    weight: Tensor
+    open_returns: Tensor
+
+
+def gae(
+    rewards: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    *,
+    discount: Tensor | float,
+    lam: float,
+) -> Estimate:
+    """`d = r + G (1 - terminated) V' - V`, `A = d + G lam (1 - done) A'`: GAE (arXiv 1506.02438, eq. 16).
+
+    A truncated episode is bootstrapped, a terminated one is not, and both end the trace. All [T, B]; discount G is one
+    number or [T, B] (`chunk_rewards`). Raises ValueError for shapes that differ.
+    """
+    shapes = {tuple(t.shape) for t in (rewards, terminated, truncated, values, next_values)}
+    if len(shapes) != 1 or rewards.dim() != 2:
+        raise ValueError(f"rewards, flags and values must all have one shape [T, B]; got {sorted(shapes)}")
+    factor = torch.as_tensor(discount, dtype=torch.float64, device=rewards.device).expand(rewards.shape)
+    now = values.detach().double()
+    following = torch.where(terminated.bool(), 0.0, next_values.detach().double())
+    delta = rewards.double() + factor * following - now
+    carried = torch.where(terminated.bool() | truncated.bool(), 0.0, factor * lam)
+    advantages = torch.zeros_like(delta)
+    ahead = torch.zeros_like(delta[0])
+    for t in reversed(range(len(delta))):
+        ahead = delta[t] + carried[t] * ahead
+        advantages[t] = ahead
+    return Estimate(advantages, advantages + now)
+
+
+def chunk_rewards(rewards: Tensor, n_executed: Tensor, *, gamma: float, mode: ChunkMode) -> ChunkReward:
+    """The rewards of the executed actions of each chunk as one: rewards [T, B, C], n_executed [T, B] of 0 .. C.
+
+    "chunk": their sum, and gamma per chunk, whatever its length (pi_RL, DPPO). "smdp": `sum_j gamma^j r_j`, and gamma^n
+    for n executed actions, the exact discount of a semi-Markov process (RL-100). Rewards after n do not count.
+    Raises ValueError where n_executed is not in 0 .. C.
+    """
+    size = rewards.shape[-1]
+    if bool(((n_executed < 0) | (n_executed > size)).any()):
+        found = [int(n_executed.min()), int(n_executed.max())]
+        raise ValueError(f"of chunks of {size} actions between {found[0]} and {found[1]} cannot have been executed")
+    place = torch.arange(size, device=rewards.device)
+    paid = torch.where(place < n_executed[..., None], rewards.double(), 0.0)
+    if mode == "chunk":
+        return ChunkReward(paid.sum(-1), torch.full(paid.shape[:-1], gamma, dtype=torch.float64, device=paid.device))
+    if mode == "smdp":
+        return ChunkReward((paid * gamma ** place.double()).sum(-1), gamma ** n_executed.double())
+    raise ValueError(f"mode must be 'chunk' or 'smdp', got {mode!r}")
+
+
+def chunk_gae(
+    rewards: Tensor,
+    n_executed: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    mode: ChunkMode,
+) -> Estimate:
+    """`gae` over decisions: rewards [T, B, C], the rest [T, B]. With one action per decision it is plain GAE."""
+    chunk = chunk_rewards(rewards, n_executed, gamma=gamma, mode=mode)
+    return gae(chunk.reward, terminated, truncated, values, next_values, discount=chunk.discount, lam=lam)
+
+
+def fold_bootstrap(
+    rewards: Tensor, terminated: Tensor, truncated: Tensor, final_values: Tensor, *, gamma: float, always: bool
+) -> Tensor:
+    """`r_last += gamma V(final observation)` for chunks that cut an episode: rewards [B, C], flags and values [B].
+
+    How pi_RL bootstraps under auto-reset: its GAE then treats every done as an end. always: after success, too, which
+    keeps finishing from being worth less than going on. Returns [B, C] float64.
+    """
+    ended = truncated.bool() | terminated.bool() if always else truncated.bool()
+    folded = rewards.double().clone()
+    folded[..., -1] += torch.where(ended, gamma * final_values.detach().double(), 0.0)
+    return folded
+
+
+def normalise_advantages(advantages: Tensor, valid: Tensor | None = None, *, eps: float, ddof: int = 1) -> Tensor:
+    """`(A - mean) / (std + eps)` with the statistics of the valid entries, applied to all: any shape, float64.
+
+    eps 1e-5 in pi_RL, 1e-8 in DPPO; both ddof 1. Fewer than two valid entries have no spread: std 0.
+    Raises ValueError where none is valid, and for a NaN among the valid ones.
+    """
+    kept = (advantages if valid is None else advantages[valid]).double()
+    if kept.numel() == 0:
+        raise ValueError("no entry is valid: there is no advantage to normalise")
+    if bool(kept.isnan().any()):
+        raise ValueError("an advantage of a valid entry is NaN: look for a NaN reward or value")
+    spread = kept.std(correction=ddof) if kept.numel() > ddof else kept.new_zeros(())
+    return (advantages.double() - kept.mean()) / (spread + eps)
+
+
+def new_return_scale(batch: int) -> ReturnScale:
+    """Before the first reward: mean 0, variance 1, with a weight of 1e-4 of one return."""
+    zero = torch.zeros((), dtype=torch.float64)
+    return ReturnScale(zero, zero + 1.0, zero + 1e-4, torch.zeros(batch, dtype=torch.float64))
+
+
+def scale_rewards(
+    rewards: Tensor, first: Tensor, scale: ReturnScale, *, gamma: float, clip: float
+) -> tuple[Tensor, ReturnScale]:
+    """`r / std of the discounted return so far`, clamped to +-clip (DPPO: 10): [T, B] float64, and the next scale.
+
+    first [T, B]: the row begins an episode. The return up to a row is `R = r + gamma (1 - first) R_before`; its
+    variance is merged over calls from counts and moments (over count - 1, as released), so that what came before keeps
+    its weight.
+    """
+    returns = torch.zeros_like(rewards, dtype=torch.float64)
+    running = scale.open_returns
+    for t in range(len(rewards)):
+        running = rewards[t].double() + torch.where(first[t].bool(), 0.0, gamma * running)
+        returns[t] = running
+    before, new = scale.weight, returns.numel()
+    total = before + new
+    shift = returns.mean() - scale.mean
+    squares = scale.variance * before + returns.var(correction=0) * new + shift**2 * before * new / total
+    merged = ReturnScale(scale.mean + shift * new / total, squares / (total - 1.0), total, running)
+    return (rewards.double() / (merged.variance + 1e-8).sqrt()).clamp(-clip, clip), merged
