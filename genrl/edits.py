@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from genrl.world import SIZE, Scene, Split, Thing, sample_scene
+from genrl.world import SIZE, Scene, Split, Thing, held_out, sample_scene
 
 Task = Literal["move", "scale"]
 
@@ -60,6 +60,8 @@ def sample_edit(rng: np.random.Generator, task: Task, split: Split = "train") ->
     """Draw an edit at random that can be carried out. Half of the pictures have a second thing, to be left alone."""
     while True:
         scene = sample_scene(rng, "single" if rng.random() < 0.5 else "two", split)
+        if split == "eval" and not held_out(scene.groups[0]):
+            continue  # it is the other thing that training has not
         choices = list(WAYS if task == "move" else FACTORS)
         edit = Edit(scene, task, choices[rng.integers(len(choices))])
         if any(_ends(edit, edit.asked, amount) for amount in _amounts(task, edit.asked)):
