@@ -461,7 +461,7 @@ def stage_sd(args: argparse.Namespace, rank: int, world_size: int) -> None:
     modules = nn.ModuleDict({"unet": make_unet(), "text_encoder": make_text_encoder(tokenizer, CLIPTextModel)})
     scheduler = DDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
-        steps_offset=1, prediction_type="epsilon",
+        steps_offset=1, prediction_type="epsilon", timestep_spacing="trailing",
     )  # fmt: skip
     pictures, captions = draw_scenes("sd", rank, world_size)
     latents, ids = encode_scenes(vae, pictures), tokenise(tokenizer, captions)
