@@ -9,6 +9,7 @@ import pytest
 import runs
 import torch
 from test_draft import SMOOTH
+from test_editing import editing
 
 from genrl.diffusion.metering import Meter
 from genrl.diffusion.train import train
@@ -41,12 +42,28 @@ PROMPT_RL = {
     "rewriter": {"path": str(Path(__file__).parents[2] / "assets/tiny-lm"), "max_new_tokens": 4},
 }
 ASSISTED = set(SECTIONS["Direct reward and Diff-Instruct"]) - {"draft/steps", "draft/pull"}
+ASSETS = Path(__file__).parents[2] / "assets"
+ADV_GRPO = {
+    "algorithm": "adv_grpo",
+    "kl_weight": 0.01,
+    "adversary": {"references": f"{ASSETS / 'references'}:train", "schedule": "together"},
+}
+JUDGE = {"name": "dino_adversary", "args": {"model": str(ASSETS / "tiny-dino"), "size": 16, "hidden": 4}}
+MONITOR = {"eval/monitor_drop"}  # only with evaluation.monitor
 D3PO = {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7}
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     # settings, and the entries that such a run does not log
     "flow_grpo": (
         {"trainer": {"algorithm": "flow_grpo", "kl_weight": 0.01}, "evaluation": {"every": 2}},
-        OTHERS["flow_grpo"] | USED | PULL,
+        OTHERS["flow_grpo"] | USED | PULL | MONITOR,
+    ),
+    "adv_grpo": (
+        {
+            "trainer": ADV_GRPO,
+            "prompts": {"train": str(ASSETS / "prompts/shapes_train.txt")},
+            "evaluation": {"every": 1, "monitor": {"reward": "redness", "tolerance": 1.0}},
+        },
+        OTHERS["flow_grpo"] - set(SECTIONS["Adv-GRPO"]) | {"used/<name>_weight", "used/<name>_gated"} | PULL,
     ),
     "layer_tuning": (
         {
@@ -75,6 +92,14 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "prompt_rl": (
         {"trainer": PROMPT_RL, "evaluation": {"every": 2}},
         OTHERS["flow_grpo"] - set(SECTIONS["PromptRL"]) | USED | PULL | KL,
+    ),
+    "talk2move": (
+        {
+            "trainer": {"algorithm": "talk2move", "step_evaluation": {"prompts": 1, "samples": 2}},
+            "sampling": {"num_inference_steps": 4},
+            "evaluation": {"every": 0},
+        },
+        OTHERS["flow_grpo"] - set(SECTIONS["Talk2Move"]) | USED | PULL | KL | EVALUATION,
     ),
     "prdp": (
         {"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7}, "evaluation": {"every": 0}},
@@ -123,16 +148,19 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_run_logs_what_the_catalogue_has(folder: Path, model: Path, name: str) -> None:
+def test_a_run_logs_what_the_catalogue_has(folder: Path, model: Path, kontext: Path, name: str) -> None:
     """That no other key is logged is the logger's to refuse (`document` raises)."""
     changes, absent = CONFIGURATIONS[name]
     rewards = [runs.reward(folder, "redness")]
     if not USED & absent:
         rewards = [runs.reward(folder, "redness", **GATED), runs.reward(folder, "brightness", weight=0)]
+    if name == "adv_grpo":
+        rewards = [runs.reward(folder, "redness", weight=0), JUDGE]
     if name in ("draft", "diff_instruct"):
         (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
         rewards = [{"name": f"{folder / 'smooth.py'}:warmth"}]
-    run = train(runs.config(folder, model, rewards=rewards, **changes))
+    config = editing(folder, kontext, rewards=rewards, **changes) if name == "talk2move" else None
+    run = train(config or runs.config(folder, model, rewards=rewards, **changes))
     entry = {id(doc): key for key, doc in METRICS.items()}
     logged = {entry[id(document(key))] for row in read_metrics(Run(run).metrics) for key in row if key != "step"}
     assert logged == METRICS.keys() - absent
