@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from genrl.config import load
-from genrl.diffusion import awm, crd, d3po, dgpo, diffusion_nft, dpo, flow_grpo, prdp
+from genrl.diffusion import awm, crd, d3po, dgpo, diff_instruct, diffusion_nft, dpo, draft, flow_grpo, prdp
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session
 from genrl.diffusion.sharding import whole
@@ -28,6 +28,8 @@ TRAINERS: dict[str, Callable[[Session, Any], None]] = {
     "dpo": dpo.train,
     "d3po": d3po.train,
     "prdp": prdp.train,
+    "draft": draft.train,
+    "diff_instruct": diff_instruct.train,
 }
 
 

@@ -53,6 +53,14 @@ def redness(images, prompts):
     return (red - blue).tolist(), {"red": red.tolist(), "blue": blue.tolist()}
 
 
+def warmth(images):
+    """Red less blue and a little curvature, with gradients."""
+    return (images[:, 0] - images[:, 2] + 0.3 * images[:, 1] ** 2).mean(dim=(1, 2))
+
+
+warmth.differentiable = True
+
+
 def nothing(images):
     """The same score for every picture."""
     return [0.5] * len(images)

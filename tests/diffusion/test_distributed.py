@@ -102,6 +102,18 @@ def test_finished_samples_and_pairs_are_learnt_from_alike(folder: Path, model: P
     check_equal(recorded(folder, model, 2, **changes), alone)
 
 
+@pytest.mark.parametrize("name", ["draft", "diff_instruct"])
+def test_rewards_are_differentiated_alike(folder: Path, model: Path, name: str) -> None:
+    """5 micro-batches over two processes beside one. The assistant's rate is tiny: Adam makes a whole step of rounding
+    where a gradient is nearly 0, and the generator's gradient would show it."""
+    trainer = {"draft": {"steps": 2}, "diff_instruct": {"assistant_lr": 1e-9}}[name]
+    changes: dict[str, Any] = {"trainer": {"algorithm": name} | trainer, "iterations": 1}
+    changes["sampling"] = SAMPLING | ({"num_inference_steps": 1} if name == "diff_instruct" else {})
+    changes["rewards"] = [runs.reward(folder, "warmth")]
+    (alone,) = recorded(folder, model, 1, **changes)
+    check_equal(recorded(folder, model, 2, **changes), alone)
+
+
 PAIRS = [{"algorithm": name} | FINISHED[name] for name in ("prdp", "dpo", "d3po")]
 
 
