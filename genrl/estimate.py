@@ -151,6 +151,7 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
             # Until the first update the old policy is the present one, and its call is saved.
             until = min(images, sampling.batch_size * (pieces // trainer.updates_per_iteration))
             learned -= until * trained * guidance
+    trains_model = config.model_iterations / config.iterations
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     eval_steps = (evaluation.num_inference_steps or steps) * evaluation.group_size
     if trainer.algorithm == "prompt_rl":  # the prompts as they are, and rewritten
@@ -162,8 +163,8 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         trained_steps=trained,
         guidance=guidance,
         sample_calls=drawn * guidance,
-        train_calls=learned,
-        backward_calls=replayed * trainer.inner_epochs * train_guidance,
+        train_calls=learned * trains_model,
+        backward_calls=replayed * trainer.inner_epochs * train_guidance * trains_model,
         optimizer_steps=config.optimizer_steps,
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
         evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, sampling.pipeline_args, components),
