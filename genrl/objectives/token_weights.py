@@ -82,7 +82,9 @@ def group_divergence(log_rows: Tensor, mask: Tensor, group: Tensor) -> Tensor:
 def divergence_weights(divergence: Tensor, mask: Tensor, group: Tensor, *, alpha: float = 1.7) -> Tensor:
     """`1 + (alpha - 1) n` where valid, n the min-max normalised divergence over a group's positions: TW-GRPO, [B, T].
 
-    The same for all rows of a group; in [1, alpha]. divergence [P, T] from `group_divergence`.
+    The same for all rows of a group; in [1, alpha]. divergence [P, T] from `group_divergence`. A position where no row
+    of the group has a token has divergence 0 and counts in the minimum, as in the released code: for a group that is
+    shorter than the batch, weight 1 stands for full agreement.
     """
     lowest, highest = divergence.amin(dim=1, keepdim=True), divergence.amax(dim=1, keepdim=True)
     weights = 1.0 + (alpha - 1.0) * (divergence - lowest) / (highest - lowest + 1e-8)
