@@ -2,13 +2,13 @@
 
     python -m benchmarks.methods train runs/methods                        # every method and seed that is not done yet
     python -m benchmarks.methods train runs/methods --methods awm dgpo --seeds 0
-    python -m benchmarks.methods report runs/methods > docs/results.md     # and docs/img/methods.svg
+    python -m benchmarks.methods report > docs/results.md                  # and docs/img/methods.svg
 
 A run is `genrl train configs/...yaml` as it stands, in a process of its own with one thread; where the YAML has no
 reward of weight 0, a second scorer is put there that is logged and never trained on: how well picture and caption agree
 for assets/tiny-clip. `train` can be stopped and started again: finished runs are skipped, begun ones resumed. The
-processor's seconds of a run, loading and evaluation included, are in cost.json of its folder. `report` reads run
-folders alone.
+processor's seconds of a run, loading and evaluation included, are in cost.json of its folder. What the page needs of a
+finished run goes to benchmarks/results/methods.json, and `report` reads that alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import yaml
 
@@ -32,8 +33,11 @@ from genrl.runtime.run import Run, read_metrics, write_atomic
 
 SECOND = {"name": "clipscore", "weight": 0, "args": {"model": "assets/tiny-clip"}}
 FIGURE = Path("docs/img/methods.svg")
+RESULTS = Path(__file__).parent / "results" / "methods.json"
 TRAINING_CALL = 3
 """Forward-equivalents of a model call in training: one forward and a backward of two."""
+
+Summary = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,46 @@ METHODS = {
 }
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What a method is known for, in miniature."""
+
+    title: str
+    setting: str
+    finding: str
+    methods: dict[str, Method]
+
+
+CLAIMS: tuple[Claim, ...] = ()
+HEAD = """
+# Every method on the embedded models
+
+Each row is a configuration of this repository as it stands, run to its end with several seeds on one thread of a shared
+CPU. **Held-out** are the prompts of the evaluation, which no run trains on: 96 of shapes, one picture each from fixed
+noise, so a single figure has a standard error of about 0.03. A method is compared with itself before training; the rows
+are not a ranking, since models, budgets and rewards differ. The **second scorer** has weight 0. Model calls count every
+sample of a denoiser's batch; evaluation is not among them, the CPU minutes have it, and loading.
+"""
+AFTER_TABLE = """
+![held-out reward of each method over thousand forward-equivalents](img/methods.svg)
+
+Held-out reward over thousands of forward-equivalents (a call in training counts as three), one line per seed.
+
+`shapes` is the rule on what is drawn (partial credit, 0 to 1), `clipscore` the cosine of `assets/tiny-clip`, which
+learnt the same world from pictures and captions. On pictures of the untrained model the two agree only in part
+(correlation .40 within a prompt), so one may rise without the other. `jpeg` is the size in kB, a penalty.
+
+Made by `python -m benchmarks.methods` (`train`, then `report`) from `benchmarks/results/methods.json`.
+"""
+
+
 def train(folder: Path, methods: dict[str, Method], seeds: list[int]) -> None:
     """Make every run that is not there, and go on with those that were left."""
     for seed in seeds:
         for name, method in methods.items():
             run = Run(folder / f"{name}-{seed}")
             if finished(run):
+                store(name, seed, run)
                 continue
             resume = checkpoint.latest(run.checkpoints) is not None
             if resume:
@@ -94,6 +132,7 @@ def train(folder: Path, methods: dict[str, Method], seeds: list[int]) -> None:
                 raise SystemExit(f"{name}, seed {seed}: genrl {' '.join(command)} ended with {code}")
             before = json.loads(cost_of(run).read_text())["cpu_s"] if cost_of(run).exists() else 0.0
             write_atomic(cost_of(run), json.dumps({"cpu_s": before + usage.ru_utime + usage.ru_stime}) + "\n")
+            store(name, seed, run)
 
 
 def second_scorer(method: Method) -> list[str]:
@@ -118,32 +157,36 @@ def finished(run: Run) -> bool:
     return bool(rows) and cost_of(run).exists() and rows[-1]["step"] >= load(run.config).iterations
 
 
-def runs_of(folder: Path, name: str) -> list[Run]:
-    """The finished ones, by seed."""
-    found = [Run(path) for path in sorted(folder.glob(f"{name}-[0-9]*"))]
-    return [run for run in found if finished(run)]
+def summary(run: Run) -> dict[str, Any]:
+    """What the page says of one run."""
+    rewards = load(run.config).rewards
+    named = [(reward.name.rpartition(":")[2], reward.weight) for reward in rewards]
+    rows = read_metrics(run.metrics)
+    metrics = ["total", *(name for name, _ in named)]
+    return {
+        "trained": [name for name, weight in named if weight],
+        "logged": [name for name, weight in named if not weight],
+        "iterations": rows[-1]["step"],
+        "sampling_calls": sum(row.get("model_calls/sample", 0.0) for row in rows),
+        "training_calls": sum(row.get("model_calls/train", 0.0) for row in rows),
+        "cpu_s": round(json.loads(cost_of(run).read_text())["cpu_s"], 1),
+        "curves": {name: evaluations(rows, f"eval/{name}_mean") for name in metrics},
+    }
 
 
-def evaluations(run: Run, metric: str) -> list[tuple[float, float]]:
+def evaluations(rows: list[dict[str, Any]], metric: str) -> list[tuple[float, float]]:
     """(forward-equivalents in thousands, held-out value) at every evaluation."""
     spent, points = 0.0, []
-    for row in read_metrics(run.metrics):
+    for row in rows:
         spent += row.get("model_calls/sample", 0.0) + TRAINING_CALL * row.get("model_calls/train", 0.0)
         if row.get(metric) is not None:
-            points.append((spent / 1000, row[metric]))
+            points.append((round(spent / 1000, 3), round(row[metric], 5)))
     return points
 
 
-def labels(run: Run) -> tuple[list[str], list[str]]:
-    """Names of the trained rewards in the log, and of those that are only logged."""
-    rewards = load(run.config).rewards
-    named = [(reward.name.rpartition(":")[2], reward.weight) for reward in rewards]
-    return [name for name, weight in named if weight], [name for name, weight in named if not weight]
-
-
-def change(runs: list[Run], metric: str) -> str:
+def change(runs: list[Summary], metric: str) -> str:
     """`start → end ± sd (each)` of a held-out metric, or a dash."""
-    curves = [evaluations(run, metric) for run in runs]
+    curves = [run["curves"].get(metric, []) for run in runs]
     if not all(len(points) > 1 for points in curves):
         return "–"
     start, after = mean(points[0][1] for points in curves), [points[-1][1] for points in curves]
@@ -153,7 +196,7 @@ def change(runs: list[Run], metric: str) -> str:
     return f"{start:.3f} → **{mean(after):.3f}** ± {stdev(after):.3f} ({each})"
 
 
-def table(folder: Path, methods: dict[str, Method]) -> str:
+def table(methods: dict[str, Method], results: dict[str, list[Summary]]) -> str:
     """A row per method: means over its seeds, sample standard deviations."""
     lines = [
         "| method | trained on | held-out reward, start → end ± sd (each seed) | second scorer, not trained on "
@@ -161,34 +204,30 @@ def table(folder: Path, methods: dict[str, Method]) -> str:
         "| --- " * 7 + "|",
     ]
     for name, method in methods.items():
-        runs = runs_of(folder, name)
+        runs = results.get(name, [])
         if not runs:
             continue
-        rows = [read_metrics(run.metrics) for run in runs]
-        sampling = mean(sum(row.get("model_calls/sample", 0.0) for row in run) for run in rows)
-        training = mean(sum(row.get("model_calls/train", 0.0) for row in run) for run in rows)
-        minutes = mean(json.loads(cost_of(run).read_text())["cpu_s"] / 60 for run in runs)
-        trained, logged = labels(runs[0])
         cells = [
             f"[{method.title}]({method.page})",
-            " + ".join(trained),
-            change(runs, "eval/total_mean"),
-            "<br>".join(f"{label} {change(runs, f'eval/{label}_mean')}" for label in logged),
-            str(rows[0][-1]["step"]),
-            f"{sampling / 1000:.1f}k + {training / 1000:.1f}k",
-            f"{minutes:.1f}",
+            " + ".join(runs[0]["trained"]),
+            change(runs, "total"),
+            "<br>".join(f"{label} {change(runs, label)}" for label in runs[0]["logged"]),
+            str(runs[0]["iterations"]),
+            f"{mean(run['sampling_calls'] for run in runs) / 1000:.1f}k + "
+            f"{mean(run['training_calls'] for run in runs) / 1000:.1f}k",
+            f"{mean(run['cpu_s'] for run in runs) / 60:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def figure(folder: Path, methods: dict[str, Method]) -> str:
+def figure(methods: dict[str, Method], results: dict[str, list[Summary]]) -> str:
     """One small panel per method: held-out reward against forward-equivalents, a line per seed."""
     width, height, columns = 230, 150, 4
     panels = []
-    shown = [(method, runs) for name, method in methods.items() if (runs := runs_of(folder, name))]
+    shown = [(method, results[name]) for name, method in methods.items() if name in results]
     for k, (method, runs) in enumerate(shown):
-        series = [(run.folder.name, evaluations(run, "eval/total_mean")) for run in runs]
+        series = [(f"seed {seed}", [tuple(point) for point in run["curves"]["total"]]) for seed, run in enumerate(runs)]
         inner = chart(series, width=width, height=height - 22).partition(">")[2].removesuffix("</svg>")
         x, y = k % columns * width, k // columns * height
         title = f'<text class="title" x="{width / 2}" y="12" text-anchor="middle">{method.title}</text>'
@@ -204,21 +243,44 @@ def figure(folder: Path, methods: dict[str, Method]) -> str:
     )
 
 
+def page(results: dict[str, list[Summary]]) -> str:
+    """docs/results.md."""
+    parts = [HEAD.strip(), table(METHODS, results), AFTER_TABLE.strip()]
+    for claim in CLAIMS:
+        if any(name in results for name in claim.methods):
+            parts += [f"## {claim.title}", claim.setting, table(claim.methods, results), claim.finding]
+    return "\n\n".join(parts) + "\n"
+
+
+def stored() -> dict[str, list[Summary]]:
+    """Name -> summaries by seed, of all runs that were ever finished."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    names = {key.rpartition("-")[0] for key in kept}
+    return {name: [kept[key] for key in sorted(kept) if key.rpartition("-")[0] == name] for name in names}
+
+
+def store(name: str, seed: int, run: Run) -> None:
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept[f"{name}-{seed}"] = summary(run)
+    write_atomic(RESULTS, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> None:
+    every = METHODS | {name: method for claim in CLAIMS for name, method in claim.methods.items()}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("train", help="make the runs")
     runs.add_argument("folder", type=Path)
-    runs.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    runs.add_argument("--methods", nargs="+", choices=every, default=list(every))
     runs.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    report = commands.add_parser("report", help="print the page, write the figure")
-    report.add_argument("folder", type=Path)
+    commands.add_parser("report", help="print the page, write the figure")
     given = parser.parse_args()
     if given.command == "train":
-        train(given.folder, {name: METHODS[name] for name in given.methods}, given.seeds)
+        train(given.folder, {name: every[name] for name in given.methods}, given.seeds)
     else:
-        print(table(given.folder, METHODS))
-        write_atomic(FIGURE, figure(given.folder, METHODS))
+        results = stored()
+        print(page(results), end="")
+        write_atomic(FIGURE, figure(METHODS, results))
 
 
 if __name__ == "__main__":
