@@ -71,6 +71,14 @@ def gae(
     return Estimate(advantages, advantages + now)
 
 
+def executed_mask(n_executed: Tensor, size: int) -> Tensor:
+    """Which actions of chunks of `size` were executed, bool [..., size]: a chunk stops where its episode ends.
+
+    The mask of action-level losses, and all false for a row that only resets (n_executed 0).
+    """
+    return torch.arange(size, device=n_executed.device) < n_executed[..., None]
+
+
 def chunk_rewards(rewards: Tensor, n_executed: Tensor, *, gamma: float, mode: ChunkMode) -> ChunkReward:
     """The rewards of the executed actions of each chunk as one: rewards [T, B, C], n_executed [T, B] of 0 .. C.
 
@@ -82,12 +90,12 @@ def chunk_rewards(rewards: Tensor, n_executed: Tensor, *, gamma: float, mode: Ch
     if bool(((n_executed < 0) | (n_executed > size)).any()):
         found = [int(n_executed.min()), int(n_executed.max())]
         raise ValueError(f"of chunks of {size} actions between {found[0]} and {found[1]} cannot have been executed")
-    place = torch.arange(size, device=rewards.device)
-    paid = torch.where(place < n_executed[..., None], rewards.double(), 0.0)
+    paid = torch.where(executed_mask(n_executed, size), rewards.double(), 0.0)
     if mode == "chunk":
         return ChunkReward(paid.sum(-1), torch.full(paid.shape[:-1], gamma, dtype=torch.float64, device=paid.device))
     if mode == "smdp":
-        return ChunkReward((paid * gamma ** place.double()).sum(-1), gamma ** n_executed.double())
+        place = torch.arange(size, dtype=torch.float64, device=rewards.device)
+        return ChunkReward((paid * gamma**place).sum(-1), gamma ** n_executed.double())
     raise ValueError(f"mode must be 'chunk' or 'smdp', got {mode!r}")
 
 
