@@ -10,6 +10,7 @@ from torch import Tensor
 
 import rewards
 from genrl.config import Config
+from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.scoring import Scorers
 from genrl.diffusion.session import Session
@@ -53,28 +54,34 @@ def reward_gradient(
     loss_of: total [1] -> loss [1]. The denoiser takes no part: d loss / d final is handed to it by the chain rule.
     Zeros where all weights of this iteration are 0.
     """
-    policy, final = session.policy, micro_batch.final
+    final = micro_batch.final
     weights = {label: weight for label, weight in rollouts.weights.items() if weight != 0}
     columns = _columns(session, micro_batch.slots)
     pulled = Pulled(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
-    for row in range(len(final)) if weights else ():
-        one = micro_batch.batch.take([row])
-        leaf = final[row : row + 1].detach().clone().requires_grad_()
-        with torch.enable_grad():
-            images = policy.decode(one, leaf, grad=True)
-            parts = [
-                weight * rewards.score_with_gradients(
-                    _inner(session.scorers.rewards[label]),
-                    images=images, prompts=one.prompts, columns=columns[row], name=label,
-                ).to(images.device)
-                for label, weight in weights.items()
-            ]  # fmt: skip
-            total = torch.stack(parts).sum(0)
+    if not weights:
+        return pulled
+    with session.scorers.placed(), torch.enable_grad():
+        for row in range(len(final)):
+            leaf = final[row : row + 1].detach().clone().requires_grad_()
+            total = _total(session, weights, micro_batch.batch.take([row]), leaf, columns[row])
             loss = loss_of(total)
-        pulled.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
-        pulled.total[row], pulled.loss[row] = total.detach()[0], loss.detach()[0]
-        session.beat()
+            pulled.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
+            pulled.total[row], pulled.loss[row] = total.detach()[0], loss.detach()[0]
+            session.beat()
     return pulled
+
+
+def _total(
+    session: Session, weights: Mapping[str, float], one: Batch, final: Tensor, columns: Mapping[str, list[Any]]
+) -> Tensor:
+    """The weighted sum of the rewards of one final state [1, ...], [1], with its graph."""
+    images = session.policy.decode(one, final, grad=True)
+    total = torch.zeros(1, device=images.device)
+    for label, weight in weights.items():
+        reward = _inner(session.scorers.rewards[label])
+        scores = rewards.score_with_gradients(reward, images=images, prompts=one.prompts, columns=columns, name=label)
+        total = total + weight * scores.to(total)
+    return total
 
 
 def _fits(reward: rewards.Reward) -> bool:
