@@ -169,7 +169,7 @@ class Rewriter:
 
         Without the tokenizer: beside one `AutoPeftModelForCausalLM` resizes the model's vocabulary.
         """
-        self.model.save_pretrained(folder)
+        self.model.save_pretrained(str(folder))
         write_atomic(folder / SETTINGS, json.dumps(self.settings.model_dump(mode="json"), indent=1))
 
 

@@ -6,17 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import runs
 import torch
+from PIL import Image
 from test_rewriter import TINY, anything, moved
 from torch import Tensor
 
-from genrl.config import ConfigError, PromptRL, check_files, load_located
+from genrl.config import ConfigError, Model, PromptRL, check_files, load_located
+from genrl.config import Rewriter as Rewritten
 from genrl.diffusion import prompt_rl
 from genrl.diffusion.prompt_rl import compared, judged, learn_to_write
 from genrl.diffusion.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.rollout import Rollouts
+from genrl.diffusion.sample import load, sample
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.runtime.run import Run, read_metrics
@@ -185,6 +189,24 @@ def test_a_prompt_can_name_its_reward(folder: Path, model: Path) -> None:
         ValueError, match=r"train.jsonl:5 has judge 'rednes', which is no reward; did you mean 'redness'"
     ):
         train(runs.config(folder, model, output=str(folder / "other"), **changes))
+
+
+def test_pictures_are_drawn_of_rewritten_prompts(model: Path, tmp_path: Path) -> None:
+    """`genrl sample --rewriter`: both texts are on record, and the picture is a plain call with the new one."""
+    moved(Rewriter(Rewritten(**REWRITER))).save_pretrained(tmp_path / "rewriter")
+    rewriter = load_rewriter(tmp_path / "rewriter")
+    arguments = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 4}
+    prompts = ["a jade disc", "two plum boxes", "a gold cone"]
+    pipe = load(Model(path=str(model)), None)
+    paths = sample(pipe, prompts, tmp_path / "out", seed=7, arguments=arguments, rewriter=rewriter)
+    record = json.loads((tmp_path / "out" / "prompts.json").read_text())
+    assert [row["prompt"] for row in record] == prompts
+    fits = TextRoom(pipe, arguments)
+    drawn = [rewriter.rewrite(prompt, (7 + k,), fits) for k, prompt in enumerate(prompts)]
+    assert [row["drawn"] for row in record] == drawn != prompts
+    for k, path in enumerate(paths):
+        wanted = pipe(prompt=drawn[k], generator=torch.Generator().manual_seed(7 + k), **arguments).images[0]
+        assert np.array_equal(np.asarray(Image.open(path)), np.asarray(wanted))
 
 
 def test_what_is_compared() -> None:

@@ -28,14 +28,13 @@ FILES = {
     for path in sorted((ROOT / "configs/diffusion").glob("*.yaml"))
     if load(path).model.path.startswith("assets/")
 }
-GROUPS = {"branch_grpo": 4, "tree_grpo": 3, "mix_grpo": 4, "tree_rpo": 8, "b2_diffurl": 4}
-"""Samples per prompt where fewer than the file's would do: whole trees."""
+FURTHER = {"adv_grpo": ["trainer.adversary.warmup=1"]}  # the judge in the first iteration, the model in the second
 
 
 def shrunken(path: Path, output: Path) -> Config:
-    """The file's settings with the fewest samples: one prompt for each optimiser step, small groups."""
+    """The file's settings with the fewest samples: one prompt for each optimiser step, small groups but whole trees."""
     full = load(path)
-    group = min(full.sampling.group_size, GROUPS.get(path.stem, full.sampling.group_size))
+    group = full.sampling.group_size
     if getattr(full.trainer, "tree", None) is None:
         group = min(group, 4)
     prompts = full.trainer.updates_per_iteration
@@ -48,6 +47,7 @@ def shrunken(path: Path, output: Path) -> Config:
         "trackers=[]",
         "iterations=2",
         f"output={output}",
+        *FURTHER.get(path.stem, []),
     ]
     return load(path, changes)
 
