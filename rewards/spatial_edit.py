@@ -38,9 +38,14 @@ Scored = tuple[list[float], dict[str, list[float]]]
 
 
 class ShapeDetector:
-    """What a detector does, for the embedded world: "red circle" is found by colour and outline, the largest first."""
+    """What a detector does, for the embedded world, by rule.
+
+    "red circle" is found by colour and outline, with a confidence of 1, and a red thing whose outline is none of the
+    world's with one of `BLOB`. Of equals the largest comes first.
+    """
 
     kind = "shapes"
+    BLOB = 0.5
 
     def __init__(self, reward: str):
         self.reward = reward
@@ -49,21 +54,30 @@ class ShapeDetector:
         """There is no model."""
 
     def find(self, picture: Image, names: Sequence[str], threshold: float) -> dict[str, list[Thing]]:
-        """Things of each name. A rule is sure of them or has none: `threshold` changes nothing."""
-        known = {f"{colour} {shape}" for colour in COLOURS for shape in SHAPES}
+        """Things of each name with a confidence above `threshold`, the most confident first."""
+        kinds = {f"{colour} {shape}": (colour, shape) for colour in COLOURS for shape in SHAPES}
+        rows: dict[str, list[Thing]] = {}
+        everything = sorted(located(np.asarray(picture.convert("RGB"))), key=lambda one: -one[0].area)
         for name in names:
-            if name not in known:
+            if name not in kinds:
                 raise ValueError(
-                    f"{self.reward}: no thing of the small world is called {name!r}.{nearest(name, known)}"
+                    f"{self.reward}: no thing of the small world is called {name!r}.{nearest(name, kinds)}"
                 )
-        everything = located(np.asarray(picture.convert("RGB")))
-        rows: dict[str, list[Thing]] = {name: [] for name in names}
-        for found, mask in sorted(everything, key=lambda one: -one[0].area):
-            if (name := f"{found.colour} {found.shape}") in rows:
-                ys, xs = np.nonzero(mask)
-                box = Box(float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
-                rows[name].append(Thing(box, mask))
+            colour, shape = kinds[name]
+            things = [
+                Thing(_around(mask, 1.0 if found.shape == shape else self.BLOB), mask)
+                for found, mask in everything
+                if found.colour == colour and found.shape in (shape, None)
+            ]
+            rows[name] = sorted(
+                (thing for thing in things if thing.box.score > threshold), key=lambda thing: -thing.box.score
+            )
         return rows
+
+
+def _around(mask: np.ndarray, score: float) -> Box:
+    ys, xs = np.nonzero(mask)
+    return Box(float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1), score)
 
 
 def open_detector(detector: str, device: str, reward: str) -> Detector | ShapeDetector:

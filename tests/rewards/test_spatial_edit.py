@@ -29,7 +29,7 @@ from rewards.geometry import (
     turn_between,
     turn_score,
 )
-from rewards.shapes import outline
+from rewards.shapes import PALETTE, outline
 from rewards.spatial_edit import ShapeDetector
 
 Golden = Callable[[str], np.lib.npyio.NpzFile]
@@ -193,6 +193,11 @@ def test_things_of_the_small_world_are_found_by_rule() -> None:
         box, mask = found[name][0]
         assert np.allclose(box[:4], [*corners.min(0), *corners.max(0)], atol=1.2), name
         assert mask is not None and mask[round(thing.y), round(thing.x)]
+    blob = np.array(drawn(RED, STAR))
+    blob[36:60, 4:60] = PALETTE["red"]  # a bar over the circle
+    assert [
+        len(ShapeDetector("edit_move").find(Image.fromarray(blob), ["red circle"], t)["red circle"]) for t in (0.3, 0.6)
+    ] == [1, 0]
     with pytest.raises(ValueError, match=r"edit_move: no thing of the small world is called 'red circel'.*red circle"):
         ShapeDetector("edit_move").find(drawn(RED), ["red circel"], 0.3)
 
