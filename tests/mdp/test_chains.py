@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from genrl.mdp import chains, gaussian, kernels, noise, schedules
+from genrl.mdp import chains, ddpm, gaussian, kernels, noise, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.kernels import Transition
 
@@ -52,6 +52,51 @@ def test_replaying_the_drawn_step_gives_ratio_one(selection) -> None:
     assert torch.equal(recorded, replayed)
     quiet = chain.stds[:, :, 0, 0] == 0
     assert torch.equal(quiet, ~noisy)
+
+
+def transition_of(kind: str):
+    """(step k or one step per row, x) -> Transition: the same rule for sampling and for replay."""
+    sigmas, grid = schedules.linspace_grid(4), ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 4)
+
+    def transition(k, x: Tensor) -> Transition:
+        at = torch.as_tensor(k).expand(len(x))
+        if kind == "dppo":
+            step = ddpm.denoise(x, torch.tanh(x + at.view(-1, 1, 1) / 4), grid, at)
+            return ddpm.with_floor(step, 0.1)
+        now = sigmas[at], sigmas[at + 1]
+        v = velocity(x, now[0])
+        if kind == "flow_sde":
+            return kernels.flow_sde(x, v, *now, noise_level=0.5, sigma_max=sigmas[1])
+        if kind == "flow_cps":
+            return kernels.flow_cps(x, v, *now, noise_level=0.5)
+        std = chains.bounded_std(x.flip(-2), 0.08, 0.16)
+        return chains.learned_noise(x, v, *now, std=std, clip=1.0 if kind == "reinflow" else None)
+
+    return transition
+
+
+@pytest.mark.parametrize("kind", ["flow_sde", "flow_cps", "flow_noise", "reinflow", "dppo"])
+def test_replaying_a_whole_chain_gives_ratio_one(kind: str) -> None:
+    """All steps of all rows in one call, each at its own step: the joint ratio is 1 exactly, for every transition."""
+    transition = transition_of(kind)
+    drawn = noise.keyed_noise((6, 5, 4, 3), 11)
+    clips = {"noise_clip": 3.0, "last_clip": 1.0} if kind in ("reinflow", "dppo") else {}
+    chain = chains.sample_chain(transition, drawn[:, 0], drawn[:, 1:], **clips)
+    steps = 3 if kind == "flow_cps" else 4  # its last step is deterministic
+    rows = chain.states[:, :steps].flatten(0, 1)
+    again = transition(torch.arange(steps).repeat(6), rows)
+    shape = (6, steps, 4, 3)
+    replayed = Chain(
+        chain.states[:, : steps + 1],
+        again.mean.view(shape),
+        again.std.expand_as(again.mean).reshape(shape),
+    )
+    recorded = Chain(chain.states[:, : steps + 1], chain.means[:, :steps], chain.stds[:, :steps])
+    old, new = (
+        chains.aggregate(chains.chain_log_prob(c, initial=True, reduction="sum"), "chunk", "sum")
+        for c in (recorded, replayed)
+    )
+    assert torch.equal(old, new)
 
 
 def test_without_noise_a_chain_is_the_euler_ode() -> None:
