@@ -31,7 +31,7 @@ demo: $(VENV)/genrl
 lint: $(VENV)/genrl-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy genrl/mdp genrl/objectives
+	$(BIN)/mypy genrl/mdp genrl/objectives genrl/vla
 	$(BIN)/lint-imports
 
 test: lint
