@@ -45,7 +45,8 @@ def group_advantages(
     """
     values, index, scored = _checked(rewards, group)
     mean, std = _moments(values, index, scored, ddof)
-    centred = torch.where(_informative(values, index, scored)[0], values - mean[index], 0.0)
+    informative = _informative(values, index, scored)[0]
+    centred = torch.where(informative, values - mean[index], 0.0)
     if scale == "group":
         centred = centred / _regularised(std[index], eps, eps_mode)
     elif scale == "global":
@@ -53,6 +54,7 @@ def group_advantages(
         centred = centred / _regularised(_moments(values, everyone, scored, ddof)[1], eps, eps_mode)
     elif scale != "none":
         raise ValueError(f"scale must be 'group', 'global' or 'none', got {scale!r}")
+    centred = torch.where(informative, centred, 0.0)  # with eps = 0 a group without spread is 0 / 0
     return centred if clip is None else centred.clamp(-clip, clip)
 
 

@@ -127,8 +127,7 @@ def smoothed_advantages(
     if len(prompts) != int(index.max()) + 1:
         raise ValueError(f"one prompt per group is needed: {len(prompts)} prompts for {int(index.max()) + 1} groups")
     advantage, after = torch.zeros_like(values), dict(visits)
-    # no epsilon in the paper: 0 / 0 where a group has no spread
-    new_scores = group_advantages(values, group, scale="group", eps=0.0, ddof=1).nan_to_num(nan=0.0)
+    new_scores = group_advantages(values, group, scale="group", eps=0.0, ddof=1)
     for slot, prompt in enumerate(prompts):
         members = (index == slot) & ~values.isnan()
         if not bool(members.any()):

@@ -280,3 +280,11 @@ def test_ranks_with_ties_are_those_of_the_reward_golden(golden) -> None:
     # the released code ranks ties by position, and divides by n where ours divides by n - 1
     released = advantages.group_ranks(scores, group, ties_by_position=True) * (len(scores) - 1) / len(scores)
     np.testing.assert_allclose(released, data["rank_flow_factory"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "global", "none"])
+def test_no_spread_is_zero_also_without_an_epsilon(scale: advantages.Scale) -> None:
+    rewards, group = torch.tensor([0.1, 0.1, NAN, 0.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
+    plain = advantages.group_advantages(rewards, group, scale=scale, eps=0.0)
+    assert plain[:3].tolist() == [0.0] * 3 and plain[3] == -plain[4] < 0
+    assert advantages.group_advantages(rewards[:3], group[:3], scale=scale, eps=0.0).tolist() == [0.0] * 3
