@@ -223,6 +223,10 @@ def evaluate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if config and not reward:
         scorers = open_scorers(config, device)
+        if config.trainer.algorithm == "adv_grpo":
+            from genrl.diffusion.adv_grpo import load_trained
+
+            load_trained(scorers, Path(model))
     else:
         named: dict[str, reward_package.Reward] = {}
         for name in reward or ():

@@ -16,6 +16,7 @@ both (`together`). All processes decide alike, and sum their gradients. docs/adv
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast
@@ -44,8 +45,12 @@ from genrl.preferences import as_tensor
 from genrl.prompts import Prompt, PromptError
 from genrl.references import References
 from genrl.references import read as read_references
+from genrl.runtime import checkpoint, state
+from genrl.runtime.run import Run
 from rewards.adversary import Logits, Trainable, check_trainable
 from rewards.calls import Calls
+
+ADVERSARY = "adversary"
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def train(session: Session, settings: AdvGRPO) -> None:
     for parameter in adversary.parameters():  # one reward in all processes, whatever a user's drew its weights from
         parameter.data.copy_(broadcast(parameter.data.clone()))
     optimizer = torch.optim.Adam(adversary.parameters(), lr=settings.adversary.lr, betas=settings.adversary.betas)
-    session.keep("adversary", adversary)
+    session.keep(ADVERSARY, adversary)
     session.keep("adversary_optimizer", optimizer)
     checked = False
     for iteration in session.iterations():
@@ -202,6 +207,16 @@ def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:
         raise ValueError(f"rewards: adv_grpo trains one reward (docs/adv_grpo.md), {which}")
     check_trainable(inner[found[0]], found[0])
     return found[0], inner[found[0]]
+
+
+def load_trained(scorers: Scorers, run: Path) -> None:
+    """Put the trainable reward into the state of the run's newest checkpoint. Raises ValueError where there is none."""
+    found = checkpoint.latest(Run(run).checkpoints)
+    if found is None:
+        raise ValueError(f"{run} has no checkpoint, so its trainable reward is not known; name others by --reward")
+    loaded = checkpoint.load(found)
+    trained = state.unpack(loaded.tensors[f"kept-{ADVERSARY}"], loaded.state["kept"][ADVERSARY])
+    trainable_of(scorers)[1].load_state_dict(trained)
 
 
 def references_of(settings: AdvGRPO, prompts: list[Prompt], source: str) -> References:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from genrl.config import Adversary, AdvGRPO, Config, ConfigError, check_files
 from genrl.diffusion import adv_grpo
-from genrl.diffusion.adv_grpo import Pairs, turns
+from genrl.diffusion.adv_grpo import Pairs, load_trained, turns
 from genrl.diffusion.rollout import Rollouts
+from genrl.diffusion.scoring import open_scorers
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.prompts import PromptError
@@ -300,6 +301,16 @@ def test_the_reward_is_one_term_of_the_sum(critics: Path, model: Path) -> None:
     rollouts, *_ = watched(config(critics, model, rewards=rewards, iterations=1, **QUIET))
     values = rollouts[0].scored.values
     torch.testing.assert_close(rollouts[0].total, 0.5 * values["Critic"] + 2 * values["brightness"])
+
+
+def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, model: Path) -> None:
+    run = train(config(critics, model, evaluation={"every": 0}))
+    opened = open_scorers(config(critics, model), "cpu")
+    load_trained(opened, run)
+    kept = runs.last_state(run).tensors["kept-adversary"]["weight"]
+    assert torch.equal(opened.rewards["Critic"].weight, kept) and kept[0] != 1.0
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        load_trained(opened, critics)
 
 
 def refused(folder: Path, model: Path, **changes: Any) -> str:
