@@ -347,6 +347,9 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
 
 def _snapshots(config: Config) -> list[str]:
     names = ["average (ema)"] if config.ema is not None else []
+    monitor = config.evaluation.monitor
+    if monitor is not None and monitor.action == "roll_back":
+        names += ["best evaluation (monitor)"]
     trainer = config.trainer
     match trainer:
         case DiffusionNFT():
