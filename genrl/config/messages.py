@@ -141,10 +141,13 @@ def suggestions(key: str, section: KeyPath, siblings: list[str]) -> list[str]:
         return [dotted((*section, name)) for name in names]
 
     near = get_close_matches(key, siblings, n=2, cutoff=0.75)
+    everywhere = all_keys()
+    if dotted((*section, key)) not in everywhere:  # else it is another trainer's
+        near = near or [name for name in siblings if name.startswith(f"{key}_")]
     if near:
         return here(near)
-    everywhere = all_keys()
     same = [path for path in everywhere if path.rpartition(".")[2] == key]
+    same = [path for path in same if path.count(".") == min(p.count(".") for p in same)]  # before a method's own
     if same or key in OTHER_NAMES:
         return list(dict.fromkeys([*same, *([OTHER_NAMES[key]] if key in OTHER_NAMES else [])]))[:3]
     near = get_close_matches(key, siblings, n=1, cutoff=0.6)
