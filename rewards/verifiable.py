@@ -1,4 +1,4 @@
-"""Rewards for written answers that a rule can check: exact, numeric, multiple choice, boxes, format, majority.
+"""Rewards for written answers that a rule can check: exact, numeric, multiple choice, boxes, format, votes.
 
 All follow the contract of `rewards.contract`: `completions` is a list of N generated texts, `answer` the column of the
 same name, everything with a default is an option. Scores are in [0, 1]; None where the *data* has nothing to compare
@@ -252,3 +252,23 @@ def majority(completions: list[str], group: list[int], tag: str = "answer") -> l
     # Counter.most_common keeps the order of appearance among equals
     winner = {number: counter.most_common(1)[0][0] for number, counter in votes.items()}
     return [float(text is not None and text == winner[number]) for number, text in zip(group, plain, strict=True)]
+
+
+def diversity(completions: list[str], group: list[int], tag: str = "answer") -> list[float | None]:
+    """Entropy of a group's answers over that of all different, in [0, 1]: how much a question is still open.
+
+    For pictures synthesised from a description, this is what Syn-GRPO pays the description; the formula is ours.
+    Answers as in `majority`; without an answer: no score, and none for a group of one answer.
+    """
+    answers = [answer_in(completion, tag) for completion in completions]
+    votes: dict[int, Counter[str]] = {}
+    for number, text in zip(group, answers, strict=True):
+        if text is not None:
+            votes.setdefault(number, Counter())[" ".join(text.split()).casefold()] += 1
+    spread: dict[int, float] = {}
+    for number, counter in votes.items():
+        total = counter.total()
+        if total > 1:
+            entropy = -math.fsum(count / total * math.log(count / total) for count in counter.values())
+            spread[number] = min(1.0, entropy / math.log(total))
+    return [None if text is None else spread.get(number) for number, text in zip(group, answers, strict=True)]

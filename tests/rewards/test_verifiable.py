@@ -195,3 +195,11 @@ def test_what_is_wrong_is_named() -> None:
         score_completions(v.exact, **row | {"columns": {"answer": ["x"]}})
     failed = score_completions(broken, **row)
     assert failed.failed == 2 and "oops" in failed.failures[0].error
+
+
+def test_diversity_is_of_the_answers_of_a_group() -> None:
+    completions = [*tagged("a", "b", "c", "A", "x", "x"), "none", *tagged("y")]
+    scores = v.diversity(completions, [0, 0, 0, 1, 2, 2, 2, 3])
+    assert scores == [pytest.approx(1.0)] * 3 + [None, 0.0, 0.0, None, None]
+    three = v.diversity(tagged("a", "a", "a", "b"), [0] * 4)[0]
+    assert three == pytest.approx((0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4))
