@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from genrl.objectives.advantages import group_advantages
 from genrl.objectives.policy_losses import kl_k3
 from genrl.objectives.token_aggregation import aggregate
 from genrl.objectives.tokens import masked, mean_log_ratio, row_mean, sequence_log_ratio
-from tests.conftest import GOLDEN
 
 
 @dataclass(frozen=True)
@@ -438,10 +438,9 @@ def test_golden(golden, name: str) -> None:
                 assert torch.allclose(value.double(), want.double(), **loose), f"{number} {field}: off by {worst:.3g}"
 
 
-def test_no_file_is_forgotten() -> None:
-    if not GOLDEN.exists():
-        pytest.skip(f"golden arrays not found at {GOLDEN}")
-    assert {path.stem.removeprefix("vlm_") for path in GOLDEN.glob("vlm_*.npz")} == COVERED.keys()
+def test_no_file_is_forgotten(golden) -> None:
+    folder = Path(golden("vlm_grpo").fid.name).parent
+    assert {path.stem.removeprefix("vlm_") for path in folder.glob("vlm_*.npz")} == COVERED.keys()
 
 
 def test_golden_audio_and_3d(golden) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rollouts import PROMPTS, for_preset, preset, rollout
 from torch import Tensor
 
 from genrl.objectives import token_weights
@@ -18,7 +19,6 @@ from genrl.vlm.policy_loss import policy_loss
 from genrl.vlm.presets import PRESETS
 from genrl.vlm.recipe import Clip, CriticAdvantage, Preset, Reinforce
 from genrl.vlm.token_batch import TokenBatch, micro_batches
-from tests.vlm.rollouts import PROMPTS, for_preset, preset, rollout
 
 INVARIANT = ("seq_mean", "token_mean_global", "const", "seq_sum", "otm")
 

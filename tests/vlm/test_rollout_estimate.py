@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rollouts import rollout
 from torch import Tensor
 
 from genrl.objectives import reward_shaping, token_advantages
@@ -17,7 +18,6 @@ from genrl.vlm.estimate import estimate
 from genrl.vlm.policy_loss import policy_loss
 from genrl.vlm.recipe import Clip, Preset, WhitenedReturns
 from genrl.vlm.token_batch import TokenBatch
-from tests.vlm.rollouts import rollout
 
 CENTRED = Preset(recipe.GroupAdvantage("none"), Clip(), "seq_mean")
 
