@@ -8,7 +8,7 @@ A run is `genrl train configs/...yaml` as it stands, in a process of its own wit
 reward of weight 0, a second scorer is put there that is logged and never trained on: how well picture and caption agree
 for assets/tiny-clip. `train` can be stopped and started again: finished runs are skipped, begun ones resumed. The
 processor's seconds of a run, loading and evaluation included, are in cost.json of its folder. What the page needs of a
-finished run goes to benchmarks/results/methods.json, and `report` reads that alone.
+finished run goes to benchmarks/methods.json, and `report` reads that alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from genrl.runtime.run import Run, read_metrics, write_atomic
 
 SECOND = {"name": "clipscore", "weight": 0, "args": {"model": "assets/tiny-clip"}}
 FIGURE = Path("docs/img/methods.svg")
-RESULTS = Path(__file__).parent / "results" / "methods.json"
+RESULTS = Path(__file__).with_suffix(".json")
 TRAINING_CALL = 3
 """Forward-equivalents of a model call in training: one forward and a backward of two."""
 
@@ -139,7 +139,7 @@ Held-out reward over thousands of forward-equivalents (a call in training counts
 learnt the same world from pictures and captions. On pictures of the untrained model the two agree only in part
 (correlation .40 within a prompt), so one may rise without the other. `jpeg` is the size in kB, a penalty.
 
-Made by `python -m benchmarks.methods` (`train`, then `report`) from `benchmarks/results/methods.json`.
+Made by `python -m benchmarks.methods` (`train`, then `report`) from `benchmarks/methods.json`.
 """
 
 
