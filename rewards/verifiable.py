@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from rapidfuzz.distance import Levenshtein
+from rapidfuzz.distance import LCSseq, Levenshtein
 
 _NUMBER = re.compile(
     r"(?<!\d)[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?",
@@ -272,3 +272,42 @@ def diversity(completions: list[str], group: list[int], tag: str = "answer") -> 
             entropy = -math.fsum(count / total * math.log(count / total) for count in counter.values())
             spread[number] = min(1.0, entropy / math.log(total))
     return [None if text is None else spread.get(number) for number, text in zip(group, answers, strict=True)]
+
+
+def rouge(completions: list[str], answer: list[str], tag: str = "answer") -> list[float | None]:
+    """Mean of the F scores of ROUGE-1, -2 and -L between the answer and the expected text, for free answers.
+
+    On words in lower case without punctuation, no stemming (GRPO-CARE and Conan take this mean).
+    """
+    scores: list[float | None] = []
+    for completion, expected in zip(completions, answer, strict=True):
+        truth = re.findall(r"\w+", expected.casefold())
+        written = re.findall(r"\w+", (answer_in(completion, tag) or "").casefold())
+        if not truth:
+            scores.append(None)
+            continue
+        longest = LCSseq.similarity(written, truth)
+        parts = [_f_score(longest, len(written), len(truth))]
+        for size in (1, 2):
+            ours, theirs = (Counter(zip(*(row[k:] for k in range(size)), strict=False)) for row in (written, truth))
+            if theirs:  # an expected answer of one word has no pairs of words
+                parts.append(_f_score((ours & theirs).total(), ours.total(), theirs.total()))
+        scores.append(math.fsum(parts) / len(parts))
+    return scores
+
+
+def _f_score(common: int, found: int, wanted: int) -> float:
+    return 2 * common / (found + wanted) if found + wanted else 0.0
+
+
+def ndcg_of(ranked: Sequence[str], relevant: Sequence[str]) -> float:
+    """Normalised discounted cumulative gain of a ranked list, in [0, 1]: VRAG-RL's reward for retrieved pages.
+
+    A relevant page has gain 1 over log2(k + 2) at its place k, counted from 0; pages that come again take no place.
+    0 without any relevant.
+    """
+    wanted = set(relevant)
+    first = dict.fromkeys(ranked)
+    gain = math.fsum(1 / math.log2(k + 2) for k, page in enumerate(first) if page in wanted)
+    best = math.fsum(1 / math.log2(k + 2) for k in range(len(wanted)))
+    return gain / best if wanted else 0.0

@@ -203,3 +203,17 @@ def test_diversity_is_of_the_answers_of_a_group() -> None:
     assert scores == [pytest.approx(1.0)] * 3 + [None, 0.0, 0.0, None, None]
     three = v.diversity(tagged("a", "a", "a", "b"), [0] * 4)[0]
     assert three == pytest.approx((0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4))
+
+
+def test_rouge_by_hand_and_of_itself() -> None:
+    completions = tagged("the red cube", "Red, the cube!", "blue", "cube")
+    scores = v.rouge(completions, ["the red cube"] * 3 + ["cube"])
+    # 1: 3 of 3 words; 2: none of 2 pairs; L: `the cube` or `red cube`, 2 of 3
+    assert scores == pytest.approx([1.0, (1 + 0 + 2 / 3) / 3, 0.0, 1.0])
+    assert v.rouge(completions[:1], ["?"]) == [None]
+
+
+def test_retrieved_pages_count_by_their_place() -> None:
+    assert v.ndcg_of(["a", "x", "b"], ["a", "b"]) == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
+    assert v.ndcg_of(["b", "a"], ["a", "b"]) == 1.0 and v.ndcg_of(["a", "a", "b"], ["a", "b"]) == 1.0
+    assert v.ndcg_of(["x"], ["a"]) == 0.0 == v.ndcg_of(["x"], [])
