@@ -91,7 +91,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "prompt_rl": (
         {"trainer": PROMPT_RL, "evaluation": {"every": 2}},
-        OTHERS["flow_grpo"] - set(SECTIONS["PromptRL"]) | USED | PULL | KL,
+        OTHERS["flow_grpo"] - set(SECTIONS["PromptRL"]) | USED | PULL | KL | MONITOR,
     ),
     "talk2move": (
         {

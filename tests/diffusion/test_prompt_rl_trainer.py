@@ -101,6 +101,7 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
         assert torch.allclose(wanted[name], gradient, atol=2e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retained", [0, 1])
 def test_two_and_one_and_resume_are_equal(folder: Path, model: Path, retained: int) -> None:
     """Weights, adapter and optimiser of the language model, metrics: to the bit."""
