@@ -49,6 +49,8 @@ class Method:
     config: str
     page: str
     changes: tuple[str, ...] = ()
+    evaluation: str = "eval"
+    """Where its held-out figures stand in the log."""
 
 
 def _method(title: str, name: str, page: str) -> Method:
@@ -74,7 +76,9 @@ METHODS = {
     "draft": _method("DRaFT", "draft", "draft.md"),
     "diff_instruct": _method("Diff-Instruct*", "diff_instruct", "diff_instruct.md"),
     "talk2move": _method("Talk2Move", "talk2move", "talk2move.md"),
-    "prompt_rl": _method("PromptRL", "prompt_rl", "prompt_rl.md"),
+    "prompt_rl": Method(
+        "PromptRL, rewritten", "configs/diffusion/prompt_rl.yaml", "prompt_rl.md", evaluation="eval_rewritten"
+    ),
 }
 
 
@@ -149,7 +153,7 @@ def train(folder: Path, methods: dict[str, Method], seeds: list[int]) -> None:
         for name, method in methods.items():
             run = Run(folder / f"{name}-{seed}")
             if finished(run):
-                store(name, seed, run)
+                store(name, seed, run, method)
                 continue
             resume = checkpoint.latest(run.checkpoints) is not None
             if resume:
@@ -165,7 +169,7 @@ def train(folder: Path, methods: dict[str, Method], seeds: list[int]) -> None:
                 raise SystemExit(f"{name}, seed {seed}: genrl {' '.join(command)} ended with {code}")
             before = json.loads(cost_of(run).read_text())["cpu_s"] if cost_of(run).exists() else 0.0
             write_atomic(cost_of(run), json.dumps({"cpu_s": before + usage.ru_utime + usage.ru_stime}) + "\n")
-            store(name, seed, run)
+            store(name, seed, run, method)
 
 
 def second_scorer(method: Method) -> list[str]:
@@ -190,12 +194,12 @@ def finished(run: Run) -> bool:
     return bool(rows) and cost_of(run).exists() and rows[-1]["step"] >= load(run.config).iterations
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summary(run: Run, method: Method) -> Summary:
     """What the page says of one run."""
-    rewards = load(run.config).rewards
-    named = [(reward.name.rpartition(":")[2], reward.weight) for reward in rewards]
+    config = load(run.config)
+    named = list(zip(config.reward_labels, (reward.weight for reward in config.rewards), strict=True))
     rows = read_metrics(run.metrics)
-    metrics = ["total", *(name for name, _ in named)]
+    metrics = ["total", *config.reward_labels]
     return {
         "trained": [name for name, weight in named if weight],
         "logged": [name for name, weight in named if not weight],
@@ -203,7 +207,7 @@ def summary(run: Run) -> dict[str, Any]:
         "sampling_calls": sum(row.get("model_calls/sample", 0.0) for row in rows),
         "training_calls": sum(row.get("model_calls/train", 0.0) for row in rows),
         "cpu_s": round(json.loads(cost_of(run).read_text())["cpu_s"], 1),
-        "curves": {name: evaluations(rows, f"eval/{name}_mean") for name in metrics},
+        "curves": {name: evaluations(rows, f"{method.evaluation}/{name}_mean") for name in metrics},
     }
 
 
@@ -316,9 +320,9 @@ def stored() -> dict[str, list[Summary]]:
     return {name: [kept[key] for key in sorted(kept) if key.rpartition("-")[0] == name] for name in names}
 
 
-def store(name: str, seed: int, run: Run) -> None:
+def store(name: str, seed: int, run: Run, method: Method) -> None:
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept[f"{name}-{seed}"] = summary(run)
+    kept[f"{name}-{seed}"] = summary(run, method)
     write_atomic(RESULTS, json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
