@@ -2,6 +2,7 @@
 
     python -m benchmarks.methods train runs/methods                        # every method and seed that is not done yet
     python -m benchmarks.methods train runs/methods --methods awm dgpo --seeds 0
+    python -m benchmarks.methods add awm 0 runs/awm                        # a run that `genrl train` made
     python -m benchmarks.methods report > docs/results.md                  # and docs/img/methods.svg
 
 A run is `genrl train configs/...yaml` as it stands, in a process of its own with one thread; where the YAML has no
@@ -206,7 +207,7 @@ def summary(run: Run, method: Method) -> Summary:
         "iterations": rows[-1]["step"],
         "sampling_calls": sum(row.get("model_calls/sample", 0.0) for row in rows),
         "training_calls": sum(row.get("model_calls/train", 0.0) for row in rows),
-        "cpu_s": round(json.loads(cost_of(run).read_text())["cpu_s"], 1),
+        "cpu_s": round(json.loads(cost_of(run).read_text())["cpu_s"], 1) if cost_of(run).exists() else None,
         "curves": {name: evaluations(rows, f"{method.evaluation}/{name}_mean") for name in metrics},
     }
 
@@ -252,7 +253,7 @@ def table(methods: dict[str, Method], results: dict[str, list[Summary]]) -> str:
             str(runs[0]["iterations"]),
             f"{mean(run['sampling_calls'] for run in runs) / 1000:.1f}k + "
             f"{mean(run['training_calls'] for run in runs) / 1000:.1f}k",
-            f"{mean(run['cpu_s'] for run in runs) / 60:.1f}",
+            f"{mean(minutes):.1f}" if (minutes := [run["cpu_s"] / 60 for run in runs if run["cpu_s"]]) else "–",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -334,10 +335,16 @@ def main() -> None:
     runs.add_argument("folder", type=Path)
     runs.add_argument("--methods", nargs="+", choices=every, default=list(every))
     runs.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    one = commands.add_parser("add", help="take a finished run of `genrl train`; what it cost is then not known")
+    one.add_argument("method", choices=every)
+    one.add_argument("seed", type=int)
+    one.add_argument("folder", type=Path)
     commands.add_parser("report", help="print the page, write the figure")
     given = parser.parse_args()
     if given.command == "train":
         train(given.folder, {name: every[name] for name in given.methods}, given.seeds)
+    elif given.command == "add":
+        store(given.method, given.seed, Run(given.folder), every[given.method])
     else:
         results = stored()
         print(page(results), end="")
