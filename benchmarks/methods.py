@@ -125,6 +125,39 @@ CLAIMS = (
             ),
         },
     ),
+    Claim(
+        title="Adv-GRPO's held-out scorer does not fall where a proxy alone makes it fall",
+        setting="Adv-GRPO trains `assets/tiny-clip`, as PickScore, beside the model, from reference pictures; beside "
+        "it Flow-GRPO with the same settings on the same scorer, frozen. `shapes`, the rule, is trained on in neither.",
+        finding="",
+        methods={
+            "adv_grpo": METHODS["adv_grpo"],
+            "proxy_grpo": Method(
+                "Flow-GRPO on the frozen scorer",
+                "configs/flow_grpo.yaml",
+                "flow_grpo.md",
+                (
+                    "rewards=[{name: pickscore, args: {model: assets/tiny-clip, processor: assets/tiny-clip}}, "
+                    "{name: shapes, weight: 0}]",
+                    "iterations=80",
+                ),
+            ),
+        },
+    ),
+    Claim(
+        title="PaCo-GRPO's small pictures cost less at an equal end reward",
+        setting="The configuration, and the same rolled out and trained at 64 px; both are judged at 64 px.",
+        finding="",
+        methods={
+            "paco_grpo": METHODS["paco_grpo"],
+            "paco_full": Method(
+                "PaCo-GRPO at 64 px",
+                METHODS["paco_grpo"].config,
+                "paco_grpo.md",
+                ("sampling.height=64", "sampling.width=64"),
+            ),
+        },
+    ),
 )
 HEAD = """
 # Every method on the embedded models
