@@ -286,7 +286,7 @@ def _adversary(config: Config) -> Iterator[Finding]:
     if config.trainer.algorithm != "adv_grpo":
         return
     adversary = config.trainer.adversary
-    if "every" in adversary.model_fields_set and adversary.schedule != "alternate":
+    if adversary.schedule != "alternate" and adversary.every != type(adversary).model_fields["every"].default:
         text = f"is of schedule: alternate, and {adversary.schedule} needs none; remove it, or change the schedule"
         yield ("trainer.adversary.every", "trainer.adversary.schedule"), text
     if config.model_iterations == 0:
