@@ -320,6 +320,9 @@ def _prompt_rl(config: Config) -> Iterator[Finding]:
     if trainer.aggregate != "sum":
         text = "the format reward joins the sum of the others; write sum"
         yield ("trainer.aggregate", "trainer.algorithm"), text
+    if trainer.rewriter.dtype == "float16":
+        text = "its losses are not scaled, and small gradients vanish in float16; use bfloat16 or float32"
+        yield ("trainer.rewriter.dtype",), text
     if trainer.rewriter.instruction.count("{prompt}") != 1:
         found = trainer.rewriter.instruction.count("{prompt}")
         text = f"holds {{prompt}} {found} times; write it once, where the prompt is to stand"
