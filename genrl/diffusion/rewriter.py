@@ -133,8 +133,9 @@ class Rewriter:
         first, last = self.settings.answer_tags
         if text.count(first) != 1 or text.count(last) != 1:
             return None
-        found = " ".join(text.partition(first)[2].partition(last)[0].split())
-        return found if found and fits(found) else None
+        between, closed, _ = text.partition(first)[2].partition(last)
+        found = " ".join(between.split())
+        return found if closed and found and fits(found) else None  # not closed: the last tag stands before the first
 
     def log_probs(self, written: Written) -> Tensor:
         """Of each token under the present weights, float32 [R, L], with gradients; teacher forcing without a cache."""

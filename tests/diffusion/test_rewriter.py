@@ -132,6 +132,7 @@ def answered(rewriter: Rewriter, text: str, end: bool = True) -> str | None:
         ("<answer>two red circles", None),
         ("two red circles</answer>", None),
         ("</answer>two red circles<answer>", None),
+        ("</answer> junk <answer>two red circles", None),
         ("<answer>a</answer><answer>b</answer>", None),
         ("<answer>  </answer>", None),
         ("<answer>two red circles and a blue square</answer>", None),  # too long for the text encoders
