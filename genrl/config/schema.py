@@ -321,7 +321,7 @@ class FlowGRPO(Section):
     log_prob_reduction: Literal["mean", "sum"] = "mean"
     """Log-probability over the latent's numbers: mean (all peers; clip_range assumes it) or sum."""
     guidance_in_training: Flag = True
-    """Use classifier-free guidance in training as in sampling."""
+    """Use classifier-free guidance in training as in sampling. An input of the model (FLUX.1-dev) always stays."""
     updates_per_iteration: Count = 1
     """Optimiser steps per inner epoch (Flow-GRPO: 2); at most the number of micro-batches."""
     inner_epochs: Count = 1
@@ -534,9 +534,9 @@ class DGPO(Section):
     kl_weight: NonNegative = 0.02
     """Weight of the squared velocity difference from the starting model (DGPO: 0.02, PickScore 1e-3)."""
     reference_guidance: NonNegative | None = None
-    """Guidance of the starting model there (DGPO without guidance: 4.5); null = that of training."""
+    """Guidance of the starting model there (DGPO without guidance: 4.5; not FLUX.1-dev); null = that of training."""
     guidance_in_training: Flag = False
-    """Train under the guidance of sampling (DGPO: false, also where it samples with 4.5)."""
+    """Train under the guidance of sampling (DGPO: false, even if it samples with 4.5); an input of the model stays."""
     first_steps: Count = 6
     """Noise levels are those of the first steps of the sampling grid, so many (DGPO: 6 of 10, GenEval 4)."""
     timesteps_per_sample: Count = 4
@@ -569,7 +569,7 @@ class CRD(Section):
     kl_weight: NonNegative = 0.1
     """Weight of the squared velocity difference from the starting model, for the best samples (CRD: 0.1)."""
     reference_guidance: NonNegative | None = None
-    """Guidance of the starting model there (CRD on SD3.5: 4.5); null = that of sampling."""
+    """Guidance of the starting model there (CRD on SD3.5: 4.5; not FLUX.1-dev); null = that of sampling."""
     timesteps_per_sample: Count | None = None
     """Noise levels of the sampling grid trained per sample, the same for all; null = all of them but one."""
     advantage_scale: AdvantageScale = "global"
@@ -594,7 +594,7 @@ class DPO(Section):
     timesteps_per_pair: Count = 1
     """Noise levels trained per pair, each drawn anew (1)."""
     guidance_in_training: Flag = False
-    """Train under the guidance of sampling (peers: false)."""
+    """Train under the guidance of sampling (peers: false); where it is an input of the model (FLUX.1-dev) it stays."""
     updates_per_iteration: Count = 1
     """Optimiser steps per inner epoch; at most the number of micro-batches."""
     inner_epochs: Count = 1
@@ -613,7 +613,7 @@ class OfflineDPO(Section):
     timesteps_per_pair: Count = 1
     """Noise levels trained per pair, each drawn anew (Diffusion-DPO: 1)."""
     guidance_in_training: Flag = False
-    """Train under the guidance of sampling (Diffusion-DPO: false)."""
+    """Train under the guidance of sampling (Diffusion-DPO: false); where it is an input of the model it stays."""
     updates_per_iteration: Count = 1
     """Optimiser steps per inner epoch; at most the number of micro-batches."""
     inner_epochs: Count = 1

@@ -21,7 +21,18 @@ from torch import Tensor
 from genrl.config import CRD
 from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.metering import Meter
-from genrl.diffusion.noising import REFERENCE, Given, Tensors, guided, noised, own_noise, require_flow, under, update
+from genrl.diffusion.noising import (
+    REFERENCE,
+    Given,
+    Tensors,
+    check_reference_guidance,
+    guided,
+    noised,
+    own_noise,
+    require_flow,
+    under,
+    update,
+)
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
@@ -45,6 +56,7 @@ def train(session: Session, settings: CRD) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     policy, weights = session.policy, session.weights
     require_flow(session)
+    check_reference_guidance(session, settings.reference_guidance)
     for name in (OLD, SAMPLING):
         if name not in weights.snapshots:  # a resumed run has them
             weights.snapshot(name)

@@ -27,12 +27,14 @@ from genrl.diffusion.noising import (
     REFERENCE,
     Given,
     Tensors,
+    check_reference_guidance,
     group_noise,
     guided,
     noised,
     require_flow,
     under,
     update,
+    without_guidance,
 )
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
@@ -50,6 +52,7 @@ def train(session: Session, settings: DGPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     policy, weights = session.policy, session.weights
     require_flow(session)
+    check_reference_guidance(session, settings.reference_guidance)
     if EMA not in weights.snapshots:  # a resumed run has it
         weights.snapshot(EMA)
 
@@ -83,7 +86,8 @@ def learn(session: Session, settings: DGPO, rollouts: Rollouts) -> dict[str, flo
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, group = micro_batch.final, rollouts.group[micro_batch.slots]
-        batch = micro_batch.batch if settings.guidance_in_training else guided(micro_batch.batch, 1.0)
+        batch = micro_batch.batch
+        batch = batch if settings.guidance_in_training else without_guidance(session.policy, batch)
         steps = torch.randperm(
             settings.first_steps, generator=generator(config.seed, session.iteration, "levels", epoch)
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 from genrl.config import DPO, OfflineDPO
 from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.metering import Meter
-from genrl.diffusion.noising import REFERENCE, Given, Tensors, guided, under, update
+from genrl.diffusion.noising import REFERENCE, Given, Tensors, under, update, without_guidance
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
@@ -86,7 +86,7 @@ def learn(session: Session, settings: DPO | OfflineDPO, rollouts: Rollouts, sign
             rows = torch.zeros(1, 2, dtype=torch.long)  # the other processes evaluate theirs: the same twice is log 2
         both = rows.T.flatten().tolist()
         batch, clean = micro_batch.batch.take(both), micro_batch.final[both]
-        batch = batch if settings.guidance_in_training else guided(batch, 1.0)
+        batch = batch if settings.guidance_in_training else without_guidance(policy, batch)
         seed, iteration, _ = batch.keys[0]
         groups = [int(rollouts.group[micro_batch.slots[row]]) for row in rows[:, 0].tolist()]
         keys = [(seed, iteration, "group", g, "forward", epoch, k) for g in groups]

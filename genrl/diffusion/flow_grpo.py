@@ -103,7 +103,7 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
         for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
             divisor = float(edges.weight[:, slots].sum())
             for piece in (piece for micro_batch in micro_batches for piece in micro_batch.pieces):
-                trajectory, batch = piece.trajectory, judged_under(settings, piece.trajectory.batch)
+                trajectory, batch = piece.trajectory, judged_under(policy, settings, piece.trajectory.batch)
                 for i, old_log_prob in old_log_probs[id(piece)].items():
                     advantage = edges.advantage[i, piece.slots[i]].to(policy.device)
                     weight = edges.weight[i, piece.slots[i]].to(policy.device)

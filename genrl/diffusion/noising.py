@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.metering import Meter
-from genrl.diffusion.policy import Batch
+from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
 from genrl.mdp.forward import flow_sample, flow_target
@@ -63,6 +63,24 @@ def group_noise(micro_batch: MicroBatch, group: Tensor, *names: int | str) -> Te
 def guided(batch: Batch, scale: float | None) -> Batch:
     """The same conditions under this guidance; None = as they are."""
     return batch if scale is None else replace(batch, sampling={**batch.sampling, "guidance_scale": scale})
+
+
+def without_guidance(policy: Policy, batch: Batch) -> Batch:
+    """The same conditions for a policy that is trained without guidance.
+
+    Guidance that is an input of the network stays: it is no extrapolation that could be left out, and another value
+    would be another condition than that of sampling.
+    """
+    return batch if policy.embeds_guidance else guided(batch, 1.0)
+
+
+def check_reference_guidance(session: Session, scale: float | None) -> None:
+    """Raise ValueError where the reference is to have its own guidance, and guidance is an input of the network."""
+    if scale is not None and session.policy.embeds_guidance:
+        raise ValueError(
+            f"trainer.reference_guidance: {session.config.model.path} takes guidance as an input of its network, so "
+            f"at {scale:g} the starting model would be judged under another condition than the policy; write null"
+        )
 
 
 @torch.no_grad()

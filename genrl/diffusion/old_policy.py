@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from accelerate.utils import gather_object
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from genrl.config import FlowGRPO
 from genrl.diffusion.edges import Edges
-from genrl.diffusion.policy import Batch, Trajectory
+from genrl.diffusion.noising import without_guidance
+from genrl.diffusion.policy import Batch, Policy, Trajectory
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
 
@@ -28,7 +28,7 @@ def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts, edges: 
         logs = piece.trajectory.log_probs
         logs = {i: log for i, log in logs.items() if bool(edges.weight[i, piece.slots[i]].any())}
         if not settings.guidance_in_training:
-            batch = judged_under(settings, piece.trajectory.batch)
+            batch = judged_under(session.policy, settings, piece.trajectory.batch)
             logs = {i: session.policy.replay(piece.trajectory, i, batch).log_prob for i in logs}
         found[id(piece)] = logs
     return found
@@ -47,19 +47,18 @@ def means_before(
     later = [
         m for micro_batches, _ in list(rollouts.updates(settings.updates_per_iteration))[1:] for m in micro_batches
     ]
+    policy = session.policy
     return {
-        (id(piece), i): session.policy.replay(piece.trajectory, i, judged_under(settings, piece.trajectory.batch)).mean
+        (id(piece), i): policy.replay(piece.trajectory, i, judged_under(policy, settings, piece.trajectory.batch)).mean
         for micro_batch in later
         for piece in micro_batch.pieces
         for i in old_log_probs[id(piece)]
     }
 
 
-def judged_under(settings: FlowGRPO, batch: Batch) -> Batch:
+def judged_under(policy: Policy, settings: FlowGRPO, batch: Batch) -> Batch:
     """The conditions of the policy that is trained: those of sampling, or the same without guidance."""
-    if settings.guidance_in_training:
-        return batch
-    return replace(batch, sampling={**batch.sampling, "guidance_scale": 1.0})
+    return batch if settings.guidance_in_training else without_guidance(policy, batch)
 
 
 def rows_of(trajectory: Trajectory, step: int) -> Tensor:

@@ -281,6 +281,11 @@ class Policy:
         return str(self.head.config.get("prediction_type", "epsilon"))  # type: ignore[attr-defined]
 
     @property
+    def embeds_guidance(self) -> bool:
+        """Whether guidance is an input of the network (distilled models, as FLUX.1-dev), not a second prediction."""
+        return any(getattr(one.config, "guidance_embeds", None) is True for one in self.denoisers.values())
+
+    @property
     def device(self) -> torch.device:
         return next(self.denoiser.parameters()).device
 

@@ -64,7 +64,7 @@ def pull_to_best(session: Session, settings: FlowGRPO, rollouts: Rollouts, tree:
                 if not chosen or not bool(edges.weight[i].any()):
                     continue
                 rows = rows_of(trajectory, i)[chosen]
-                batch = judged_under(settings, trajectory.batch.take(rows.tolist()))
+                batch = judged_under(session.policy, settings, trajectory.batch.take(rows.tolist()))
                 states = trajectory.states[i][rows.to(trajectory.states[i].device)]
                 outputs = session.policy.velocity(batch, states, trajectory.sigmas[i])
                 targets |= {(i, slots[k] // leaves): v for k, v in zip(chosen, outputs, strict=True)}

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from genrl.config import Config, ConfigError, load
 from genrl.config import dump as to_yaml
-from genrl.diffusion import awm, crd, d3po, dgpo, dpo
+from genrl.diffusion import awm, crd, d3po, dgpo, dpo, flow_grpo
+from genrl.diffusion.noising import without_guidance
+from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.replay import replay
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.train import train
@@ -30,7 +32,14 @@ from genrl.runtime.run import Run, write_atomic
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
-MODULES: dict[str, ModuleType] = {"awm": awm, "dgpo": dgpo, "crd": crd, "dpo": dpo, "d3po": d3po}
+MODULES: dict[str, ModuleType] = {
+    "awm": awm,
+    "dgpo": dgpo,
+    "crd": crd,
+    "dpo": dpo,
+    "d3po": d3po,
+    "flow_grpo": flow_grpo,
+}
 TWO = {"updates_per_iteration": 2}
 TRAINERS: dict[str, dict[str, Any]] = {
     "awm": {"algorithm": "awm", "timesteps_per_sample": 2, "kl_weight": 0.3, "ema_kl_weight": 0.2, **TWO},
@@ -65,6 +74,8 @@ class Watched:
     rollouts: list[Rollouts] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     rows: list[dict[str, float]] = field(default_factory=list)
+    guidance: set[float] = field(default_factory=set)
+    """Scales of the conditions that were trained under."""
 
 
 def run(config: Config) -> Watched:
@@ -80,6 +91,7 @@ def run(config: Config) -> Watched:
 
         def watched_backward(loss: Tensor, batch: Any, tensors: Any, **counts: int) -> None:
             pieces.append((list(batch.prompts), copied(tensors)))
+            seen.guidance.add(batch.sampling["guidance_scale"])
             backward(loss, batch, tensors, **counts)
 
         def watched_step() -> float:
@@ -335,6 +347,25 @@ def test_models_that_are_no_flow_are_trained_by_preferences(folder: Path, name: 
     if name == "dpo":
         (_, given), *_ = seen.updates[0].pieces
         assert not given["sigma"].is_floating_point() and float(given["target"].std()) == pytest.approx(1, abs=0.2)
+
+
+def test_guidance_that_is_an_input_of_the_model_stays(folder: Path) -> None:
+    """guidance_in_training: false leaves out a second prediction; FLUX.1-dev has none. Its scale is part of the
+    condition that sampling had, and a reference under another one is refused."""
+    flux, sampling = folder / "flux", {"guidance_scale": 3.5, "pipeline_args": {"max_sequence_length": 16}}
+    FAMILIES["flux"]().pipe.save_pretrained(flux)
+    trainers = {name: {**TRAINERS[name], "updates_per_iteration": 1} for name in ("dgpo", "dpo")}
+    trainers["flow_grpo"] = {"algorithm": "flow_grpo", "guidance_in_training": False}
+    common: dict[str, Any] = {"iterations": 1, **QUIET}
+    for name, trainer in trainers.items():
+        config = runs.config(folder, flux, trainer=trainer, sampling=sampling, output=str(folder / name), **common)
+        assert run(config).guidance == {3.5}, name
+    policy, batch = Policy(FAMILIES["sd3"]().pipe), Batch(["a"], [(0,)], {"guidance_scale": 3.5})
+    assert without_guidance(policy, batch).sampling == {"guidance_scale": 1.0}
+    for name in ("dgpo", "crd"):
+        trainer = {**TRAINERS[name], "updates_per_iteration": 1, "reference_guidance": 4.5}
+        with pytest.raises(ValueError, match=r"trainer.reference_guidance: .*flux takes guidance as an input .* null"):
+            run(runs.config(folder, flux, trainer=trainer, sampling=sampling, output=str(folder / "ref"), **common))
 
 
 @pytest.mark.parametrize("name", ["awm", "dgpo", "crd"])
