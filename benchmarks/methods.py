@@ -201,8 +201,8 @@ def train(folder: Path, methods: dict[str, Method], seeds: list[int]) -> None:
             _, status, usage = os.wait4(process.pid, 0)
             if code := os.waitstatus_to_exitcode(status):
                 raise SystemExit(f"{name}, seed {seed}: genrl {' '.join(command)} ended with {code}")
-            before = json.loads(cost_of(run).read_text())["cpu_s"] if cost_of(run).exists() else 0.0
-            write_atomic(cost_of(run), json.dumps({"cpu_s": before + usage.ru_utime + usage.ru_stime}) + "\n")
+            if not resume:  # else what it had cost before is not known
+                write_atomic(cost_of(run), json.dumps({"cpu_s": usage.ru_utime + usage.ru_stime}) + "\n")
             store(name, seed, run, method)
 
 
@@ -225,7 +225,7 @@ def cost_of(run: Run) -> Path:
 
 def finished(run: Run) -> bool:
     rows = read_metrics(run.metrics) if run.metrics.exists() else []
-    return bool(rows) and cost_of(run).exists() and rows[-1]["step"] >= load(run.config).iterations
+    return bool(rows) and rows[-1]["step"] >= load(run.config).iterations
 
 
 def summary(run: Run, method: Method) -> Summary:
