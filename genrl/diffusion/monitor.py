@@ -2,15 +2,18 @@
 
     evaluation: {monitor: {reward: shapes, tolerance: 0.05, patience: 2, action: roll_back}}
 
-The scores and the decision are in the session's memory, the weights of the best evaluation are a snapshot: both are
-part of a checkpoint. All processes have the same scores, and so decide alike.
+The scores and the decision are in the session's memory, the weights of the best evaluation are a snapshot, and so is
+what is trained beside the model (a reward, a rewriter): all are part of a checkpoint. All processes have the same
+scores, and so decide alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from genrl.diffusion.weights import AVERAGE
 from genrl.objectives.hacking import fallen_since
@@ -21,11 +24,32 @@ if TYPE_CHECKING:
 BEST = "best"
 
 
+@dataclass
+class Best:
+    """What trainers keep beside the model, as it was at the best evaluation."""
+
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.states
+
+    def load_state_dict(self, states: dict[str, Any], /) -> None:
+        self.states = states
+
+
+def prepare(session: Session) -> None:
+    """Before the first evaluation, and after a trainer has said what it keeps."""
+    settings = session.config.evaluation.monitor
+    if settings is not None and settings.action == "roll_back" and session.kept:
+        session.keep(BEST, Best())
+
+
 def watch(session: Session, metrics: Mapping[str, float]) -> dict[str, float]:
     """Remember this evaluation, and decide whether it is to be the last; returns what to log of it.
 
     For `roll_back` a new best is kept as a snapshot of the evaluated weights. Where training is to end, `ended_at` says
-    so from here on, and with `roll_back` the weights, and their average, are those of the best evaluation.
+    so from here on, and with `roll_back` the weights, their average, and what is kept beside them are those of the best
+    evaluation.
     """
     settings = session.config.evaluation.monitor
     if settings is None:
@@ -37,6 +61,9 @@ def watch(session: Session, metrics: Mapping[str, float]) -> dict[str, float]:
     if settings.action == "roll_back" and score == best and score not in earlier:
         with session.averaged():
             session.weights.snapshot(BEST)
+        if BEST in session.kept:
+            kept = {name: thing.state_dict() for name, thing in session.kept.items() if name != BEST}
+            session.kept[BEST].load_state_dict(deepcopy(kept))
     back = fallen_since(list(seen.values()), tolerance=settings.tolerance, patience=settings.patience)
     ended = None if back is None else int(list(seen)[back])
     session.memory["monitor"] = {"scores": seen, "ended": ended}
@@ -46,6 +73,9 @@ def watch(session: Session, metrics: Mapping[str, float]) -> dict[str, float]:
             session.weights.take(BEST)
             if session.config.ema is not None:
                 session.weights.snapshot(AVERAGE)
+            if BEST in session.kept:
+                for name, kept in session.kept[BEST].state_dict().items():
+                    session.kept[name].load_state_dict(kept)
             what += f" with the weights of iteration {ended}"
         if session.is_main:
             session.progress.say(what)

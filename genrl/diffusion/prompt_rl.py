@@ -82,7 +82,7 @@ def train(session: Session, settings: PromptRL) -> None:
         checked = True
         del rollouts
         session.finish(metrics)
-    if session.is_main and session.iteration == config.iterations:
+    if session.is_main and session.is_complete:
         rewriter.save_pretrained(session.run.folder / "rewriter")
 
 

@@ -27,7 +27,7 @@ from genrl.config import Config, Optimizer
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.export import save_lora
 from genrl.diffusion.forest import Draw
-from genrl.diffusion.monitor import ended_at, watch
+from genrl.diffusion.monitor import ended_at, prepare, watch
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.rollout import Rollouts, batch_inputs, call_arguments, collect, score_metrics
 from genrl.diffusion.scoring import Scorers
@@ -160,6 +160,7 @@ class Session:
 
     def iterations(self) -> Iterator[int]:
         """The iterations still to do, 0-based; fewer where the process is asked to end, or the monitor ends the run."""
+        prepare(self)
         if self.iteration == 0:
             self._evaluate()
         if self.unfinished_row is not None:

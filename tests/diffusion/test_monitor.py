@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from peft import load_peft_weights
 from safetensors.torch import load_file
 
 from genrl.config import Config, ConfigError
@@ -21,6 +22,7 @@ from genrl.runtime.run import Run
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 SCORES = [0.5, 0.7, 0.4, 0.69, 0.3, 0.2, 0.9, 0.9]  # of the evaluations after 0, 1, ... iterations
+TINY_LM = Path(__file__).resolve().parents[2] / "assets" / "tiny-lm"
 WATCH = {"reward": "redness", "tolerance": 0.05, "patience": 2}
 
 
@@ -54,6 +56,24 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def adapter(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in tensors["kept-rewriter"].items() if key.startswith("adapter/")}
+
+
+def asked_at(stop: int, monkeypatch: pytest.MonkeyPatch, stopped: Config) -> None:
+    """A run that is asked to end while it samples iteration `stop`."""
+    advance: Callable[..., None] = session_module.Session.advance
+
+    def ask(self: session_module.Session, images: int) -> None:
+        if (self.progress.name, self.iteration) == ("sampling", stop):
+            self.stop.signal = 15
+        advance(self, images)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(session_module.Session, "advance", ask)
+        train(stopped)
+
+
 def test_it_ends_with_the_weights_of_the_best_evaluation(folder: Path, model: Path, capfd: Any) -> None:
     """After 0.7, one lower evaluation and one within the tolerance are no reason; two lower ones in a row are."""
     run = train(config(folder, model))
@@ -78,20 +98,34 @@ def test_stop_keeps_the_weights_as_they_are(folder: Path, model: Path) -> None:
     assert equal(end["weights"], at(straight, 5)["weights"])
 
 
+@pytest.mark.slow
+def test_a_rewriter_goes_back_with_the_model(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two are saved as they were evaluated together; also where the run was stopped after the best evaluation."""
+    rewriter = {"path": str(TINY_LM), "instruction": "{prompt}", "max_new_tokens": 16, "lr": 1e-2}
+    changes: dict[str, Any] = {
+        "trainer": {"algorithm": "prompt_rl", "retained": 1, "rewriter": rewriter, "clip_range": 1e-2},
+        "sampling": {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4},
+        "monitor": {"action": "roll_back", "patience": 1},
+    }
+    straight = train(config(folder, model, output=str(folder / "straight"), **changes))
+    stopped = config(folder, model, output=str(folder / "stopped"), **changes)
+    asked_at(1, monkeypatch, stopped)
+    train(stopped, folder / "stopped")
+    assert runs.differences(straight, folder / "stopped") == []
+    for run in (straight, folder / "stopped"):
+        end, best = at(run, 2), at(run, 1)
+        assert equal(end["weights"], best["snapshot-average"])
+        assert equal(end["kept-rewriter"], best["kept-rewriter"])
+        saved = load_peft_weights(str(run / "rewriter"))
+        assert saved and equal({f"adapter/{key}": value for key, value in saved.items()}, adapter(best))
+        assert runs.rows(run)[2]["rewriter/grad_norm"] > 0  # it had learnt since
+
+
 @pytest.mark.parametrize("stop", [2, 4], ids=["between", "one before the last"])
 def test_two_and_two_iterations_are_four(folder: Path, model: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
     straight = train(config(folder, model, output=str(folder / "straight")))
     stopped = config(folder, model, output=str(folder / "stopped"))
-    advance: Callable[..., None] = session_module.Session.advance
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-
-        def ask(self: session_module.Session, images: int) -> None:
-            if (self.progress.name, self.iteration) == ("sampling", stop):
-                self.stop.signal = 15
-            advance(self, images)
-
-        patch.setattr(session_module.Session, "advance", ask)
-        train(stopped)
+    asked_at(stop, monkeypatch, stopped)
     assert runs.last_state(folder / "stopped").step == stop
     train(stopped, folder / "stopped")
     assert runs.differences(straight, folder / "stopped") == []
