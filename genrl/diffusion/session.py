@@ -310,13 +310,15 @@ class Session:
         gradients = self._summed([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         self._require_finite(norm)
-        scale = min(1.0, self.config.optimizer.max_grad_norm / (float(norm) + 1e-6))
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.mul_(scale)
-        optimizer.step()
+        norm = float(norm)
+        if norm > 0.0:
+            scale = min(1.0, self.config.optimizer.max_grad_norm / (norm + 1e-6))
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.mul_(scale)
+            optimizer.step()
+            self.other_updates += 1
         optimizer.zero_grad(set_to_none=True)
-        self.other_updates += 1
-        return float(norm)
+        return norm
 
     def _summed(self, gradients: list[Tensor]) -> list[Tensor]:
         """Over the processes; one collective."""

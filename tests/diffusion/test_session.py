@@ -1,4 +1,4 @@
-"""What trainers share: how far a phase is, as the progress bar shows it."""
+"""What trainers share: how far a phase is, as the progress bar shows it, and the steps of other optimisers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import runs
+import torch
 
 from genrl.diffusion import diffusion_nft, flow_grpo
 
@@ -47,3 +48,18 @@ def test_the_bar_of_training_fills_up(folder: Path, model: Path, name: str) -> N
             flow_grpo.train(session, config.trainer)
     assert progress.total == 5 and counts[-1] == pytest.approx(5)
     assert all(0 < b - a <= 2 for a, b in zip([0.0, *counts], counts, strict=False)) and len(counts) >= 3
+
+
+def test_another_optimiser_stands_still_where_nothing_counted(folder: Path, model: Path) -> None:
+    """Else Adam's momentum would move the parameters by a gradient of 0."""
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    with runs.session(runs.config(folder, model)) as session:
+        parameter.grad = torch.tensor([3.0, 4.0])
+        assert session.step_other(optimizer) == 5.0
+        assert session.other_updates == 1 and parameter.tolist() == pytest.approx([0.9, 1.9])
+        moved = parameter.detach().clone()
+        for gradient in (None, torch.zeros(2)):
+            parameter.grad = gradient
+            assert session.step_other(optimizer) == 0.0
+            assert torch.equal(parameter, moved) and session.other_updates == 1
