@@ -344,6 +344,9 @@ def _prompt_rl(config: Config) -> Iterator[Finding]:
 def _matching(config: Config) -> Iterator[Finding]:
     """Training on finished samples, drawn deterministically."""
     trainer, steps = config.trainer, config.sampling.num_inference_steps
+    if trainer.algorithm == "dpo_offline" and config.sampling.same_initial_noise:
+        text = "dpo_offline trains on given pictures and draws none, so it would do nothing; write false"
+        yield ("sampling.same_initial_noise", "trainer.algorithm"), text
     if trainer.algorithm not in DETERMINISTIC:
         return
     if config.sampling.same_initial_noise:

@@ -12,7 +12,7 @@ from genrl.config import OfflineDPO
 from genrl.diffusion.dpo import train_on
 from genrl.diffusion.inverse import encode
 from genrl.diffusion.policy import Batch
-from genrl.diffusion.rollout import MicroBatch, Rollouts, call_arguments, micro_batches, to_bytes
+from genrl.diffusion.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.scoring import Scored
 from genrl.diffusion.session import Session
 from genrl.mdp.batches import prompt_indices
@@ -50,6 +50,7 @@ def given_pairs(session: Session, reader: Reader, size: tuple[int, int]) -> Roll
             prompts=[rows[slot // 2].text for slot in slots],
             keys=[(seed, iteration, slot) for slot in slots],
             sampling=call_arguments(sampling),
+            inputs=batch_inputs(sampling.inputs, [rows[slot // 2] for slot in slots]),
         )
         with session.timed("sample"):
             pairs = {slot // 2: reader(rows[slot // 2]) for slot in slots}

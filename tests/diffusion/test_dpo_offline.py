@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from genrl.config import Config, ConfigError, check_files, load
+from genrl.diffusion import dpo_offline, inverse
 from genrl.diffusion.dpo_offline import given_pairs, picture_size
 from genrl.diffusion.train import train
 from genrl.preferences import as_tensor, open_set
@@ -42,10 +43,10 @@ def preference_set(folder: Path, **renamed: str) -> Path:
     return path
 
 
-def config(folder: Path, source: Path, **changes: Any) -> Config:
+def config(folder: Path, source: Path, model: Path = TINY, **changes: Any) -> Config:
     return runs.config(
         folder,
-        TINY,
+        model,
         **{
             "prompts": {"train": str(source)},
             "trainer": {"algorithm": "dpo_offline", "beta": 100.0, "updates_per_iteration": 2},
@@ -75,6 +76,36 @@ def test_pairs_are_encoded_as_they_are_given(folder: Path) -> None:
                 given = [as_tensor(image, 64, 64) for image in reader(row)]
                 wanted, other = given[slot % 2], given[1 - slot % 2]
                 assert float((picture - wanted).abs().mean()) < min(0.05, float((wanted - other).abs().mean()))
+
+
+def test_an_editing_model_learns_from_pairs_with_their_sources(
+    folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pair is judged beside the picture that it edits. The autoencoder is random: it need not give them back."""
+    monkeypatch.setattr(inverse, "MOST", 10.0)
+    source = preference_set(folder)
+    rows = [json.loads(line) | {"source_image": f"{k}.png"} for k, line in enumerate(source.read_text().splitlines())]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    for k in range(len(rows)):
+        Image.new("RGB", (16, 16), (40 * k, 80, 120)).save(folder / f"{k}.png")
+    call = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
+    sampling = {"guidance_scale": 2.5, "inputs": {"image": "source_image"}, "pipeline_args": call}
+    sizes = {"height": 16, "width": 16, "prompts_per_iteration": 2}
+    prompts = {"train": str(source), "eval": None}
+    found = config(folder, source, kontext, prompts=prompts, sampling=sizes | sampling, iterations=1)
+    seen: list[tuple[str, Any]] = []
+    with runs.session(found) as session:
+        backward = session.backward
+
+        def watched(loss: Any, batch: Any, *rest: Any, **counts: Any) -> None:
+            seen.extend(zip(batch.prompts, batch.inputs["image"], strict=True))
+            backward(loss, batch, *rest, **counts)
+
+        session.backward = watched  # type: ignore[method-assign]
+        dpo_offline.train(session, found.trainer)  # type: ignore[arg-type]
+    texts = [row["prompt"] for row in rows]
+    assert len(seen) == 4  # winner and loser of two pairs
+    assert all(picture.getpixel((0, 0)) == (40 * texts.index(text), 80, 120) for text, picture in seen)
 
 
 def test_two_and_two_iterations_are_four(folder: Path) -> None:

@@ -389,6 +389,10 @@ def test_a_model_that_is_no_flow_is_refused(folder: Path, name: str) -> None:
         ({"trainer": {**TRAINERS["d3po"]}, "sampling": {"num_inference_steps": 1}}, "last step is never stochastic"),
         ({"trainer": {**TRAINERS["d3po"], "noise_level": 0.0}}, "deterministic and has no density"),
         ({"trainer": {"algorithm": "dpo_offline"}, "sampling": EIGHT}, "a pair is a group of 2 images, found 4"),
+        (
+            {"trainer": {"algorithm": "dpo_offline"}, "sampling": {"same_initial_noise": True}},
+            "draws none, .* write false",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(folder: Path, model: Path, changes: dict[str, Any], says: str) -> None:
