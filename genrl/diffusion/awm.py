@@ -114,7 +114,7 @@ def objective(settings: AWM, velocity: Tensor, given: Given) -> Tensors:
             terms[metric] = kl_velocity(velocity, given[name])
             loss = loss + weight * terms[metric]
     return terms | {
-        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update
+        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
         "loss/policy": surrogate.loss,
         "ratio/mean": surrogate.ratio,
         "ratio/std": surrogate.ratio - 1.0,

@@ -116,7 +116,7 @@ def objective(settings: DGPO, velocity: Tensor, given: Given) -> Tensors:
         terms["kl"] = kl_velocity(velocity, given["reference"])
         loss = loss + settings.kl_weight * terms["kl"]
     return terms | {
-        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update
+        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
         "forward/error": error,
         "dgpo/group_weight": weight,
         "dgpo/clip_frac": dgpo_clipped(error, old_error, advantage, clip=settings.clip_range),

@@ -80,7 +80,7 @@ def learn(session: Session, settings: DiffusionNFT, rollouts: Rollouts, *, on_po
             for micro_batch in micro_batches:
                 clean, batch = micro_batch.final, micro_batch.batch
                 r = reward_weight[micro_batch.slots].to(policy.device)
-                counts = (advantages[micro_batch.slots] != 0).to(policy.device)  # not: no score, or no spread
+                counts = (advantages[micro_batch.slots] != 0).to(policy.device)  # no score, no spread: no update
                 for sigma, noise in forward_draws(micro_batch, num_draws, epoch):
                     level = sigma.view(-1, *[1] * (clean.dim() - 1))
                     noisy = (1.0 - level) * clean + level * noise

@@ -126,7 +126,7 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
                         loss = loss + settings.layer_tuning.weight * distance
                         meter.add("layer_tuning/distance", distance, weight)
                     moves = edges.moves[i, piece.slots[i]].to(policy.device)
-                    loss = loss * moves  # no score, or a group without spread: no update
+                    loss = loss * moves  # no score, or a group without spread: no update, by its KL neither
                     meter.add("loss", loss, weight)
                     loss = weight * loss
                     session.backward(
