@@ -266,9 +266,13 @@ def _trainable(config: Config) -> Iterator[_Wrong]:
         if reward.weight == 0:
             text = "the samples are not rewarded by what is trained to judge them; give it a weight"
             yield _Wrong(("rewards", index, "weight"), text)
-        for key in ("remote", "isolate", "cache"):
+        for key, why in (
+            ("remote", "it is trained in this process"),
+            ("isolate", "it is trained in this process"),
+            ("cache", "its scores change with every update"),
+            ("offload", "its optimiser's state stays on the device, and its weights with it"),
+        ):
             if getattr(reward, key):
-                why = "its scores change with every update" if key == "cache" else "it is trained in this process"
                 yield _Wrong(("rewards", index, key), f"{why}; remove it")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from genrl.config import Adversary, AdvGRPO, Config, ConfigError, check_files
 from genrl.diffusion import adv_grpo
-from genrl.diffusion.adv_grpo import Pairs, load_trained, turns
+from genrl.diffusion.adv_grpo import Pairs, load_trained, trainable_of, turns
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.scoring import open_scorers
 from genrl.diffusion.session import Session
@@ -337,12 +338,20 @@ def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
     with pytest.raises(ValueError, match="adv_grpo trains one reward.*found none"):
         train(config(critics, model, rewards=[bright]))
     patched = {"name": f"{critics / 'critics.py'}:Patched"}
+    opened = open_scorers(
+        config(critics, model, critic="Patched"), "cpu"
+    )  # which its source does not show to be trained
+    with pytest.raises(ValueError, match="Patched is trained, so it stays on the device; remove its offload"):
+        trainable_of(replace(opened, offloaded={"Patched": "cpu"}))
     assert "keep one" not in refused(critics, model, rewards=[{**own, "weight": 0}, bright])
     assert "give it a weight" in refused(critics, model, rewards=[{**own, "weight": 0}, bright])
     two = {"name": f"{critics / 'critics.py'}:Detached"}
     assert "there is another such reward; keep one" in refused(critics, model, rewards=[own, two])
     assert "change with every update" in refused(critics, model, rewards=[{**own, "cache": 10}])
     assert "trained in this process" in refused(critics, model, rewards=[{**own, "isolate": True}])
+    assert "rewards.0.offload: its optimiser's state stays" in refused(
+        critics, model, rewards=[{**own, "offload": True}]
+    )
     trainer = {"algorithm": "flow_grpo"}
     assert "only algorithm adv_grpo" in refused(critics, model, trainer=trainer, rewards=[own])
     with pytest.raises(ValueError, match="'Patched' is trained beside the model"):
