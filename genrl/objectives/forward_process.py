@@ -168,11 +168,13 @@ def crd_loss(
 
 
 def reward_adaptive_weight(target: Tensor, kl_weight: float, *, minimum: float = 1e-4) -> Tensor:
-    """`minimum + a (kl_weight - minimum)`: the KL weight of each sample, [B]; good ones are held more tightly.
+    """`m + a (kl_weight - m)`: the KL weight of each sample, [B]; good ones are held more tightly.
 
-    With `policy_losses.kl_velocity` to the pretrained model (under its guidance) it is CRD's reward-adaptive KL.
+    With `policy_losses.kl_velocity` to the pretrained model (under its guidance) it is CRD's reward-adaptive KL. m is
+    `minimum`, or a kl_weight below it: then all are held alike, where the formula would hold good ones less.
     """
-    return minimum + target.detach() * (kl_weight - minimum)
+    least = min(minimum, kl_weight)
+    return least + target.detach() * (kl_weight - least)
 
 
 def _scaled_error(velocity: Tensor, target: Tensor, adaptive: bool) -> Tensor:

@@ -341,6 +341,13 @@ def test_the_kl_weight_rises_with_the_reward(target: float, kl_weight: float) ->
     assert got == pytest.approx(kl_weight * (m + target * (1 - m)), rel=1e-9)
 
 
+@pytest.mark.parametrize("kl_weight", [0.0, 1e-6, 9e-5])
+def test_a_small_kl_weight_holds_no_sample_less_for_being_good(kl_weight: float) -> None:
+    """Below the floor of 1e-4 the formula would fall with the reward, and hold the worst by more than kl_weight."""
+    got = forward_process.reward_adaptive_weight(torch.linspace(0, 1, 5, dtype=torch.float64), kl_weight)
+    assert got.tolist() == [kl_weight] * 5
+
+
 def test_gradients_flow_through_the_new_policy_only() -> None:
     s = {name: value.requires_grad_() for name, value in pictures(4).items()}
     target = s["noise"] - s["clean"]
