@@ -537,8 +537,8 @@ class DGPO(Section):
     """Guidance of the starting model there (DGPO without guidance: 4.5; not FLUX.1-dev); null = that of training."""
     guidance_in_training: Flag = False
     """Train under the guidance of sampling (DGPO: false, even if it samples with 4.5); an input of the model stays."""
-    first_steps: Count = 6
-    """Noise levels are those of the first steps of the sampling grid, so many (DGPO: 6 of 10, GenEval 4)."""
+    first_steps: Count = 7
+    """Noise levels are those of the first steps of the sampling grid, so many (DGPO: 7 of 10, GenEval 5)."""
     timesteps_per_sample: Count = 4
     """Noise levels trained per sample, without repetition, the same for all of an iteration (DGPO: 4)."""
     clip_range: Margin = 1e-2
