@@ -78,8 +78,9 @@ def learn(session: Session, settings: D3PO, rollouts: Rollouts, *, num_steps: in
                     terms = objective(settings, new.log_prob, given)
                     answers = {"model_output": new.model_output, "log_prob": new.log_prob}
                     session.backward(terms["loss"], batch, given | answers, divisor=max(divisor, 1))
-                    for name, values in terms.items():
-                        meter.add(name, values)
+                    if len(pairs) > 0:
+                        for name, values in terms.items():
+                            meter.add(name, values)
             meter.add("grad_norm", torch.tensor([session.step()]))
     return meter.result()
 

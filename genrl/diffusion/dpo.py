@@ -83,7 +83,7 @@ def learn(session: Session, settings: DPO | OfflineDPO, rollouts: Rollouts, sign
         if len(rows) == 0:
             if not session.weights.is_sharded:
                 return None
-            rows = torch.zeros(1, 2, dtype=torch.long)  # the other processes evaluate theirs: the same twice is log 2
+            rows = torch.zeros(1, 2, dtype=torch.long)  # the other processes evaluate theirs with us
         both = rows.T.flatten().tolist()
         batch, clean = micro_batch.batch.take(both), micro_batch.final[both]
         batch = batch if settings.guidance_in_training else without_guidance(policy, batch)
@@ -98,6 +98,7 @@ def learn(session: Session, settings: DPO | OfflineDPO, rollouts: Rollouts, sign
         level = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device).repeat(2)
         given = noised_by(policy, clean, noise, level)
         given["reference"] = under(session, reference, batch, given["noisy"], level)
+        given["counts"] = torch.tensor(bool((sign[micro_batch.slots] != 0).any()))
         return batch, given
 
     update(
@@ -140,7 +141,7 @@ def objective(settings: DPO | OfflineDPO, output: Tensor, given: Given) -> Tenso
     ref_errors = matching_error(given["reference"], given["target"]).chunk(2)
     out = diffusion_dpo_loss(*errors, *ref_errors, beta=settings.beta)
     return {
-        "loss": out.loss,
+        "loss": out.loss * given["counts"],
         "preference/correct": out.correct,
         "preference/logit": out.logit,
         "forward/error": torch.cat(errors),

@@ -103,8 +103,9 @@ def update(
     """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels, per inner epoch.
 
     prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of, `noisy` and `sigma` among
-    it; None = nothing to train. objective(velocity, what was given) gives "loss" [B] and metrics by name. count(slots):
-    losses that the samples of an update have at one draw, over all processes.
+    it; None = nothing to train; `counts` false = evaluated with the other processes, but in no metric.
+    objective(velocity, what was given) gives "loss" [B] and metrics by name. count(slots): losses that the samples of
+    an update have at one draw, over all processes.
     """
     settings, policy = session.config.trainer, session.policy
     session.start_training(settings.inner_epochs * num_draws * len(rollouts.mine))
@@ -120,6 +121,7 @@ def update(
                     output = policy.velocity(batch, given["noisy"], given["sigma"])
                     terms = objective(output, given)
                     session.backward(terms["loss"], batch, given | {"model_output": output}, divisor=max(divisor, 1))
-                    for name, values in terms.items():
-                        meter.add(name, values)
+                    if bool(given.get("counts", True)):
+                        for name, values in terms.items():
+                            meter.add(name, values)
             meter.add("grad_norm", torch.tensor([session.step()]))

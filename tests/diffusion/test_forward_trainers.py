@@ -16,7 +16,7 @@ from families import FAMILIES
 from test_diffusion_nft import copied, relative, velocity
 from torch import Tensor
 
-from genrl.config import Config, ConfigError, load
+from genrl.config import DGPO, Config, ConfigError, load
 from genrl.config import dump as to_yaml
 from genrl.diffusion import awm, crd, d3po, dgpo, dpo, flow_grpo
 from genrl.diffusion.noising import without_guidance
@@ -78,11 +78,12 @@ class Watched:
     """Scales of the conditions that were trained under."""
 
 
-def run(config: Config) -> Watched:
-    """Train in this process, and report samples, backward passes, gradients and metrics."""
+def run(config: Config, *, sharded: bool = False) -> Watched:
+    """Train in this process, and report samples, backward passes, gradients and metrics. sharded: as if it were."""
     seen, pieces = Watched(), []
     with runs.session(config) as session:
         weights = session.weights
+        weights.is_sharded = sharded
         collect, backward, step, finish = session.collect, session.backward, session.step, session.finish
 
         def watched_collect(draw: Any, **shape: Any) -> Rollouts:
@@ -330,6 +331,32 @@ def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None
         )
         (update,) = run(config).updates
         assert all(not gradient.any() for gradient in update.gradient.values()), name
+
+
+def test_the_first_levels_are_those_of_the_released_code() -> None:
+    """`range(trunc + 1)` with trunc 6; GenEval: 4."""
+    assert DGPO().first_steps == len(range(6 + 1))
+
+
+@pytest.mark.parametrize("name", ["dpo", "d3po"])
+def test_groups_without_pairs_leave_no_trace_in_the_metrics(folder: Path, model: Path, name: str) -> None:
+    """A sharded model is evaluated for them too, so that every process calls it as often; the rows are the same."""
+    source = (
+        "def half(images, prompts):\n    return [float(i.mean()) * (p != 'a cat') for i, p in zip(images, prompts)]\n"
+    )
+    (folder / "half.py").write_text(source)
+    (folder / "train.txt").write_text("a cat\na red star\n")
+    changes: dict[str, Any] = {"trainer": TRAINERS[name], "rewards": [{"name": f"{folder / 'half.py'}:half"}]}
+    changes |= {"sampling": EIGHT, "iterations": 1}
+    rows = []
+    for sharded in (False, True):
+        config = runs.config(folder, model, output=str(folder / str(sharded)), **changes, **QUIET)
+        rows.append(run(config, sharded=sharded))
+    plain, padded = rows
+    assert len(padded.updates[0].pieces + padded.updates[1].pieces) > len(
+        plain.updates[0].pieces + plain.updates[1].pieces
+    )
+    assert plain.rows == padded.rows and plain.rows[0]["preference/pairs"] == 0.5
 
 
 @pytest.mark.parametrize("name", ["dpo", "d3po"])
