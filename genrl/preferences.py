@@ -6,37 +6,39 @@ paths relative to it, or a data set `id:split` with images in these columns.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from genrl.picture_cells import UNREADABLE, check_picture, opened
 from genrl.prompts import PREFERENCE_COLUMNS, Prompt, PromptError, missing_images, no_image_column
 
 Reader = Callable[[Prompt], tuple[Image.Image, Image.Image]]
 """The preferred image of a row, and the other one."""
 
+T = TypeVar("T")
+
 
 def open_set(source: str, rows: Sequence[Prompt]) -> Reader:
     """What reads the images of these rows of `source`. Raises PromptError where a column is missing."""
-    if Path(source).suffix in (".txt", ".jsonl"):
-        wrong = missing_images(source, rows)
-        if wrong is not None:
-            raise PromptError(wrong)
-        return lambda row: _both(row, source, row.columns)
-    import datasets
+    cells = _cells(source, rows)
 
-    name, _, split = source.partition(":")
-    table = datasets.load_dataset(name, split=split)
-    for column in PREFERENCE_COLUMNS:
-        if column not in table.column_names:
-            raise PromptError(f"{source}: {no_image_column(column, table.column_names)}")
-        table = table.cast_column(column, datasets.Image(decode=False))
-    return lambda row: _both(row, source, table[row.line - 1])
+    def read(row: Prompt) -> tuple[Image.Image, Image.Image]:
+        preferred, other = _of_both(_loaded, row, source, cells(row))
+        return preferred, other
+
+    return read
+
+
+def check_set(source: str, rows: Sequence[Prompt]) -> None:
+    """Raise PromptError, naming its row, where a column is missing or an image cannot be read (`check_picture`)."""
+    cells = _cells(source, rows)
+    for row in rows:
+        _of_both(check_picture, row, source, cells(row))
 
 
 def as_tensor(image: Image.Image, height: int, width: int) -> Tensor:
@@ -46,24 +48,36 @@ def as_tensor(image: Image.Image, height: int, width: int) -> Tensor:
     return flat.view(height, width, 3).permute(2, 0, 1).float() / 255
 
 
-def _both(row: Prompt, source: str, cells: Any) -> tuple[Image.Image, Image.Image]:
-    images = []
+def _cells(source: str, rows: Sequence[Prompt]) -> Callable[[Prompt], Any]:
+    """The cells of a row, by column."""
+    if Path(source).suffix in (".txt", ".jsonl"):
+        wrong = missing_images(source, rows)
+        if wrong is not None:
+            raise PromptError(wrong)
+        return lambda row: row.columns
+    import datasets
+
+    name, _, split = source.partition(":")
+    table = datasets.load_dataset(name, split=split)
+    for column in PREFERENCE_COLUMNS:
+        if column not in table.column_names:
+            raise PromptError(f"{source}: {no_image_column(column, table.column_names)}")
+        table = table.cast_column(column, datasets.Image(decode=False))
+    return lambda row: table[row.line - 1]
+
+
+def _of_both(use: Callable[[Any], T], row: Prompt, source: str, cells: Any) -> list[T]:
+    """What `use` makes of the preferred image of a row, and of the other one."""
+    found = []
     for column in PREFERENCE_COLUMNS:
         try:
-            images.append(_image(cells[column]))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            found.append(use(cells[column]))
+        except UNREADABLE as error:
             raise PromptError(f"{source}:{row.line}: {column} cannot be read as an image: {error}") from error
-    return images[0], images[1]
+    return found
 
 
-def _image(cell: Any) -> Image.Image:
-    """A path, or what `datasets.Image(decode=False)` gives: bytes or a path."""
-    if isinstance(cell, dict) and cell.get("bytes") is not None:
-        file: Any = io.BytesIO(cell["bytes"])
-    else:
-        file = cell["path"] if isinstance(cell, dict) else cell
-    if file is None:
-        raise ValueError("there is none")
-    with Image.open(file) as image:
+def _loaded(cell: Any) -> Image.Image:
+    with opened(cell) as image:
         image.load()
         return image

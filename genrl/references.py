@@ -10,7 +10,8 @@ Three layouts:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from PIL import Image
 
+from genrl.picture_cells import UNREADABLE, check_picture, opened
 from genrl.prompts import MAX_LINE_BYTES, Prompt, PromptError
 from genrl.prompts import load as load_prompts
 from rewards.contract import open_picture
@@ -43,12 +45,25 @@ class References:
     def picture(self, prompt: str, k: int) -> Image.Image:
         """The k-th picture of a prompt, RGB. Raises PromptError naming it where it cannot be read."""
         place = self.places[prompt][k]
+        with self._named(prompt, k):
+            return open_picture(place if self.table is None else opened(self.table[place][COLUMN]))
+
+    def check(self, prompts: Iterable[str]) -> None:
+        """Raise PromptError naming the first picture of these prompts that cannot be read (`check_picture`)."""
+        for prompt in dict.fromkeys(prompts):
+            for k, place in enumerate(self.places[prompt]):
+                with self._named(prompt, k):
+                    check_picture(place if self.table is None else self.table[place][COLUMN])
+
+    @contextmanager
+    def _named(self, prompt: str, k: int) -> Iterator[None]:
+        """Errors of reading say which picture it was."""
+        place = self.places[prompt][k]
+        where = place if self.table is None else f"row {place + 1}"
         try:
-            if self.table is None:
-                return open_picture(place)
-            return open_picture(self.table[place][COLUMN])
-        except (OSError, ValueError, SyntaxError) as error:
-            raise PromptError(f"{self.source}: reference {k + 1} of the prompt {prompt!r}: {error}") from error
+            yield
+        except UNREADABLE as error:
+            raise PromptError(f"{self.source}: reference {k + 1} of the prompt {prompt!r}, {where}: {error}") from error
 
     def missing(self, prompts: Sequence[Prompt], source: str) -> str | None:
         """What is wrong where some of these prompts of `source` have no picture; None where all have."""
@@ -128,4 +143,4 @@ def _of_data_set(source: str) -> References:
     places: dict[str, list[int]] = {}
     for row in rows:
         places.setdefault(row.text, []).append(row.line - 1)
-    return References(source, places, table.cast_column(COLUMN, datasets.Image()))
+    return References(source, places, table.cast_column(COLUMN, datasets.Image(decode=False)))

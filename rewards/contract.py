@@ -342,13 +342,18 @@ def open_picture(file: str | Path | Image) -> Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is lower
             picture = file if isinstance(file, Image.Image) else Image.open(file)
-            if picture.width * picture.height > MAX_PIXELS:
-                raise ValueError(f"{picture.width} x {picture.height} pixels; at most {MAX_PIXELS:,} are read")
-            if picture.mode[0] in "IF":  # Pillow would cut 16 bits down to white
-                raise ValueError(f"its pixels have more than 8 bits (mode {picture.mode}); save it with 8")
+            check_header(picture)
             return ImageOps.exif_transpose(picture).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"picture {str(file)!r} cannot be read: {error}") from error
+
+
+def check_header(picture: Image) -> None:
+    """Raise ValueError for a picture of more than 8 bits a channel, or of more than `MAX_PIXELS` pixels."""
+    if picture.width * picture.height > MAX_PIXELS:
+        raise ValueError(f"{picture.width} x {picture.height} pixels; at most {MAX_PIXELS:,} are read")
+    if picture.mode[0] in "IF":  # Pillow would cut 16 bits down to white
+        raise ValueError(f"its pixels have more than 8 bits (mode {picture.mode}); save it with 8")
 
 
 def read(result: Any, count: int, name: str, *, each: str = "sample") -> Scores:

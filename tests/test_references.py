@@ -66,3 +66,29 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.txt").write_text("a cat")
     with pytest.raises(PromptError, match="reference 1 of the prompt 'a cat'.*broken.png"):
         read(str(tmp_path)).picture("a cat", 0)
+
+
+@pytest.mark.parametrize("layout", [0, 1, 2], ids=["folder", "jsonl", "data set"])
+def test_all_pictures_are_checked_before_training(tmp_path: Path, layout: int) -> None:
+    """Of the prompts that are trained on; a PNG with all its bytes, though none is decoded."""
+    (source,) = layouts(tmp_path)[layout : layout + 1]
+    read(source).check(["a red star", "two dogs"])
+    file = tmp_path / "pictures" / "2.png"
+    file.write_bytes(file.read_bytes()[:-20])  # cut off within its pixels
+    if layout == 2:
+        table = [{"prompt": prompt, "image": {"bytes": b"", "path": None}} for prompt, _ in ROWS[:2]]
+        table.append({"prompt": "a red star", "image": {"bytes": file.read_bytes(), "path": None}})
+        table[0]["image"] = table[1]["image"] = {"bytes": (tmp_path / "pictures" / "0.png").read_bytes(), "path": None}
+        datasets.Dataset.from_list(table).to_parquet(tmp_path / "set" / "train.parquet")
+    found = read(source)
+    found.check(["two dogs"])
+    where = "row 3" if layout == 2 else r".*2\.png"
+    with pytest.raises(PromptError, match=f"reference 2 of the prompt 'a red star', {where}: "):
+        found.check(["two dogs", "a red star"])
+
+
+def test_a_picture_of_sixteen_bits_is_refused(tmp_path: Path) -> None:
+    Image.new("I;16", (4, 4)).save(tmp_path / "deep.png")
+    (tmp_path / "deep.txt").write_text("a cat")
+    with pytest.raises(PromptError, match=r"deep.png: its pixels have more than 8 bits"):
+        read(str(tmp_path)).check(["a cat"])

@@ -171,7 +171,7 @@ def open_session(
     """Load prompts, rewards and the pipeline, and make its parameters trainable."""
     prompts = prompt_files.load(config.prompts.train, config.prompts.column)
     if isinstance(config.trainer, OfflineDPO):
-        preferences.open_set(config.prompts.train, prompts)  # raises, before the model is loaded
+        preferences.check_set(config.prompts.train, prompts)  # raises, before the model is loaded
     eval_prompts = []
     if config.prompts.eval:
         eval_prompts = prompt_files.load(config.prompts.eval, config.prompts.column)[: config.evaluation.num_prompts]
@@ -179,7 +179,7 @@ def open_session(
     scorers = open_scorers(config, str(accelerator.device), stopped=lambda: stop.requested)
     if isinstance(config.trainer, AdvGRPO):  # raise, before the model is loaded
         adv_grpo.trainable_of(scorers)
-        adv_grpo.references_of(config.trainer, prompts, config.prompts.train)
+        adv_grpo.references_of(config.trainer, prompts, config.prompts.train).check(row.text for row in prompts)
     if isinstance(config.trainer, Draft | DiffInstruct):
         direct.check_gradients(config, scorers)
     for label, scorer in scorers.rewards.items():

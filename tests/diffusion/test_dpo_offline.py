@@ -139,8 +139,12 @@ def test_a_picture_that_is_none_is_named(folder: Path) -> None:
     rows = load_prompts(str(source))
     reader = open_set(str(source), rows)
     assert [image.size for image in reader(rows[0])] == [(64, 64)] * 2
-    with pytest.raises(PromptError, match=r"pairs.jsonl:2: image_lose cannot be read as an image"):
+    wanted = r"pairs.jsonl:2: image_lose cannot be read as an image"
+    with pytest.raises(PromptError, match=wanted):
         reader(rows[1])
+    with pytest.raises(PromptError, match=wanted):
+        train(config(folder, source))
+    assert not (folder / "run" / "checkpoints").exists()
 
 
 def test_pictures_are_scaled_to_cover_and_cut_around_the_centre() -> None:
