@@ -47,6 +47,14 @@ OURS = (
 
 DETERMINISTIC = ("diffusion_nft", "awm", "dgpo", "crd", "dpo", *DIRECT)
 WHOLE_GROUPS = ("dgpo", "crd", "dpo", "dpo_offline", "d3po")
+# Losses that are not means of terms of order 1, which float16's loss scale (`Session.loss_scale`) takes them for.
+NOT_IN_FLOAT16 = {
+    "prdp": "the gradient grows with 1 / beta",
+    "dpo": "the gradient grows with beta",
+    "dpo_offline": "the gradient grows with beta",
+    "draft": "the loss is a sum over the numbers of a sample, by the reward's gradient",
+    "diff_instruct": "the loss is a sum over the numbers of a sample, by gradients of scores",
+}
 
 
 class ImpossibleConfig(ValueError):
@@ -253,6 +261,9 @@ def _advantage(config: Config) -> Iterator[Finding]:
         if reward.normalize != "none":
             text = f"{aggregate} judges and normalises the scores themselves; write none"
             yield (f"rewards.{index}.normalize", "trainer.aggregate"), text
+        if aggregate != "gdpo" and reward.weight != 0 and reward.gate is not None and reward.gate.otherwise <= -1:
+            text = f"{aggregate} takes ln(1 + r), which {reward.gate.otherwise:g} has not; use a number above -1"
+            yield (f"rewards.{index}.gate.otherwise", "trainer.aggregate"), text
 
 
 def _talk2move(config: Config) -> Iterator[Finding]:
@@ -503,6 +514,11 @@ def _precision(config: Config) -> Iterator[Finding]:
     if dtype == "float16" and config.model.lora is None:
         text = "trained float16 weights lose small updates and overflow; use float32 with autocast: float16, or lora"
         yield ("model.dtype", "model.lora"), text
+    why = NOT_IN_FLOAT16.get(config.trainer.algorithm)
+    if why is not None and "float16" in (dtype, autocast):
+        key, instead = ("model.dtype", "float32") if dtype == "float16" else ("model.autocast", "null")
+        text = f"float16 needs a loss of known size, and that of {config.trainer.algorithm} has none ({why})"
+        yield (key, "trainer.algorithm"), f"{text}: it would overflow or vanish; use bfloat16, or {instead}"
     if dtype == "bfloat16" and autocast is None and config.model.lora is None:
         text = "all weights are trained in float32 and would be fed the bfloat16 of the other parts; use bfloat16"
         yield ("model.autocast", "model.dtype", "model.lora"), text
