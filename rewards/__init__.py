@@ -25,7 +25,7 @@ from rewards.contract import (
     to_uint8,
     weighted_sum,
 )
-from rewards.declared import Declared
+from rewards.declared import Declared, lower_end
 from rewards.loading import Listed, Origin, declaration, listing, load, resolve
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "is_trainable",
     "listing",
     "load",
+    "lower_end",
     "move",
     "name_of",
     "needs",

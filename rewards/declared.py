@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import math
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -50,6 +52,15 @@ def declared(file: Path | None, attribute: str) -> Declared:
     marked = _marked(found.body, "differentiable") or (None if found.bases else False)
     trainable = _definition(found.body, "logits") is not None
     return Declared(takes, _text(found, "range"), doc, gradients=marked, trainable=trainable)
+
+
+def lower_end(text: str) -> float | None:
+    """The least score to expect by a `range` in words: of what is `usually` so, else of all; None = it does not say."""
+    number = r"(-?(?:\d+\.?\d*|\.\d+))"
+    found = re.search(f"usually {number}", text) or re.match(f"(?:about )?{number}", text)
+    if found is not None:
+        return float(found[1])
+    return -math.inf if text.startswith("unbounded") else None
 
 
 def _definition(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | None:

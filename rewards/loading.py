@@ -64,7 +64,8 @@ def listing() -> list[Listed]:
 
 def declaration(origin: Origin) -> Declared:
     """What a reward's source declares, without importing it; nothing where the source is not found or does not say."""
-    return declared(Path(origin.where) if origin.kind == "file" else source_of(origin.where), origin.attribute)
+    found = declared(Path(origin.where) if origin.kind == "file" else source_of(origin.where), origin.attribute)
+    return found._replace(range=BUILT_IN[origin.name].range) if origin.kind == "built-in" else found
 
 
 def resolve(name: str) -> Origin:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 
-from genrl.config import ConfigError, check_files, load
+from genrl.config import Config, ConfigError, check_files, load
+from rewards import lower_end
 
 BASE = """\
 model: {{path: org/name}}
@@ -88,3 +90,34 @@ def test_pictures_of_references_are_columns(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "mine.py").write_text("def like(images, reference_images, style): ...\n")
     with pytest.raises(ConfigError, match="asks for the column style, reference_image|reference_image, style"):
         check_files(load(write(tmp_path, "  - {name: './mine.py:like'}")))
+
+
+def tamed(tmp_path: Path, rewards: str) -> Config:
+    """Several rewards under PaCo-GRPO's log-tame."""
+    path = write(tmp_path, rewards)
+    path.write_text(path.read_text().replace("diffusion_nft", "flow_grpo, aggregate: log_tame"))
+    return load(path)
+
+
+def test_what_log_tame_cannot_take_the_logarithm_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the declared range: the least that is usual, where it says so."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        'class Low:\n    range = "about -2 to 2"\n    def __call__(self, images): ...\n\n\ndef quiet(images): ...\n'
+    )
+    for name, says in (("imagereward", "about -2.3 to 2"), ("hpsv3", "-5 to 15"), ("./mine.py:Low", "-2 to 2")):
+        words = rf"rewards.1.name: log_tame .* scores of {name} may be -1 or less \(its range: .*{says}\); write .*gdpo"
+        with pytest.raises(ConfigError, match=words):
+            check_files(tamed(tmp_path, f"  - {{name: shapes}}\n  - {{name: '{name}'}}"))
+        check_files(tamed(tmp_path, f"  - {{name: shapes}}\n  - {{name: '{name}', weight: 0}}"))
+    check_files(tamed(tmp_path, "  - {name: imagereward}"))  # alone it is never tamed
+    check_files(tamed(tmp_path, "  - {name: clipscore}\n  - {name: pickscore}\n  - {name: './mine.py:quiet'}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [("0 to 1", 0), ("-1 to 1, usually .1 to .4", 0.1), ("about -2.3 to 2", -2.3), ("-1 to 1", -1), ("0 up, in kB", 0),
+     ("unbounded, about -1 to 1", -math.inf), ("as pickscore", None), ("usually ...", None), ("", None)],
+)  # fmt: skip
+def test_the_least_score_of_a_range_in_words(text: str, least: float | None) -> None:
+    assert lower_end(text) == least

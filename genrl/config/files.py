@@ -182,6 +182,7 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     if config.trainer.algorithm == "adv_grpo":
         yield from _references(config.trainer.adversary.references, found.get("train"), config.prompts.train, notes)
     yield from _trainable(config)
+    yield from _tamed(config)
     if len(found) == 2:
         yield from _overlap(found["train"], found["eval"], notes)
     for index, reward in enumerate(config.rewards):
@@ -274,6 +275,25 @@ def _trainable(config: Config) -> Iterator[_Wrong]:
         ):
             if getattr(reward, key):
                 yield _Wrong(("rewards", index, key), f"{why}; remove it")
+
+
+def _tamed(config: Config) -> Iterator[_Wrong]:
+    """log-tame takes ln(1 + r) of whichever reward varies most, so none of several may fall to -1."""
+    aggregate = getattr(config.trainer, "aggregate", "sum")
+    trained = [index for index, reward in enumerate(config.rewards) if reward.weight != 0]
+    if aggregate not in ("log_tame", "log_tame_released") or len(trained) < 2:  # one alone is never tamed
+        return
+    for index in trained:
+        name = config.rewards[index].name
+        try:
+            found = rewards.declaration(rewards.resolve(name)).range
+        except ValueError:
+            continue  # told in its own place
+        least = rewards.lower_end(found)
+        if least is not None and least <= -1:
+            text = f"{aggregate} takes ln(1 + r), and the scores of {name} may be -1 or less (its range: {found})"
+            instead = "write trainer.aggregate: gdpo or sum, or score by a file of your own that shifts them"
+            yield _Wrong(("rewards", index, "name"), f"{text}; {instead}")
 
 
 def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Iterator[_Wrong]:
