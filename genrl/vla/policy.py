@@ -1,0 +1,127 @@
+"""What a vision-language-action policy is: an observation encoded once, then a chunk of actions denoised under it.
+
+An observation is a batch of tensors by LeRobot's names (below), a context whatever a policy makes of it: tensors
+[B, ...] by names of its own, so that rows can be chosen without knowing them. `encode` is called once per observation,
+in sampling and in replay; `velocity` (or `noise`) once per denoising step.
+
+Chunks inside a policy are normalised, [B, H, A]; only `actions` leaves those units. Time is the project's: sigma = 1 is
+noise, 0 the action, velocity = noise - action. A model that runs the other way is turned round in its own `velocity`,
+once (`genrl.mdp.chains.noise_at_zero`). Diffusion policies are told an integer training timestep, 0 the cleanest.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+Statistics = dict[str, dict[str, Tensor]]
+"""Vectors by feature and by name of a statistic: `normalise.statistics` of every feature."""
+
+IMAGE = "observation.image"
+"""uint8 [B, S, S, 3], as rollouts store it."""
+STATE = "observation.state"
+"""Proprioception, float32 [B, P], as the robot has it (not normalised)."""
+ENVIRONMENT = "observation.environment_state"
+"""What a policy that does not look is told, float32 [B, E]."""
+TOKENS = "observation.language.tokens"
+"""The instruction, int64 [B, L], 0 where there is no word."""
+ACTION = "action"
+
+
+class Policy(Protocol):
+    """What every policy has. `inputs`: the entries of an observation that it reads, and a rollout must store.
+
+    `critic`: whether `value` works.
+    """
+
+    @property
+    def horizon(self) -> int: ...
+    @property
+    def action_dim(self) -> int: ...
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def critic(self) -> bool: ...
+
+    def tokenise(self, instructions: Sequence[str]) -> Tensor:
+        """`TOKENS` of B instructions."""
+        ...
+
+    def encode(self, observation: Batch) -> Batch:
+        """The context of B observations."""
+        ...
+
+    def value(self, context: Batch) -> Tensor:
+        """Expected return from each context, float32 [B]; does not move the encoder."""
+        ...
+
+    def normalised(self, actions: Tensor) -> Tensor:
+        """Actions [..., A] of the robot in the policy's units."""
+        ...
+
+    def actions(self, chunk: Tensor) -> Tensor:
+        """The inverse of `normalised`."""
+        ...
+
+
+@runtime_checkable
+class PredictsVelocity(Protocol):
+    """A flow policy."""
+
+    def velocity(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
+        """noise - action at x [B, H, A] and sigma [B], shape of x."""
+        ...
+
+
+@runtime_checkable
+class LearnsNoise(Protocol):
+    """A flow policy that also says how far to explore: Flow-Noise, ReinFlow."""
+
+    def velocity_and_noise(self, context: Batch, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """The velocity, and what `chains.bounded_std` makes a std of; both [B, H, A]."""
+        ...
+
+
+@runtime_checkable
+class PredictsNoise(Protocol):
+    """A diffusion policy."""
+
+    def noise(self, context: Batch, x: Tensor, timestep: Tensor) -> Tensor:
+        """The noise in x [B, H, A] at the training timestep int64 [B], shape of x."""
+        ...
+
+
+def rows(batch: Batch, index: Tensor) -> Batch:
+    """The rows `index` (numbers or a mask) of an observation or a context."""
+    return {name: value[index.to(value.device)] for name, value in batch.items()}
+
+
+def vocabulary(instructions: Sequence[str]) -> tuple[str, ...]:
+    """The words of some instructions, in alphabetical order: the vocabulary of a policy that is to know them."""
+    return tuple(sorted({word for instruction in instructions for word in instruction.lower().split()}))
+
+
+def tokenise(instructions: Sequence[str], words: Sequence[str]) -> Tensor:
+    """Words as numbers, 1 + place in `words`, int64 [B, L], padded with 0 to the longest.
+
+    Raises ValueError for an instruction that is empty, or has a word that the policy was not taught.
+    """
+    number = {word: 1 + place for place, word in enumerate(words)}
+    lines = [instruction.lower().split() for instruction in instructions]
+    for row, line in enumerate(lines):
+        if not line:
+            raise ValueError(f"row {row} has no instruction: the environment must give a task_description")
+        unknown = [word for word in line if word not in number]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], words, n=1)
+            hint = f"; the nearest one is {near[0]!r}" if near else ""
+            raise ValueError(f"the policy does not know {unknown} of {instructions[row]!r}{hint} (row {row})")
+    tokens = torch.zeros(len(lines), max(map(len, lines), default=0), dtype=torch.int64)
+    for row, line in enumerate(lines):
+        tokens[row, : len(line)] = torch.tensor([number[word] for word in line])
+    return tokens
