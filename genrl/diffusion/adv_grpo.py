@@ -31,7 +31,6 @@ from genrl.diffusion.plans import sampling_plan
 from genrl.diffusion.rollout import Rollouts, to_bytes
 from genrl.diffusion.scoring import Scorers, plain, score
 from genrl.diffusion.session import Session
-from genrl.mdp.batches import prompt_indices
 from genrl.mdp.noise import generator
 from genrl.objectives.adversarial import (
     DiscriminatorOutput,
@@ -188,11 +187,7 @@ def paired(session: Session, references: References, rollouts: Rollouts) -> list
 
 def scored_references(session: Session, label: str, pairs: list[Pairs], rollouts: Rollouts) -> Tensor:
     """The reward's scores of the references, in the way in which it scores samples: float64 [N]. A collective."""
-    config = session.config
-    chosen = prompt_indices(
-        len(session.prompts), config.sampling.prompts_per_iteration, seed=config.seed, iteration=session.iteration
-    )
-    rows = [session.prompts[k] for k in chosen for _ in range(config.sampling.group_size)]
+    rows = [row for row in session.iteration_prompts for _ in range(session.config.sampling.group_size)]
     pieces = [(one.slots, one.real.float() / 255) for one in pairs]
     scorers = plain({label: session.scorers.rewards[label]})
     return score(scorers, pieces, rows, rollouts.group.tolist(), session.beat).values[label]

@@ -14,7 +14,6 @@ from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.scoring import Scorers
 from genrl.diffusion.session import Session
-from genrl.mdp.batches import prompt_indices
 from rewards.calls import Calls
 
 
@@ -96,9 +95,5 @@ def _inner(reward: rewards.Reward) -> rewards.Reward:
 
 def _columns(session: Session, slots: list[int]) -> list[Mapping[str, list[Any]]]:
     """The columns of each slot's prompt, as lists of one row."""
-    sampling, config = session.config.sampling, session.config
-    rows = prompt_indices(
-        len(session.prompts), sampling.prompts_per_iteration, seed=config.seed, iteration=session.iteration
-    )
-    chosen = [session.prompts[rows[slot // sampling.group_size]] for slot in slots]
-    return [{name: [value] for name, value in row.columns.items()} for row in chosen]
+    rows, size = session.iteration_prompts, session.config.sampling.group_size
+    return [{name: [value] for name, value in rows[slot // size].columns.items()} for slot in slots]

@@ -15,7 +15,6 @@ from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.scoring import Scored
 from genrl.diffusion.session import Session
-from genrl.mdp.batches import prompt_indices
 from genrl.preferences import Reader, as_tensor, open_set
 
 
@@ -40,8 +39,7 @@ def given_pairs(session: Session, reader: Reader, size: tuple[int, int]) -> Roll
     config, policy, accelerator = session.config, session.policy, session.accelerator
     sampling, seed, iteration = config.sampling, config.seed, session.iteration
     session.phase("sampling", sampling.images_per_iteration)
-    chosen = prompt_indices(len(session.prompts), sampling.prompts_per_iteration, seed=seed, iteration=iteration)
-    rows = [session.prompts[index] for index in chosen]
+    rows = session.iteration_prompts
     plan = micro_batches(range(2 * len(rows)), sampling.batch_size, seed=seed, iteration=iteration)
     mine: dict[int, MicroBatch] = {}
     for position in range(accelerator.process_index, len(plan), accelerator.num_processes):

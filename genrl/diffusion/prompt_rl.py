@@ -35,7 +35,6 @@ from genrl.diffusion.policy import Batch
 from genrl.diffusion.rewriter import Rewriter, TextRoom, Written
 from genrl.diffusion.rollout import Rollouts, call_arguments
 from genrl.diffusion.session import Session
-from genrl.mdp.batches import prompt_indices
 from genrl.objectives.policy_losses import kl_k3
 from genrl.objectives.prompt_rl import joint_rewards, prompt_group, rewriter_loss, tagged_rewards
 from genrl.prompts import Prompt
@@ -55,10 +54,7 @@ def train(session: Session, settings: PromptRL) -> None:
     session.rewrite = partial(rewritten, session, rewriter, fits)
     checked = False
     for iteration in session.iterations():
-        rows = prompt_indices(
-            len(session.prompts), config.sampling.prompts_per_iteration, seed=config.seed, iteration=iteration
-        )
-        prompts = [session.prompts[row] for row in rows]
+        prompts = session.iteration_prompts
         # 1. Write.
         with session.timed("rewrite"):
             mine, answers = write(session, rewriter, prompts, size - retained, fits)

@@ -133,6 +133,12 @@ def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str
                 raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line}: no such file {row.columns[column]}")
 
 
+def iteration_prompts(config: Config, prompts: Sequence[Prompt], iteration: int) -> list[Prompt]:
+    """The prompts of an iteration, one for each group of samples, in slot order."""
+    count = config.sampling.prompts_per_iteration
+    return [prompts[row] for row in prompt_indices(len(prompts), count, seed=config.seed, iteration=iteration)]
+
+
 def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
     """Slots of the roots of each micro-batch, in the order of training."""
     cut = [list(roots[s : s + batch_size]) for s in range(0, len(roots), batch_size)]
@@ -181,8 +187,8 @@ def collect(
     iterations before.
     """
     sampling = config.sampling
-    rows = prompt_indices(len(prompts), sampling.prompts_per_iteration, seed=config.seed, iteration=iteration)
-    slot_rows = [prompts[row] for row in rows for _ in range(sampling.group_size)]
+    rows = iteration_prompts(config, prompts, iteration)
+    slot_rows = [row for row in rows for _ in range(sampling.group_size)]
     group = torch.arange(len(slot_rows)) // sampling.group_size
     roots = range(0, len(slot_rows), leaves)
     keys = {"seed": config.seed, "iteration": iteration}

@@ -29,7 +29,14 @@ from genrl.diffusion.export import save_lora
 from genrl.diffusion.forest import Draw
 from genrl.diffusion.monitor import ended_at, prepare, watch
 from genrl.diffusion.policy import Batch, Policy
-from genrl.diffusion.rollout import Rollouts, batch_inputs, call_arguments, collect, score_metrics
+from genrl.diffusion.rollout import (
+    Rollouts,
+    batch_inputs,
+    call_arguments,
+    collect,
+    iteration_prompts,
+    score_metrics,
+)
 from genrl.diffusion.scoring import Scorers
 from genrl.diffusion.sharding import load_optimizer_state, local, whole, whole_optimizer_state
 from genrl.diffusion.weights import AVERAGE, Weights
@@ -143,6 +150,11 @@ class Session:
     def is_complete(self) -> bool:
         """Whether no iteration is left to do, or the monitor has ended the run."""
         return self.iteration >= self.config.iterations or ended_at(self) is not None
+
+    @property
+    def iteration_prompts(self) -> list[Prompt]:
+        """The prompts of the running iteration, one for each group of samples, in slot order."""
+        return iteration_prompts(self.config, self.prompts, self.iteration)
 
     @property
     def loss_scale(self) -> float:

@@ -32,7 +32,6 @@ from genrl.diffusion.policy import Batch, Children, Kernel, NoiseKey, Policy, Tr
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.scoring import Scoring
 from genrl.diffusion.session import Session
-from genrl.mdp.batches import prompt_indices
 from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.preference import PreferenceOutput, step_preference_loss, step_winners
@@ -223,10 +222,7 @@ def judge(session: Session, rollouts: Rollouts, found: Found, plan: SamplingPlan
     config, policy, steps = session.config, session.policy, plan.splits
     ways, number = plan.branching[steps[0]], len(steps)
     sampling = config.sampling
-    indices = prompt_indices(
-        len(session.prompts), sampling.prompts_per_iteration, seed=config.seed, iteration=session.iteration
-    )
-    chains = [session.prompts[index] for index in indices for _ in range(sampling.group_size)]
+    chains = [row for row in session.iteration_prompts for _ in range(sampling.group_size)]
     rows = [chain for chain in chains for _ in range(number * ways)]
     group = torch.arange(len(chains) * number).repeat_interleave(ways)
     background = sampling.score_in_background

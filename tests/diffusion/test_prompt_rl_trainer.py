@@ -23,6 +23,7 @@ from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
+from genrl.mdp.batches import prompt_indices
 from genrl.runtime.run import Run, read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
@@ -55,7 +56,7 @@ def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, m
     monkeypatch.setattr(prompt_rl.flow_grpo, "learn", watched)
     half = trainer(rewriter={"format_weight": 0.5})
     config = runs.config(folder, model, trainer=half, iterations=1, evaluation={"every": 0}, **GROUPS)
-    order = prompt_rl.prompt_indices(4, 2, seed=0, iteration=0)
+    order = prompt_indices(4, 2, seed=0, iteration=0)
     train(config)
     rewriter = Rewriter(config.trainer.rewriter, seed=config.seed)  # type: ignore[union-attr]
     for p, row in enumerate(order):
