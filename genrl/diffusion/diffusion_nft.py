@@ -20,10 +20,11 @@ from torch import Tensor
 from genrl.config import DiffusionNFT
 from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.metering import Meter
+from genrl.diffusion.noising import REFERENCE, Given, Tensors, noised, own_noise, require_flow, under, update
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
-from genrl.mdp.noise import generator, keyed_noise
+from genrl.mdp.noise import generator
 from genrl.objectives.advantages import group_advantages, group_statistics
 from genrl.objectives.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight
 from genrl.objectives.policy_losses import kl_velocity
@@ -33,12 +34,8 @@ OLD = "old"
 
 def train(session: Session, settings: DiffusionNFT) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights, config = session.policy, session.weights, session.config
-    if policy.head.parametrisation != "flow":
-        raise ValueError(
-            f"trainer.algorithm: diffusion_nft needs a flow-matching model; {config.model.path} predicts "
-            f"{policy.prediction_type}. Use flow_grpo with kernel: ddim"
-        )
+    policy, weights = session.policy, session.weights
+    require_flow(session)
     if OLD not in weights.snapshots:  # a resumed run has it
         weights.snapshot(OLD)
     decay = nft_old_policy_decay(session.optimizer_steps, settings.old_policy_decay)
@@ -61,7 +58,6 @@ def train(session: Session, settings: DiffusionNFT) -> None:
 
 def learn(session: Session, settings: DiffusionNFT, rollouts: Rollouts, *, on_policy: bool) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, weights = session.policy, session.weights
     num_draws = settings.timesteps_per_sample or max(1, session.config.sampling.num_inference_steps - 1)
 
     # 3. Estimate.
@@ -74,70 +70,41 @@ def learn(session: Session, settings: DiffusionNFT, rollouts: Rollouts, *, on_po
     meter.add("nft/reward_weight_mean", reward_weight)
 
     # 4. Update.
-    session.start_training(settings.inner_epochs * num_draws * len(rollouts.mine))
-    for epoch in range(settings.inner_epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
-            for micro_batch in micro_batches:
-                clean, batch = micro_batch.final, micro_batch.batch
-                r = reward_weight[micro_batch.slots].to(policy.device)
-                counts = (advantages[micro_batch.slots] != 0).to(policy.device)  # no score, no spread: no update
-                for sigma, noise in forward_draws(micro_batch, num_draws, epoch):
-                    level = sigma.view(-1, *[1] * (clean.dim() - 1))
-                    noisy = (1.0 - level) * clean + level * noise
-                    old = reference = None
-                    if not on_policy:
-                        with torch.no_grad(), weights.use(OLD):
-                            old = policy.velocity(batch, noisy, sigma)
-                    if settings.kl_weight > 0:
-                        with torch.no_grad(), weights.reference():
-                            reference = policy.velocity(batch, noisy, sigma)
-                    new = policy.velocity(batch, noisy, sigma)
-                    old = new.detach() if old is None else old
-                    loss = diffusion_nft_loss(
-                        new, old, noisy, clean, sigma, r,
-                        beta=settings.beta, advantage_clip=settings.advantage_clip,
-                    )  # fmt: skip
-                    if reference is not None:
-                        kl = kl_velocity(new, reference)
-                        loss = loss + settings.kl_weight * kl
-                        meter.add("kl", kl)
-                    loss = loss * counts
-                    session.backward(
-                        loss,
-                        batch,
-                        {
-                            "clean": clean,
-                            "noise": noise,
-                            "sigma": sigma,
-                            "noisy": noisy,
-                            "advantage": advantages[micro_batch.slots],
-                            "reward_weight": r,
-                            "old": old,
-                            "new": new,
-                        },
-                        divisor=len(slots) * num_draws,
-                    )
-                    meter.add("loss", loss)
-                    meter.add("nft/old_deviation", kl_velocity(new, old))
-            meter.add("grad_norm", torch.tensor([session.step()]))
-            on_policy = False
+    def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
+        clean, batch, slots = micro_batch.final, micro_batch.batch, micro_batch.slots
+        sigma = levels(micro_batch, epoch)[k].to(clean.device)
+        given = noised(clean, own_noise(micro_batch, epoch, k), sigma) | {"clean": clean}
+        given |= {
+            "advantage": advantages[slots].to(clean.device),
+            "reward_weight": reward_weight[slots].to(clean.device),
+        }
+        if not on_policy or session.updates > 0:
+            given["old"] = under(session, OLD, batch, given["noisy"], sigma)
+        if settings.kl_weight > 0:
+            given["reference"] = under(session, REFERENCE, batch, given["noisy"], sigma)
+        return batch, given
+
+    update(session, rollouts, num_draws, prepare, lambda v, given: objective(settings, v, given), meter)
     return meter.result()
 
 
-def forward_draws(micro_batch: MicroBatch, count: int, epoch: int) -> list[tuple[Tensor, Tensor]]:
-    """`count` draws of (noise level [B], noise [B, ...]): per sample, distinct levels of its own sampling grid.
+def levels(micro_batch: MicroBatch, epoch: int) -> Tensor:
+    """The levels of the sampling grid, [T, B], for each sample in an order of its own, by its key alone."""
+    grid = micro_batch.sigmas[:-1]
+    orders = [torch.randperm(len(grid), generator=generator(*key, "levels", epoch)) for key in micro_batch.batch.keys]
+    return grid[torch.stack(orders, dim=1)]
 
-    Every number derives from the sample's key, so that the draws of a sample do not depend on its neighbours.
-    """
-    clean, grid = micro_batch.final, micro_batch.sigmas[:-1]
-    keys = micro_batch.batch.keys
-    orders = torch.stack(
-        [torch.randperm(len(grid), generator=generator(*key, "levels", epoch)) for key in keys]
-    )  # [B, T]
-    return [
-        (
-            grid[orders[:, k]].to(clean.device),
-            torch.stack([keyed_noise(clean.shape[1:], *key, "forward", epoch, k) for key in keys]).to(clean),
-        )
-        for k in range(count)
-    ]
+
+def objective(settings: DiffusionNFT, velocity: Tensor, given: Given) -> Tensors:
+    """The loss of each sample, [B], and metrics. Without an old policy's velocity the present one is it."""
+    old = given.get("old", velocity.detach())
+    loss = diffusion_nft_loss(
+        velocity, old, given["noisy"], given["clean"], given["sigma"], given["reward_weight"],
+        beta=settings.beta, advantage_clip=settings.advantage_clip,
+    )  # fmt: skip
+    terms = {"nft/old_deviation": kl_velocity(velocity, old)}
+    if settings.kl_weight > 0:
+        terms["kl"] = kl_velocity(velocity, given["reference"])
+        loss = loss + settings.kl_weight * terms["kl"]
+    # No score, or a group without spread: no update, by its KL neither.
+    return terms | {"loss": loss * (given["advantage"] != 0)}

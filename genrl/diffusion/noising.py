@@ -1,7 +1,7 @@
 """What the trainers on the forward process share: finished samples noised to drawn levels, and the updates.
 
-A method is what it draws (`prepare`) and what it makes of the model's answer (`objective`): see `awm.py`, `dgpo.py`,
-`crd.py` and `dpo.py`. Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
+A method is what it draws (`prepare`) and what it makes of the model's answer (`objective`): see `diffusion_nft.py`,
+`awm.py`, `dgpo.py`, `crd.py` and `dpo.py`. Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 """
 
 from __future__ import annotations

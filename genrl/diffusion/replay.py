@@ -31,14 +31,12 @@ from genrl.config import (
     OfflineDPO,
 )
 from genrl.config import load as load_config
-from genrl.diffusion import awm, crd, d3po, dgpo, dpo, draft
+from genrl.diffusion import awm, crd, d3po, dgpo, diffusion_nft, dpo, draft
 from genrl.diffusion.flow_grpo import policy_loss, reference_kl
 from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Batch, Children, Kernel, Policy, Trajectory
 from genrl.diffusion.spo import pair_of, preference
 from genrl.diffusion.weights import Weights
-from genrl.objectives.matching import diffusion_nft_loss
-from genrl.objectives.policy_losses import kl_velocity
 from genrl.runtime import checkpoint
 from genrl.runtime.guards import Dump, non_finite, read_dump
 from genrl.runtime.run import Run
@@ -136,10 +134,10 @@ def _put_weights(weights: Weights, dump: Dump, run: Run) -> str:
 
 def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given: Tensors) -> Tensors:
     """The micro-batch's loss, as its trainer computes it, and what comes before it."""
-    trainer, reference = config.trainer, None
+    trainer = config.trainer
     if isinstance(trainer, SPO):
         return pair_loss(trainer, policy, batch, given)
-    if isinstance(trainer, AWM | DGPO | CRD | DPO | OfflineDPO):
+    if isinstance(trainer, DiffusionNFT | AWM | DGPO | CRD | DPO | OfflineDPO):
         output = policy.velocity(batch, given["noisy"], given["sigma"])
         return {"model_output": output} | forward_terms(trainer, output, given)
     if isinstance(trainer, D3PO | PRDP):
@@ -149,51 +147,37 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
         clean = isinstance(trainer, Draft) and trainer.truncation == "refl"
         final = draft.chain(policy, batch, given["state"], steps, clean=clean)
         return {"final": final, "loss": draft.pull(final, given["pulled"])}
-    counts = given["advantage"] != 0
-    if isinstance(trainer, FlowGRPO):
-        i = int(given["step"])
-        kernel = Kernel(trainer.kernel, trainer.noise_level or 0.0)
-        states = {i: given["state"]}
-        children = Children(given["rows"], []) if "rows" in given else None
-        next_state = given["next_state"]
-        trajectory = Trajectory(
-            batch, kernel, states, {i: next_state}, {}, next_state, torch.empty(0), i + 1, given["state"], children
-        )
-        if trainer.kl_weight > 0:
-            with torch.no_grad(), weights.reference():
-                reference = policy.replay(trajectory, i)
-        new = policy.replay(trajectory, i)
-        surrogate = policy_loss(
-            trainer, new, next_state, given["old_log_prob"], given.get("old_mean"), given["advantage"]
-        )
-        loss, kl = surrogate.loss, None
-        if reference is not None:
-            kl = reference_kl(trainer.kl, new, reference)
-        made = {"model_output": new.model_output, "mean": new.mean, "std": new.std, "log_prob": new.log_prob,
-                "ratio": surrogate.ratio}  # fmt: skip
-    else:
-        assert isinstance(trainer, DiffusionNFT)
-        noisy, sigma, old = given["noisy"], given["sigma"], given["old"]
-        if trainer.kl_weight > 0:
-            with torch.no_grad(), weights.reference():
-                reference = policy.velocity(batch, noisy, sigma)
-        output = policy.velocity(batch, noisy, sigma)
-        loss, kl = diffusion_nft_loss(
-            output, old, noisy, given["clean"], sigma, given["reward_weight"],
-            beta=trainer.beta, advantage_clip=trainer.advantage_clip,
-        ), None  # fmt: skip
-        if reference is not None:
-            kl = kl_velocity(output, reference)
-        made = {"model_output": output}
-    if kl is not None:
-        loss = loss + trainer.kl_weight * kl
-        made["kl"] = kl
-    return made | {"loss": loss * given.get("weight", counts)}
+    assert isinstance(trainer, FlowGRPO)
+    i = int(given["step"])
+    kernel = Kernel(trainer.kernel, trainer.noise_level or 0.0)
+    states = {i: given["state"]}
+    children = Children(given["rows"], []) if "rows" in given else None
+    next_state = given["next_state"]
+    trajectory = Trajectory(
+        batch, kernel, states, {i: next_state}, {}, next_state, torch.empty(0), i + 1, given["state"], children
+    )
+    reference = None
+    if trainer.kl_weight > 0:
+        with torch.no_grad(), weights.reference():
+            reference = policy.replay(trajectory, i)
+    new = policy.replay(trajectory, i)
+    surrogate = policy_loss(trainer, new, next_state, given["old_log_prob"], given.get("old_mean"), given["advantage"])
+    made = {"model_output": new.model_output, "mean": new.mean, "std": new.std, "log_prob": new.log_prob,
+            "ratio": surrogate.ratio}  # fmt: skip
+    loss = surrogate.loss
+    if reference is not None:
+        made["kl"] = reference_kl(trainer.kl, new, reference)
+        loss = loss + trainer.kl_weight * made["kl"]
+    return made | {"loss": loss * given["weight"]}
 
 
-def forward_terms(trainer: AWM | DGPO | CRD | DPO | OfflineDPO, output: Tensor, given: Tensors) -> Tensors:
+def forward_terms(
+    trainer: DiffusionNFT | AWM | DGPO | CRD | DPO | OfflineDPO, output: Tensor, given: Tensors
+) -> Tensors:
     """What the trainers on the forward process make of the model's answer."""
     match trainer:
+        case DiffusionNFT():
+            return diffusion_nft.objective(trainer, output, given)
         case AWM():
             return awm.objective(trainer, output, given)
         case DGPO():

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from genrl.config import Config
 from genrl.diffusion import diffusion_nft
-from genrl.diffusion.diffusion_nft import forward_draws
+from genrl.diffusion.diffusion_nft import levels
+from genrl.diffusion.noising import own_noise
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.weights import Weights
@@ -203,14 +204,15 @@ def test_draws_do_not_depend_on_the_neighbours() -> None:
     def draws(rows: list[int], epoch: int = 0) -> list[tuple[Tensor, Tensor]]:
         batch = Batch(["a"] * len(rows), [keys[r] for r in rows], {})
         grid = torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0])
-        return forward_draws(MicroBatch(rows, batch, clean[rows], grid, [], clean[rows]), 3, epoch)
+        one = MicroBatch(rows, batch, clean[rows], grid, [], clean[rows])
+        return [(sigma, own_noise(one, epoch, k)) for k, sigma in enumerate(levels(one, epoch))]
 
     for (sigma, noise), (sigma_alone, noise_alone) in zip(draws([0, 1, 2]), draws([2]), strict=True):
         assert sigma[2] == sigma_alone[0] and torch.equal(noise[2], noise_alone[0])
     first, second = draws([0, 1, 2]), draws([0, 1, 2], epoch=1)
     assert not torch.equal(first[0][1], second[0][1])
-    levels = [torch.stack([sigma for sigma, _ in one]) for one in (first, second)]
-    assert not torch.equal(*levels)
+    orders = [torch.stack([sigma for sigma, _ in one]) for one in (first, second)]
+    assert not torch.equal(*orders)
 
 
 # -- the old policy --------------------------------------------------------------------------------------------------
