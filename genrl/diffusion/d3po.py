@@ -17,27 +17,17 @@ import torch
 from torch import Tensor
 
 from genrl.config import D3PO
-from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.metering import Meter
 from genrl.diffusion.noising import Given, Tensors
-from genrl.diffusion.plans import choose_kernel
-from genrl.diffusion.policy import Batch
+from genrl.diffusion.plans import every_step
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session
-from genrl.mdp.plan import make_plan
 from genrl.objectives.preference import preference_pairs, step_preference_loss
 
 
 def train(session: Session, settings: D3PO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    sampling = session.config.sampling
-    steps = range(sampling.num_inference_steps - 1)
-    plan = make_plan(len(steps) + 1, noise=dict.fromkeys(steps, settings.noise_level or 0.0), roots=sampling.group_size)
-    kernel = choose_kernel(session, settings, plan)
-
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        return independent(session.policy.roll_out(batch, kernel, steps), slots)
-
+    steps, draw = every_step(session, settings)
     for _ in session.iterations():
         # 1. Collect.
         rollouts = session.collect(draw)

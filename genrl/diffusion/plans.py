@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from genrl.config import D3PO, PRDP, SPO, Config, FlowGRPO
 from genrl.config.plans import fixed_window, plan_of, roots_together, stochastic_steps, window_end
-from genrl.diffusion.policy import Kernel
+from genrl.diffusion.forest import Draw, Drawn, independent
+from genrl.diffusion.policy import Batch, Kernel
 from genrl.diffusion.session import Session
 from genrl.mdp.kernels import FLOW_KERNELS
-from genrl.mdp.plan import SamplingPlan
+from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.schedules import geometric_window, window_steps
 
-__all__ = ["choose_kernel", "roots_together", "sampling_plan", "trained_steps", "window_of"]
+__all__ = ["choose_kernel", "every_step", "roots_together", "sampling_plan", "trained_steps", "window_of"]
 
 
 def window_of(config: Config, settings: FlowGRPO, iteration: int) -> range | None:
@@ -54,3 +55,16 @@ def choose_kernel(session: Session, settings: FlowGRPO | SPO | D3PO | PRDP, plan
     level = settings.noise_level or 0.0
     others = {i: plan.noise_levels[i] for i in plan.stochastic if plan.noise_levels[i] != level}
     return Kernel(settings.kernel, level, {i: other for i, other in others.items() if other is not None})
+
+
+def every_step(session: Session, settings: D3PO | PRDP) -> tuple[range, Draw]:
+    """The trained steps, all but the last, and what draws samples whose trained steps are all stochastic."""
+    sampling = session.config.sampling
+    steps = range(sampling.num_inference_steps - 1)
+    plan = make_plan(len(steps) + 1, noise=dict.fromkeys(steps, settings.noise_level or 0.0), roots=sampling.group_size)
+    kernel = choose_kernel(session, settings, plan)
+
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
+        return independent(session.policy.roll_out(batch, kernel, steps), slots)
+
+    return steps, draw

@@ -21,14 +21,11 @@ import torch
 from torch import Tensor
 
 from genrl.config import PRDP
-from genrl.diffusion.forest import Drawn, independent
 from genrl.diffusion.metering import Meter
 from genrl.diffusion.old_policy import check_on_policy
-from genrl.diffusion.plans import choose_kernel
-from genrl.diffusion.policy import Batch
+from genrl.diffusion.plans import every_step
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session
-from genrl.mdp.plan import make_plan
 from genrl.objectives.advantages import group_statistics
 from genrl.objectives.prdp import prdp_gradient
 
@@ -37,14 +34,7 @@ Tensors = dict[str, Tensor]
 
 def train(session: Session, settings: PRDP) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    sampling = session.config.sampling
-    steps = range(sampling.num_inference_steps - 1)
-    plan = make_plan(len(steps) + 1, noise=dict.fromkeys(steps, settings.noise_level or 0.0), roots=sampling.group_size)
-    kernel = choose_kernel(session, settings, plan)
-
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        return independent(session.policy.roll_out(batch, kernel, steps), slots)
-
+    steps, draw = every_step(session, settings)
     checked = False
     for _ in session.iterations():
         # 1, 2. Collect and score.
