@@ -162,12 +162,12 @@ CLAIMS = (
 HEAD = """
 # Every method on the embedded models
 
-Each row is a configuration of this repository as it stands, run to its end on one thread of a shared CPU: with three seeds
+Each row is a configuration of this repository as it stands, run to its end on one thread of a shared CPU: three seeds
 where a mean ± sample standard deviation stands, else with seed 0 alone. **Held-out** are the prompts of the evaluation,
 which no run trains on: 96 of shapes (Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4), one picture each from fixed
 noise, so a single figure has a standard error of about 0.03. A method is compared with itself before training; the rows
 are not a ranking, since models, budgets and rewards differ. The **second scorer** has weight 0. Model calls count every
-sample of a denoiser's batch; evaluation is not among them, the CPU minutes have it, and loading; a dash says that the run
+sample of a denoiser's batch; evaluation is not among them, CPU minutes have it, and loading; a dash says that the run
 was interrupted or made by hand.
 """
 AFTER_TABLE = """
