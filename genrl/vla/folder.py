@@ -1,0 +1,134 @@
+"""The embedded policies on disk, laid out as LeRobot lays its own out.
+
+config.json                      "type", "input_features", "output_features", "normalization_mapping", settings
+model.safetensors                the weights
+policy_preprocessor.json         the normaliser's step, with the name of its statistics
+policy_preprocessor_step_0_normalizer_processor.safetensors      "<feature>.<statistic>", e.g. "action.min"
+policy_postprocessor.json, policy_postprocessor_step_0_unnormalizer_processor.safetensors      the same, back
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from genrl.vla.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.encoder import MODES, Inputs
+from genrl.vla.policy import ACTION, ENVIRONMENT, IMAGE, STATE, Statistics
+from genrl.vla.tiny_flow import TinyFlowConfig, TinyFlowVLA
+
+EmbeddedPolicy = TinyFlowVLA | DiffusionMLP
+
+_FLOW, _DIFFUSION = "tiny_flow_vla", "diffusion_mlp"
+_PROCESSORS = {"policy_preprocessor": "normalizer_processor", "policy_postprocessor": "unnormalizer_processor"}
+
+
+def save_policy(policy: EmbeddedPolicy, folder: Path) -> None:
+    """Write the five files into a folder, which is made; each appears under its name when it is complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    inputs, shapes = policy.config.inputs, _features(policy.config.inputs)
+    features = shapes | {ACTION: {"type": "ACTION", "shape": [policy.action_dim]}}
+    settings = dataclasses.asdict(policy.config)
+    kept = {name: settings[name] for name in settings.keys() - {"inputs", "action_dim", "horizon"}}
+    config = {
+        "type": _FLOW if isinstance(policy, TinyFlowVLA) else _DIFFUSION,
+        "input_features": shapes,
+        "output_features": {ACTION: features[ACTION]},
+        "normalization_mapping": MODES,
+        "chunk_size": policy.horizon,
+        "vocabulary": list(inputs.vocabulary),
+    }
+    weights = {name: value.detach().cpu().contiguous() for name, value in policy.state_dict().items()}
+    stats = {f"{name}.{key}": value.cpu() for name, found in policy.stats.items() for key, value in found.items()}
+    _write(folder / "model.safetensors", weights)
+    for processor, step in _PROCESSORS.items():
+        state = f"{processor}_step_0_{step}.safetensors"
+        how = {"eps": 1e-8, "features": features, "norm_map": MODES}
+        _write(folder / state, stats)
+        steps = [{"registry_name": step, "config": how, "state_file": state}]
+        _write(folder / f"{processor}.json", {"name": processor, "steps": steps})
+    _write(folder / "config.json", config | kept)
+
+
+def load_policy(folder: Path, *, device: torch.device | str = "cpu") -> EmbeddedPolicy:
+    """The policy that `save_policy` wrote, in evaluation mode.
+
+    Raises FileNotFoundError for a file that is missing, and ValueError for another type of policy, another
+    normalisation, or weights of another shape.
+    """
+    config = json.loads(_existing(folder, "config.json").read_text())
+    kind = config.get("type")
+    if kind not in (_FLOW, _DIFFUSION):
+        raise ValueError(f"{folder}/config.json: type must be {_FLOW!r} or {_DIFFUSION!r}, found {kind!r}")
+    if config["normalization_mapping"] != MODES:
+        raise ValueError(
+            f"{folder}/config.json: normalization_mapping must be {MODES}, found {config['normalization_mapping']}"
+        )
+    sizes = {name: int(feature["shape"][-1]) for name, feature in config["input_features"].items()}
+    inputs = Inputs(
+        state=sizes[STATE],
+        vocabulary=tuple(config["vocabulary"]),
+        environment=sizes.get(ENVIRONMENT, 0),
+        image=sizes.get(IMAGE, 0),
+    )
+    action, horizon = int(config["output_features"][ACTION]["shape"][0]), int(config["chunk_size"])
+    stats = _statistics(folder)
+    policy: EmbeddedPolicy
+    if kind == _FLOW:
+        head = config["noise_head"]
+        policy = TinyFlowVLA(TinyFlowConfig(inputs, action, horizon, config["critic"], head), stats)
+    else:
+        steps = int(config["train_steps"])
+        policy = DiffusionMLP(DiffusionMLPConfig(inputs, action, horizon, config["critic"], steps), stats)
+    weights = load_file(_existing(folder, "model.safetensors"))
+    try:
+        policy.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{folder}/model.safetensors does not fit {folder}/config.json: {error}") from error
+    return policy.to(device).eval()
+
+
+def _features(inputs: Inputs) -> dict[str, dict[str, Any]]:
+    """LeRobot's description: pictures channels first, as it hands them to a policy."""
+    found: dict[str, dict[str, Any]] = {STATE: {"type": "STATE", "shape": [inputs.state]}}
+    if inputs.environment:
+        found[ENVIRONMENT] = {"type": "ENV", "shape": [inputs.environment]}
+    if inputs.image:
+        found[IMAGE] = {"type": "VISUAL", "shape": [3, inputs.image, inputs.image]}
+    return found
+
+
+def _statistics(folder: Path) -> Statistics:
+    description = json.loads(_existing(folder, "policy_preprocessor.json").read_text())
+    states = [step["state_file"] for step in description["steps"] if step["registry_name"] == "normalizer_processor"]
+    if len(states) != 1 or Path(states[0]).name != states[0]:
+        raise ValueError(
+            f"{folder}/policy_preprocessor.json must name one file of statistics beside it, found {states}"
+        )
+    stats: Statistics = {}
+    for name, value in load_file(_existing(folder, states[0])).items():
+        feature, _, statistic = name.rpartition(".")
+        stats.setdefault(feature, {})[statistic] = value
+    return stats
+
+
+def _existing(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {name}: it is no folder of a saved policy")
+    return path
+
+
+def _write(path: Path, content: dict[str, Tensor] | dict[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    if path.suffix == ".safetensors":
+        save_file(content, partial)
+    else:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)
