@@ -2,8 +2,8 @@
 
 python assets/build_tiny_dino.py assets/tiny-dino
 
-The class token is taught how many things of each colour and shape there are and where, each patch what it shows. Half of
-the pictures went through the autoencoder of tiny-t2i, so that features tell contents rather than a decoder's traces.
+The class token is taught how many things of each colour and shape there are and where, each patch what it shows. Half
+of the pictures went through the autoencoder of tiny-t2i, so that features tell contents rather than a decoder's traces.
 A function of the seed; one process of one thread.
 """
 
@@ -108,8 +108,8 @@ def main(out: Path) -> None:
             right = float((numbers.argmax(-1) == number)[there].float().mean())
             seen = float((found.argmax(-1) == patches[rows].flatten(1))[patches[rows].flatten(1) > 0].float().mean())
             print(
-                f"{step} counting {counting:.3f} placing {placing:.4f} showing {showing:.3f}, right: counts {right:.2f} "
-                f"patches {seen:.2f}, {time.process_time() - started:.0f} s",
+                f"{step} counting {counting:.3f} placing {placing:.4f} showing {showing:.3f}, right: counts {right:.2f}"
+                f" patches {seen:.2f}, {time.process_time() - started:.0f} s",
                 flush=True,
             )
     model.eval().save_pretrained(out)
