@@ -105,9 +105,11 @@ class Policy:
             )
         self.processor = load_processor(path, kind)
         self.tokenizer: Any = self.processor.tokenizer
-        self.model: Any = pretrained(
-            transformers.AutoModelForImageTextToText, path, types=(), reward="policy", dtype=dtype
-        )
+        try:
+            architecture = transformers.AutoModelForImageTextToText
+            self.model: Any = pretrained(architecture, path, types=(), reward="policy", dtype=dtype)
+        except OSError as error:
+            raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
         self.room: int | None = getattr(text, "max_position_embeddings", None)
         """Positions of the language model: prompt and completion together; None where it says nothing."""
         self.peft: PeftModel | None = None

@@ -1,10 +1,11 @@
-"""Policies of six families on tiny random checkpoints: padding, sharing and sampling change no log-probability.
+"""Policies of seven families on tiny random checkpoints: padding, sharing and sampling change no log-probability.
 
 Rounding bound of every family: 5e-6 per token in float32 (measured: 1e-6).
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -33,7 +34,7 @@ def questions(seed: int = 0) -> list[Prompt]:
     """One image, two of other sizes with a system turn, none: three lengths."""
     return [
         Prompt(("Count ", picture(seed, 24, 40), " the dots.")),
-        Prompt((picture(seed + 1, 16, 16), "?", picture(seed + 2, 40, 20), " same?"), system="Be brief"),
+        Prompt((picture(seed + 1, 36, 36), "?", picture(seed + 2, 40, 20), " same?"), system="Be brief"),
         Prompt(("No picture.",)),
     ]
 
@@ -233,6 +234,28 @@ def test_a_shared_prefix_computes_three_times_fewer_positions(load: Callable[[st
     assert (plain.log_prob - shared.log_prob).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_an_image_goes_through_the_vision_tower_once_for_its_group(
+    load: Callable[[str], Policy], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    policy = load(family)
+    prompts = [policy.encode(prompt) for prompt in questions()]
+    once = sum(len(prompt.tokens.pixels["pixel_values"]) for prompt in prompts[:2])  # images, or patches of all
+    body, seen = policy.model.base_model, [0]
+    original = body.get_image_features
+
+    def counted(pixel_values: Tensor, *arguments: object, **options: object) -> object:
+        seen[-1] += len(pixel_values)
+        return original(pixel_values, *arguments, **options)
+
+    monkeypatch.setattr(body, "get_image_features", counted)
+    written = sample(policy, prompts)
+    for share in (True, False):
+        seen.append(0)
+        policy.log_probs(prompts, written.tokens, written.mask, group=written.group, share_prefix=share)
+    assert seen == [once, once, N * once]
+
+
 def test_scoring_does_not_depend_on_what_was_generated_before(load: Callable[[str], Policy]) -> None:
     policy = load("qwen2_5_vl")
     prompts = [policy.encode(prompt) for prompt in questions()]
@@ -311,8 +334,6 @@ def test_a_prompt_that_does_not_fit_is_named_before_any_work(
 
 
 def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    import shutil
-
     for family in ("qwen2_5_vl", "smolvlm", "llava"):
         blind = tmp_path / family
         shutil.copytree(folder(family), blind)
@@ -320,6 +341,12 @@ def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], t
             (blind / name).unlink(missing_ok=True)
         with pytest.raises(ValueError, match="image processor"):
             Policy(str(blind))
+    (blind / "model.safetensors").unlink()
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder("llava") / name).exists():
+            shutil.copy(folder("llava") / name, blind / name)
+    with pytest.raises(ValueError, match="has no weights that can be read"):
+        Policy(str(blind))
     mute = tmp_path / "mute"
     shutil.copytree(folder("llava"), mute)
     (mute / "chat_template.jinja").unlink()

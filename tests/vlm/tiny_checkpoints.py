@@ -15,6 +15,10 @@ from transformers import (  # isort: skip
     Idefics3Processor,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
     LlavaProcessor,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -31,7 +35,7 @@ from transformers import (  # isort: skip
 from transformers.models.siglip import SiglipVisionConfig  # isort: skip
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil  # isort: skip
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3", "llava")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3", "llava", "llava_next")
 QWEN = ["vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"]
 PLACES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *PLACES]
@@ -46,7 +50,9 @@ TEXT = {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "max_posit
 
 def save(family: str, folder: Path) -> Path:
     """A checkpoint with weights, tokenizer, image processor and chat template."""
-    return {"smolvlm": _idefics, "idefics3": _idefics, "llava": _llava}.get(family, _qwen)(family, folder)
+    return {"smolvlm": _idefics, "idefics3": _idefics, "llava": _llava, "llava_next": _llava}.get(family, _qwen)(
+        family, folder
+    )
 
 
 def _tokenizer(special: list[str], image: str) -> Qwen2Tokenizer:
@@ -117,16 +123,22 @@ def _idefics(family: str, folder: Path) -> Path:
 
 def _llava(family: str, folder: Path) -> Path:
     made = _tokenizer(["<image>"], "<image>")
-    config = LlavaConfig(
-        vision_config=SiglipVisionConfig(**LAYERS, num_attention_heads=2, image_size=16, patch_size=4),
-        text_config={**TEXT, "model_type": "llama", "vocab_size": len(made)},
-        image_token_index=made.convert_tokens_to_ids("<image>"),
-        vision_feature_select_strategy="full",
-        vision_feature_layer=-1,
-    )
-    _save(LlavaForConditionalGeneration(config), made, folder)
-    images = SiglipImageProcessorPil(size={"height": 16, "width": 16})
-    LlavaProcessor(
-        images, made, patch_size=4, vision_feature_select_strategy="full", chat_template=made.chat_template
-    ).save_pretrained(folder)
+    common = {
+        "vision_config": SiglipVisionConfig(**LAYERS, num_attention_heads=2, image_size=16, patch_size=4),
+        "text_config": {**TEXT, "model_type": "llama", "vocab_size": len(made)},
+        "image_token_index": made.convert_tokens_to_ids("<image>"),
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+    }
+    how = {"patch_size": 4, "vision_feature_select_strategy": "full", "chat_template": made.chat_template}
+    size = {"height": 16, "width": 16}
+    if family == "llava":
+        _save(LlavaForConditionalGeneration(LlavaConfig(**common)), made, folder)
+        LlavaProcessor(SiglipImageProcessorPil(size=size), made, **how).save_pretrained(folder)
+    else:  # tiles of a picture's own proportions, and the whole: as many as the picture needs
+        places = [[16, 32], [32, 16], [32, 32]]
+        config = LlavaNextConfig(**common, image_grid_pinpoints=places)
+        _save(LlavaNextForConditionalGeneration(config), made, folder)
+        images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=places)
+        LlavaNextProcessor(images, made, **how).save_pretrained(folder)
     return folder
