@@ -190,10 +190,8 @@ def sample(policy: Policy, sampler: Sampler, context: Batch, drawn: Draw, *, fro
     Raises ValueError where a `Diffusion` sampler trains only its last steps and nobody is there for the first.
     """
     start = drawn.noise.to(next(iter(context.values())).device)
-    batch, total = drawn.noisy.shape
-    first = total - sampler.ft_denoising_steps if isinstance(sampler, Diffusion) else 0
-    if first and frozen is None:
-        raise ValueError(f"the first {first} of {total} denoising steps are those of the frozen policy: pass it")
+    batch = len(drawn.noisy)
+    first = _first_steps(sampler, frozen)
 
     def step(k: int, x: Tensor) -> Transition:
         who, seen = frozen if frozen is not None and k < first else (policy, context)
@@ -202,7 +200,7 @@ def sample(policy: Policy, sampler: Sampler, context: Batch, drawn: Draw, *, fro
     clips = (None, None) if isinstance(sampler, FlowSteps) else (sampler.noise_clip, sampler.last_clip)
     chain = chains.sample_chain(step, start[:, 0], start[:, 1:], noise_clip=clips[0], last_clip=clips[1])
     index = drawn.noisy.nonzero()[:, 1].view(batch, -1)
-    rows, place = torch.arange(batch)[:, None], index.to(start.device)
+    rows, place = torch.arange(batch, device=start.device)[:, None], index.to(start.device)
     states, following = chain.states[rows, place], chain.states[rows, place + 1]
     log_prob = _score(sampler, states, following, chain.means[rows, place], chain.stds[rows, place])
     return Sample(chain.states[:, -1], states, following, index, log_prob)
@@ -221,26 +219,41 @@ def replay(
 
 
 @torch.no_grad()
-def act(policy: Policy, sampler: Sampler, context: Batch, noise: Tensor) -> Tensor:
+def act(policy: Policy, sampler: Sampler, context: Batch, noise: Tensor, *, frozen: Frozen | None = None) -> Tensor:
     """The chunk [B, H, A] without exploration, from noise [B, H, A], which stays random: for evaluation.
 
-    A flow policy follows its ODE, a diffusion policy its DDIM chain with eta = 0, in as many steps as the sampler has.
+    A flow policy follows its ODE, a diffusion policy its chain with eta = 0 (DPPO evaluates DDIM so, and DDPM with a
+    std of 1e-3 at least), in the sampler's steps, with its clips. frozen as in `sample`.
     """
     x = noise.to(next(iter(context.values())).device)
+    first = _first_steps(sampler, frozen)
+    sigmas = schedules.linspace_grid(sampler.steps)
     for k in range(sampler.steps):
+        who, seen = frozen if frozen is not None and k < first else (policy, context)
         index = torch.full((len(x),), k)
         if isinstance(sampler, Diffusion):
-            if not isinstance(policy, PredictsNoise):
-                raise TypeError(f"Diffusion needs a policy that predicts noise, {type(policy).__name__} does not")
+            if not isinstance(who, PredictsNoise):
+                raise TypeError(f"Diffusion needs a policy that predicts noise, {type(who).__name__} does not")
             grid = sampler.grid
-            x = ddpm.denoise(x, policy.noise(context, x, grid.timesteps[index]), grid, index, eta=0.0).mean
+            x = ddpm.denoise(x, who.noise(seen, x, grid.timesteps[index]), grid, index, eta=0.0).mean
             continue
-        if not isinstance(policy, PredictsVelocity):
-            raise TypeError(f"a flow sampler needs a policy that predicts velocity, {type(policy).__name__} does not")
-        sigmas = schedules.linspace_grid(sampler.steps)
-        velocity = policy.velocity(context, x, sigmas[index].to(x))
-        x = kernels.ode(x, velocity, sigmas[index], sigmas[index + 1]).mean
-    return x
+        if not isinstance(who, PredictsVelocity):
+            raise TypeError(f"a flow sampler needs a policy that predicts velocity, {type(who).__name__} does not")
+        x = kernels.ode(x, who.velocity(seen, x, sigmas[index].to(x)), sigmas[index], sigmas[index + 1]).mean
+        if isinstance(sampler, LearnedNoise) and sampler.mean_clip is not None:
+            x = x.clamp(-sampler.mean_clip, sampler.mean_clip)
+    last_clip = None if isinstance(sampler, FlowSteps) else sampler.last_clip
+    return x if last_clip is None else x.clamp(-last_clip, last_clip)
+
+
+def _first_steps(sampler: Sampler, frozen: Frozen | None) -> int:
+    """How many steps the frozen policy does."""
+    first = sampler.steps - sampler.ft_denoising_steps if isinstance(sampler, Diffusion) else 0
+    if first and frozen is None:
+        raise ValueError(
+            f"the first {first} of {sampler.steps} denoising steps are those of the frozen policy: pass it"
+        )
+    return first
 
 
 def _score(sampler: Sampler, states: Tensor, next_states: Tensor, means: Tensor, stds: Tensor) -> Tensor:

@@ -135,21 +135,53 @@ def test_the_observation_is_encoded_once(monkeypatch) -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("sampler", [FlowSteps(), LearnedNoise(), Diffusion()])
+@pytest.mark.parametrize("sampler", [FlowSteps(), LearnedNoise(), REINFLOW, Diffusion()])
 def test_acting_has_no_noise_but_the_first(sampler) -> None:
     policy = policy_for(sampler)
-    context = policy.encode(observation(5))
-    noise = keyed_noise((5, 4, 3), 3)
-    once, twice = (sampling.act(policy, sampler, context, noise) for _ in range(2))
+    context, noise = policy.encode(observation(5)), keyed_noise((5, 4, 3), 3)
+    frozen = Frozen(policy, context) if isinstance(sampler, Diffusion) else None
+    once, twice = (sampling.act(policy, sampler, context, noise, frozen=frozen) for _ in range(2))
     assert torch.equal(once, twice) and once.shape == (5, 4, 3)
-    if isinstance(sampler, FlowSteps):
-        x = noise
-        for k in range(4):
-            with torch.no_grad():
-                x = x - 0.25 * policy.velocity(context, x, torch.full((5,), 1.0 - 0.25 * k))
-        torch.testing.assert_close(once, x, rtol=1e-4, atol=1e-4)
-    else:
-        assert (sampling.act(policy, sampler, context, keyed_noise((5, 4, 3), 4)) - once).abs().max() > 1e-4
+    other = sampling.act(policy, sampler, context, keyed_noise((5, 4, 3), 4), frozen=frozen)
+    assert (other - once).abs().max() > 1e-4
+    if isinstance(sampler, Diffusion):
+        assert once.abs().max() <= 1.0
+        with pytest.raises(ValueError, match="frozen policy"):
+            sampling.act(policy, sampler, context, noise)
+        return
+    x = noise
+    for k in range(4):
+        with torch.no_grad():
+            x = x - 0.25 * policy.velocity(context, x, torch.full((5,), 1.0 - 0.25 * k))
+        x = x.clamp(-1.0, 1.0) if sampler == REINFLOW else x
+    torch.testing.assert_close(once, x, rtol=1e-4, atol=1e-4)
+
+
+def test_evaluation_of_dppo_begins_with_the_frozen_policy() -> None:
+    base, other = diffusion(SEES), diffusion(SEES, seed=1)
+    context, noise = base.encode(observation(5)), keyed_noise((5, 4, 3), 3)
+    frozen = Frozen(other, other.encode(observation(5)))
+    alone = sampling.act(base, Diffusion(), context, noise, frozen=Frozen(base, context))
+    assert (sampling.act(base, Diffusion(), context, noise, frozen=frozen) - alone).abs().max() > 1e-4
+    every = sampling.act(base, Diffusion(ft_denoising_steps=20), context, noise)
+    assert torch.equal(every, alone)
+
+
+def test_stds_are_those_of_the_settings() -> None:
+    """Flow-SDE's first step has a std of the noise level exactly; a learned one is bounded, DPPO's has a floor."""
+    sampler = FlowSteps(selection="all", noise_level=0.7)
+    policy, out = sampled(sampler)
+    stds = replay(policy, sampler, policy.encode(observation(12)), *out[1:4]).stds
+    torch.testing.assert_close(stds[:, 0], torch.full_like(stds[:, 0], 0.7))
+    sampler = LearnedNoise(low=0.2, high=0.6)
+    policy, out = sampled(sampler)
+    stds = replay(policy, sampler, policy.encode(observation(12)), *out[1:4]).stds
+    assert 0.2 <= stds.min() < stds.max() <= 0.6
+    sampler = Diffusion(floor=0.15)
+    policy, out = sampled(sampler)
+    stds = replay(policy, sampler, policy.encode(observation(12)), *out[1:4]).stds
+    assert stds.min().item() == pytest.approx(0.15) and stds[:, 0].max() > 0.15
+    assert out.chunk.abs().max() <= 1.0
 
 
 def test_what_does_not_fit_is_refused() -> None:
