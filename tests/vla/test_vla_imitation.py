@@ -15,9 +15,10 @@ from genrl.vla.imitation import (
     flow_times,
     frame_statistics,
     imitate,
+    minitable_frames,
     noise_matching_loss,
 )
-from genrl.vla.minitable import PUT, MiniTable, expert_chunk, task
+from genrl.vla.minitable import PUT, MiniTable, demonstrate, expert_chunk, task
 from genrl.vla.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, rows, tokenise
 from genrl.vla.rollout import collect
 from genrl.vla.sampling import Diffusion, FlowSteps, act
@@ -25,9 +26,10 @@ from genrl.vla.sampling import Diffusion, FlowSteps, act
 
 def test_frames_are_what_the_environment_shows_and_what_the_expert_does() -> None:
     """An environment that plays the demonstrated episodes by the expert shows the frames, one after the other."""
-    seen, row = frames(), 0
-    for key in task.episode_keys(0, np.arange(8), np.zeros(8)):
-        env = MiniTable(1, chunk=1)
+    keys, tasks, row = task.episode_keys(0, np.arange(4), np.zeros(4)), (0, 4), 0
+    seen = minitable_frames(demonstrate(keys, tasks), WORDS, horizon=4, image_size=32)
+    for key in keys:
+        env = MiniTable(1, chunk=1, tasks=tasks)
         shown, _ = env.reset(seed=0, options={"episodes": np.array([key])})
         ended = False
         while not ended:

@@ -179,7 +179,7 @@ def test_one_episode_each_for_groups() -> None:
     expert = Expert(expert_env)
     sure = collect(expert_env, expert, FlowSteps(noise_level=1e-3), decisions=40, seed=5, iteration=0, one_episode=True)
     assert sure.valid.sum(0).max() == len(sure.valid) < 11 and sure.done[:, 0].sum() >= 1
-    assert (sure.valid & sure.done).sum(0).tolist() == [1] * 8
+    assert (sure.valid & sure.done).sum(0).tolist() == [1] * 8 and torch.equal(sure.valid, sure.episode == 0)
     advantages = episode_group_advantages(episode_returns(sure), sure.group)
     assert advantages.abs().max() == 0  # all succeed: nothing to learn
 
@@ -209,6 +209,17 @@ def test_what_a_simulator_may_not_do_is_reported() -> None:
         collect(told(5), flow(SEES), FlowSteps(), **how)
     with pytest.raises(ValueError, match="must have shape"):
         collect(told(5, chunk=8), flow(TOLD), FlowSteps(), **how)
+
+
+def test_noise_is_keyed_by_seed_iteration_and_slot() -> None:
+    """The initial noise, which no observation has touched."""
+
+    def noise(size: int, **other: int) -> torch.Tensor:
+        how = {"decisions": 1, "seed": 3, "iteration": 2} | other
+        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), **how).states[0, :, 0]
+
+    assert torch.equal(noise(2, first_slot=4), noise(6)[4:])
+    assert not (noise(2) == noise(2, iteration=3)).any() and not (noise(2) == noise(2, seed=4)).any()
 
 
 def test_noise_of_chunks_is_not_shared_between_decisions() -> None:

@@ -119,6 +119,8 @@ def test_the_first_steps_of_dppo_are_the_frozen_policys() -> None:
     assert torch.equal(first.states[:, 0], second.states[:, 0])
     assert (first.chunk - second.chunk).abs().max() > 1e-3
     assert first.step_index[0].tolist() == list(range(10, 20))
+    again = replay(tuned, sampler, tuned.encode(seen), second.states, second.next_states, second.step_index)
+    assert torch.equal(again.log_prob.detach(), second.log_prob)  # none of these is the frozen one's
     with pytest.raises(ValueError, match="frozen policy"):
         sample(base, sampler, frozen.context, drawn(sampler, base, 6))
 
