@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import io
-from typing import Any
-
-from PIL import Image
+from typing import TYPE_CHECKING, Any
 
 from rewards.contract import check_header
 
-UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-"""What Pillow raises for a file that is no picture, or a broken one."""
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Pillow is imported where a picture is opened: configurations are checked without it.
 
 
-def opened(cell: Any) -> Image.Image:
+def unreadable() -> tuple[type[Exception], ...]:
+    """What Pillow raises for a file that is no picture, or a broken one."""
+    from PIL.Image import DecompressionBombError
+
+    return OSError, ValueError, SyntaxError, DecompressionBombError
+
+
+def opened(cell: Any) -> Image:
     """What a cell holds, a path or what `datasets.Image(decode=False)` gives (bytes or a path), not decoded yet."""
+    from PIL.Image import open as open_image
+
     if isinstance(cell, dict) and cell.get("bytes") is not None:
-        return Image.open(io.BytesIO(cell["bytes"]))
+        return open_image(io.BytesIO(cell["bytes"]))
     file = cell["path"] if isinstance(cell, dict) else cell
     if file is None:
         raise ValueError("there is none")
-    return Image.open(file)
+    return open_image(file)
 
 
 def check_picture(cell: Any) -> None:
-    """Raise one of `UNREADABLE` where a cell holds no sound picture, as far as that is known without decoding it: a
+    """Raise one of `unreadable()` where a cell holds no sound picture, as far as that is known without decoding it: a
     header, and of a PNG all checksums."""
     with opened(cell) as image:
         check_header(image)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from genrl.picture_cells import UNREADABLE, check_picture, opened
+from genrl.picture_cells import check_picture, opened, unreadable
 from genrl.prompts import PREFERENCE_COLUMNS, Prompt, PromptError, missing_images, no_image_column
 
 Reader = Callable[[Prompt], tuple[Image.Image, Image.Image]]
@@ -72,7 +72,7 @@ def _of_both(use: Callable[[Any], T], row: Prompt, source: str, cells: Any) -> l
     for column in PREFERENCE_COLUMNS:
         try:
             found.append(use(cells[column]))
-        except UNREADABLE as error:
+        except unreadable() as error:
             raise PromptError(f"{source}:{row.line}: {column} cannot be read as an image: {error}") from error
     return found
 

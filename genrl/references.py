@@ -15,14 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
-from genrl.picture_cells import UNREADABLE, check_picture, opened
+from genrl.picture_cells import check_picture, opened, unreadable
 from genrl.prompts import MAX_LINE_BYTES, Prompt, PromptError
 from genrl.prompts import load as load_prompts
 from rewards.contract import open_picture
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 COLUMN = "image"
@@ -42,7 +43,7 @@ class References:
         """How many pictures this prompt has."""
         return len(self.places.get(prompt, ()))
 
-    def picture(self, prompt: str, k: int) -> Image.Image:
+    def picture(self, prompt: str, k: int) -> Image:
         """The k-th picture of a prompt, RGB. Raises PromptError naming it where it cannot be read."""
         place = self.places[prompt][k]
         with self._named(prompt, k):
@@ -62,7 +63,7 @@ class References:
         where = place if self.table is None else f"row {place + 1}"
         try:
             yield
-        except UNREADABLE as error:
+        except unreadable() as error:
             raise PromptError(f"{self.source}: reference {k + 1} of the prompt {prompt!r}, {where}: {error}") from error
 
     def missing(self, prompts: Sequence[Prompt], source: str) -> str | None:

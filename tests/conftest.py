@@ -11,8 +11,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import numpy as np
 import pytest
+
+hypothesis.settings.register_profile("busy", deadline=None)  # of a machine that does other things too
+hypothesis.settings.load_profile("busy")
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(os.environ.get("GENRL_GOLDEN", ROOT.parent / "shared" / "golden"))
