@@ -104,9 +104,9 @@ CLAIMS = (
     Claim(
         title="Does DiffusionNFT reach the same reward in fewer model calls?",
         setting="The two configurations of the table, held against each other at one held-out reward.",
-        finding="Yes: 2.5 times fewer, on one seed of each here; in 80 iterations it is also the higher of the two on the"
-        " scorer that neither is trained on. It learns from finished samples at two noise levels, so an iteration"
-        " is cheaper, and every picture counts at any level instead of at three steps.",
+        finding="Yes: 2.5 times fewer, on one seed of each here; in 80 iterations it is also the higher of the two "
+        "on the scorer that neither is trained on. It learns from finished samples at two noise levels, so "
+        "an iteration is cheaper, and every picture counts at any level instead of at three steps.",
         methods={name: METHODS[name] for name in ("flow_grpo", "diffusion_nft")},
         level=0.58,
     ),
@@ -114,11 +114,11 @@ CLAIMS = (
         title="Does PRDP keep rising on many prompts where DDPO falls?",
         setting="Both on the agreement of picture and caption (`clipscore`), over all 272 prompts, 192 pictures an "
         "iteration from 3 steps: PRDP 24 prompts x 8, DDPO 192 prompts x 1 against their history.",
-        finding="PRDP ends higher and rises at every evaluation, DDPO goes up and down (.553, .546, .550, .566 at 10, 20,"
-        " 30, 40); but DDPO does not fall, and with a standard error of .016 on one seed the two ends are not "
-        "told apart. On compressibility, above, PRDP ends lower in kB on each of three seeds at the same "
-        "pictures. The collapse that the paper reports over 100,000 prompts is not reproduced. The rule of shapes"
-        " moves for neither.",
+        finding="PRDP ends higher and rises at every evaluation, DDPO goes up and down (.553, .546, .550, .566 at "
+        "10, 20, 30, 40); but DDPO does not fall, and with a standard error of .016 on one seed the two "
+        "ends are not told apart. On compressibility, above, PRDP ends lower in kB on each of three seeds "
+        "at the same pictures. The collapse that the paper reports over 100,000 prompts is not reproduced. "
+        "The rule of shapes moves for neither.",
         methods={
             "prdp_clip": Method(
                 "PRDP",
@@ -133,12 +133,12 @@ CLAIMS = (
     ),
     Claim(
         title="Does Adv-GRPO keep the held-out scorer up where a proxy alone makes it fall?",
-        setting="Adv-GRPO trains `assets/tiny-clip`, as PickScore, beside the model, from reference pictures; beside it "
-        "Flow-GRPO with the same settings on the same scorer, frozen. `shapes`, the rule, is trained on in "
-        "neither.",
+        setting="Adv-GRPO trains `assets/tiny-clip`, as PickScore, beside the model, from reference pictures; "
+        "beside it Flow-GRPO with the same settings on the same scorer, frozen. `shapes`, the rule, is "
+        "trained on in neither.",
         finding="Not shown. The held-out rule rises in both, by .05 and .04, with a standard error of .035: in 80 "
-        "iterations the frozen scorer is not hacked, so there is nothing to prevent. Where a reward is hacked "
-        "here, with `jpeg` above, `shapes` falls to a quarter and less.",
+        "iterations the frozen scorer is not hacked, so there is nothing to prevent. Where a reward is "
+        "hacked here, with `jpeg` above, `shapes` falls to a quarter and less.",
         methods={
             "adv_grpo": METHODS["adv_grpo"],
             "proxy_grpo": Method(
