@@ -30,7 +30,7 @@ FILES = {
 }
 FURTHER = {
     "adv_grpo": ["trainer.adversary.warmup=1"],  # the judge in the first iteration, the model in the second
-    "talk2move": ["trainer.step_evaluation={prompts: 1, samples: 2}"],
+    "talk2move": ["trainer.exit_step=null", "trainer.step_evaluation={prompts: 1, samples: 2}"],
 }
 
 
