@@ -72,14 +72,11 @@ def train(session: Session, settings: AdvGRPO) -> None:
     optimizer = torch.optim.Adam(adversary.parameters(), lr=settings.adversary.lr, betas=settings.adversary.betas)
     session.keep(ADVERSARY, adversary)
     session.keep("adversary_optimizer", optimizer)
-    checked = False
     for iteration in session.iterations():
         # 1, 2. Collect and score.
         plan = sampling_plan(session.config, settings, iteration)
         rollouts = collect(session, plan, drawing(session, settings, plan))
-        if not checked:
-            check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
-            checked = True
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
         with session.scorers.placed():
             pairs = paired(session, references, rollouts)
             real, fake = scored_references(session, label, pairs, rollouts), rollouts.scored.values[label]

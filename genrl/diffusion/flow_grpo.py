@@ -49,14 +49,11 @@ from genrl.objectives.policy_losses import (
 
 def train(session: Session, settings: FlowGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    checked = False
     for iteration in session.iterations():
         # 1, 2. Collect and score.
         plan = sampling_plan(session.config, settings, iteration)
         rollouts = collect(session, plan, drawing(session, settings, plan))
-        if not checked:
-            check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
-            checked = True
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
         # 3, 4. Estimate and update.
         metrics = learn(session, settings, rollouts, plan)
         del rollouts

@@ -69,11 +69,13 @@ def rows_of(trajectory: Trajectory, step: int) -> Tensor:
 
 @torch.no_grad()
 def check_on_policy(session: Session, rollouts: Rollouts, *, clip: float, guard: bool = False) -> None:
-    """Replay the first micro-batch before any update: the ratio must be 1.
+    """Replay the first micro-batch before any update: the ratio must be 1. Once per process, later calls do nothing.
 
     An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
     raises RuntimeError in all processes, since the clip would cut numerical noise. guard: of GRPO-Guard's ratio.
     """
+    if session.replays:
+        return
     deviations = [torch.zeros(1)]
     first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
     if first is not None:
@@ -88,6 +90,7 @@ def check_on_policy(session: Session, rollouts: Rollouts, *, clip: float, guard:
     problem = off_policy(float(torch.tensor(everyone).max()), clip)  # tensor: NaN is the largest
     if problem is not None:
         session.progress.say(problem)
+    session.replays = True
 
 
 def off_policy(worst: float, clip: float) -> str | None:

@@ -35,13 +35,10 @@ Tensors = dict[str, Tensor]
 def train(session: Session, settings: PRDP) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     steps, draw = every_step(session, settings)
-    checked = False
     for _ in session.iterations():
         # 1, 2. Collect and score.
         rollouts = session.collect(draw)
-        if not checked:
-            check_on_policy(session, rollouts, clip=settings.clip_range)
-            checked = True
+        check_on_policy(session, rollouts, clip=settings.clip_range)
         # 3. Update.
         metrics = learn(session, settings, rollouts, num_steps=len(steps))
         del rollouts

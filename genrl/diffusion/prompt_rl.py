@@ -52,7 +52,6 @@ def train(session: Session, settings: PromptRL) -> None:
     rewriter = Rewriter(settings.rewriter, seed=config.seed, device=device)
     session.keep("rewriter", rewriter)
     session.rewrite = partial(rewritten, session, rewriter, fits)
-    checked = False
     for iteration in session.iterations():
         prompts = session.iteration_prompts
         # 1. Write.
@@ -63,8 +62,8 @@ def train(session: Session, settings: PromptRL) -> None:
         plan = sampling_plan(config, settings, iteration)
         draw = from_texts([text for group in groups for text in group], flow_grpo.drawing(session, settings, plan))
         rollouts = session.collect(draw)
-        if not checked:
-            check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        first = not session.replays
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
         generation = judged(settings, rollouts, prompts).view(-1, size)
         formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
         total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)
@@ -73,9 +72,8 @@ def train(session: Session, settings: PromptRL) -> None:
         advantages = advantages_of(session, settings, rollouts)
         advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip).view(-1, size)
         metrics = flow_grpo.learn(session, settings, rollouts, plan)
-        metrics |= learn_to_write(session, settings, rewriter, mine, advantages, check=not checked)
+        metrics |= learn_to_write(session, settings, rewriter, mine, advantages, check=first)
         metrics |= compared(generation, formats, [texts for texts, _ in answers])
-        checked = True
         del rollouts
         session.finish(metrics)
     if session.is_main and session.is_complete:

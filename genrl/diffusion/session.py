@@ -132,6 +132,8 @@ class Session:
     """Samples of the running iteration."""
     kept: dict[str, Stateful] = field(default_factory=dict)
     """Beside the model (`keep`), by name."""
+    replays: bool = False
+    """Whether it was seen in this process that training replays what sampling did."""
     rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
     """Where prompts are rewritten: their new texts. Evaluation draws both."""
     _restored: dict[str, dict[str, Any]] = field(default_factory=dict)

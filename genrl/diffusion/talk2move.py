@@ -40,16 +40,14 @@ from rewards import compose
 
 def train(session: Session, settings: Talk2Move) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    config, checked = session.config, False
+    config = session.config
     kernel = choose_kernel(session, settings, sampling_plan(config, settings, 0))
     for iteration in session.iterations():
         # 1. Off-policy step evaluation.
         exit_at = choose_exit(session, settings, kernel, iteration)
         # 2. Active step sampling.
         rollouts = session.collect(partial(draw, session, settings, kernel, exit_at))
-        if not checked:
-            check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
-            checked = True
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
         # 3. Flow-GRPO on the steps before the exit.
         trained = with_exit(settings, exit_at)
         metrics = learn(session, trained, rollouts, sampling_plan(config, trained, iteration))
