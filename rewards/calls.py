@@ -78,6 +78,11 @@ class Calls:
 _Row = tuple[float, dict[str, float]]  # score and parts of one sample
 
 
+def inner(reward: Reward) -> Reward:
+    """The reward itself, where it is called in smaller batches or from a cache."""
+    return reward.reward if isinstance(reward, Calls) else reward
+
+
 def _columns(rows: Sequence[_Row]) -> tuple[list[float], dict[str, list[float]]]:
     names = dict.fromkeys(name for _, parts in rows for name in parts)
     return [value for value, _ in rows], {name: [parts.get(name, math.nan) for _, parts in rows] for name in names}

@@ -47,7 +47,7 @@ from genrl.references import read as read_references
 from genrl.runtime import checkpoint, state
 from genrl.runtime.run import Run
 from rewards.adversary import Logits, Trainable, check_trainable
-from rewards.calls import Calls
+from rewards.calls import inner
 
 ADVERSARY = "adversary"
 
@@ -192,15 +192,15 @@ def scored_references(session: Session, label: str, pairs: list[Pairs], rollouts
 
 def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:
     """Label and object of the one trainable reward. ValueError for none, several, an incomplete or an offloaded one."""
-    inner = {label: one.reward if isinstance(one, Calls) else one for label, one in scorers.rewards.items()}
-    found = [label for label, reward in inner.items() if rewards.is_trainable(reward)]
+    plain_rewards = {label: inner(reward) for label, reward in scorers.rewards.items()}
+    found = [label for label, reward in plain_rewards.items() if rewards.is_trainable(reward)]
     if len(found) != 1:
         which = f"found {', '.join(found)}; keep one" if found else "found none; add {name: dino_adversary, ...}"
         raise ValueError(f"rewards: adv_grpo trains one reward (docs/adv_grpo.md), {which}")
     if found[0] in scorers.offloaded:
         raise ValueError(f"rewards: {found[0]} is trained, so it stays on the device; remove its offload")
-    check_trainable(inner[found[0]], found[0])
-    return found[0], inner[found[0]]
+    check_trainable(plain_rewards[found[0]], found[0])
+    return found[0], plain_rewards[found[0]]
 
 
 def load_trained(scorers: Scorers, run: Path) -> None:

@@ -14,7 +14,7 @@ from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.scoring import Scorers
 from genrl.diffusion.session import Session
-from rewards.calls import Calls
+from rewards.calls import inner
 
 
 class Pulled(NamedTuple):
@@ -77,20 +77,15 @@ def _total(
     images = session.policy.decode(one, final, grad=True)
     total = torch.zeros(1, device=images.device)
     for label, weight in weights.items():
-        reward = _inner(session.scorers.rewards[label])
+        reward = inner(session.scorers.rewards[label])
         scores = rewards.score_with_gradients(reward, images=images, prompts=one.prompts, columns=columns, name=label)
         total = total + weight * scores.to(total)
     return total
 
 
 def _fits(reward: rewards.Reward) -> bool:
-    needed = rewards.needs(_inner(reward))
+    needed = rewards.needs(inner(reward))
     return needed.gradients and needed.images and needed.kind == "pointwise"
-
-
-def _inner(reward: rewards.Reward) -> rewards.Reward:
-    """The reward itself, where it is called in smaller batches or from a cache."""
-    return reward.reward if isinstance(reward, Calls) else reward
 
 
 def _columns(session: Session, slots: list[int]) -> list[Mapping[str, list[Any]]]:

@@ -22,7 +22,7 @@ import rewards
 from genrl.config import Config
 from genrl.prompts import Prompt
 from rewards.background import Background
-from rewards.calls import Calls
+from rewards.calls import inner
 from rewards.compose import Component, Gate
 from rewards.placing import open_reward
 from rewards.remote import Outage
@@ -97,7 +97,7 @@ def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lamb
             undo.callback(rewards.close, reward)
             opened[label] = reward
             if settings.offload:
-                if not hasattr(reward.reward if isinstance(reward, Calls) else reward, "to"):
+                if not hasattr(inner(reward), "to"):
                     raise ValueError(
                         f"rewards.{index}.offload: {settings.name!r} has no method to(device), by which its model "
                         "would be moved; leave offload out"
