@@ -16,6 +16,7 @@ from genrl.config import Config, Evaluation
 from genrl.diffusion.policy import Batch, Policy
 from genrl.diffusion.rollout import Rollouts, batch_inputs, call_arguments, to_bytes
 from genrl.diffusion.scoring import Scored, Scorers, score
+from genrl.mdp.batches import shares
 from genrl.prompts import Prompt
 from genrl.runtime import pictures
 from genrl.runtime.metrics import MetricLogger
@@ -73,11 +74,7 @@ def evaluate(
     processes as often. All processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
-    starts = range(0, len(prompts), batch_size)
-    for round_ in range(-(-len(starts) // num_processes)):
-        k = round_ * num_processes + process
-        start = starts[min(k, len(starts) - 1)]  # one too many is drawn and dropped: sharded models draw in step
-        rows = list(range(start, min(start + batch_size, len(prompts))))
+    for rows, counts in shares(len(prompts), batch_size, process, num_processes):
         batch = Batch(
             [prompts[r].text if texts is None else texts[r] for r in rows],
             [("evaluation", seed, r) for r in rows],
@@ -85,7 +82,7 @@ def evaluate(
             inputs=batch_inputs(inputs, [prompts[r] for r in rows]),
         )
         images = policy.decode(batch, policy.generate(batch)).cpu()
-        if k < len(starts):
+        if counts:
             pieces.append((rows, images))
         advance(len(rows) * num_processes)
     scored = score(scorers, pieces, prompts, same_prompt(prompts), beat)

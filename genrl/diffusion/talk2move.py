@@ -14,7 +14,6 @@ the picture, and divides by zero where no step is drawn. docs/talk2move.md has t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -33,7 +32,7 @@ from genrl.diffusion.rollout import batch_inputs, call_arguments
 from genrl.diffusion.scoring import score
 from genrl.diffusion.session import Session
 from genrl.mdp import kernels
-from genrl.mdp.batches import prompt_indices
+from genrl.mdp.batches import prompt_indices, shares
 from genrl.mdp.early_exit import exit_step, exit_variance, shortcut_sigmas
 from rewards import compose
 
@@ -100,7 +99,8 @@ def evaluate_steps(session: Session, settings: Talk2Move, kernel: Kernel, iterat
     chosen = prompt_indices(len(session.prompts), counts.prompts, seed=config.seed, iteration=iteration)
     rows = [session.prompts[row] for row in chosen for _ in range(counts.samples)]
     pieces: list[tuple[list[int], Tensor]] = []
-    for slots, mine in _shares(len(rows), config.sampling.batch_size, session):
+    process, processes = session.accelerator.process_index, session.accelerator.num_processes
+    for slots, mine in shares(len(rows), config.sampling.batch_size, process, processes):
         batch = Batch(
             [rows[s].text for s in slots],
             [(config.seed, iteration, "exit", s) for s in slots],
@@ -119,12 +119,3 @@ def evaluate_steps(session: Session, settings: Talk2Move, kernel: Kernel, iterat
     scored = score(session.scorers, pieces, rows * (steps - 1), group.tolist(), session.beat)
     total = compose.evaluate(scored.values, session.scorers.components).view(steps - 1, counts.prompts, counts.samples)
     return torch.cat([torch.full_like(total[:1], torch.nan), total]).transpose(0, 1)
-
-
-def _shares(count: int, size: int, session: Session) -> Iterator[tuple[list[int], bool]]:
-    """Micro-batches of this process, and whether they count: sharded models draw in step, one too many is dropped."""
-    accelerator = session.accelerator
-    cut = [list(range(first, min(first + size, count))) for first in range(0, count, size)]
-    for round_ in range(-(-len(cut) // accelerator.num_processes)):
-        k = round_ * accelerator.num_processes + accelerator.process_index
-        yield cut[min(k, len(cut) - 1)], k < len(cut)

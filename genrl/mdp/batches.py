@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,6 +31,16 @@ def prompt_indices(num_prompts: int, prompts_per_iteration: int, *, seed: int, i
     epochs = range(first // num_prompts, (first + prompts_per_iteration - 1) // num_prompts + 1)
     rows = {epoch: _permutation(num_prompts, generator(seed, "prompts", epoch)) for epoch in epochs}
     return [rows[p // num_prompts][p % num_prompts] for p in range(first, first + prompts_per_iteration)]
+
+
+def shares(count: int, size: int, process: int, num_processes: int) -> Iterator[tuple[list[int], bool]]:
+    """(rows, whether they count) of this process: `count` rows in batches of `size`, dealt to the processes in turn.
+
+    All processes get as many batches, since sharded models draw in step: one too many is the last again, to be dropped.
+    """
+    cut = [list(range(first, min(first + size, count))) for first in range(0, count, size)]
+    for k in range(process, -(-len(cut) // num_processes) * num_processes, num_processes):
+        yield cut[min(k, len(cut) - 1)], k < len(cut)
 
 
 def _permutation(n: int, source: torch.Generator) -> list[int]:

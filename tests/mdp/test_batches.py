@@ -103,3 +103,11 @@ def test_indivisible_sizes_name_the_nearest() -> None:
         batches.group_distributed_order(50, 8, world_size=4, batch_size=3, group_size=6, seed=0, epoch=0)
     with pytest.raises(ValueError, match="only 5"):
         batches.distributed_k_repeat_order(5, 8, world_size=4, batch_size=3, group_size=6, seed=0, epoch=0)
+
+
+@given(count=st.integers(0, 40), size=st.integers(1, 7), processes=st.integers(1, 5))
+def test_shares_have_every_row_once_and_processes_in_step(count: int, size: int, processes: int) -> None:
+    found = [list(batches.shares(count, size, process, processes)) for process in range(processes)]
+    assert len({len(mine) for mine in found}) == 1
+    assert sorted(row for mine in found for rows, counts in mine if counts for row in rows) == list(range(count))
+    assert all(0 < len(rows) <= size for mine in found for rows, _ in mine)
