@@ -1,0 +1,116 @@
+"""Every simulator by one function, as what a rollout steps: vectorised tables whose action is a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genrl.vla.minitable import INSTRUCTIONS, PUT, TOUCH, MiniTable, render
+from genrl.vla.rollout import Tables
+
+
+class Environment(Tables, Protocol):
+    """`rollout.Tables` that can be looked at, counted and closed.
+
+    action_dim: D of the chunks [B, C, D] (known after the first reset). waited_s: seconds spent on simulators so far.
+    dropped: episodes lost to simulators that died, hung or raised. restarts: workers that had to be started again.
+    info["dropped"] bool [B]: the episode was lost in this decision; such a row is truncated, executed nothing, and
+    shows the last observation again. The next decision begins another episode, as after every end.
+
+    `reset(options={"episodes": uint64 [B]})` begins chosen episodes (`evaluation_episodes`) instead of those of a seed.
+    """
+
+    waited_s: float
+    dropped: int
+    restarts: int
+
+    @property
+    def action_dim(self) -> int: ...
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]: ...
+
+    def render(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        """Pictures of some slots as they are now, [n, render_size, render_size, 3]."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_environment(
+    name: str,
+    *,
+    num_envs: int,
+    chunk: int,
+    tasks: Sequence[str] = (),
+    group_size: int = 1,
+    workers: int | Literal["ray"] = 0,
+    ray_actors: int = 0,
+    timeout_s: float = 60.0,
+    start_timeout_s: float = 300.0,
+    image_size: int = 0,
+    render_size: int = 128,
+    max_steps: int | None = None,
+    reward: Literal["success", "environment"] = "success",
+    goals: int = 0,
+    seed: int = 0,
+    instruction: str = "",
+    success_key: str = "is_success",
+    proprioception: int = 0,
+    settings: Mapping[str, Any] | None = None,
+) -> Environment:
+    """`num_envs` slots of a simulator, executing chunks of `chunk` actions; nothing is started before the first reset.
+
+    name: "minitable", "metaworld", a gymnasium id ("gym_pusht/PushT-v0"), or "file.py:function" that returns a
+    gymnasium environment. tasks: instructions (or "put", "touch") of MiniTable, names of Meta-World; all where empty
+    ("put" for MiniTable). group_size: consecutive slots that see the same episodes. workers: processes, 0 for this one,
+    or "ray" with `ray_actors` actors (0: one per CPU of the cluster). timeout_s: the longest one environment may take
+    for a chunk or a reset, start_timeout_s for being made. image_size: pixels of a square picture, 0 for none.
+    max_steps: actions until truncation (None: the simulator's own limit). reward: 1 at success, or the environment's.
+    goals, seed: Meta-World's number of fixed starts of each task, drawn by the seed; 0 for a new one per episode.
+    instruction, success_key, proprioception, settings are for gymnasium environments: the sentence (if the environment
+    has no `task_description`), the entry of info that says success, how many of the first numbers of the observation
+    are `agent_pos`, and keyword arguments of `gymnasium.make` or of the function.
+    """
+    if name != "minitable":
+        raise ValueError(f"no environment {name!r}; there is 'minitable'")
+    return _Table(
+        num_envs,
+        tasks=minitable_tasks(tasks),
+        image_size=image_size,
+        chunk=chunk,
+        max_steps=40 if max_steps is None else max_steps,
+        group_size=group_size,
+        render_size=render_size,
+    )
+
+
+def evaluation_episodes(seed: int, count: int) -> NDArray[np.uint64]:
+    """Numbers of `count` episodes, a function of the seed: consecutive, so that all tasks get (nearly) equally many."""
+    from genrl.mdp.noise import derive_seed
+
+    return np.uint64(derive_seed(seed, "evaluation")) + np.arange(count, dtype=np.uint64)
+
+
+def minitable_tasks(names: Sequence[str]) -> tuple[int, ...]:
+    """Numbers of instructions: of "put" (9), "touch" (3) or an instruction itself; "put" where there are none."""
+    numbers: list[int] = []
+    for name in names or ("put",):
+        if name in ("put", "touch"):
+            numbers += PUT if name == "put" else TOUCH
+        elif name in INSTRUCTIONS:
+            numbers.append(INSTRUCTIONS.index(name))
+        else:
+            raise ValueError(f"MiniTable has no task {name!r}: 'put', 'touch', or one of {list(INSTRUCTIONS)}")
+    return tuple(dict.fromkeys(numbers))
+
+
+class _Table(MiniTable):
+    waited_s, dropped, restarts, action_dim = 0.0, 0, 0, 3
+
+    def render(self, slots: Sequence[int] = ()) -> Any:
+        return render(self.state.rows(np.asarray(slots)), self.render_size)
