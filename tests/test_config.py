@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from genrl.config import Config, ConfigError, check_files, dump, json_schema, load, load_located
 from genrl.config.combinations import processes_problem
+from genrl.config.loading import ROOTS
 from genrl.config.messages import OTHER_NAMES, all_keys
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
 
@@ -362,10 +363,11 @@ def test_no_text_crashes_the_reader(text: str) -> None:
 
 def test_schema_describes_every_key_and_validates() -> None:
     schema = json_schema()
-    missing = [key for key, node in all_keys().items() if "description" not in node]
+    missing = [key for root in ROOTS for key, node in all_keys(root).items() if "description" not in node]
     assert missing == []
-    assert schema["properties"]["include"]["type"] == "string"
-    assert schema["additionalProperties"] is False
+    for root in ROOTS:
+        assert schema["$defs"][root]["properties"]["include"]["type"] == "string"
+        assert schema["$defs"][root]["additionalProperties"] is False
     assert json.loads(json.dumps(schema)) == schema
     common = [key for key in all_keys() if not key.startswith("trainer")]
     assert len(common) <= 110  # a few keys decide a run, beside those of its method; more are more to read

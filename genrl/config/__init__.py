@@ -2,7 +2,7 @@
 
 from genrl.config.errors import ConfigError, Problem
 from genrl.config.files import check_files
-from genrl.config.loading import dump, json_schema, load, load_located
+from genrl.config.loading import AnyConfig, dump, json_schema, load, load_located
 from genrl.config.schema import (
     AWM,
     CRD,
@@ -41,6 +41,7 @@ from genrl.config.schema import (
     Tree,
     Window,
 )
+from genrl.config.vla import VLAConfig
 
 __all__ = [
     "AWM",
@@ -52,6 +53,7 @@ __all__ = [
     "SPO",
     "AdvGRPO",
     "Adversary",
+    "AnyConfig",
     "Checkpoint",
     "Config",
     "ConfigError",
@@ -80,6 +82,7 @@ __all__ = [
     "StepEvaluation",
     "Talk2Move",
     "Tree",
+    "VLAConfig",
     "Window",
     "check_files",
     "dump",

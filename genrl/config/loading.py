@@ -10,11 +10,16 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
 
 from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
-from genrl.config.messages import explain
+from genrl.config.messages import explain, root_of
 from genrl.config.schema import Config
+from genrl.config.vla import VLAConfig
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
+
+AnyConfig = Config | VLAConfig
+ROOTS: dict[str, type[AnyConfig]] = {"Config": Config, "VLAConfig": VLAConfig}
 
 
 @dataclass
@@ -25,8 +30,8 @@ class _Tree:
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and validate a configuration file.
+def load(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
+    """Read and validate a configuration file: of a policy's run where it has the section `policy`, else a pipeline's.
 
     `overrides` are `key.sub=value` texts (list items by index: `rewards.0.weight=2`), applied last. `include: FILE`
     in the file names one base file, relative to it: sections are merged, lists and values replaced. Where the file
@@ -35,7 +40,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load_located(path, overrides)[0]
 
 
-def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origins]:
+def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyConfig, Origins]:
     """As `load`, with where each key was written: for messages of later checks (`check_files`)."""
     path = Path(path)
     tree = _with_base(_read(path), path)
@@ -44,28 +49,43 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Confi
         raise ConfigError(problems)
     tree.value.setdefault("output", f"runs/{path.stem}")
     try:
-        return Config.model_validate(tree.value), tree.origins
+        return ROOTS[root_of(tree.value)].model_validate(tree.value), tree.origins
     except ValidationError as error:
         raise ConfigError(explain(error, tree.value, tree.origins)) from None
 
 
-def dump(config: Config) -> str:
-    """The configuration as YAML, with its defaults; `load` of it gives an equal Config."""
+def dump(config: AnyConfig) -> str:
+    """The configuration as YAML, with its defaults; `load` of it gives an equal one."""
     tree = config.model_dump(mode="json")
     evaluation = config.evaluation
-    if "grid_prompts" not in evaluation.model_fields_set and evaluation.grid_prompts > evaluation.num_prompts:
+    if (
+        isinstance(config, Config)
+        and "grid_prompts" not in evaluation.model_fields_set
+        and evaluation.grid_prompts > evaluation.num_prompts
+    ):
         del tree["evaluation"]["grid_prompts"]  # a default that would be refused if the user had written it
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
+def _grid_is_default(config: Config) -> bool:
+    evaluation = config.evaluation
+    return "grid_prompts" not in evaluation.model_fields_set and evaluation.grid_prompts > evaluation.num_prompts
+
+
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a configuration file, for completion and checks in editors."""
-    schema = Config.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "genrl configuration"
+    """JSON schema of a configuration file of either kind, for completion and checks in editors."""
+    definitions = models_json_schema([(root, "validation") for root in ROOTS.values()])[1]["$defs"]
     include = {"type": "string", "description": "One base file, relative to this one; this file's values win."}
-    schema["properties"] = {"include": include, **schema["properties"]}
-    return schema
+    for name in ROOTS:
+        definitions[name]["properties"] = {"include": include, **definitions[name]["properties"]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "genrl configuration",
+        "if": {"required": ["policy"]},
+        "then": {"$ref": "#/$defs/VLAConfig"},
+        "else": {"$ref": "#/$defs/Config"},
+        "$defs": definitions,
+    }
 
 
 def _read(path: Path) -> _Tree:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
 
 from genrl.config.combinations import ImpossibleConfig
 from genrl.config.errors import Origins, Problem, dotted, origin_of
@@ -62,7 +63,7 @@ def explain(error: ValidationError, data: Mapping[str, Any], origins: Origins) -
             continue
         path = _without_tags(item["loc"], data)
         if item["type"].startswith("union_tag"):
-            path = (*path, "algorithm")
+            path = (*path, _tag(_section(path[0], data)))
         text = _text(item["type"], path, data)
         found[path] = Problem(origin_of(path, origins), dotted(path), text)
     # A value that fits no branch of a union is reported once per branch: keep the most exact place.
@@ -77,30 +78,12 @@ def _impossible(keys: tuple[str, ...], text: str, origins: Origins) -> Problem:
     return Problem(origin_of((written or paths)[0], origins), ", ".join(names), text)
 
 
-ALGORITHMS = (
-    "flow_grpo",
-    "adv_grpo",
-    "talk2move",
-    "diffusion_nft",
-    "spo",
-    "awm",
-    "dgpo",
-    "crd",
-    "dpo",
-    "dpo_offline",
-    "d3po",
-    "prdp",
-    "prompt_rl",
-    "draft",
-    "diff_instruct",
-)
-
-
 def _without_tags(location: tuple[str | int, ...], data: Any) -> KeyPath:
     """Pydantic's location without the names of union branches, which are not in the file."""
     path: KeyPath = ()
+    tags = _tags(_section(location[0], data)) if location else {}
     for depth, part in enumerate(location):
-        if depth == 1 and location[0] == "trainer" and part in ALGORITHMS:
+        if depth == 1 and part in tags:
             continue
         if isinstance(data, Mapping) and part in data:
             data = data[part]
@@ -125,52 +108,81 @@ def _text(kind: str, path: KeyPath, data: Any) -> str:
 
 def _unknown_key(path: KeyPath, data: Any) -> str:
     siblings = keys_of(path[:-1], data)
-    close = suggestions(str(path[-1]), path[:-1], siblings)
+    close = suggestions(str(path[-1]), path[:-1], siblings, all_keys(root_of(data)))
     did_you_mean = f"; did you mean {' or '.join(close)}?" if close else ";"
     inside = f"keys of {dotted(path[:-1])}" if len(path) > 1 else "top-level keys"
-    other = [key for key in close if key.startswith("trainer.") and key.rpartition(".")[2] not in siblings]
-    if other and path[0] == "trainer":
-        did_you_mean = f"; it belongs to another trainer.algorithm than {data['trainer'].get('algorithm')!r};"
+    tag = _tag(_section(path[0], data)) if len(path) > 1 else None
+    other = [key for key in close if key.startswith(f"{path[0]}.") and key.rpartition(".")[2] not in siblings]
+    if other and tag is not None:
+        did_you_mean = f"; it belongs to another {path[0]}.{tag} than {data[path[0]].get(tag)!r};"
     return f"unknown key{did_you_mean} {inside}: {', '.join(siblings)}"
 
 
-def suggestions(key: str, section: KeyPath, siblings: list[str]) -> list[str]:
-    """Up to three full paths the user may have meant by `key` in `section`."""
+def suggestions(key: str, section: KeyPath, siblings: list[str], everywhere: Mapping[str, Schema]) -> list[str]:
+    """Up to three full paths, of the keys `everywhere`, that the user may have meant by `key` in `section`."""
 
     def here(names: list[str]) -> list[str]:
         return [dotted((*section, name)) for name in names]
 
     near = get_close_matches(key, siblings, n=2, cutoff=0.75)
-    everywhere = all_keys()
+    other_names = {name: path for name, path in OTHER_NAMES.items() if path in everywhere}
     if dotted((*section, key)) not in everywhere:  # else it is another trainer's
         near = near or [name for name in siblings if name.startswith(f"{key}_")]
     if near:
         return here(near)
     same = [path for path in everywhere if path.rpartition(".")[2] == key]
     same = [path for path in same if path.count(".") == min(p.count(".") for p in same)]  # before a method's own
-    if same or key in OTHER_NAMES:
-        return list(dict.fromkeys([*same, *([OTHER_NAMES[key]] if key in OTHER_NAMES else [])]))[:3]
+    if same or key in other_names:
+        return list(dict.fromkeys([*same, *([other_names[key]] if key in other_names else [])]))[:3]
     near = get_close_matches(key, siblings, n=1, cutoff=0.6)
     if near:
         return here(near)
     leaves = {path.rpartition(".")[2] for path in everywhere}
-    far = get_close_matches(key, sorted(leaves), n=1, cutoff=0.6) + get_close_matches(key, OTHER_NAMES, n=1, cutoff=0.8)
-    named = [OTHER_NAMES[name] for name in far if name in OTHER_NAMES]
+    far = get_close_matches(key, sorted(leaves), n=1, cutoff=0.6) + get_close_matches(key, other_names, n=1, cutoff=0.8)
+    named = [other_names[name] for name in far if name in other_names]
     return list(dict.fromkeys([*named, *(path for path in everywhere if path.rpartition(".")[2] in far)]))[:3]
 
 
-@cache
-def _schema() -> Schema:
-    from genrl.config.schema import Config
+def root_of(data: Any) -> str:
+    """Which kind of run a file describes: one with the section `policy` trains a policy, any other a pipeline."""
+    return "VLAConfig" if isinstance(data, Mapping) and "policy" in data else "Config"
 
-    return Config.model_json_schema()
+
+@cache
+def _definitions() -> Mapping[str, Schema]:
+    """The schemas of all sections of all kinds of runs, by name."""
+    from genrl.config.schema import Config
+    from genrl.config.vla import VLAConfig
+
+    definitions: Mapping[str, Schema] = models_json_schema([(Config, "validation"), (VLAConfig, "validation")])[1][
+        "$defs"
+    ]
+    return definitions
+
+
+def _section(name: str | int, data: Any) -> Schema:
+    """Schema of a top-level section; {} for one that there is not."""
+    section: Schema = _definitions()[root_of(data)]["properties"].get(name, {})
+    return section
+
+
+def _tag(section: Schema) -> str | None:
+    """The key that says which of several kinds a section is, such as trainer.algorithm; None where there is one."""
+    name: str | None = section.get("discriminator", {}).get("propertyName")
+    return name
+
+
+def _tags(section: Schema) -> Mapping[str, str]:
+    """The values of that key."""
+    tags: Mapping[str, str] = section.get("discriminator", {}).get("mapping", {})
+    return tags
 
 
 def resolve(node: Schema) -> Schema:
     """The node a `$ref` points to, with the description of the place that refers to it."""
     if "$ref" not in node:
         return node
-    target = _schema()["$defs"][node["$ref"].rpartition("/")[2]]
+    target = _definitions()[node["$ref"].rpartition("/")[2]]
     return {**target, **{key: value for key, value in node.items() if key != "$ref"}}
 
 
@@ -179,30 +191,31 @@ def _branches(node: Schema) -> list[Schema]:
 
 
 def keys_of(path: KeyPath, data: Any) -> list[str]:
-    """Names of the keys that may stand in the section at `path`, for the trainer that `data` names."""
+    """Names of the keys that may stand in the section at `path`, of the kind that `data` names."""
     section = node_at(path, data)
     branches = _branches(section) if section else []
-    if path == ("trainer",):
-        branches = _of_trainer(branches, data)
+    if len(path) == 1:
+        branches = _of_kind(branches, path[0], data)
     return sorted({name for branch in branches for name in branch.get("properties", {})})
 
 
-def _of_trainer(branches: list[Schema], data: Any) -> list[Schema]:
-    trainer = data.get("trainer") if isinstance(data, Mapping) else None
-    named = trainer.get("algorithm") if isinstance(trainer, Mapping) else None
-    return [branch for branch in branches if branch["properties"]["algorithm"]["const"] == named] or branches
+def _of_kind(branches: list[Schema], name: str | int, data: Any) -> list[Schema]:
+    """Those of the kind that `data` names, where the top-level section is of one of several kinds; else all."""
+    tag = _tag(_section(name, data))
+    section = data.get(name) if isinstance(data, Mapping) else None
+    named = section.get(tag) if isinstance(section, Mapping) else None
+    return [branch for branch in branches if tag and branch["properties"][tag].get("const") == named] or branches
 
 
 def node_at(path: KeyPath, data: Any) -> Schema | None:
-    """Schema of the key at `path`, following the trainer that `data` names; None if there is no such key."""
-    node: Schema | None = _schema()
+    """Schema of the key at `path`, following the kinds that `data` names; None if there is no such key."""
+    node: Schema | None = _definitions()[root_of(data)]
     for depth, part in enumerate(path):
         branches = _branches(resolve(node)) if node else []
-        if depth == 1 and path[0] == "trainer":
-            branches = branches if part == "algorithm" else _of_trainer(branches, data)
-            if part == "algorithm":
-                names = [branch["properties"]["algorithm"]["const"] for branch in branches]
-                return {"enum": names, "description": "Which trainer."}
+        if depth == 1 and (tag := _tag(_section(path[0], data))) is not None:
+            if part == tag:
+                return {"enum": list(_tags(_section(path[0], data))), "description": f"Which {path[0]}."}
+            branches = _of_kind(branches, path[0], data)
         node = next((child for branch in branches if (child := _child(branch, part)) is not None), None)
     return resolve(node) if node else None
 
@@ -227,9 +240,9 @@ def _walk(node: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
 
 
 @cache
-def all_keys() -> Mapping[str, Schema]:
-    """Every key of every section by its dotted path (list items as 0), with its schema."""
-    return dict(_walk(_schema(), ""))
+def all_keys(root: str = "Config") -> Mapping[str, Schema]:
+    """Every key of every section of a kind of run (`root_of`) by its dotted path (list items as 0), with its schema."""
+    return dict(_walk(_definitions()[root], ""))
 
 
 def allowed(node: Schema | None) -> str:
