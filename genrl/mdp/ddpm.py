@@ -36,6 +36,16 @@ def cosine_alpha_bars(steps: int, *, offset: float = 0.008, largest_beta: float 
     return torch.cumprod(1.0 - betas, 0)
 
 
+def vp_alpha_bars(steps: int, *, lowest: float = 0.1, highest: float = 10.0) -> Tensor:
+    """Cumulative products of 1 - beta of the variance-preserving SDE cut into few steps, float64 [steps].
+
+    `1 - beta_t = exp(-lowest / K - (highest - lowest) (2 t - 1) / (2 K^2))`, t = 1 .. K: arXiv 2112.07804 (appendix B)
+    over [0, 1]; the product is `exp(-lowest t / K - (highest - lowest) t^2 / (2 K^2))`. K = 5 in FISOR.
+    """
+    place = torch.arange(1, steps + 1, dtype=torch.float64) / steps
+    return torch.exp(-lowest * place - 0.5 * (highest - lowest) * place**2)
+
+
 def ddpm_grid(alpha_bars: Tensor) -> DenoisingGrid:
     """All training timesteps, noisiest first; the step from 0 leads to alpha_bar = 1, the data."""
     return _grid(alpha_bars, torch.arange(len(alpha_bars)))

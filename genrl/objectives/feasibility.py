@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from genrl.objectives.iql import expectile_loss as expectile_loss
+
 
 def reward_target(rewards: Tensor, next_values: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """`r + gamma mask V_r(s')`: the target of the reward critics (IQL, arXiv 2110.06169, eq. 6)."""
@@ -20,11 +22,6 @@ def feasibility_target(violation: Tensor, next_values: Tensor, mask: Tensor, gam
     """`(1 - gamma) h + gamma max(h, V_h(s'))`, h at a terminal state: the reachability target of Q_h."""
     ahead = (1.0 - gamma) * violation + gamma * torch.maximum(violation, next_values.detach())
     return torch.where(mask.bool(), ahead, violation)
-
-
-def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
-    """`|expectile - 1[d < 0]| d^2`, d = Q - V, elementwise: above .5 V leans to the best Q."""
-    return torch.where(difference < 0, (1.0 - expectile) * difference**2, expectile * difference**2)
 
 
 def reversed_expectile_loss(difference: Tensor, expectile: float) -> Tensor:

@@ -71,7 +71,7 @@ class Diffusion:
     """DPPO: `steps` of `train_steps` (all: DDPM; fewer: DDIM, eta 1), the last `ft_denoising_steps` drawn and scored.
 
     The others are drawn, too, with the policy as it was before: `sample` wants it. floor: least std, to draw and to
-    score.
+    score. schedule: of the noise, that which the policy was trained with ("vp" in FISOR).
     """
 
     train_steps: int = 20
@@ -80,6 +80,7 @@ class Diffusion:
     floor: float = 0.1
     noise_clip: float = 3.0
     last_clip: float = 1.0
+    schedule: Literal["cosine", "vp"] = "cosine"
 
     def __post_init__(self) -> None:
         if not 1 <= self.ft_denoising_steps <= self.steps <= self.train_steps:
@@ -90,7 +91,7 @@ class Diffusion:
 
     @property
     def grid(self) -> ddpm.DenoisingGrid:
-        bars = ddpm.cosine_alpha_bars(self.train_steps)
+        bars = (ddpm.vp_alpha_bars if self.schedule == "vp" else ddpm.cosine_alpha_bars)(self.train_steps)
         return ddpm.ddpm_grid(bars) if self.steps == self.train_steps else ddpm.ddim_grid(bars, self.steps)
 
 
