@@ -23,9 +23,10 @@ import torch
 
 from genrl.config import Config, FlowGRPO, load
 from genrl.diffusion import diffusion_nft, flow_grpo
-from genrl.diffusion.session import Session, make_accelerator
+from genrl.diffusion.session import Session
 from genrl.diffusion.train import open_session
 from genrl.runtime import run as run_folder
+from genrl.runtime.loop import make_accelerator
 from genrl.runtime.progress import Progress
 from genrl.runtime.signals import Stop, Watchdog
 
@@ -36,7 +37,7 @@ def measure(config: Config) -> dict[str, float]:
     """Seconds per iteration (median over the iterations after the first) of each phase and of its bare calls."""
     with tempfile.TemporaryDirectory() as folder:
         run = run_folder.Run(Path(folder) / "run")
-        accelerator = make_accelerator(config)
+        accelerator = make_accelerator(config.distributed.timeout_s)
         with Watchdog(run, 600) as watchdog:
             session = open_session(config, accelerator, run, Progress(1, enabled=False), watchdog, Stop())
             calls: list[Call] = []

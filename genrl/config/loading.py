@@ -57,12 +57,7 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
 def dump(config: AnyConfig) -> str:
     """The configuration as YAML, with its defaults; `load` of it gives an equal one."""
     tree = config.model_dump(mode="json")
-    evaluation = config.evaluation
-    if (
-        isinstance(config, Config)
-        and "grid_prompts" not in evaluation.model_fields_set
-        and evaluation.grid_prompts > evaluation.num_prompts
-    ):
+    if isinstance(config, Config) and _grid_is_default(config):
         del tree["evaluation"]["grid_prompts"]  # a default that would be refused if the user had written it
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 

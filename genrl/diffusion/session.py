@@ -6,24 +6,22 @@ A `Session` is one process of one run. Trainers (one file each) own the algorith
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from PIL import Image
 from torch import Tensor
 
-from genrl.config import Config, Optimizer
+from genrl.config import Config
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.export import save_lora
 from genrl.diffusion.forest import Draw
@@ -44,6 +42,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.prompts import Prompt
 from genrl.runtime import checkpoint, state
 from genrl.runtime.guards import any_rank, non_finite, require_finite
+from genrl.runtime.loop import Stateful, peak_memory_mb, scheduled
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, truncate_metrics
@@ -60,14 +59,6 @@ class Suspect:
     """Losses [B], and the norm of this process's gradient (its shard) with this micro-batch added."""
     tensors: dict[str, Tensor]
     numbers: dict[str, float]
-
-
-class Stateful(Protocol):
-    """What a trainer keeps beside the model: a discriminator, an optimiser, a language model."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -302,11 +293,12 @@ class Session:
         self._require_finite(norm)
         norm = float(norm)
         if norm > 0.0:  # else no sample counted, and momentum or weight decay alone must not move the weights
-            scale = min(1.0, self.config.optimizer.max_grad_norm / (norm + 1e-6))
+            config = self.config.optimizer
+            scale = min(1.0, config.max_grad_norm / (norm + 1e-6))
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.mul_(scale)
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.config.optimizer, self.optimizer_steps, self.config.optimizer_steps)
+                group["lr"] = scheduled(config.lr, config, self.optimizer_steps, self.config.optimizer_steps)
             self.optimizer.step()
             self.updates += 1
             if self.config.ema is not None:
@@ -431,7 +423,7 @@ class Session:
             "lr": self.optimizer.param_groups[0]["lr"],
             "updates": float(self.updates),
             "images_per_s": config.sampling.images_per_iteration / elapsed,
-            "memory/peak_mb": max(gather_object([_peak_memory_mb(self.policy.device)])),
+            "memory/peak_mb": max(gather_object([peak_memory_mb(self.policy.device)])),
             "model_calls/sample": float(sum(gather_object([self._sample_calls]))),
             "model_calls/train": float(sum(gather_object([train_calls]))),
         }
@@ -555,26 +547,3 @@ class Session:
 def pil_to_tensor(picture: Image.Image) -> Tensor:
     """uint8 [H, W, 3]."""
     return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(picture.height, picture.width, 3)
-
-
-def learning_rate(config: Optimizer, step: int, total_steps: int) -> float:
-    """Learning rate of the (0-based) optimiser step: linear warm-up, then constant, linear or cosine to 0."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
-    return config.lr * factor[config.schedule]
-
-
-def make_accelerator(config: Config) -> Accelerator:
-    """accelerate's process group and device; nothing is wrapped by it, so the pipeline keeps its own modules."""
-    return Accelerator(
-        cpu=not torch.cuda.is_available(),  # MPS has no float64 and was never tried
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.distributed.timeout_s))],
-    )
-
-
-def _peak_memory_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

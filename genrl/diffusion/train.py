@@ -58,10 +58,11 @@ from genrl.diffusion.monitor import ended_at
 from genrl.diffusion.policy import Policy
 from genrl.diffusion.rollout import call_arguments, check_inputs
 from genrl.diffusion.scoring import open_scorers
-from genrl.diffusion.session import Abandoned, Session, make_accelerator
+from genrl.diffusion.session import Abandoned, Session
 from genrl.diffusion.weights import AVERAGE, Weights
 from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
+from genrl.runtime.loop import make_accelerator
 from genrl.runtime.metrics import MetricLogger, check_trackers
 from genrl.runtime.pictures import before_after, save_png
 from genrl.runtime.progress import Progress
@@ -79,7 +80,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
     starts, SystemExit (130, 143) where the process was asked to end and has saved.
     """
     check_trackers(config.trackers)
-    accelerator = make_accelerator(config)
+    accelerator = make_accelerator(config.distributed.timeout_s)
     check_processes(config, accelerator.num_processes)
     set_seed(config.seed)  # the global generators too: loading may draw from them
     run = Run(resume or Path(config.output))

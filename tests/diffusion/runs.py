@@ -23,9 +23,10 @@ import torch
 import yaml
 
 from genrl.config import Config, load
-from genrl.diffusion.session import Session, make_accelerator
+from genrl.diffusion.session import Session
 from genrl.diffusion.train import open_session, train
 from genrl.runtime import checkpoint
+from genrl.runtime.loop import make_accelerator
 from genrl.runtime.metrics import document
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, read_metrics
@@ -143,7 +144,7 @@ def session(config: Config) -> Iterator[Session]:
     run = Run(Path(config.output))
     torch.manual_seed(config.seed)
     with catch_stop() as stop, Watchdog(run, 600) as watchdog, Progress(config.iterations) as progress:
-        yield open_session(config, make_accelerator(config), run, progress, watchdog, stop)
+        yield open_session(config, make_accelerator(config.distributed.timeout_s), run, progress, watchdog, stop)
 
 
 # -- what a run left behind --------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from PIL import Image
 from genrl.config import Config, Optimizer, load
 from genrl.diffusion import flow_grpo
 from genrl.diffusion import train as training
-from genrl.diffusion.session import learning_rate
 from genrl.diffusion.train import train
 from genrl.runtime.guards import NonFiniteError, read_dump
+from genrl.runtime.loop import scheduled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -242,7 +242,7 @@ def test_nothing_of_the_environment_is_written(
 
 def test_learning_rate_schedules() -> None:
     def rates(total: int = 10, **changes: Any) -> list[float]:
-        return [learning_rate(Optimizer(lr=1.0, **changes), step, total) for step in range(total)]
+        return [scheduled(1.0, Optimizer(lr=1.0, **changes), step, total) for step in range(total)]
 
     assert rates() == [1.0] * 10
     assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
