@@ -46,7 +46,7 @@ class DiffusionMLP(nn.Module):
         check_statistics(config.inputs, config.action_dim, stats)
         self.config, self.stats = config, stats
         self.horizon, self.action_dim, self.critic = config.horizon, config.action_dim, config.critic
-        self.inputs = config.inputs.keys
+        self.inputs, self.image_size = config.inputs.keys, config.inputs.image
         numbers = config.horizon * config.action_dim
         self.encoder = ObservationEncoder(config.inputs, stats)
         self.time = nn.Sequential(nn.Linear(_TIME, 2 * _TIME), nn.Mish(), nn.Linear(2 * _TIME, _TIME))
@@ -59,7 +59,11 @@ class DiffusionMLP(nn.Module):
         return self.encoder.tokenise(instructions)
 
     def encode(self, observation: Batch) -> Batch:
-        return {"features": self.encoder(observation)}
+        return self.context(self.encoder(observation))
+
+    def context(self, features: Tensor) -> Batch:
+        """The context of features [B, F] that the encoder has computed: themselves."""
+        return {"features": features}
 
     def noise(self, context: Batch, x: Tensor, timestep: Tensor) -> Tensor:
         time = self.time(sinusoidal(timestep.to(x.device), _TIME, longest=float(self.config.train_steps)))

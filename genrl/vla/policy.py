@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
 Statistics = dict[str, dict[str, Tensor]]
@@ -36,7 +36,8 @@ ACTION = "action"
 class Policy(Protocol):
     """What every policy has. `inputs`: the entries of an observation that it reads, and a rollout must store.
 
-    `critic`: whether `value` works.
+    `critic`: whether `value` works. `image_size`: side of the pictures it reads, 0 for none. `encoder`: what sees and
+    reads, which may be frozen.
     """
 
     @property
@@ -47,6 +48,10 @@ class Policy(Protocol):
     def inputs(self) -> tuple[str, ...]: ...
     @property
     def critic(self) -> bool: ...
+    @property
+    def image_size(self) -> int: ...
+    @property
+    def encoder(self) -> nn.Module: ...
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         """`TOKENS` of B instructions."""
@@ -66,6 +71,15 @@ class Policy(Protocol):
 
     def actions(self, chunk: Tensor) -> Tensor:
         """The inverse of `normalised`."""
+        ...
+
+
+@runtime_checkable
+class KeepsFeatures(Protocol):
+    """A policy whose context is made of "features", all that its encoder computes: with a frozen encoder they are kept."""
+
+    def context(self, features: Tensor) -> Batch:
+        """The context [B, ...] of features [B, ...]."""
         ...
 
 

@@ -5,12 +5,14 @@ picture stays uint8, S S 3 bytes), N (2 H A + 1) numbers of the chain (N = 1 for
 M H A log-probabilities, and the rewards of C actions. Observations have T + 1 rows: that after the last decision closes
 the values. They are on the CPU; choose rows (`training_rows`) and send those.
 
-Randomness: chunk t of slot i is drawn from the t-th numbers of generator (seed, iteration, i), episodes are those of
-(seed, iteration): a rollout is a function of these and the weights, and begins anew in every iteration.
+Randomness: chunk t of slot i is drawn from the t-th numbers of generator (seed, iteration, i), first episodes are those
+of (seed, iteration), a number for each group: a rollout is a function of these and the weights, begins anew in every
+iteration, and is the same whether one process has all slots or several have some.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -42,7 +44,9 @@ class Tables(Protocol):
     @property
     def task_description(self) -> list[str]: ...
 
-    def reset(self, *, seed: int | None = None) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]: ...
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]: ...
 
     def step(
         self, actions: NDArray[np.float32], /
@@ -58,7 +62,9 @@ class ChunkRollout(NamedTuple):
     values, next_values float32 [T, B], of the observation and of the true next one, the final one where an episode
     ended; None for a policy without critic.
     valid bool [T, B]: the row is a decision of an episode (not a reset, nor after the only one that is wanted).
-    episode int64 [T, B]: number of the episode in its slot; with env_seed and group int64 [B], what it began from.
+    episode int64 [T, B]: number of the episode in its slot. What it began from: `first_episodes` (uint64 [B]) for 0,
+    later ones are functions of env_seed, the group int64 [B] in the environment and this number.
+    instruction: of the first episode of every slot. action_dim: numbers of an action that the robot is given.
     """
 
     sampler: Sampler
@@ -79,6 +85,9 @@ class ChunkRollout(NamedTuple):
     episode: Tensor
     group: Tensor
     env_seed: int
+    first_episodes: NDArray[np.uint64]
+    instruction: list[str]
+    action_dim: int
 
     @property
     def done(self) -> Tensor:
@@ -110,12 +119,14 @@ def collect(
     first_slot: int = 0,
     keep_contexts: bool = False,
     frozen: Policy | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> ChunkRollout:
     """`decisions` rows from freshly reset tables; one encoding per observation.
 
     one_episode: only the first episode of every slot counts, and the rollout ends with the last of them (GRPO; equal
     weight of all starts). first_slot: the number of slot 0, where several processes share a rollout. keep_contexts: for
-    a frozen encoder. frozen: DPPO's policy before fine-tuning, see `sampling.Diffusion`.
+    a frozen encoder. frozen: DPPO's policy before fine-tuning, see `sampling.Diffusion`. advance: called
+    after every decision.
     Raises ValueError for an observation that is not finite, naming slots, and for instructions that the policy lacks.
     """
     env_seed = derive_seed(seed, "episodes", iteration, first_slot)
@@ -127,7 +138,11 @@ def collect(
     steps: list[dict[str, Tensor]] = []
     values: list[Tensor] = []
     ended = torch.zeros(env.num_envs, dtype=torch.bool)
-    raw, _ = env.reset(seed=env_seed)
+    first = derive_seed(seed, "episodes", iteration)
+    groups = np.array([slot // env.group_size for slot in slots])
+    first_episodes = np.uint64(first) + groups.astype(np.uint64)
+    raw, _ = env.reset(seed=env_seed, options={"episodes": first_episodes})
+    instruction = list(env.task_description)
     seen.append(_observe(raw, env, policy, 0))
     for t in range(decisions):
         context = policy.encode(seen[-1])
@@ -149,6 +164,7 @@ def collect(
         if keep_contexts:
             contexts.append({name: value.cpu() for name, value in context.items()})
         seen.append(_observe(raw, env, policy, t + 1))
+        advance()
         ended |= steps[-1]["terminated"] | steps[-1]["truncated"]
         if one_episode and bool(ended.all()):
             break
@@ -168,8 +184,11 @@ def collect(
         next_values=None if value is None else value[1:],
         valid=valid,
         episode=done.long().cumsum(0) - done.long(),
-        group=torch.tensor([slot // env.group_size for slot in slots]),
+        group=torch.from_numpy(groups),
         env_seed=env_seed,
+        first_episodes=first_episodes,
+        instruction=instruction,
+        action_dim=actions.shape[-1],
         **stacked,
     )
 

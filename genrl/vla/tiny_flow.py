@@ -51,7 +51,7 @@ class TinyFlowVLA(nn.Module):
         check_statistics(config.inputs, config.action_dim, stats)
         self.config, self.stats = config, stats
         self.horizon, self.action_dim, self.critic = config.horizon, config.action_dim, config.critic
-        self.inputs = config.inputs.keys
+        self.inputs, self.image_size = config.inputs.keys, config.inputs.image
         numbers = config.horizon * config.action_dim
         self.encoder = ObservationEncoder(config.inputs, stats)
         self.prefix = ResidualMLP(self.encoder.size, _PREFIX, 2, nn.SiLU())
