@@ -30,6 +30,8 @@ from genrl.vla.policy import (
 
 STD_FLOOR = 0.02
 """Least std of a state: one that hardly moves in few demonstrations must not be blown up when it does."""
+ACTION_IS_PAD = "action_is_pad"
+"""Frames may have it, bool [F, H]: actions beyond the end of an episode, which are not imitated (LeRobot's name)."""
 
 
 def minitable_frames(
@@ -111,7 +113,8 @@ def imitate(
     """Train on frames (observations and `ACTION` of the robot), yielding the loss of every step: leave when you like.
 
     AdamW with a cosine to 0 over `steps`; batches, noise and times are functions of (seed, step). train_steps is the
-    noise schedule of a diffusion policy. Raises FloatingPointError for a loss that is not finite.
+    noise schedule of a diffusion policy. What `ACTION_IS_PAD` marks does not count. Raises FloatingPointError for a
+    loss that is not finite.
     """
     if not isinstance(policy, nn.Module):
         raise TypeError(f"a policy that is trained must be a torch module, {type(policy).__name__} is none")
@@ -126,12 +129,13 @@ def imitate(
         context = policy.encode(rows(observations, index))
         actions = policy.normalised(frames[ACTION][index].to(device))
         noise = torch.randn(actions.shape, generator=rng).to(device)
+        valid = ~frames[ACTION_IS_PAD][index].to(device) if ACTION_IS_PAD in frames else None
         if isinstance(policy, PredictsVelocity):
             sigma = flow_times(batch_size, rng).to(device)
-            loss = flow_matching_loss(policy, context, actions, noise, sigma)
+            loss = flow_matching_loss(policy, context, actions, noise, sigma, valid)
         elif isinstance(policy, PredictsNoise):
             timestep = torch.randint(train_steps, (batch_size,), generator=rng)
-            loss = noise_matching_loss(policy, context, actions, noise, timestep, alpha_bars)
+            loss = noise_matching_loss(policy, context, actions, noise, timestep, alpha_bars, valid)
         else:
             raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
         if not bool(loss.isfinite()):
