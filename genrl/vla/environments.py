@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.vla.minitable import INSTRUCTIONS, PUT, TOUCH, MiniTable, render
+from genrl.mdp.noise import derive_seed
+from genrl.vla.minitable import INSTRUCTIONS, PUT, TOUCH
+from genrl.vla.minitable.task import MAX_STEPS
 from genrl.vla.rollout import Tables
+from genrl.vla.simulator import Description, Reading, find_registered, is_function
+from genrl.vla.workers import Inline, Process, Simulators
+
+
+BUILT_IN = ("minitable",)
 
 
 class Environment(Tables, Protocol):
     """`rollout.Tables` that can be looked at, counted and closed.
 
+    max_steps: actions until an episode is truncated; None where only the environment itself knows.
     action_dim: D of the chunks [B, C, D] (known after the first reset). waited_s: seconds spent on simulators so far.
     dropped: episodes lost to simulators that died, hung or raised. restarts: workers that had to be started again.
     info["dropped"] bool [B]: the episode was lost in this decision; such a row is truncated, executed nothing, and
@@ -23,6 +32,7 @@ class Environment(Tables, Protocol):
     `reset(options={"episodes": uint64 [B]})` begins chosen episodes (`evaluation_episodes`) instead of those of a seed.
     """
 
+    max_steps: int | None
     waited_s: float
     dropped: int
     restarts: int
@@ -51,7 +61,7 @@ def open_environment(
     workers: int | Literal["ray"] = 0,
     ray_actors: int = 0,
     timeout_s: float = 60.0,
-    start_timeout_s: float = 300.0,
+    start_timeout_s: float = 120.0,
     image_size: int = 0,
     render_size: int = 128,
     max_steps: int | None = None,
@@ -76,23 +86,51 @@ def open_environment(
     has no `task_description`), the entry of info that says success, how many of the first numbers of the observation
     are `agent_pos`, and keyword arguments of `gymnasium.make` or of the function.
     """
-    if name != "minitable":
-        raise ValueError(f"no environment {name!r}; there is 'minitable'")
-    return _Table(
-        num_envs,
-        tasks=minitable_tasks(tasks),
-        image_size=image_size,
-        chunk=chunk,
-        max_steps=40 if max_steps is None else max_steps,
-        group_size=group_size,
-        render_size=render_size,
+    described, count, limit = _described(
+        name,
+        tuple(tasks),
+        Reading(chunk, instruction, success_key, reward, max_steps, image_size, proprioception, goals, seed),
+        dict(settings or {}),
     )
+    if workers == "ray":
+        raise ValueError("not yet")
+    return Simulators(
+        described,
+        Process if workers else Inline,
+        workers=workers or 1,
+        num_envs=num_envs,
+        chunk=chunk,
+        group_size=group_size,
+        tasks=count,
+        max_steps=limit,
+        render_size=render_size,
+        timeout_s=timeout_s,
+        start_timeout_s=start_timeout_s,
+    )
+
+
+def _described(
+    name: str, tasks: tuple[str, ...], how: Reading, settings: dict[str, Any]
+) -> tuple[Description, int, int | None]:
+    """What workers host, the number of tasks, the time limit if it is known."""
+    if name == "minitable":
+        limit = MAX_STEPS if how.max_steps is None else how.max_steps
+        told = {"tasks": minitable_tasks(tasks), "chunk": how.chunk, "image_size": how.image_size, "max_steps": limit}
+        return Description("genrl.vla.minitable.host:host", told), 1, limit  # a table draws its task by itself
+    if is_function(name):
+        known = how.max_steps
+    elif "/" in name or "-v" in name:
+        known = find_registered(name).max_episode_steps if how.max_steps is None else how.max_steps
+    else:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f" (the nearest is {near[0]!r})" if near else ""
+        raise ValueError(f"no environment {name!r}{hint}: {list(BUILT_IN)}, a gymnasium id, or file.py:function")
+    told = {"name": name, "reading": how, "settings": settings, "tasks": tasks}
+    return Description("genrl.vla.simulator:gymnasium_host", told), max(1, len(tasks)), known
 
 
 def evaluation_episodes(seed: int, count: int) -> NDArray[np.uint64]:
     """Numbers of `count` episodes, a function of the seed: consecutive, so that all tasks get (nearly) equally many."""
-    from genrl.mdp.noise import derive_seed
-
     return np.uint64(derive_seed(seed, "evaluation")) + np.arange(count, dtype=np.uint64)
 
 
@@ -107,10 +145,3 @@ def minitable_tasks(names: Sequence[str]) -> tuple[int, ...]:
         else:
             raise ValueError(f"MiniTable has no task {name!r}: 'put', 'touch', or one of {list(INSTRUCTIONS)}")
     return tuple(dict.fromkeys(numbers))
-
-
-class _Table(MiniTable):
-    waited_s, dropped, restarts, action_dim = 0.0, 0, 0, 3
-
-    def render(self, slots: Sequence[int] = ()) -> Any:
-        return render(self.state.rows(np.asarray(slots)), self.render_size)

@@ -33,8 +33,9 @@ ENVIRONMENT_NAMES = {"pixels": IMAGE, "agent_pos": STATE, "environment_state": E
 class Tables(Protocol):
     """A vector environment whose action is a chunk: `minitable.MiniTable`, whose documentation is the contract.
 
-    Next-step auto-reset; info has "rewards" [B, C], "n_executed" [B] and "is_success" [B]. Slots of one group see the
-    same episodes. Actions come as the policy meant them: clipping is the environment's.
+    Next-step auto-reset; info has "rewards" [B, C], "n_executed" [B] and "is_success" [B], and may have "dropped" [B]:
+    the simulator was lost, the episode ends with this row as truncated, and is not to be learnt from. Slots of one
+    group see the same episodes. Actions come as the policy meant them: clipping is the environment's.
     """
 
     num_envs: int
@@ -58,10 +59,11 @@ class ChunkRollout(NamedTuple):
 
     observations: name -> [T + 1, B, ...]. contexts: the same of the contexts [T, B, ...], empty unless kept.
     states, next_states [T, B, N, H, A], step_index int64 [T, B, N], log_prob float32 [T, B, M, H, A]: see `sampling`.
-    rewards float32 [T, B, C], n_executed int64, terminated, truncated, success bool [T, B].
+    rewards float32 [T, B, C], n_executed int64, terminated, truncated, success, dropped bool [T, B].
     values, next_values float32 [T, B], of the observation and of the true next one, the final one where an episode
     ended; None for a policy without critic.
-    valid bool [T, B]: the row is a decision of an episode (not a reset, nor after the only one that is wanted).
+    valid bool [T, B]: the row is a decision of an episode (not a reset, nor after the only one that is wanted, nor of
+    an episode that was dropped with its simulator: `dropped` where it ended, so its sum counts them).
     episode int64 [T, B]: number of the episode in its slot. What it began from: `first_episodes` (uint64 [B]) for 0,
     later ones are functions of env_seed, the group int64 [B] in the environment and this number.
     instruction: of the first episode of every slot. action_dim: numbers of an action that the robot is given.
@@ -79,6 +81,7 @@ class ChunkRollout(NamedTuple):
     terminated: Tensor
     truncated: Tensor
     success: Tensor
+    dropped: Tensor
     values: Tensor | None
     next_values: Tensor | None
     valid: Tensor
@@ -143,7 +146,7 @@ def collect(
     first_episodes = np.uint64(first) + groups.astype(np.uint64)
     raw, _ = env.reset(seed=env_seed, options={"episodes": first_episodes})
     instruction = list(env.task_description)
-    seen.append(_observe(raw, env, policy, 0))
+    seen.append(observe(raw, env, policy, 0))
     for t in range(decisions):
         context = policy.encode(seen[-1])
         if policy.critic:
@@ -158,12 +161,13 @@ def collect(
             "terminated": terminated,
             "truncated": truncated,
             "success": info["is_success"],
+            "dropped": info.get("dropped", np.zeros(env.num_envs, dtype=np.bool_)),
         }
         record = {name: value.cpu() for name, value in sampled._asdict().items() if name != "chunk"}
         steps.append(record | {name: torch.from_numpy(np.array(value)) for name, value in told.items()})
         if keep_contexts:
             contexts.append({name: value.cpu() for name, value in context.items()})
-        seen.append(_observe(raw, env, policy, t + 1))
+        seen.append(observe(raw, env, policy, t + 1))
         advance()
         ended |= steps[-1]["terminated"] | steps[-1]["truncated"]
         if one_episode and bool(ended.all()):
@@ -173,6 +177,7 @@ def collect(
     stacked = {name: torch.stack([row[name] for row in steps]) for name in steps[0]}
     done = stacked["terminated"] | stacked["truncated"]
     valid = episodes.valid_transitions(done, torch.zeros_like(ended))
+    valid &= ~_dropped_episodes(stacked["dropped"], done)
     if one_episode:
         valid &= episodes.first_episode_steps(done[..., None])[..., 0]
     value = torch.stack(values) if values else None
@@ -194,7 +199,10 @@ def collect(
 
 
 def episode_returns(rollout: ChunkRollout) -> Tensor:
-    """Undiscounted sum of the rewards of the first episode of each slot, float64 [B]: GRPO's score."""
+    """Undiscounted sum of the rewards of the first episode of each slot, float64 [B]: GRPO's score.
+
+    Means nothing for a slot without valid rows (`rollout.valid.any(0)`), whose episode was dropped: leave those out.
+    """
     size = rollout.rewards.shape[-1]
     last = executed_mask(rollout.n_executed, size).sum(-1, keepdim=True) - 1 == torch.arange(size)
     return episodes.first_episode_returns(rollout.rewards, last & rollout.done[..., None])
@@ -209,7 +217,16 @@ def training_rows(rollout: ChunkRollout, index: Tensor) -> TrainingRows:
     return TrainingRows(observation, context, *(value.flatten(0, 1)[index] for value in record))
 
 
-def _observe(raw: dict[str, NDArray[Any]], env: Tables, policy: Policy, decision: int) -> Batch:
+def _dropped_episodes(dropped: Tensor, done: Tensor) -> Tensor:
+    """Rows of episodes that end with a drop, bool [T, B]."""
+    rows, later = [], torch.zeros_like(dropped[0])
+    for now, end in zip(dropped.flip(0), done.flip(0), strict=True):
+        later = now | (later & ~end)
+        rows.append(later)
+    return torch.stack(rows[::-1])
+
+
+def observe(raw: dict[str, NDArray[Any]], env: Tables, policy: Policy, decision: int) -> Batch:
     """The policy's inputs of what an environment shows."""
     named = {ENVIRONMENT_NAMES[name]: value for name, value in raw.items() if name in ENVIRONMENT_NAMES}
     missing = [name for name in policy.inputs if name not in named and name != TOKENS]
