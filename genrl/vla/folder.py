@@ -1,4 +1,4 @@
-"""The embedded policies on disk, laid out as LeRobot lays its own out.
+"""Policies on disk: LeRobot's published ones (see `genrl.vla.lerobot`), and the embedded ones in the same layout.
 
 config.json                      "type", "input_features", "output_features", "normalization_mapping", settings
 model.safetensors                the weights
@@ -10,27 +10,35 @@ policy_postprocessor.json, policy_postprocessor_step_0_unnormalizer_processor.sa
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from genrl.vla.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.encoder import MODES, Inputs
+from genrl.vla.lerobot import Adapt, existing, save_folder, write
 from genrl.vla.policy import ACTION, ENVIRONMENT, IMAGE, STATE, Statistics
 from genrl.vla.tiny_flow import TinyFlowConfig, TinyFlowVLA
 
+if TYPE_CHECKING:
+    from genrl.vla.pi0 import PI0
+
 EmbeddedPolicy = TinyFlowVLA | DiffusionMLP
 
+TYPES = ("tiny_flow_vla", "diffusion_mlp", "pi0", "pi05")
 _FLOW, _DIFFUSION = "tiny_flow_vla", "diffusion_mlp"
 _PROCESSORS = {"policy_preprocessor": "normalizer_processor", "policy_postprocessor": "unnormalizer_processor"}
 
 
-def save_policy(policy: EmbeddedPolicy, folder: Path) -> None:
-    """Write the five files into a folder, which is made; each appears under its name when it is complete."""
+def save_policy(policy: EmbeddedPolicy | PI0, folder: Path) -> None:
+    """Write the files into a folder, which is made; each appears under its name when it is complete."""
+    if not isinstance(policy, EmbeddedPolicy):
+        save_folder(folder, policy.folder, policy.layout, policy, policy.tokenizer)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     inputs, shapes = policy.config.inputs, _features(policy.config.inputs)
     features = shapes | {ACTION: {"type": "ACTION", "shape": [policy.action_dim]}}
@@ -46,26 +54,34 @@ def save_policy(policy: EmbeddedPolicy, folder: Path) -> None:
     }
     weights = {name: value.detach().cpu().contiguous() for name, value in policy.state_dict().items()}
     stats = {f"{name}.{key}": value.cpu() for name, found in policy.stats.items() for key, value in found.items()}
-    _write(folder / "model.safetensors", weights)
+    write(folder / "model.safetensors", weights)
     for processor, step in _PROCESSORS.items():
         state = f"{processor}_step_0_{step}.safetensors"
         how = {"eps": 1e-8, "features": features, "norm_map": MODES}
-        _write(folder / state, stats)
+        write(folder / state, stats)
         steps = [{"registry_name": step, "config": how, "state_file": state}]
-        _write(folder / f"{processor}.json", {"name": processor, "steps": steps})
-    _write(folder / "config.json", config | kept)
+        write(folder / f"{processor}.json", {"name": processor, "steps": steps})
+    write(folder / "config.json", config | kept)
 
 
-def load_policy(folder: Path, *, device: torch.device | str = "cpu") -> EmbeddedPolicy:
-    """The policy that `save_policy` wrote, in evaluation mode.
+def load_policy(
+    folder: Path, *, device: torch.device | str = "cpu", adapt: Adapt | None = None
+) -> EmbeddedPolicy | PI0:
+    """The policy in a folder, LeRobot's or that of `save_policy`, in evaluation mode. adapt: for LeRobot's.
 
     Raises FileNotFoundError for a file that is missing, and ValueError for another type of policy, another
-    normalisation, or weights of another shape.
+    normalisation, or weights of other names or shapes.
     """
-    config = json.loads(_existing(folder, "config.json").read_text())
+    config = json.loads(existing(folder, "config.json").read_text())
     kind = config.get("type")
+    if kind not in TYPES:
+        near = difflib.get_close_matches(str(kind), TYPES, n=1)
+        hint = f"; the nearest one is {near[0]!r}" if near else ""
+        raise ValueError(f"{folder}/config.json: type must be one of {list(TYPES)}, found {kind!r}{hint}")
     if kind not in (_FLOW, _DIFFUSION):
-        raise ValueError(f"{folder}/config.json: type must be {_FLOW!r} or {_DIFFUSION!r}, found {kind!r}")
+        return _load_published(kind, folder, device, adapt or Adapt())
+    if adapt is not None:
+        raise ValueError(f"{folder} holds an embedded policy, which is made with its heads: it takes no Adapt")
     if config["normalization_mapping"] != MODES:
         raise ValueError(
             f"{folder}/config.json: normalization_mapping must be {MODES}, found {config['normalization_mapping']}"
@@ -86,12 +102,18 @@ def load_policy(folder: Path, *, device: torch.device | str = "cpu") -> Embedded
     else:
         steps = int(config["train_steps"])
         policy = DiffusionMLP(DiffusionMLPConfig(inputs, action, horizon, config["critic"], steps), stats)
-    weights = load_file(_existing(folder, "model.safetensors"))
+    weights = load_file(existing(folder, "model.safetensors"))
     try:
         policy.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"{folder}/model.safetensors does not fit {folder}/config.json: {error}") from error
     return policy.to(device).eval()
+
+
+def _load_published(kind: str, folder: Path, device: torch.device | str, adapt: Adapt) -> PI0:
+    from genrl.vla import pi0
+
+    return pi0.load(folder, device, adapt)
 
 
 def _features(inputs: Inputs) -> dict[str, dict[str, Any]]:
@@ -105,30 +127,14 @@ def _features(inputs: Inputs) -> dict[str, dict[str, Any]]:
 
 
 def _statistics(folder: Path) -> Statistics:
-    description = json.loads(_existing(folder, "policy_preprocessor.json").read_text())
+    description = json.loads(existing(folder, "policy_preprocessor.json").read_text())
     states = [step["state_file"] for step in description["steps"] if step["registry_name"] == "normalizer_processor"]
     if len(states) != 1 or Path(states[0]).name != states[0]:
         raise ValueError(
             f"{folder}/policy_preprocessor.json must name one file of statistics beside it, found {states}"
         )
     stats: Statistics = {}
-    for name, value in load_file(_existing(folder, states[0])).items():
+    for name, value in load_file(existing(folder, states[0])).items():
         feature, _, statistic = name.rpartition(".")
         stats.setdefault(feature, {})[statistic] = value
     return stats
-
-
-def _existing(folder: Path, name: str) -> Path:
-    path = folder / name
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {name}: it is no folder of a saved policy")
-    return path
-
-
-def _write(path: Path, content: dict[str, Tensor] | dict[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    if path.suffix == ".safetensors":
-        save_file(content, partial)
-    else:
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(path)

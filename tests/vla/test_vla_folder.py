@@ -60,8 +60,8 @@ def test_what_is_not_such_a_folder_is_refused(tmp_path) -> None:
     def with_config(**changes) -> None:
         (tmp_path / "config.json").write_text(json.dumps(good | changes))
 
-    with_config(type="pi0")
-    with pytest.raises(ValueError, match="found 'pi0'"):
+    with_config(type="diffusion_mlq")
+    with pytest.raises(ValueError, match="found 'diffusion_mlq'; the nearest one is 'diffusion_mlp'"):
         load_policy(tmp_path)
     with_config(normalization_mapping={"ACTION": "MEAN_STD"})
     with pytest.raises(ValueError, match="normalization_mapping"):

@@ -1,0 +1,26 @@
+"""New heads of published policies: the critic and the noise head of pi_RL (arXiv 2510.25889)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def critic(width: int, hidden: Sequence[int]) -> nn.Sequential:
+    """[B, width] -> [B, 1], ReLU. Hidden layers are Kaiming-normal (fan out), the last N(0, .02^2), biases 0."""
+    layers: list[nn.Module] = []
+    for before, after in zip((width, *hidden[:-1]), hidden, strict=True):
+        linear = nn.Linear(before, after)
+        nn.init.kaiming_normal_(linear.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.ReLU()]
+    last = nn.Linear(hidden[-1], 1)
+    nn.init.normal_(last.weight, std=0.02)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(*layers, last)
+
+
+def noise(width: int, action_dim: int) -> nn.Sequential:
+    """The expert's state of an action [..., width] -> [..., action_dim], which `chains.bounded_std` makes a std of."""
+    return nn.Sequential(nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, action_dim))

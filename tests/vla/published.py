@@ -1,0 +1,239 @@
+"""Tiny checkpoints in the layout of LeRobot's published ones, written from lists of the published names.
+
+The lists are the check that ours is that layout: names as in lerobot/pi0_base (777 tensors) and pi05_base (812), with
+the shapes of their architectures as functions of a few sizes. `{n}` runs over the layers of a stack.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace as Sizes
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
+
+WORDS = "Task State Action put the red green blue block in far zone touch : , ; <bos> <unk>".split()
+LINES = ["put the red block in the far zone", "touch the blue block", "touch the green block"]
+
+PI_TINY = Sizes(
+    vocabulary=290, width=64, layers=4, mlp=128, queries=128, head=16,
+    eye=32, eye_layers=2, eye_mlp=64, patch=14, patches=4, expert=64, expert_mlp=128, padded=32,
+)  # fmt: skip
+PI_REAL = Sizes(
+    vocabulary=257152, width=2048, layers=18, mlp=16384, queries=2048, head=256,
+    eye=1152, eye_layers=27, eye_mlp=4304, patch=14, patches=256, expert=1024, expert_mlp=4096, padded=32,
+)  # fmt: skip
+
+
+def pi_shapes(s: Sizes, *, adaptive: bool) -> Shapes:
+    """Names and shapes of lerobot/pi0_base, or pi05_base."""
+    model = "paligemma_with_expert.paligemma.model."
+    eye = model + "vision_tower.vision_model."
+    found: Shapes = {
+        "paligemma_with_expert.paligemma.lm_head.weight": (s.vocabulary, s.width),
+        model + "multi_modal_projector.linear.weight": (s.width, s.eye),
+        model + "multi_modal_projector.linear.bias": (s.width,),
+        model + "language_model.norm.weight": (s.width,),
+        eye + "embeddings.patch_embedding.weight": (s.eye, 3, s.patch, s.patch),
+        eye + "embeddings.patch_embedding.bias": (s.eye,),
+        eye + "embeddings.position_embedding.weight": (s.patches, s.eye),
+        eye + "post_layernorm.weight": (s.eye,),
+        eye + "post_layernorm.bias": (s.eye,),
+        "paligemma_with_expert.gemma_expert.lm_head.weight": (s.vocabulary, s.expert),
+        "action_in_proj.weight": (s.expert, s.padded),
+        "action_in_proj.bias": (s.expert,),
+        "action_out_proj.weight": (s.padded, s.expert),
+        "action_out_proj.bias": (s.padded,),
+    }
+    for n in range(s.eye_layers):
+        layer = f"{eye}encoder.layers.{n}."
+        for norm in ("layer_norm1", "layer_norm2"):
+            found |= {f"{layer}{norm}.weight": (s.eye,), f"{layer}{norm}.bias": (s.eye,)}
+        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            found[f"{layer}self_attn.{projection}.weight"] = (s.eye, s.eye)
+            found[f"{layer}self_attn.{projection}.bias"] = (s.eye,)
+        found |= {f"{layer}mlp.fc1.weight": (s.eye_mlp, s.eye), f"{layer}mlp.fc1.bias": (s.eye_mlp,)}
+        found |= {f"{layer}mlp.fc2.weight": (s.eye, s.eye_mlp), f"{layer}mlp.fc2.bias": (s.eye,)}
+    expert = "paligemma_with_expert.gemma_expert.model."
+    for stack, width, mlp in ((model + "language_model.", s.width, s.mlp), (expert, s.expert, s.expert_mlp)):
+        for n in range(s.layers):
+            layer = f"{stack}layers.{n}."
+            found |= decoder_shapes(layer, width, mlp, s.queries, s.head)
+            if not (adaptive and stack == expert):
+                found |= {f"{layer}input_layernorm.weight": (width,)}
+                found |= {f"{layer}post_attention_layernorm.weight": (width,)}
+    if adaptive:
+        norms = [
+            f"{expert}layers.{n}.{norm}"
+            for n in range(s.layers)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        ]
+        for norm in (*norms, expert + "norm"):
+            found |= {f"{norm}.dense.weight": (3 * s.expert, s.expert), f"{norm}.dense.bias": (3 * s.expert,)}
+        times = {"time_mlp_in": s.expert, "time_mlp_out": s.expert}
+    else:
+        found[expert + "norm.weight"] = (s.expert,)
+        found |= {"state_proj.weight": (s.expert, s.padded), "state_proj.bias": (s.expert,)}
+        times = {"action_time_mlp_in": 2 * s.expert, "action_time_mlp_out": s.expert}
+    for name, wide in times.items():
+        found |= {f"{name}.weight": (s.expert, wide), f"{name}.bias": (s.expert,)}
+    return found
+
+
+def decoder_shapes(layer: str, width: int, mlp: int, queries: int, keys: int) -> Shapes:
+    """The matrices of a Gemma's or Llama's layer."""
+    return {
+        f"{layer}self_attn.q_proj.weight": (queries, width),
+        f"{layer}self_attn.k_proj.weight": (keys, width),
+        f"{layer}self_attn.v_proj.weight": (keys, width),
+        f"{layer}self_attn.o_proj.weight": (width, queries),
+        f"{layer}mlp.gate_proj.weight": (mlp, width),
+        f"{layer}mlp.up_proj.weight": (mlp, width),
+        f"{layer}mlp.down_proj.weight": (width, mlp),
+    }
+
+
+def random_weights(shapes: Shapes, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Numbers that keep activations near 1 and leave nothing without effect."""
+    rng = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in shapes.items():
+        fan = max(1, torch.Size(shape[1:]).numel())
+        scale = 0.2 if len(shape) == 1 else fan**-0.5
+        found[name] = (torch.randn(shape, generator=rng) * scale).to(dtype)
+    return found
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words and the numbers -1 to 255, <pad> 0, <bos> in front."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", *WORDS, *(str(n) for n in range(-1, 256))]
+    inner = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(pattern=r":", behavior="isolated"),
+         pre_tokenizers.Split(pattern=",", behavior="isolated"), pre_tokenizers.Split(pattern=";", behavior="isolated")]
+    )  # fmt: skip
+    inner.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", names.index("<bos>"))]
+    )
+    outer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", unk_token="<unk>")
+    outer.save_pretrained(folder / "tokenizer")
+
+
+def write_folder(
+    folder: Path,
+    config: dict,
+    weights: dict[str, Tensor],
+    steps: list[dict],
+    stats: dict[str, Tensor],
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """config.json, model.safetensors, both processors with statistics, as LeRobot saves them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=4))
+    save_file(weights, folder / "model.safetensors", metadata=metadata)
+    features = config["input_features"] | config["output_features"]
+    how = {"eps": 1e-8, "features": features, "norm_map": config["normalization_mapping"]}
+    before = [
+        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+        {"registry_name": "to_batch_processor", "config": {}},
+        *steps,
+        {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
+        {"registry_name": "normalizer_processor", "config": how},
+    ]
+    after = [
+        {"registry_name": "unnormalizer_processor", "config": how},
+        {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
+    ]
+    for name, pipeline in (("policy_preprocessor", before), ("policy_postprocessor", after)):
+        for place, step in enumerate(pipeline):
+            if "normalizer" in step["registry_name"]:
+                step["state_file"] = f"{name}_step_{place}_{step['registry_name']}.safetensors"
+                save_file(stats, folder / step["state_file"])
+        (folder / f"{name}.json").write_text(json.dumps({"name": name, "steps": pipeline}, indent=2))
+
+
+def statistics_of(widths: dict[str, int], seed: int = 1) -> dict[str, Tensor]:
+    """Some of every kind, by feature."""
+    rng = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, width in widths.items():
+        low = -1.0 - torch.rand(width, generator=rng)
+        high = 1.0 + torch.rand(width, generator=rng)
+        found |= {f"{name}.min": low - 0.5, f"{name}.q01": low, f"{name}.q10": low + 0.3}
+        found |= {f"{name}.max": high + 0.5, f"{name}.q99": high, f"{name}.q90": high - 0.3}
+        found |= {f"{name}.mean": (low + high) / 2, f"{name}.std": (high - low) / 3}
+        found[f"{name}.count"] = torch.tensor([100.0])
+    return found
+
+
+def pi_folder(
+    folder: Path,
+    *,
+    adaptive: bool = False,
+    prefix: str = "",
+    dtype: torch.dtype = torch.float32,
+    weights: dict[str, Tensor] | None = None,
+    **settings,
+) -> dict[str, Tensor]:
+    """A tiny pi0 or pi0.5 with two cameras and an empty one; the weights by bare published name."""
+    mode = "QUANTILES" if adaptive else "MEAN_STD"
+    picture = {"type": "VISUAL", "shape": [3, 24, 32]}
+    config = {
+        "type": "pi05" if adaptive else "pi0",
+        "input_features": {
+            "observation.images.base_0_rgb": picture,
+            "observation.images.left_wrist_0_rgb": picture,
+            "observation.images.empty_camera_0": picture,
+            "observation.state": {"type": "STATE", "shape": [5]},
+        },
+        "output_features": {"action": {"type": "ACTION", "shape": [3]}},
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode},
+        "paligemma_variant": "dummy",
+        "action_expert_variant": "dummy",
+        "chunk_size": 6,
+        "n_action_steps": 4,
+        "max_state_dim": 32,
+        "max_action_dim": 32,
+        "num_inference_steps": 10,
+        "image_resolution": [28, 28],
+        "empty_cameras": 1,
+        "tokenizer_max_length": 60 if adaptive else 12,
+        "dtype": "float32",
+        "freeze_vision_encoder": False,
+        "train_expert_only": True,
+    } | settings
+    tokenizer = {
+        "max_length": config["tokenizer_max_length"], "task_key": "task", "padding_side": "right",
+        "padding": "max_length", "truncation": True, "tokenizer_name": "google/paligemma-3b-pt-224",
+    }  # fmt: skip
+    prompt = "pi05_prepare_state_tokenizer_processor_step" if adaptive else "pi0_new_line_processor"
+    steps = [
+        {"registry_name": prompt, "config": {}},
+        {"registry_name": "relative_actions_processor", "config": {"enabled": False, "exclude_joints": []}},
+        {"registry_name": "tokenizer_processor", "config": tokenizer},
+    ]
+    weights = weights or random_weights(pi_shapes(PI_TINY, adaptive=adaptive), dtype=dtype)
+    tied = "paligemma_with_expert.paligemma."
+    metadata = {"format": "pt", f"{tied}model.language_model.embed_tokens.weight": f"{tied}lm_head.weight"}
+    stats = statistics_of({"observation.state": 5, "action": 3})
+    write_folder(folder, config, {prefix + key: value for key, value in weights.items()}, steps, stats, metadata)
+    write_tokenizer(folder)
+    return weights
+
+
+def pi_observation(batch: int = 3, seed: int = 2) -> dict[str, Tensor]:
+    """Without the instruction's tokens."""
+    rng = torch.Generator().manual_seed(seed)
+    pictures = torch.randint(0, 256, (2, batch, 24, 32, 3), generator=rng, dtype=torch.uint8)
+    return {
+        "observation.images.base_0_rgb": pictures[0],
+        "observation.images.left_wrist_0_rgb": pictures[1],
+        "observation.state": torch.randn(batch, 5, generator=rng),
+    }
