@@ -16,7 +16,6 @@ from genrl.vla.rollout import Tables
 from genrl.vla.simulator import Description, Reading, find_registered, is_function
 from genrl.vla.workers import Inline, Process, Simulators
 
-
 BUILT_IN = ("minitable",)
 
 

@@ -212,7 +212,8 @@ class Simulators:
     """`environments.Environment` over workers; the contract stands there, next-step auto-reset as in `MiniTable`.
 
     worker: makes one of so many slots of a description. tasks: how many its episodes have; they take turns over slots
-    and episodes. max_steps: the limit that the description says, for who must know it. start_timeout_s is for a chunk that begins an episode, for which a simulator may have to be made.
+    and episodes. max_steps: the limit that the description says, for who must know it. start_timeout_s is for a chunk
+    that begins an episode, for which a simulator may have to be made.
     Closed by itself where it raises.
     """
 

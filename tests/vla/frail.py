@@ -1,0 +1,75 @@
+"""Environments for workers, and how to make them fail: an action says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+FINE, RAISE, KILL, HANG, NAN = 0.0, 0.2, 0.4, 0.6, 0.8
+
+
+class Frail(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
+    """A walk from a start that the seed decides to +1, 6 steps long at most. The second number of an action is one of
+    the above."""
+
+    def __init__(self, task: str = "", picture: int = 0) -> None:
+        self.observation_space = spaces.Dict({"agent_pos": spaces.Box(-9.0, 9.0, (3,), np.float64)})
+        self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.task_description = f"walk {task}".strip()
+        self.position, self.time, self.size = 0.0, 0, picture
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.position, self.time = float(self.np_random.uniform(-1.0, 0.0)), 0
+        return self.shown(), {}
+
+    def step(self, action: np.ndarray):
+        mode = round(float(action[1]), 1)
+        if mode == RAISE:
+            raise RuntimeError("the gripper fell off")
+        if mode == KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode == HANG:
+            time.sleep(3600.0)
+        self.position += float(action[0]) * (np.nan if mode == NAN else 1.0)
+        self.time += 1
+        success = self.position >= 1.0
+        return self.shown(), 0.25, False, self.time >= 6, {"is_success": success}
+
+    def shown(self) -> dict[str, np.ndarray]:
+        noise = float(self.np_random.normal())
+        return {"agent_pos": np.array([self.position, self.time, noise])}
+
+    def picture(self, size: int) -> np.ndarray:
+        return np.full((size, size, 3), 40 * self.time, dtype=np.uint8)
+
+
+def make(task: str = "") -> Frail:
+    return Frail(task)
+
+
+def broken_start() -> Frail:
+    raise OSError("no such robot")
+
+
+def slow_start() -> Frail:
+    time.sleep(3600.0)
+    return Frail()
+
+
+def dies_at_start_once(flag: str) -> Frail:
+    if not Path(flag).exists():
+        Path(flag).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Frail()
+
+
+def unnamed_success() -> gymnasium.Env[Any, Any]:
+    return gymnasium.make("MountainCarContinuous-v0", disable_env_checker=True)
