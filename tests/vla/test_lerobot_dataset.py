@@ -256,7 +256,7 @@ def test_matrices_that_datasets_wrote_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [200, 0.001])
 def test_videos_hold_the_frames_of_every_episode(tmp_path: Path, limit: float) -> None:
     """Several episodes in a file, several files, two cameras; frames found by time, near enough to tell them apart."""
-    pytest.importorskip("av", reason="PyAV is not installed")
+    av = pytest.importorskip("av", reason="PyAV is not installed")
     made = [
         Episode(["x"] * n, {"action": np.zeros((n, 1), np.float32), TOP: smooth(k, n), WRIST: smooth(k + 1, n, 48)})
         for k, n in enumerate((5, 1, 8, 6))
@@ -270,6 +270,11 @@ def test_videos_hold_the_frames_of_every_episode(tmp_path: Path, limit: float) -
             for name in (TOP, WRIST):
                 error = part.columns[name].astype(int) - made[number].columns[name]
                 assert np.abs(error).max() <= 8, (number, name)  # neighbouring frames differ by 25
+    with av.open(str(files[0])) as container:
+        shown = [(frame.time, frame.key_frame) for frame in container.decode(video=0)]
+    times, keys = zip(*shown, strict=True)
+    assert np.allclose(times, np.arange(len(times)) / 7, atol=1e-4)  # what LeRobot tolerates
+    assert all(keys[::2])  # single frames are found fast
     row = found.index[2]
     if limit == 200:
         assert row[f"videos/{TOP}/from_timestamp"] == pytest.approx(6 / 7)
