@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -88,12 +87,18 @@ def train(config: Config, resume: Path | None = None) -> Path:
         if accelerator.is_main_process:
             stack.enter_context(run_folder.lock(run.folder))
         found = checkpoint.latest(run.checkpoints) if resume else None
+        start = int(found.name.removeprefix("step-")) if found else 0
         if accelerator.is_main_process:
-            _prepare_folder(run, config, found, resume is not None, accelerator)
+            run_folder.prepare(
+                run.folder,
+                dump(config),
+                seed=config.seed,
+                processes=accelerator.num_processes,
+                resumed_from=start if resume else None,
+            )
         accelerator.wait_for_everyone()
         stop = stack.enter_context(catch_stop())
         watchdog = Watchdog(run, config.distributed.timeout_s, rank=accelerator.process_index)
-        start = int(found.name.removeprefix("step-")) if found else 0
         progress = stack.enter_context(Progress(config.iterations, start=start, enabled=accelerator.is_main_process))
         session = open_session(config, accelerator, run, progress, watchdog, stop, start)
         stack.callback(session.log.finish)
@@ -272,15 +277,3 @@ def finish(session: Session) -> None:
         say(f"stopped after {session.iteration} of {config.iterations} iterations; go on: genrl resume {run.folder}")
     else:
         say(f"to write the pipeline: genrl export {run.folder} --out FOLDER")
-
-
-def _prepare_folder(run: Run, config: Config, found: Path | None, resuming: bool, accelerator: Accelerator) -> None:
-    command = ["genrl", *sys.argv[1:]]
-    if not resuming:
-        run_folder.start(
-            run.folder, dump(config), seed=config.seed, command=command, processes=accelerator.num_processes
-        )
-        return
-    step = int(found.name.removeprefix("step-")) if found else 0
-    for line in run_folder.resume(run.folder, dump(config), step=step, command=command):
-        logger.warning("edited since the last save: %s", line)

@@ -60,8 +60,8 @@ class Abandoned(Exception):
 class Loop:
     """One process of one training run.
 
-    rates: learning rate of each of the optimiser's parameter groups before its schedule, by the group's name.
-    total_steps: optimiser steps of the whole run, for the schedule. every: iterations between evaluations, 0 = never.
+    rates: learning rate of each of the optimiser's parameter groups before its schedule, by the group's name; the
+    schedule follows the iterations, its warm-up the optimiser steps. every: iterations between evaluations, 0 = never.
     """
 
     settings: Settings
@@ -69,7 +69,6 @@ class Loop:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rates: Mapping[str, float]
-    total_steps: int
     run: Run
     log: MetricLogger
     progress: Progress
@@ -201,7 +200,10 @@ class Loop:
         settings, first = self.settings.optimizer, 0
         for group in chosen:
             norm = norms[group["name"]]
-            group["lr"] = scheduled(self.rates[group["name"]], settings, self.optimizer_steps, self.total_steps)
+            warm = min(self.optimizer_steps, settings.warmup_steps)  # a step of the warm-up, then an iteration
+            step = warm if warm < settings.warmup_steps else warm + self.iteration
+            total = settings.warmup_steps + self.settings.iterations
+            group["lr"] = scheduled(self.rates[group["name"]], settings, step, total)
             for parameter in group["params"]:
                 if norm > 0:  # else no decision counted, and momentum or decay alone must not move the weights
                     parameter.grad = gradients[first].mul_(min(1.0, settings.max_grad_norm / (float(norm) + 1e-6)))

@@ -451,6 +451,106 @@ _COST = {
     ),
 }
 
+_SIMULATION = {
+    "rollout/success": MetricDoc(
+        "first episodes of the iteration's environments that succeeded / environments, with exploration",
+        "What training raises. Below `eval/success_mean`, because exploration costs precision.",
+        "share 0..1",
+    ),
+    "rollout/return_mean": MetricDoc(
+        "mean over environments of the undiscounted return of their first episode",
+        "As `rollout/success` where the reward is 1 at success.",
+        "the environment's own",
+    ),
+    "rollout/length_mean": MetricDoc(
+        "mean number of executed actions of the first episodes that ended",
+        "Falls as the policy becomes quicker, or where it fails early.",
+        "actions",
+    ),
+    "rollout/mixed": MetricDoc(
+        "groups (instructions, where there are no groups) that neither always nor never succeeded / all of them",
+        "Where learning comes from. Below about 0.15 there is next to nothing to learn: start from a policy of more "
+        "demonstrations and fewer steps, or explore more.",
+        "share 0..1",
+    ),
+    "rollout/action_std": MetricDoc(
+        "standard deviation of the executed actions over eight chunks from one initial noise, mean over numbers and "
+        "environments",
+        "Exploration as the robot sees it: later denoising steps contract the noise of the earlier ones. A few "
+        "percent of the actions' range is usual; near 0 nothing is tried out.",
+        "units of the policy, -1 to 1",
+    ),
+    "rollout/env_steps": MetricDoc(
+        "actions executed in rollouts since the run began, evaluations apart",
+        "The cost that success curves are drawn over.",
+        "actions",
+    ),
+    "rollout/dropped": MetricDoc(
+        "episodes of the iteration that a simulator lost: it died, hung or raised",
+        "0. They are not trained on; the log says why.",
+        "episodes",
+    ),
+    "ratio/clipped": MetricDoc(
+        "share of ratios outside the clip range on the side where they have no gradient; mean over updates",
+        "0 in the first update. Above about 0.3: lower the learning rate or the epochs.",
+        "share 0..1",
+    ),
+    "kl/updates": MetricDoc(
+        "mean of r - 1 - ln r over the ratios of an update, r = pi / pi of the rollout; mean over updates",
+        "How far an iteration moves the policy. `trainer.kl_stop` ends its updates.",
+        "nats",
+    ),
+    "critic/explained_variance": MetricDoc(
+        "1 - var(return - value) / var(return) over the decisions that are trained on",
+        "0.6 to 0.9 from states, 0.1 to 0.3 from pictures. Below 0: lower or raise critic_lr, warm it up longer.",
+    ),
+    "loss/value": MetricDoc(
+        "mean of the critic's loss (half a squared error, or its clipped or Huber form)",
+        "Falls, and rises again where the policy gets into new situations.",
+    ),
+    "grad_norm/policy": MetricDoc(
+        "L2 norm of the policy's gradient before clipping to max_grad_norm; mean over updates",
+        "As `grad_norm`.",
+    ),
+    "grad_norm/critic": MetricDoc(
+        "L2 norm of the critic's gradient before clipping to max_grad_norm; mean over updates",
+        "Large while returns are new to it.",
+    ),
+    "entropy": MetricDoc(
+        "mean entropy of a number of an action under a learned noise, at each denoising step",
+        "Falls as the policy becomes sure; at once to its lower bound: raise trainer.entropy_weight.",
+        "nats",
+    ),
+    "env_steps_per_s": MetricDoc(
+        "actions executed in the rollout / seconds of the rollout",
+        "Compare `timing/simulator_s` with `timing/rollout_s`: what is waited for.",
+        "actions/s",
+        False,
+    ),
+    "timing/rollout_s": MetricDoc("seconds of acting: policy, simulators and scoring", "Acting.", "s", False),
+    "timing/simulator_s": MetricDoc(
+        "seconds of these that were spent on simulators", "Near `timing/rollout_s`: more workers help.", "s", False
+    ),
+    "eval/success_mean": MetricDoc(
+        "episodes of the evaluation's fixed list that succeeded / episodes; no exploration",
+        "The figure of a policy.",
+        "share 0..1",
+    ),
+    "eval/success_low": MetricDoc(
+        "lower end of the 95 % Wilson interval of `eval/success_mean`", "What more episodes could show.", "share 0..1"
+    ),
+    "eval/success_high": MetricDoc(
+        "upper end of the 95 % Wilson interval of `eval/success_mean`", "What more episodes could show.", "share 0..1"
+    ),
+    "eval/success/<name>": MetricDoc(
+        "success of the episodes with the instruction `<name>`", "Which tasks are not learnt.", "share 0..1"
+    ),
+    "eval/length_mean": MetricDoc("mean number of executed actions of an episode", "Quicker is better.", "actions"),
+    "eval/return_mean": MetricDoc(
+        "mean undiscounted return of an episode", "As the reward says.", "the environment's own"
+    ),
+}
+
 SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
     "Rewards as used": _USED,
@@ -467,6 +567,7 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "AWM, DGPO and CRD": _FORWARD,
     "DPO and D3PO": _PREFERENCE,
     "Direct reward and Diff-Instruct": _DIRECT,
+    "Policies in simulation": _SIMULATION,
     "Time, memory and cost": _COST,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}

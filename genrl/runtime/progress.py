@@ -13,6 +13,9 @@ from rich.text import Text
 _SHOWN = {
     "reward/total_mean": "reward",
     "eval/total_mean": "eval",
+    "rollout/success": "success",
+    "eval/success_mean": "eval success",
+    "rollout/env_steps": "env steps",
     "kl": "kl",
     "loss": "loss",
     "images_per_s": "images/s",
@@ -20,7 +23,7 @@ _SHOWN = {
 
 
 class Progress:
-    """A live line with the phase, its images/s, the iteration and the time left; quiet where `enabled` is false.
+    """A live line: phase, images/s (or other `unit`), iteration, time left; quiet where `enabled` is false.
 
     Where standard error is no terminal there is no live line, and at most one plain line per `quiet_s` seconds.
     """
@@ -31,12 +34,14 @@ class Progress:
         *,
         start: int = 0,
         enabled: bool = True,
+        unit: str = "images",
         console: Console | None = None,
         quiet_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """iterations: of the whole run. start: finished ones, when resuming. enabled: main process only."""
         self.iterations, self.start, self.done = iterations, start, start
+        self.unit = unit
         self.console = console or Console(stderr=True)
         self.enabled, self.quiet_s, self.clock = enabled, quiet_s, clock
         self.began = clock()
@@ -104,7 +109,7 @@ class Progress:
         if self.total:
             line.append(f"  {self.count:.0f}/{self.total}")
         if self.count and seconds > 0:
-            line.append(f"  {self.count / seconds:.3g} images/s", "green")
+            line.append(f"  {self.count / seconds:.3g} {self.unit}/s", "green")
         left = self._left()
         return line.append(f"  {left}" if left else f"  {duration(self.clock() - self.began)} so far", "dim")
 

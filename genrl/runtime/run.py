@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,8 +30,10 @@ import yaml
 EDITABLE = (
     *("iterations", "checkpoint.*", "evaluation.*", "trackers", "output"),
     *("rewards.*.remote", "rewards.*.isolate", "rewards.*.outage.*"),  # where a score comes from, not what it is
+    *("environment.workers", "environment.timeout_s"),  # where simulators run
 )
 _PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
+logger = logging.getLogger(__name__)
 _BEFORE_TRAINING = {"config.yaml", "run.json", "run.lock", "tensorboard"}  # what a start that failed leaves
 
 
@@ -128,6 +132,16 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str]) -> l
     write_atomic(run.config, config)
     write_atomic(run.info, json.dumps(info, indent=1))
     return list(edits.values())
+
+
+def prepare(folder: Path, config: str, *, seed: int, processes: int, resumed_from: int | None) -> None:
+    """`start`, or, after `resumed_from` finished iterations, `resume`, which warns of every edit. Main process only."""
+    command = ["genrl", *sys.argv[1:]]
+    if resumed_from is None:
+        start(folder, config, seed=seed, command=command, processes=processes)
+        return
+    for line in resume(folder, config, step=resumed_from, command=command):
+        logger.warning("edited since the last save: %s", line)
 
 
 def config_edits(old: str, new: str) -> dict[str, str]:

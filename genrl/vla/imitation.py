@@ -99,6 +99,34 @@ def noise_matching_loss(
     return _mean_square(policy.noise(context, x, timestep) - noise, valid)
 
 
+def imitation_loss(
+    policy: Policy,
+    frames: Batch,
+    index: Tensor,
+    rng: torch.Generator,
+    alpha_bars: Tensor,
+    mine: slice = slice(None),
+) -> Tensor:
+    """The mean loss [] of the frames `index[mine]`: flow matching, or noise matching with the levels alpha_bars.
+
+    Noise and times are drawn by rng for all of index, so they do not depend on how a batch is shared out. What
+    `ACTION_IS_PAD` marks does not count. Raises TypeError for a policy that predicts neither velocity nor noise.
+    """
+    here = index[mine]
+    context = policy.encode(rows({name: frames[name] for name in policy.inputs}, here))
+    device = next(iter(context.values())).device
+    actions = policy.normalised(frames[ACTION][here].to(device))
+    noise = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine].to(device)
+    valid = ~frames[ACTION_IS_PAD][here].to(device) if ACTION_IS_PAD in frames else None
+    if isinstance(policy, PredictsVelocity):
+        sigma = flow_times(len(index), rng)[mine].to(device)
+        return flow_matching_loss(policy, context, actions, noise, sigma, valid)
+    if isinstance(policy, PredictsNoise):
+        timestep = torch.randint(len(alpha_bars), (len(index),), generator=rng)[mine]
+        return noise_matching_loss(policy, context, actions, noise, timestep, alpha_bars, valid)
+    raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+
+
 def imitate(
     policy: Policy,
     frames: Batch,
@@ -113,31 +141,17 @@ def imitate(
     """Train on frames (observations and `ACTION` of the robot), yielding the loss of every step: leave when you like.
 
     AdamW with a cosine to 0 over `steps`; batches, noise and times are functions of (seed, step). train_steps is the
-    noise schedule of a diffusion policy. What `ACTION_IS_PAD` marks does not count. Raises FloatingPointError for a
-    loss that is not finite.
+    noise schedule of a diffusion policy. Raises FloatingPointError for a loss that is not finite.
     """
     if not isinstance(policy, nn.Module):
         raise TypeError(f"a policy that is trained must be a torch module, {type(policy).__name__} is none")
     optimiser = torch.optim.AdamW(policy.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: 0.5 * (1.0 + math.cos(math.pi * s / steps)))
     alpha_bars = ddpm.cosine_alpha_bars(train_steps)
-    observations = {name: frames[name] for name in policy.inputs}
-    device = next(policy.parameters()).device
     for step in range(steps):
         rng = generator(seed, "imitation", step)
         index = torch.randint(len(frames[ACTION]), (batch_size,), generator=rng)
-        context = policy.encode(rows(observations, index))
-        actions = policy.normalised(frames[ACTION][index].to(device))
-        noise = torch.randn(actions.shape, generator=rng).to(device)
-        valid = ~frames[ACTION_IS_PAD][index].to(device) if ACTION_IS_PAD in frames else None
-        if isinstance(policy, PredictsVelocity):
-            sigma = flow_times(batch_size, rng).to(device)
-            loss = flow_matching_loss(policy, context, actions, noise, sigma, valid)
-        elif isinstance(policy, PredictsNoise):
-            timestep = torch.randint(train_steps, (batch_size,), generator=rng)
-            loss = noise_matching_loss(policy, context, actions, noise, timestep, alpha_bars, valid)
-        else:
-            raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+        loss = imitation_loss(policy, frames, index, rng, alpha_bars)
         if not bool(loss.isfinite()):
             raise FloatingPointError(f"the loss of step {step} is {loss.item()}: lower the learning rate")
         optimiser.zero_grad(set_to_none=True)

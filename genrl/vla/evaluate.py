@@ -1,0 +1,157 @@
+"""How good a policy is: seeded episodes without exploration, success per task with its interval, and films of some."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genrl.mdp.noise import generator
+from genrl.vla.environments import Environment, evaluation_episodes
+from genrl.vla.intervals import wilson
+from genrl.vla.policy import Policy
+from genrl.vla.rollout import observe
+from genrl.vla.sampling import Frozen, Sampler, act
+from genrl.vla.videos import Clip
+
+
+class Judged(NamedTuple):
+    """E episodes: instruction, success, executed actions and return of each; clips of the first ones."""
+
+    instruction: list[str]
+    success: list[bool]
+    steps: list[int]
+    returns: list[float]
+    clips: list[Clip]
+
+    def joined(self, other: Judged) -> Judged:
+        """These episodes and then the others."""
+        return Judged(
+            self.instruction + other.instruction,
+            self.success + other.success,
+            self.steps + other.steps,
+            self.returns + other.returns,
+            self.clips + other.clips,
+        )
+
+
+@torch.no_grad()
+def evaluate(
+    policy: Policy,
+    sampler: Sampler,
+    env: Environment,
+    *,
+    episodes: int,
+    seed: int,
+    first: int = 0,
+    frozen: Policy | None = None,
+    films: int = 0,
+    advance: Callable[[int], None] = lambda done: None,
+) -> Judged:
+    """`episodes` of them by `sampling.act`, numbers first, first + 1, ... of the list that the seed makes.
+
+    Their starts and initial noise depend on the number alone: neither on how many run side by side, nor on processes.
+    An episode that a simulator lost counts as a failure. films: so many of them are filmed, a picture per decision.
+    """
+    numbers = evaluation_episodes(seed, first + episodes)[first:]
+    found = Judged([], [], [], [], [])
+    for begin in range(0, episodes, env.num_envs):
+        part = _round(policy, sampler, env, numbers, begin, first, seed, frozen, films - len(found.clips))
+        found = found.joined(part)
+        advance(len(part.success))
+    return found
+
+
+def _round(
+    policy: Policy,
+    sampler: Sampler,
+    env: Environment,
+    numbers: NDArray[np.uint64],
+    begin: int,
+    first: int,
+    seed: int,
+    frozen: Policy | None,
+    films: int,
+) -> Judged:
+    """One episode in every slot; slots beyond the last number repeat it and are not counted."""
+    wanted = min(env.num_envs, len(numbers) - begin)
+    place = np.minimum(begin + np.arange(env.num_envs), len(numbers) - 1)
+    raw, _ = env.reset(seed=seed, options={"episodes": numbers[place]})
+    rngs = [generator(seed, "evaluation", first + int(number)) for number in place]
+    instruction = list(env.task_description)
+    running, success = np.ones(env.num_envs, dtype=np.bool_), np.zeros(env.num_envs, dtype=np.bool_)
+    steps, returns = np.zeros(env.num_envs, dtype=np.int64), np.zeros(env.num_envs)
+    filmed = list(range(min(4 * max(films, 0), wanted)))  # to choose of: successes and failures
+    pictures: list[list[NDArray[np.uint8]]] = [[] for _ in filmed]
+    decision = 0
+    while running.any():
+        film(env, filmed, running, pictures)
+        seen = observe(raw, env, policy, decision)
+        context = policy.encode(seen)
+        noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rng) for rng in rngs])
+        before = None if frozen is None else Frozen(frozen, frozen.encode(seen))
+        device = next(iter(context.values())).device
+        chunk = policy.actions(act(policy, sampler, context, noise.to(device), frozen=before))
+        raw, _, terminated, truncated, info = env.step(chunk[:, : env.chunk].cpu().numpy().astype(np.float32))
+        success |= running & info["is_success"]
+        steps += np.where(running, info["n_executed"], 0)
+        returns += np.where(running, info["rewards"].sum(1), 0.0)
+        ended = terminated | truncated
+        film(env, [slot for slot in filmed if ended[slot]], running, pictures)
+        running &= ~ended
+        decision += 1
+    clips = [
+        Clip(np.stack(frames), instruction[slot], bool(success[slot]))
+        for slot, frames in zip(filmed, pictures, strict=True)
+    ]
+    clips = balanced(clips, max(films, 0))
+    count = slice(0, wanted)
+    return Judged(instruction[count], success[count].tolist(), steps[count].tolist(), returns[count].tolist(), clips)
+
+
+def balanced(clips: list[Clip], most: int) -> list[Clip]:
+    """`most` of them, half successes and half failures as far as there are, in their order."""
+    sides = [[clip for clip in clips if clip.success == flag] for flag in (True, False)]
+    fewer = min(len(side) for side in sides)
+    each = [max(most - fewer, most // 2) if len(side) > fewer else most - most // 2 for side in sides]
+    kept = {id(clip) for side, count in zip(sides, each, strict=True) for clip in side[:count]}
+    return [clip for clip in clips if id(clip) in kept][:most]
+
+
+def film(env: Environment, slots: list[int], running: NDArray[np.bool_], pictures: list[list[Any]]) -> None:
+    """Add a picture of each of these slots that still runs."""
+    alive = [slot for slot in slots if running[slot]]
+    if alive:
+        for slot, picture in zip(alive, env.render(alive), strict=True):
+            pictures[slot].append(picture)
+
+
+def success_rates(found: Judged) -> dict[str, float]:
+    """Metrics: `eval/success_mean` with its 95 % Wilson interval, length, return, and success of each instruction."""
+    low, high = wilson(sum(found.success), len(found.success))
+    row = {
+        "eval/success_mean": sum(found.success) / len(found.success),
+        "eval/success_low": low,
+        "eval/success_high": high,
+        "eval/length_mean": sum(found.steps) / len(found.steps),
+        "eval/return_mean": sum(found.returns) / len(found.returns),
+    }
+    return row | {f"eval/success/{slug(text)}": rate for text, (rate, _) in by_task(found).items()}
+
+
+def by_task(found: Judged) -> dict[str, tuple[float, int]]:
+    """Instruction -> (success rate, episodes), in alphabetical order."""
+    rates = {}
+    for text in sorted(set(found.instruction)):
+        own = [flag for name, flag in zip(found.instruction, found.success, strict=True) if name == text]
+        rates[text] = (sum(own) / len(own), len(own))
+    return rates
+
+
+def slug(text: str) -> str:
+    """An instruction as part of a metric's name."""
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")

@@ -1,0 +1,139 @@
+"""What a rollout teaches: its decisions, their log-probabilities now and then, and the actor's loss on them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from genrl.config.vla import PPO, Update
+from genrl.mdp import chains
+from genrl.objectives import actor_critic
+from genrl.objectives.gae import executed_mask
+from genrl.objectives.policy_losses import clipped_surrogate
+from genrl.vla.policy import Batch
+from genrl.vla.rollout import ChunkRollout, training_rows
+from genrl.vla.sampling import Diffusion, Replay, Sampler, replay
+
+
+class Decisions(NamedTuple):
+    """What a rollout teaches: n decisions, one for each ratio of a chunk.
+
+    row int64 [n], counted over [T B] of the rollout; step int64 [n], which of its M ratios; the rest float64 [n].
+    """
+
+    row: Tensor
+    step: Tensor
+    advantage: Tensor
+    returns: Tensor
+    weight: Tensor
+
+    def chosen(self, index: Tensor) -> Decisions:
+        return Decisions(*(value[index] for value in self))
+
+
+def decisions(rollout: ChunkRollout, advantage: Tensor, returns: Tensor, weight: Tensor) -> Decisions:
+    """All valid decisions of a rollout: advantage, returns and weight [T, B]."""
+    row = rollout.valid.flatten().nonzero()[:, 0]
+    ratios = rollout.log_prob.shape[2]
+    at = row.repeat_interleave(ratios)
+    step = torch.arange(ratios).repeat(len(row))
+    return Decisions(at, step, *(value.double().flatten()[at] for value in (advantage, returns, weight)))
+
+
+class Scored(NamedTuple):
+    """Log-probabilities [n, ...] at the level of the ratio, now and then; the replay; the context."""
+
+    log_prob: Tensor
+    old_log_prob: Tensor
+    counted: Tensor
+    """bool, shape of log_prob: an action that was executed."""
+    replay: Replay
+    context: Batch
+
+
+def score(policy: Any, rollout: ChunkRollout, chosen: Decisions, settings: Update) -> Scored:
+    """The log-probabilities of some decisions under the policy as it is, and as they were drawn."""
+    rows = training_rows(rollout, chosen.row)
+    context = context_of(policy, rows.observation, rows.context)
+    states, following, index, old = rows.states, rows.next_states, rows.step_index, rows.log_prob
+    if rollout.log_prob.shape[2] > 1:  # every step is a decision of its own
+        place, at = torch.arange(len(chosen.row)), chosen.step
+        states, following, index, old = (value[place, at][:, None] for value in (states, following, index, old))
+    again = replay(policy, rollout.sampler, context, states, following, index)
+    executed = rollout.n_executed.flatten()[chosen.row]
+    now = at_level(again.log_prob[:, 0], rollout, executed, settings)
+    then = at_level(old[:, 0].to(now.device), rollout, executed, settings)
+    counted = torch.ones_like(now, dtype=torch.bool)
+    if settings.level != "chunk":
+        there = executed_mask(executed, rollout.rewards.shape[-1]).to(now.device)
+        counted = there if settings.level == "action" else there[..., None].expand(now.shape)
+    return Scored(now, then, counted, again, context)
+
+
+def at_level(elements: Tensor, rollout: ChunkRollout, executed: Tensor, settings: Update) -> Tensor:
+    """[n, H, A] -> log-probabilities at the level of the ratio. Actions after an episode's end do not count."""
+    size = rollout.rewards.shape[-1]
+    kept = chains.executed(elements, size, rollout.action_dim)
+    if settings.element_clip is not None:
+        kept = kept.clamp(*settings.element_clip)
+    there = executed_mask(executed, size).to(kept.device)[..., None]
+    found = chains.aggregate(torch.where(there, kept, 0.0), settings.level, settings.reduction)
+    return found if settings.log_prob_clip is None else found.clamp(*settings.log_prob_clip)
+
+
+def context_of(policy: Any, observation: Batch, kept: Batch) -> Batch:
+    """Once per observation: from the features that the rollout kept, or from the observation."""
+    if kept:
+        device = next(policy.parameters()).device
+        context: Batch = policy.context(kept["features"].to(device))
+        return context
+    encoded: Batch = policy.encode(observation)
+    return encoded
+
+
+class ActorLoss(NamedTuple):
+    """loss, entropy []: sums over the elements that count, `number` [] of them; figures: sums to be logged."""
+
+    loss: Tensor
+    entropy: Tensor
+    figures: dict[str, Tensor]
+    number: Tensor
+
+
+def actor_loss(scored: Scored, chosen: Decisions, settings: Update, sampler: Sampler, ratios: int) -> ActorLoss:
+    """The clipped surrogate (PPO, eq. 7) on these decisions, summed; its entropy bonus apart."""
+    device = scored.log_prob.device
+    extra = (1,) * (scored.log_prob.dim() - 1)
+    advantage = chosen.advantage.to(device, torch.float32)
+    low: Tensor | float = settings.clip_range
+    if isinstance(settings, PPO) and isinstance(sampler, Diffusion):  # DPPO weighs its denoising steps
+        advantage = advantage * actor_critic.denoising_discount(chosen.step, ratios, settings.denoising_gamma).to(
+            advantage
+        )
+        if settings.clip_base is not None:
+            low = actor_critic.denoising_clip(
+                chosen.step, ratios, clip=settings.clip_range, base=settings.clip_base
+            ).to(advantage)
+            low = low.view(-1, *extra).expand(scored.log_prob.shape)
+    high = low if settings.clip_range_high is None else settings.clip_range_high
+    spread = advantage.view(-1, *extra).expand(scored.log_prob.shape)
+    found = clipped_surrogate(scored.log_prob, scored.old_log_prob, spread, low, high)
+    loss = found.loss
+    if settings.dual_clip is not None:
+        loss = actor_critic.dual_clip(loss, spread, settings.dual_clip)
+    counted = scored.counted
+    weight = chosen.weight.to(device, torch.float32).view(-1, *extra)
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(counted, values, 0.0).sum()
+
+    entropy = chains.entropy(scored.replay.stds).flatten(1).mean(1) if settings.entropy_weight else loss.new_zeros(1)
+    figures = {
+        "loss/policy": total(loss * weight),
+        "ratio/mean": total(found.ratio),
+        "ratio/clipped": total(found.clipped.float()),
+        "kl/updates": total(actor_critic.approximate_kl(scored.log_prob, scored.old_log_prob)),
+    }
+    return ActorLoss(figures["loss/policy"], entropy.sum(), figures, counted.sum())

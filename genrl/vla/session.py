@@ -1,0 +1,184 @@
+"""What the trainers of policies share: a rollout of this process, its log, and one optimiser step on some decisions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.config.vla import GRPO, PPO, Update, VLAConfig
+from genrl.objectives.gae import normalise_advantages
+from genrl.runtime.loop import Loop
+from genrl.vla.environments import Environment
+from genrl.vla.minibatches import Minibatch, minibatches
+from genrl.vla.policy import KeepsFeatures, Policy
+from genrl.vla.rollout import ChunkRollout, collect, episode_returns, training_rows
+from genrl.vla.sampling import Frozen, draw, replay, sample
+from genrl.vla.scores import context_of
+from genrl.vla.setup import longest_episode, sampler_of
+from genrl.vla.update import Figures
+
+ON_POLICY = 1e-6
+"""How far a ratio may be from 1 where nothing was trained yet."""
+
+
+@dataclass
+class Session:
+    """One process of one run that trains a policy. env: this process's share of the environments, first_slot on."""
+
+    config: VLAConfig
+    loop: Loop
+    policy: Any
+    frozen: Any
+    """DPPO's policy before fine-tuning, which does the first denoising steps; None for other samplers."""
+    env: Environment
+    first_slot: int = 0
+    _dropped: int = 0
+
+    def collect(self, settings: PPO | GRPO) -> ChunkRollout:
+        """The rollout of this iteration, on this process."""
+        config, loop = self.config, self.loop
+        whole = settings.algorithm == "grpo" or settings.episodes == "first"
+        decisions = getattr(settings, "decisions", None) or longest_episode(self.env)
+        if decisions is None and not whole:
+            raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
+        loop.phase("acting", decisions or 0)
+        waited, dropped = self.env.waited_s, self.env.dropped
+        with loop.timed("rollout"):
+            rollout = collect(
+                self.env,
+                self.policy,
+                sampler_of(config, self.policy, loop.iteration),
+                decisions=decisions or 1_000_000,
+                seed=config.seed,
+                iteration=loop.iteration,
+                one_episode=whole,
+                first_slot=self.first_slot,
+                keep_contexts=self.keeps_features,
+                frozen=self.frozen,
+                advance=self._advance,
+            )
+        loop.timings["simulator"] = self.env.waited_s - waited
+        self._dropped = self.env.dropped - dropped
+        loop.leave_if_asked()
+        check_on_policy(self.policy, rollout)
+        return rollout
+
+    def _advance(self) -> None:
+        self.loop.advance(1)
+        if self.loop.accelerator.num_processes == 1:
+            self.loop.leave_if_asked()
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether what the frozen encoder computed in the rollout is used again in training."""
+        policy = self.config.policy
+        return policy.frozen and policy.keep_features and isinstance(self.policy, KeepsFeatures)
+
+    def dealt(self, decisions: int, settings: Update, epoch: int) -> Iterator[Minibatch]:
+        """The minibatches of an epoch, of `decisions` of this process."""
+        loop = self.loop
+        counts = gather_object([decisions])
+        keys = (self.config.seed, "minibatches", loop.iteration, epoch)
+        return minibatches(counts, loop.accelerator.process_index, settings.minibatch, *keys)
+
+    def normalised(self, advantages: Tensor, kept: Tensor) -> Tensor:
+        """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
+        every = torch.cat(gather_object([advantages[kept].double()]))
+        if len(every) == 0:
+            return torch.zeros_like(advantages)
+        own = torch.cat([every, advantages.double().flatten()])
+        valid = torch.arange(len(own)) < len(every)
+        return normalise_advantages(own, valid, eps=1e-5)[len(every) :].view(advantages.shape)
+
+    def mean(self, values: dict[str, Tensor], number: Tensor) -> dict[str, float]:
+        """Sums of this process over the elements of all: [] each, number [] the elements of this one."""
+        names = list(values)
+        table = torch.stack([*(values[name].double() for name in names), number.double()])
+        table = torch.stack(gather_object([table])).sum(0)
+        return {name: float(table[i] / table[-1].clamp(min=1)) for i, name in enumerate(names)}
+
+    def finish(self, rollout: ChunkRollout, figures: Figures, found: dict[str, float]) -> None:
+        """End of an iteration: what the episodes were like, what the updates did, evaluation, checkpoint."""
+        loop, valid = self.loop, rollout.valid
+        first = valid & (rollout.episode == 0)
+        mine = {
+            "returns": episode_returns(rollout).tolist(),
+            "success": (rollout.success & first).any(0).tolist(),
+            "instruction": rollout.instruction,
+            "group": rollout.group.tolist(),
+            "length": (rollout.n_executed * first).sum(0).tolist(),
+            "ended": (rollout.done & first).any(0).tolist(),
+            "steps": int(rollout.n_executed.sum()),
+            "dropped": self._dropped,
+            "seconds": loop.timings["rollout"],
+        }
+        every = gather_object([mine])
+        steps = sum(one["steps"] for one in every)
+        loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + steps
+        success = [flag for one in every for flag in one["success"]]
+        lengths = [n for one in every for n, ended in zip(one["length"], one["ended"], strict=True) if ended]
+        spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
+        row = figures.means | found
+        row |= {
+            "rollout/success": sum(success) / len(success),
+            "rollout/return_mean": sum(sum(one["returns"]) for one in every) / len(success),
+            "rollout/length_mean": sum(lengths) / max(1, len(lengths)),
+            "rollout/mixed": _mixed(every, by_group=self.config.environment.group_size > 1),
+            "rollout/dropped": float(sum(one["dropped"] for one in every)),
+            "rollout/env_steps": float(loop.memory["env_steps"]),
+            "rollout/action_std": spread,
+            "env_steps_per_s": steps / max(one["seconds"] for one in every),
+            "lr": loop.optimizer.param_groups[0]["lr"],
+        }
+        loop.finish(row)
+
+
+def _mixed(every: list[dict[str, Any]], *, by_group: bool) -> float:
+    """Share of groups (of instructions, where there are none) that neither always nor never succeed."""
+    found: dict[Any, set[bool]] = defaultdict(set)
+    for one in every:
+        for key, flag in zip(one["group" if by_group else "instruction"], one["success"], strict=True):
+            found[key].add(flag)
+    return sum(len(flags) == 2 for flags in found.values()) / len(found)
+
+
+@torch.no_grad()
+def check_on_policy(policy: Any, rollout: ChunkRollout) -> None:
+    """Raise RuntimeError unless the policy scores the first decisions as it did when it drew them.
+
+    Before the first update the ratio is 1: anything else is dropout, another normalisation, or a sampler that does
+    not do what is scored (ReinFlow as released). The batch is the rollout's own, so equal weights give equal bits.
+    """
+    rows = training_rows(rollout, torch.arange(rollout.valid.shape[1]))
+    context = context_of(policy, rows.observation, rows.context)
+    again = replay(policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index)
+    off = float((again.log_prob.cpu() - rows.log_prob).abs().max())
+    if not off <= ON_POLICY * max(1.0, float(rows.log_prob.abs().max())):
+        raise RuntimeError(
+            f"the policy scores its own chunks otherwise than when it drew them: log-probabilities are {off:.2g} off "
+            "before any update. Look for dropout, statistics that change, or another device or precision."
+        )
+
+
+@torch.no_grad()
+def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int, slots: int = 32) -> float:
+    """Standard deviation that the drawn steps give the executed action, in the policy's units: over eight chunks from
+    the same initial noise, for the first observations of some slots."""
+    rows = training_rows(rollout, torch.arange(min(slots, rollout.valid.shape[1])))
+    context = context_of(policy, rows.observation, rows.context)
+    before = None if frozen is None else Frozen(frozen, frozen.encode(rows.observation))
+    chunks, first = [], None
+    for k in range(8):
+        rngs = [torch.Generator().manual_seed(seed + 1000 * k + i) for i in range(len(rows.states))]
+        drawn = draw(rollout.sampler, policy, rngs, torch.Generator().manual_seed(seed + k))
+        first = drawn.noise[:, :1] if first is None else first
+        noise = torch.cat([first, drawn.noise[:, 1:]], 1)
+        chunks.append(sample(policy, rollout.sampler, context, drawn._replace(noise=noise), frozen=before).chunk)
+    size = rollout.rewards.shape[-1]
+    return float(torch.stack(chunks)[:, :, :size, : rollout.action_dim].std(0).mean())

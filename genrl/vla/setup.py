@@ -1,0 +1,190 @@
+"""From a configuration to the things of a run: the policy with its heads, its sampler, its environments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from genrl.config import vla as settings
+from genrl.config.vla import VLAConfig
+from genrl.mdp import chains
+from genrl.mdp.noise import derive_seed
+from genrl.runtime import checkpoint
+from genrl.runtime.loop import put_back
+from genrl.vla.demonstrations import MINITABLE_REST, dataset_frames, expert_demonstrations
+from genrl.vla.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.encoder import Inputs
+from genrl.vla.environments import Environment, minitable_tasks, open_environment
+from genrl.vla.folder import load_policy
+from genrl.vla.imitation import frame_statistics, minitable_frames
+from genrl.vla.lerobot_dataset import open_dataset
+from genrl.vla.minitable import INSTRUCTIONS
+from genrl.vla.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Policy, tokenise, vocabulary
+from genrl.vla.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
+from genrl.vla.tiny_flow import NoiseHead, TinyFlowConfig, TinyFlowVLA
+
+
+def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
+    """The transition rule of an iteration. Raises ValueError where the policy cannot do it."""
+    match config.sampler:
+        case settings.FlowSDE() as given:
+            level = given.noise_level
+            if given.anneal is not None:
+                level = chains.annealed(level, given.anneal[0], given.anneal[1], iteration)
+            kernel: Literal["flow_sde", "flow_cps"] = "flow_cps" if isinstance(given, settings.FlowCPS) else "flow_sde"
+            return FlowSteps(kernel, given.steps, level, given.selection, given.count, given.skip_last)
+        case settings.FlowNoise() as given:
+            return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction)
+        case settings.ReinFlow() as given:
+            clips: dict[str, Any] = {"mean_clip": 1.0, "noise_clip": given.noise_clip, "last_clip": 1.0}
+            return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction, **clips)
+        case settings.Diffusion() as given:
+            levels = getattr(getattr(policy, "config", None), "train_steps", given.steps)
+            if given.steps > levels:
+                raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
+            return Diffusion(levels, given.steps, given.ft_denoising_steps, given.floor, given.noise_clip)
+
+
+def noise_head_of(config: VLAConfig) -> NoiseHead:
+    """Flow-Noise's head is on the expert, ReinFlow's beside it."""
+    heads: Mapping[str, NoiseHead] = {"flow_noise": "expert", "reinflow": "context"}
+    return heads.get(config.sampler.kind, "none") if config.trainer.algorithm != "sft" else "none"
+
+
+def load_trained(path: str | Path, *, device: torch.device | str = "cpu") -> Any:
+    """The policy of a folder as LeRobot saves it, or of a run: that of its newest checkpoint."""
+    folder = Path(path)
+    if not (folder / "run.json").is_file():
+        return load_policy(folder, device=device)
+    found = checkpoint.latest(folder / "checkpoints")
+    if not (folder / "policy").is_dir() or found is None:
+        raise ValueError(f"{folder}: the run holds no policy yet; it is there after the first checkpoint")
+    policy = load_policy(folder / "policy", device=device)
+    put_back_trained(policy, found)
+    return policy
+
+
+def put_back_trained(policy: nn.Module, path: Path) -> None:
+    """Copy the weights that a checkpoint holds into a policy; it may lack some that were not trained."""
+    saved = checkpoint.load(path).tensors["weights"]
+    put_back({name: p for name, p in policy.named_parameters() if name in saved}, saved, path)
+
+
+def with_heads(policy: Any, *, critic: bool, noise_head: NoiseHead, seed: int) -> Any:
+    """The policy with a critic and a noise head where they are asked for; those it lacked begin anew, by the seed.
+
+    Raises ValueError for a policy that has none to give.
+    """
+    if isinstance(policy, TinyFlowVLA):
+        wanted = dataclasses.replace(policy.config, critic=critic, noise_head=noise_head)
+        return policy if wanted == policy.config else _moved(policy, TinyFlowVLA, wanted, seed)
+    if isinstance(policy, DiffusionMLP):
+        if noise_head != "none":
+            raise ValueError("sampler.kind: the policy predicts noise, a learned std is one of flow policies")
+        changed = dataclasses.replace(policy.config, critic=critic)
+        return policy if changed == policy.config else _moved(policy, DiffusionMLP, changed, seed)
+    return policy.with_heads(critic=critic, noise_head=noise_head, seed=seed)
+
+
+def _moved(policy: Any, kind: Any, config: Any, seed: int) -> Any:
+    """A policy of another configuration with all the weights that the two share."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "heads") % 2**32)
+        new = kind(config, policy.stats)
+    there = new.state_dict()
+    new.load_state_dict(there | {name: value for name, value in policy.state_dict().items() if name in there})
+    return new.to(next(policy.parameters()).device)
+
+
+def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) -> TinyFlowVLA | DiffusionMLP:
+    """A small policy that fits the frames it is to imitate, with weights by the seed."""
+    made = config.policy.new
+    assert made is not None
+    looks = made.image_size > 0
+    inputs = Inputs(
+        state=frames[STATE].shape[-1],
+        vocabulary=vocabulary,
+        environment=0 if looks else frames[ENVIRONMENT].shape[-1],
+        image=frames[IMAGE].shape[1] if looks else 0,
+    )
+    width = frames[ACTION].shape[-1]
+    stats = {name: found for name, found in frame_statistics(frames).items() if name in {*inputs.keys, ACTION}}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "policy") % 2**32)
+        if made.type == "tiny_flow_vla":
+            return TinyFlowVLA(TinyFlowConfig(inputs, width, made.horizon), stats)
+        return DiffusionMLP(DiffusionMLPConfig(inputs, width, made.horizon, train_steps=made.train_steps), stats)
+
+
+def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
+    """The frames that are imitated, for the policy (or for the new one that is to be made), and the words in them.
+
+    Raises ValueError for an environment that has no expert.
+    """
+    source, env = config.demonstrations, config.environment
+    reader = config.policy.new if policy is None else policy
+    assert source is not None and reader is not None
+    if source.dataset is not None:
+        dataset = open_dataset(Path(source.dataset))
+        words = vocabulary([dataset.tasks[number] for number in sorted(dataset.tasks)])
+        wanted = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
+        rest = MINITABLE_REST if env.name == "minitable" else None
+        inputs, told = (wanted, partial(tokenise, words=words)) if policy is None else (policy.inputs, policy.tokenise)
+        return dataset_frames(dataset, told, inputs=inputs, horizon=reader.horizon, rest=rest), words
+    assert source.expert is not None
+    if env.name == "minitable":
+        tasks = minitable_tasks(env.tasks or ())
+        words = vocabulary([INSTRUCTIONS[number] for number in tasks])
+        shown = expert_demonstrations(source.expert, tasks=tasks, seed=config.seed)
+        known = words if policy is None else policy.config.inputs.vocabulary
+        return minitable_frames(shown, known, horizon=reader.horizon, image_size=reader.image_size), words
+    raise ValueError(f"demonstrations.expert: {env.name} has no scripted expert; give a dataset instead")
+
+
+def freeze(config: VLAConfig, policy: Any) -> None:
+    """Take what sees and reads out of training."""
+    if config.policy.frozen:
+        policy.encoder.requires_grad_(False)
+
+
+def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size: int = 1) -> Environment:
+    """The environment of the configuration, showing what the policy reads."""
+    env = config.environment
+    image_size = getattr(policy, "image_size", 0)
+    chunk = policy.horizon if env.chunk is None else env.chunk
+    if chunk > policy.horizon:
+        raise ValueError(f"environment.chunk: {chunk} actions cannot be executed of chunks of {policy.horizon}")
+    return open_environment(
+        env.name,
+        num_envs=num_envs,
+        chunk=chunk,
+        tasks=env.tasks or (),
+        group_size=group_size,
+        workers=env.workers,
+        timeout_s=env.timeout_s,
+        image_size=image_size if IMAGE in policy.inputs else 0,
+        max_steps=env.max_steps,
+        seed=config.seed,
+        **env.args,
+    )
+
+
+def longest_episode(env: Environment) -> int | None:
+    """Decisions of the longest episode; None where the simulator does not say."""
+    limit: int | None = getattr(env, "max_steps", None)
+    return None if limit is None else -(-limit // env.chunk)
+
+
+def parameter_groups(policy: nn.Module, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The trained parameters, the critic's (in modules named value_...) apart."""
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in rates}
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad:
+            groups["critic" if name.startswith("value_") and "critic" in groups else "policy"].append(parameter)
+    return [{"name": name, "params": group} for name, group in groups.items() if group]

@@ -1,0 +1,278 @@
+"""`genrl train` for a policy in simulation: from a configuration to a trained policy in a run folder."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+
+from genrl.config import dump
+from genrl.config.vla import GRPO, PPO, SFT, Diffusion, VLAConfig
+from genrl.runtime import checkpoint
+from genrl.runtime import run as run_folder
+from genrl.runtime.loop import Abandoned, Loop, make_accelerator
+from genrl.runtime.metrics import MetricLogger, check_trackers
+from genrl.runtime.pictures import save_png
+from genrl.runtime.progress import Progress
+from genrl.runtime.report import write_report
+from genrl.runtime.run import Run
+from genrl.runtime.signals import Stop, Watchdog, catch_stop
+from genrl.vla import grpo, ppo, sft
+from genrl.vla.environments import Environment
+from genrl.vla.evaluate import Judged, evaluate, success_rates
+from genrl.vla.folder import save_policy
+from genrl.vla.session import Session
+from genrl.vla.setup import (
+    frames_of,
+    freeze,
+    load_trained,
+    new_policy,
+    noise_head_of,
+    open_tables,
+    parameter_groups,
+    sampler_of,
+    with_heads,
+)
+from genrl.vla.videos import contact_sheet, write_clips
+
+FPS = 4
+"""Of films, which have a frame for every decision."""
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: VLAConfig, resume: Path | None = None) -> Path:
+    """Train as `config` says, into its run folder, or go on in the folder `resume`; returns the folder.
+
+    Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
+    starts, SystemExit (130, 143) where the process was asked to end and has saved.
+    """
+    check_trackers(config.trackers)
+    accelerator = make_accelerator(config.distributed.timeout_s)
+    check_processes(config, accelerator.num_processes)
+    set_seed(config.seed)
+    run = Run(resume or Path(config.output))
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            stack.enter_context(run_folder.lock(run.folder))
+        found = checkpoint.latest(run.checkpoints) if resume else None
+        start = int(found.name.removeprefix("step-")) if found else 0
+        policy, frames = open_policy(config)  # raises, before anything is written
+        if accelerator.is_main_process:
+            run_folder.prepare(
+                run.folder,
+                dump(config),
+                seed=config.seed,
+                processes=accelerator.num_processes,
+                resumed_from=start if resume else None,
+            )
+        accelerator.wait_for_everyone()
+        stop = stack.enter_context(catch_stop())
+        watchdog = Watchdog(run, config.distributed.timeout_s, rank=accelerator.process_index)
+        progress = stack.enter_context(
+            Progress(config.iterations, start=start, enabled=accelerator.is_main_process, unit="decisions")
+        )
+        session = open_session(config, accelerator, run, progress, watchdog, stop, policy.to(accelerator.device), stack)
+        if found:
+            session.loop.restore(found)
+        elif accelerator.is_main_process:
+            save_policy(session.policy, run.folder / "policy")  # what a checkpoint's weights belong to
+        stack.enter_context(watchdog)
+        try:
+            match config.trainer:
+                case PPO() as settings:
+                    ppo.train(session, settings)
+                case GRPO() as settings:
+                    grpo.train(session, settings)
+                case SFT() as settings:
+                    sft.train(session, settings, frames)
+        except Abandoned:
+            logger.info("the running iteration is done again on resume")
+        finish(session)
+    if stop.requested:
+        raise SystemExit(stop.exit_code)
+    return run.folder
+
+
+def check_processes(config: VLAConfig, num_processes: int) -> None:
+    """ValueError where environments cannot be shared out to the processes in whole groups."""
+    groups = config.environment.num_envs // config.environment.group_size
+    if groups % num_processes:
+        raise ValueError(
+            f"environment.num_envs: {groups} groups of {config.environment.group_size} environments cannot be shared "
+            f"out evenly to {num_processes} processes"
+        )
+
+
+def open_policy(config: VLAConfig) -> tuple[Any, Any]:
+    """The policy with the heads that the trainer needs, and the frames to imitate (None, where it imitates none)."""
+    frames = None
+    if config.policy.path is not None:
+        policy = load_trained(config.policy.path)
+        if isinstance(config.trainer, SFT):
+            frames = frames_of(config, policy)[0]
+    else:
+        frames, words = frames_of(config, None)
+        policy = new_policy(config, frames, words)
+    critic = isinstance(config.trainer, PPO)
+    policy = with_heads(policy, critic=critic, noise_head=noise_head_of(config), seed=config.seed)
+    sampler_of(config, policy)  # raises
+    freeze(config, policy)
+    return policy, frames
+
+
+def open_session(
+    config: VLAConfig,
+    accelerator: Accelerator,
+    run: Run,
+    progress: Progress,
+    watchdog: Watchdog,
+    stop: Stop,
+    policy: Any,
+    stack: ExitStack,
+) -> Session:
+    """Environments, optimiser and log of one process; `stack` closes them."""
+    processes, rank = accelerator.num_processes, accelerator.process_index
+    own = config.environment.num_envs // processes
+    env = open_tables(config, policy, num_envs=own, group_size=config.environment.group_size)
+    stack.callback(env.close)
+    sampler = config.sampler
+    frozen = None
+    if (
+        isinstance(sampler, Diffusion)
+        and sampler.ft_denoising_steps < sampler.steps
+        and config.trainer.algorithm != "sft"
+    ):
+        frozen = copy.deepcopy(policy).requires_grad_(False)
+    judge = Judge(config, policy, frozen, accelerator, run, progress, watchdog, stack)
+    settings, rates = config.optimizer, {"policy": config.optimizer.lr}
+    if isinstance(config.trainer, PPO):
+        rates["critic"] = settings.critic_lr
+    optimizer = torch.optim.AdamW(
+        parameter_groups(policy, rates),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    loop = Loop(
+        settings=config,
+        accelerator=accelerator,
+        model=policy,
+        optimizer=optimizer,
+        rates=rates,
+        run=run,
+        log=MetricLogger(
+            run,
+            config.trackers,
+            config=config.model_dump(mode="json"),
+            resumed_from=progress.start,
+            enabled=accelerator.is_main_process,
+        ),
+        progress=progress,
+        watchdog=watchdog,
+        stop=stop,
+        every=config.evaluation.every,
+        evaluate=judge,
+    )
+    stack.callback(loop.log.finish)
+    judge.loop = loop
+    return Session(config, loop, policy, frozen, env, first_slot=rank * own)
+
+
+def show(found: Judged, run: Run, iteration: int) -> None:
+    """Films of an evaluation in videos/step-..., and their contact sheet among the samples."""
+    if found.clips:
+        name = f"step-{iteration:06d}"
+        write_clips(run.folder / "videos" / name, found.clips, fps=FPS)
+        save_png(contact_sheet(found.clips), run.samples / f"{name}.png")
+
+
+class Judge:
+    """Evaluation of the policy as it is, shared out to the processes."""
+
+    def __init__(
+        self,
+        config: VLAConfig,
+        policy: Any,
+        frozen: Any,
+        accelerator: Accelerator,
+        run: Run,
+        progress: Progress,
+        watchdog: Watchdog,
+        stack: ExitStack,
+    ) -> None:
+        self.config, self.policy, self.frozen, self.accelerator, self.run = config, policy, frozen, accelerator, run
+        self.progress, self.watchdog, self.stack = progress, watchdog, stack
+        self.env: Environment | None = None
+        self.loop: Loop | None = None
+
+    def __call__(self, iteration: int) -> dict[str, float]:
+        found = self.judge(iteration)
+        if self.accelerator.is_main_process:
+            show(found, self.run, iteration)
+        return success_rates(found)
+
+    def judge(self, iteration: int) -> Judged:
+        """All episodes, in their order; the same in all processes."""
+        config, settings = self.config, self.config.evaluation
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        shares = [len(part) for part in np.array_split(np.arange(settings.episodes), processes)]
+        if self.env is None:  # made when it is first needed, and kept
+            side_by_side = min(shares[rank], settings.num_envs or config.environment.num_envs)
+            self.env = open_tables(config, self.policy, num_envs=max(1, side_by_side))
+            self.stack.callback(self.env.close)
+        self.progress.phase("evaluating", settings.episodes)
+        self.watchdog.beat("evaluating", iteration)
+        mine = evaluate(
+            self.policy,
+            sampler_of(config, self.policy, iteration),
+            self.env,
+            episodes=shares[rank],
+            seed=settings.seed,
+            first=sum(shares[:rank]),
+            frozen=self.frozen,
+            films=settings.videos if rank == 0 else 0,
+            advance=self._advance,
+        )
+        joined = Judged([], [], [], [], [])
+        for part in gather_object([mine]):
+            joined = joined.joined(part)
+        return joined
+
+    def _advance(self, episodes: int) -> None:
+        self.progress.advance(episodes)
+        self.watchdog.beat("evaluating", 0 if self.loop is None else self.loop.iteration)
+        if self.loop is not None and self.accelerator.num_processes == 1:
+            self.loop.leave_if_asked()
+
+
+def finish(session: Session) -> None:
+    """The end of a run, complete or not: last checkpoint, the policy's folder, report, and where they are."""
+    loop = session.loop
+    loop.save()
+    if not loop.is_main:
+        return
+    run, say = loop.run, loop.progress.say
+    save_policy(session.policy, run.folder / "policy")
+    rows = [row for row in run_folder.read_metrics(run.metrics) if row.get("eval/success_mean") is not None]
+    if len(rows) > 1:
+        first, last = rows[0], rows[-1]
+        interval = f"{last['eval/success_low']:.3f} to {last['eval/success_high']:.3f}"
+        before, after = first["eval/success_mean"], last["eval/success_mean"]
+        say(f"success: {before:.3f} before, {after:.3f} ({interval}) after {last['step']} iterations")
+    say(f"curves and films: {write_report(run.folder)}")
+    if loop.is_complete:
+        say(f"the policy, in LeRobot's layout: {run.folder / 'policy'}")
+    else:
+        say(
+            f"stopped after {loop.iteration} of {session.config.iterations} iterations; "
+            f"go on: genrl resume {run.folder}"
+        )
