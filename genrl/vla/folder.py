@@ -26,15 +26,18 @@ from genrl.vla.tiny_flow import TinyFlowConfig, TinyFlowVLA
 
 if TYPE_CHECKING:
     from genrl.vla.pi0 import PI0
+    from genrl.vla.smolvla import SmolVLA
+
+    PublishedPolicy = PI0 | SmolVLA
 
 EmbeddedPolicy = TinyFlowVLA | DiffusionMLP
 
-TYPES = ("tiny_flow_vla", "diffusion_mlp", "pi0", "pi05")
+TYPES = ("tiny_flow_vla", "diffusion_mlp", "pi0", "pi05", "smolvla")
 _FLOW, _DIFFUSION = "tiny_flow_vla", "diffusion_mlp"
 _PROCESSORS = {"policy_preprocessor": "normalizer_processor", "policy_postprocessor": "unnormalizer_processor"}
 
 
-def save_policy(policy: EmbeddedPolicy | PI0, folder: Path) -> None:
+def save_policy(policy: EmbeddedPolicy | PublishedPolicy, folder: Path) -> None:
     """Write the files into a folder, which is made; each appears under its name when it is complete."""
     if not isinstance(policy, EmbeddedPolicy):
         save_folder(folder, policy.folder, policy.layout, policy, policy.tokenizer)
@@ -66,7 +69,7 @@ def save_policy(policy: EmbeddedPolicy | PI0, folder: Path) -> None:
 
 def load_policy(
     folder: Path, *, device: torch.device | str = "cpu", adapt: Adapt | None = None
-) -> EmbeddedPolicy | PI0:
+) -> EmbeddedPolicy | PublishedPolicy:
     """The policy in a folder, LeRobot's or that of `save_policy`, in evaluation mode. adapt: for LeRobot's.
 
     Raises FileNotFoundError for a file that is missing, and ValueError for another type of policy, another
@@ -110,7 +113,11 @@ def load_policy(
     return policy.to(device).eval()
 
 
-def _load_published(kind: str, folder: Path, device: torch.device | str, adapt: Adapt) -> PI0:
+def _load_published(kind: str, folder: Path, device: torch.device | str, adapt: Adapt) -> PublishedPolicy:
+    if kind == "smolvla":
+        from genrl.vla import smolvla
+
+        return smolvla.load(folder, device, adapt)
     from genrl.vla import pi0
 
     return pi0.load(folder, device, adapt)

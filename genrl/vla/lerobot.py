@@ -63,12 +63,13 @@ class Adapt:
 
 @dataclass
 class Folder:
-    """A folder as read. processors: the two descriptions by name; states: tensors by file name."""
+    """A folder as read. processors: the two descriptions by name; states: tensors, and beside: JSON, by file name."""
 
     path: Path
     config: dict[str, Any]
     processors: dict[str, dict[str, Any]]
     states: dict[str, dict[str, Tensor]]
+    beside: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def step(self, name: str) -> dict[str, Any]:
         """The configuration of a step of the preprocessor, {} where there is none."""
@@ -202,6 +203,9 @@ def save_folder(path: Path, folder: Folder, layout: Layout, module: nn.Module, t
         tokenizer.save_pretrained(path / "tokenizer")
     for name, tensors in folder.states.items():
         write(path / name, tensors)
+    for name, content in folder.beside.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(path / name, content)
     for name, description in folder.processors.items():
         write(path / f"{name}.json", description)
     write(path / "config.json", folder.config)

@@ -65,6 +65,16 @@ def self_attention(
     return attend(rotate(query, positions), key, value, mask)
 
 
+def cross_attention(h: Tensor, *, layer: Any, positions: Tensor, mask: Tensor, past: tuple[Tensor, Tensor]) -> Tensor:
+    """h [B, T, W] to past keys and values alone, which the layer projects once more (SmolVLA)."""
+    attention = layer.self_attn
+    key, value = (
+        heads(projection, old.transpose(1, 2).flatten(2).to(projection.weight.dtype), attention.head_dim)
+        for projection, old in zip((attention.k_proj, attention.v_proj), past, strict=True)
+    )
+    return attend(rotate(heads(attention.q_proj, h, attention.head_dim), positions), key, value, mask)
+
+
 def decoder_layer(
     layer: Any, x: Tensor, attention: Callable[[Tensor], Tensor], condition: Tensor | None = None
 ) -> Tensor:

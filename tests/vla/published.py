@@ -49,15 +49,7 @@ def pi_shapes(s: Sizes, *, adaptive: bool) -> Shapes:
         "action_out_proj.weight": (s.padded, s.expert),
         "action_out_proj.bias": (s.padded,),
     }
-    for n in range(s.eye_layers):
-        layer = f"{eye}encoder.layers.{n}."
-        for norm in ("layer_norm1", "layer_norm2"):
-            found |= {f"{layer}{norm}.weight": (s.eye,), f"{layer}{norm}.bias": (s.eye,)}
-        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found[f"{layer}self_attn.{projection}.weight"] = (s.eye, s.eye)
-            found[f"{layer}self_attn.{projection}.bias"] = (s.eye,)
-        found |= {f"{layer}mlp.fc1.weight": (s.eye_mlp, s.eye), f"{layer}mlp.fc1.bias": (s.eye_mlp,)}
-        found |= {f"{layer}mlp.fc2.weight": (s.eye, s.eye_mlp), f"{layer}mlp.fc2.bias": (s.eye,)}
+    found |= vision_shapes(eye, s)
     expert = "paligemma_with_expert.gemma_expert.model."
     for stack, width, mlp in ((model + "language_model.", s.width, s.mlp), (expert, s.expert, s.expert_mlp)):
         for n in range(s.layers):
@@ -81,6 +73,70 @@ def pi_shapes(s: Sizes, *, adaptive: bool) -> Shapes:
         times = {"action_time_mlp_in": 2 * s.expert, "action_time_mlp_out": s.expert}
     for name, wide in times.items():
         found |= {f"{name}.weight": (s.expert, wide), f"{name}.bias": (s.expert,)}
+    return found
+
+
+SMOL_TINY = Sizes(
+    vocabulary=290, width=64, layers=4, mlp=96, queries=64, head=32, size=16, eye=32, eye_layers=2, eye_mlp=64,
+    patch=16, patches=4, shuffled=128, expert=48, expert_mlp=256, padded=32,
+)  # fmt: skip
+SMOL_REAL = Sizes(
+    vocabulary=49280, width=960, layers=16, mlp=2560, queries=960, head=320, size=64, eye=768, eye_layers=12,
+    eye_mlp=3072, patch=16, patches=1024, shuffled=12288, expert=720, expert_mlp=2048, padded=32,
+)  # fmt: skip
+
+
+def smol_shapes(s: Sizes) -> Shapes:
+    """Names and shapes of lerobot/smolvla_base."""
+    model = "model.vlm_with_expert.vlm.model."
+    eye, expert = model + "vision_model.", "model.vlm_with_expert.lm_expert."
+    found: Shapes = {
+        "model.vlm_with_expert.vlm.lm_head.weight": (s.vocabulary, s.width),
+        model + "text_model.embed_tokens.weight": (s.vocabulary, s.width),
+        model + "text_model.norm.weight": (s.width,),
+        model + "connector.modality_projection.proj.weight": (s.width, s.shuffled),
+        eye + "embeddings.patch_embedding.weight": (s.eye, 3, s.patch, s.patch),
+        eye + "embeddings.patch_embedding.bias": (s.eye,),
+        eye + "embeddings.position_embedding.weight": (s.patches, s.eye),
+        eye + "post_layernorm.weight": (s.eye,),
+        eye + "post_layernorm.bias": (s.eye,),
+        expert + "norm.weight": (s.expert,),
+        "model.state_proj.weight": (s.width, s.padded),
+        "model.state_proj.bias": (s.width,),
+        "model.action_in_proj.weight": (s.expert, s.padded),
+        "model.action_in_proj.bias": (s.expert,),
+        "model.action_out_proj.weight": (s.padded, s.expert),
+        "model.action_out_proj.bias": (s.padded,),
+        "model.action_time_mlp_in.weight": (s.expert, 2 * s.expert),
+        "model.action_time_mlp_in.bias": (s.expert,),
+        "model.action_time_mlp_out.weight": (s.expert, s.expert),
+        "model.action_time_mlp_out.bias": (s.expert,),
+    }
+    found |= vision_shapes(eye, s)
+    for stack, width, mlp in ((model + "text_model.", s.width, s.mlp), (expert, s.expert, s.expert_mlp)):
+        for n in range(s.layers):
+            layer = f"{stack}layers.{n}."
+            found |= decoder_shapes(layer, width, mlp, s.queries, s.head)
+            found[f"{layer}input_layernorm.weight"] = (width,)
+            found[f"{layer}post_attention_layernorm.weight"] = (width,)
+            if stack == expert and n % 2:
+                found[f"{layer}self_attn.k_proj.weight"] = (s.head, s.head)
+                found[f"{layer}self_attn.v_proj.weight"] = (s.head, s.head)
+    return found
+
+
+def vision_shapes(eye: str, s: Sizes) -> Shapes:
+    """The layers of a SigLIP."""
+    found: Shapes = {}
+    for n in range(s.eye_layers):
+        layer = f"{eye}encoder.layers.{n}."
+        for norm in ("layer_norm1", "layer_norm2"):
+            found |= {f"{layer}{norm}.weight": (s.eye,), f"{layer}{norm}.bias": (s.eye,)}
+        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            found[f"{layer}self_attn.{projection}.weight"] = (s.eye, s.eye)
+            found[f"{layer}self_attn.{projection}.bias"] = (s.eye,)
+        found |= {f"{layer}mlp.fc1.weight": (s.eye_mlp, s.eye), f"{layer}mlp.fc1.bias": (s.eye_mlp,)}
+        found |= {f"{layer}mlp.fc2.weight": (s.eye, s.eye_mlp), f"{layer}mlp.fc2.bias": (s.eye,)}
     return found
 
 
@@ -237,3 +293,57 @@ def pi_observation(batch: int = 3, seed: int = 2) -> dict[str, Tensor]:
         "observation.images.left_wrist_0_rgb": pictures[1],
         "observation.state": torch.randn(batch, 5, generator=rng),
     }
+
+
+def smol_folder(folder: Path, *, weights: dict[str, Tensor] | None = None, **settings) -> dict[str, Tensor]:
+    """A tiny SmolVLA with two cameras, its backbone's description in vlm/; the weights by published name."""
+    s = SMOL_TINY
+    picture = {"type": "VISUAL", "shape": [3, 24, 32]}
+    config = {
+        "type": "smolvla",
+        "input_features": {
+            "observation.state": {"type": "STATE", "shape": [5]},
+            "observation.images.base_0_rgb": picture,
+            "observation.images.left_wrist_0_rgb": picture,
+        },
+        "output_features": {"action": {"type": "ACTION", "shape": [3]}},
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+        "chunk_size": 6,
+        "n_action_steps": 4,
+        "max_state_dim": 32,
+        "max_action_dim": 32,
+        "resize_imgs_with_padding": [32, 32],
+        "tokenizer_max_length": 12,
+        "num_steps": 10,
+        "vlm_model_name": "vlm",
+        "num_vlm_layers": 4,
+        "num_expert_layers": 0,
+        "self_attn_every_n_layers": 2,
+        "expert_width_multiplier": 0.75,
+        "attention_mode": "cross_attn",
+        "add_image_special_tokens": False,
+        "freeze_vision_encoder": True,
+        "train_expert_only": True,
+        "train_state_proj": True,
+    } | settings
+    text = {"model_type": "llama", "hidden_size": s.width, "intermediate_size": s.mlp, "num_hidden_layers": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": s.size, "rms_norm_eps": 1e-5,
+            "rope_theta": 100000.0, "vocab_size": s.vocabulary}  # fmt: skip
+    vision = {"model_type": "smolvlm_vision", "hidden_size": s.eye, "intermediate_size": s.eye_mlp,
+              "num_hidden_layers": s.eye_layers, "num_attention_heads": 4, "patch_size": s.patch,
+              "image_size": 32}  # fmt: skip
+    vlm = {"model_type": "smolvlm", "text_config": text, "vision_config": vision, "scale_factor": 2}
+    (folder / "vlm").mkdir(parents=True, exist_ok=True)
+    (folder / "vlm" / "config.json").write_text(json.dumps(vlm))
+    tokenizer = {
+        "max_length": 12, "task_key": "task", "padding_side": "right", "padding": "longest", "truncation": True,
+        "tokenizer_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
+    }  # fmt: skip
+    steps = [
+        {"registry_name": "smolvla_new_line_processor", "config": {}},
+        {"registry_name": "tokenizer_processor", "config": tokenizer},
+    ]
+    weights = weights or random_weights(smol_shapes(s))
+    write_folder(folder, config, weights, steps, statistics_of({"observation.state": 5, "action": 3}), {"format": "pt"})
+    write_tokenizer(folder)
+    return weights
