@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from genrl import cli_plan, cli_rewards
 
 if TYPE_CHECKING:
-    from genrl.config import Config, Model
+    from genrl.config import AnyConfig, Config, Model, VLAConfig
 
 PACKAGES = tuple(str(Path(__file__).resolve().parents[1] / name) + os.sep for name in ("genrl", "rewards"))
 
@@ -196,13 +196,32 @@ def evaluate(
     height: Height = None,
     width: Width = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures per call of the model.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the fixed noise (1234: as in training).")] = 1234,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the fixed noise, and of a policy's episodes (as in training).")
+    ] = None,
     dtype: Precision = "float32",
+    episodes: Annotated[int | None, typer.Option(min=1, help="Of a policy; default: the configuration's.")] = None,
+    videos: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder for films of a policy's successes and failures.")
+    ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="YAML file that says the environment, for a policy's folder."),
+    ] = None,
 ) -> None:
-    """Score a model by rewards over a prompt file, with its deterministic sampler.
+    """Score a model by rewards over a prompt file, or a policy by its success in simulation, without exploration.
 
     Example: `genrl eval assets/tiny-t2i --prompts assets/prompts/words_eval.txt --reward ocr --out scores.json`
+
+    A policy: `genrl eval runs/flow_sde --episodes 1024 --videos films`, or a folder in the environment of a
+    configuration: `genrl eval assets/tiny-vla --config configs/vla/flow_sde.yaml`
     """
+    settings = _policy_config_of(model, config_file)
+    if settings is not None:
+        from genrl.cli_vla import evaluate as judge
+
+        return judge(Path(model), settings, episodes=episodes, seed=seed, out=out, videos=videos)
+    seed = 1234 if seed is None else seed
     config = _config_of(model)
     source = prompts or (config.prompts.eval if config else None)
     if source is None:
@@ -276,7 +295,12 @@ def check(
 
     config, origins = load_located(file, overrides or ())
     notes = check_files(config, origins)
-    cli_tables.print_check(config, notes)
+    if _is_policy_run(config):
+        from genrl import cli_vla
+
+        cli_vla.print_check(config, notes)
+    else:
+        cli_tables.print_check(config, notes)
     if explain:
         cli_tables.print_keys(config)
 
@@ -290,11 +314,19 @@ def export(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Write the whole pipeline, with a LoRA merged into it.")] = False,
 ) -> None:
-    """Write a run's model for plain diffusers: the LoRA or the whole pipeline, with a model card.
+    """Write a run's model for plain diffusers: the LoRA or the whole pipeline, with a model card; or a policy.
 
     Example: `genrl export runs/quickstart --out my-lora`, then `pipe.load_lora_weights("my-lora")`
+
+    A policy is written in LeRobot's layout: `genrl export runs/flow_sde --out my-policy`
     """
-    _run_config(run)
+    from genrl.config import load
+
+    if _is_policy_run(load(_run_config(run))):
+        from genrl.cli_vla import export as write_policy
+
+        typer.echo(f"written to {write_policy(run, out, step)}")
+        return
     from genrl.diffusion.export import export as write
 
     typer.echo(f"written to {write(run, out, step=step, full=full)}")
@@ -377,7 +409,7 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=1))
 
 
-def _train(config: Config, origins: Any, run: Path | None, nproc: int) -> None:
+def _train(config: AnyConfig, origins: Any, run: Path | None, nproc: int) -> None:
     from genrl.cli_tables import printable
     from genrl.config import check_files
     from genrl.config.combinations import processes_problem
@@ -385,7 +417,7 @@ def _train(config: Config, origins: Any, run: Path | None, nproc: int) -> None:
     inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes
     if inside and nproc > 1:
         raise typer.BadParameter("--nproc starts processes, but this already is one of several: leave it out")
-    problem = processes_problem(config, nproc)
+    problem = None if _is_policy_run(config) else processes_problem(config, nproc)
     if problem:
         raise typer.BadParameter(problem, param_hint="--nproc")
     is_main = int(os.environ.get("RANK", "0")) == 0
@@ -402,9 +434,35 @@ def _train(config: Config, origins: Any, run: Path | None, nproc: int) -> None:
     if nproc > 1:
         _launch(nproc)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of one process starve those of the next
+    if _is_policy_run(config):
+        from genrl.vla.train import train as train_policy
+
+        train_policy(config, run)
+        return
     from genrl.diffusion.train import train as run_training
 
     run_training(config, run)
+
+
+def _is_policy_run(config: AnyConfig) -> bool:
+    from genrl.config import VLAConfig
+
+    return isinstance(config, VLAConfig)
+
+
+def _policy_config_of(model: str, file: Path | None) -> VLAConfig | None:
+    """The configuration to judge a policy by: of its run, or of `--config`; None for what is no policy."""
+    from genrl.cli_vla import is_policy
+    from genrl.config import load
+
+    path = Path(model)
+    if not (path / "config.yaml").is_file() and is_policy(path) and file is None:
+        raise typer.BadParameter(f"{model} is a policy: say where it acts by --config FILE.yaml", param_hint="--config")
+    source = file or path / "config.yaml"
+    config = load(source) if source.is_file() or file else None
+    if config is not None and not _is_policy_run(config) and file is not None:
+        raise typer.BadParameter(f"{file} trains no policy: it has no section policy", param_hint="--config")
+    return config if config is not None and _is_policy_run(config) else None
 
 
 def _launch(nproc: int) -> None:
@@ -448,7 +506,10 @@ def _config_of(model: str) -> Config | None:
         hint = f"; did you mean {' or '.join(near)}?" if near else _runs_in(path.parent)
         raise typer.BadParameter(f"{model}: no such run or folder{hint}", param_hint="MODEL")
     file = path / "config.yaml"
-    return load(file) if file.is_file() else None
+    config = load(file) if file.is_file() else None
+    if config is not None and _is_policy_run(config):
+        raise typer.BadParameter(f"{model} is the run of a policy, which draws no pictures", param_hint="MODEL")
+    return config
 
 
 def _pipeline_of(model: str, lora: str | None, dtype: str | None) -> tuple[Model, str | None, dict[str, Any]]:

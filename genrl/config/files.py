@@ -15,7 +15,9 @@ from genrl import references
 from genrl.config.combinations import looks_local
 from genrl.config.direct_rules import DIRECT
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
+from genrl.config.loading import AnyConfig
 from genrl.config.schema import Config
+from genrl.config.vla import VLAConfig
 from genrl.config.yaml_source import KeyPath
 from genrl.prompts import PromptError, PromptRows, missing_images
 from genrl.prompts import read as read_prompts
@@ -29,18 +31,21 @@ class _Wrong:
     text: str
 
 
-def check_files(config: Config, origins: Origins | None = None) -> list[str]:
+def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
     """Check what can be checked without loading weights; returns remarks that stop nothing, one line each.
 
     `origins` (from `load_located`) gives the messages their file and line. ConfigError lists all problems.
     """
     notes: list[str] = []
-    wrong = [
-        *_model(config, notes),
-        *_rewriter(config, notes),
-        *_prompts_and_rewards(config, notes),
-        *_trackers(config),
-    ]
+    if isinstance(config, VLAConfig):
+        wrong = [*_policy(config), *_demonstrations(config), *_simulator(config, notes), *_trackers(config)]
+    else:
+        wrong = [
+            *_model(config, notes),
+            *_rewriter(config, notes),
+            *_prompts_and_rewards(config, notes),
+            *_trackers(config),
+        ]
     if wrong:
         raise ConfigError([Problem(origin_of(w.path, origins or {}), dotted(w.path), w.text) for w in wrong])
     output = Path(config.output)
@@ -310,7 +315,54 @@ def declared_columns(origin: rewards.Origin) -> tuple[str, ...]:
     return rewards.declaration(origin).columns
 
 
-def _trackers(config: Config) -> Iterator[_Wrong]:
+def _policy(config: VLAConfig) -> Iterator[_Wrong]:
+    """A folder with a policy in LeRobot's layout, or of a run that trained one."""
+    if config.policy.path is None:
+        return
+    path, key = Path(config.policy.path).expanduser(), ("policy", "path")
+    if not path.is_dir():
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        close = get_close_matches(path.name, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {path.parent / close[0]}?" if close else "; download it first, or train one by sft"
+        yield _Wrong(key, f"there is no folder {path}{hint}")
+    elif not (path / "config.json").is_file() and not (path / "policy" / "config.json").is_file():
+        yield _Wrong(key, f"{path} has no config.json: it is neither a policy's folder nor the run of one")
+    elif (path / "config.json").is_file() and "output_features" not in read_json(path / "config.json"):
+        yield _Wrong(key, f"{path / 'config.json'} does not describe a policy: it has no output_features")
+
+
+def _demonstrations(config: VLAConfig) -> Iterator[_Wrong]:
+    source = config.demonstrations.dataset if config.demonstrations else None
+    if source is not None and not (Path(source) / "meta" / "info.json").is_file():
+        text = f"{source} is no LeRobotDataset v3: there is no meta/info.json in it"
+        yield _Wrong(("demonstrations", "dataset"), text)
+
+
+SIMULATORS = {"metaworld": "metaworld", "ray": "ray"}
+"""Extras that an environment needs, with the module that shows them installed."""
+
+
+def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[_Wrong]:
+    """An environment that is installed."""
+    name, workers = config.environment.name, config.environment.workers
+    file, colon, _ = name.rpartition(":")
+    if file.endswith(".py"):
+        notes.append(f"environment.name: training runs the code of {file}")
+        if not Path(file).is_file():
+            yield _Wrong(("environment", "name"), f"there is no file {file}")
+    elif name in SIMULATORS and importlib.util.find_spec(SIMULATORS[name]) is None:
+        text = f"the package {SIMULATORS[name]} is not installed: pip install 'genrl[{name}]'"
+        yield _Wrong(("environment", "name"), text)
+    elif name not in ("minitable", *SIMULATORS) and "/" not in name and "-v" not in name and not colon:
+        close = get_close_matches(name, ("minitable", "metaworld"), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        text = f"no environment {name!r}{hint}; there are minitable, metaworld, gymnasium ids and path/file.py:function"
+        yield _Wrong(("environment", "name"), text)
+    if workers == "ray" and importlib.util.find_spec("ray") is None:
+        yield _Wrong(("environment", "workers"), "the package ray is not installed: pip install 'genrl[ray]'")
+
+
+def _trackers(config: AnyConfig) -> Iterator[_Wrong]:
     for index, name in enumerate(config.trackers):
         if importlib.util.find_spec(name) is None:
             text = f"the package {name} is not installed: pip install {name.replace('_', '-')}, or take it out"

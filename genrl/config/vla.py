@@ -83,8 +83,18 @@ class Environment(Section):
     """Processes that the simulators run in; 0 = this one; ray = Ray actors."""
     timeout_s: Positive = 60.0
     """Seconds after which a worker that does not answer is restarted and its episodes are dropped."""
+    reward: Literal["success", "environment"] = "success"
+    """1 at success, or what the environment pays."""
+    goals: Whole = 0
+    """Meta-World: so many fixed starts of each task, drawn by the seed; 0 = a new one for every episode."""
+    instruction: Text | None = None
+    """gymnasium: the sentence that the policy is told, where the environment has no task_description of its own."""
+    success_key: Text = "is_success"
+    """gymnasium: the entry of info that says success."""
+    proprioception: Whole = 0
+    """gymnasium: how many of the first numbers of an observation are the robot's own state."""
     args: dict[str, Any] = {}
-    """Further arguments of the environment; see docs/vla_simulators.md."""
+    """gymnasium: keyword arguments of gymnasium.make, or of the function."""
 
 
 class Demonstrations(Section):
@@ -94,6 +104,8 @@ class Demonstrations(Section):
     """Episodes of the environment's scripted expert; null = `dataset`."""
     dataset: Text | None = None
     """Folder of a LeRobotDataset v3; null = `expert`."""
+    camera: Text = "observation.image"
+    """Column of the data set that is the picture of a policy with one camera."""
 
 
 class FlowSDE(Section):

@@ -49,18 +49,19 @@ def evaluate(
     seed: int,
     first: int = 0,
     frozen: Policy | None = None,
-    films: int = 0,
+    clips: int = 0,
     advance: Callable[[int], None] = lambda done: None,
 ) -> Judged:
     """`episodes` of them by `sampling.act`, numbers first, first + 1, ... of the list that the seed makes.
 
     Their starts and initial noise depend on the number alone: neither on how many run side by side, nor on processes.
-    An episode that a simulator lost counts as a failure. films: so many of them are filmed, a picture per decision.
+    An episode that a simulator lost counts as a failure. clips: so many of them are filmed, a picture per
+    decision, successes and failures.
     """
     numbers = evaluation_episodes(seed, first + episodes)[first:]
     found = Judged([], [], [], [], [])
     for begin in range(0, episodes, env.num_envs):
-        part = _round(policy, sampler, env, numbers, begin, first, seed, frozen, films - len(found.clips))
+        part = _round(policy, sampler, env, numbers, begin, first, seed, frozen, clips - len(found.clips))
         found = found.joined(part)
         advance(len(part.success))
     return found

@@ -57,14 +57,22 @@ def noise_head_of(config: VLAConfig) -> NoiseHead:
     return heads.get(config.sampler.kind, "none") if config.trainer.algorithm != "sft" else "none"
 
 
-def load_trained(path: str | Path, *, device: torch.device | str = "cpu") -> Any:
-    """The policy of a folder as LeRobot saves it, or of a run: that of its newest checkpoint."""
+def load_trained(path: str | Path, *, step: int | None = None, device: torch.device | str = "cpu") -> Any:
+    """The policy of a folder as LeRobot saves it, or of a run: that after `step` iterations, or of the newest checkpoint.
+
+    Raises ValueError for a run without such a checkpoint.
+    """
     folder = Path(path)
     if not (folder / "run.json").is_file():
         return load_policy(folder, device=device)
     found = checkpoint.latest(folder / "checkpoints")
     if not (folder / "policy").is_dir() or found is None:
         raise ValueError(f"{folder}: the run holds no policy yet; it is there after the first checkpoint")
+    if step is not None:
+        found = folder / "checkpoints" / f"step-{step:06d}"
+        if reason := checkpoint.problem(found):
+            there = ", ".join(str(int(one.name.removeprefix("step-"))) for one in checkpoint.steps(found.parent))
+            raise ValueError(f"{found}: {reason}; checkpoints of {folder}: {there}")
     policy = load_policy(folder / "policy", device=device)
     put_back_trained(policy, found)
     return policy
@@ -132,11 +140,17 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     assert source is not None and reader is not None
     if source.dataset is not None:
         dataset = open_dataset(Path(source.dataset))
-        words = vocabulary([dataset.tasks[number] for number in sorted(dataset.tasks)])
+        small = env.name == "minitable"  # all that it may say; elsewhere what the demonstrations say is all
+        words = vocabulary([*dataset.tasks.values(), *(INSTRUCTIONS if small else ())])
         wanted = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
-        rest = MINITABLE_REST if env.name == "minitable" else None
         inputs, told = (wanted, partial(tokenise, words=words)) if policy is None else (policy.inputs, policy.tokenise)
-        return dataset_frames(dataset, told, inputs=inputs, horizon=reader.horizon, rest=rest), words
+        columns = [source.camera if name == IMAGE else name for name in inputs]
+        if IMAGE in inputs and source.camera not in dataset.cameras:
+            text = f"{source.dataset} has no pictures named {source.camera!r}, only {dataset.cameras}"
+            raise ValueError(f"demonstrations.camera: {text}")
+        rest = MINITABLE_REST if small else None
+        frames = dataset_frames(dataset, told, inputs=columns, horizon=reader.horizon, rest=rest)
+        return {IMAGE if name == source.camera else name: value for name, value in frames.items()}, words
     assert source.expert is not None
     if env.name == "minitable":
         tasks = minitable_tasks(env.tasks or ())
@@ -171,7 +185,12 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
         image_size=image_size if IMAGE in policy.inputs else 0,
         max_steps=env.max_steps,
         seed=config.seed,
-        **env.args,
+        reward=env.reward,
+        goals=env.goals,
+        instruction=env.instruction or "",
+        success_key=env.success_key,
+        proprioception=env.proprioception,
+        settings=env.args,
     )
 
 

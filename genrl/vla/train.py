@@ -123,7 +123,8 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
         policy = new_policy(config, frames, words)
     critic = isinstance(config.trainer, PPO)
     policy = with_heads(policy, critic=critic, noise_head=noise_head_of(config), seed=config.seed)
-    sampler_of(config, policy)  # raises
+    sampler_of(config, policy)  # raises, as does this; nothing is started before the first reset
+    open_tables(config, policy, num_envs=1).close()
     freeze(config, policy)
     return policy, frames
 
@@ -143,14 +144,7 @@ def open_session(
     own = config.environment.num_envs // processes
     env = open_tables(config, policy, num_envs=own, group_size=config.environment.group_size)
     stack.callback(env.close)
-    sampler = config.sampler
-    frozen = None
-    if (
-        isinstance(sampler, Diffusion)
-        and sampler.ft_denoising_steps < sampler.steps
-        and config.trainer.algorithm != "sft"
-    ):
-        frozen = copy.deepcopy(policy).requires_grad_(False)
+    frozen = frozen_of(config, policy)
     judge = Judge(config, policy, frozen, accelerator, run, progress, watchdog, stack)
     settings, rates = config.optimizer, {"policy": config.optimizer.lr}
     if isinstance(config.trainer, PPO):
@@ -185,6 +179,38 @@ def open_session(
     stack.callback(loop.log.finish)
     judge.loop = loop
     return Session(config, loop, policy, frozen, env, first_slot=rank * own)
+
+
+def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
+    """The evaluation of the configuration, of another policy than the one it trains."""
+    policy = load_trained(model).to("cuda" if torch.cuda.is_available() else "cpu")
+    settings = config.evaluation
+    with ExitStack() as stack:
+        env = open_tables(
+            config, policy, num_envs=min(settings.episodes, settings.num_envs or config.environment.num_envs)
+        )
+        stack.callback(env.close)
+        progress.phase("evaluating", settings.episodes)
+        return evaluate(
+            policy,
+            sampler_of(config, policy, config.iterations),
+            env,
+            episodes=settings.episodes,
+            seed=settings.seed,
+            frozen=frozen_of(config, load_trained(config.policy.path)) if config.policy.path else None,
+            clips=settings.videos,
+            advance=progress.advance,
+        )
+
+
+def frozen_of(config: VLAConfig, policy: Any) -> Any:
+    """DPPO's policy before fine-tuning, where it does the first denoising steps; else None."""
+    sampler = config.sampler
+    if not isinstance(sampler, Diffusion) or config.trainer.algorithm == "sft":
+        return None
+    if sampler.ft_denoising_steps == sampler.steps:
+        return None
+    return copy.deepcopy(policy).requires_grad_(False)
 
 
 def show(found: Judged, run: Run, iteration: int) -> None:
@@ -239,7 +265,7 @@ class Judge:
             seed=settings.seed,
             first=sum(shares[:rank]),
             frozen=self.frozen,
-            films=settings.videos if rank == 0 else 0,
+            clips=settings.videos if rank == 0 else 0,
             advance=self._advance,
         )
         joined = Judged([], [], [], [], [])
