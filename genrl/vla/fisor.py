@@ -37,6 +37,7 @@ class FisorSettings:
     safe: float = -1.0
     reward_temperature: float = 3.0
     cost_temperature: float = 5.0
+    largest_cost_weight: float = 150.0
     learning_rate: float = 3e-4
     critic_batch: int = 256
     actor_batch: int = 1024
@@ -87,6 +88,7 @@ def weights(nets: Fisor, observation: Batch, action: Tensor, settings: FisorSett
         nets.violation.v(observation),
         reward_temperature=settings.reward_temperature,
         cost_temperature=settings.cost_temperature,
+        largest_cost_weight=settings.largest_cost_weight,
     )
 
 

@@ -15,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from genrl.mdp import forward
 from genrl.mdp.noise import generator
 from genrl.objectives import iql
 from genrl.objectives.gae import chunk_rewards
 from genrl.vla.encoder import MODES, Inputs, ObservationEncoder, value_head
+from genrl.vla.imitation import flow_times
 from genrl.vla.normalise import normalise
-from genrl.vla.policy import ACTION, STATE, TOKENS, Batch, Policy, Statistics, rows
+from genrl.vla.policy import ACTION, STATE, TOKENS, Batch, Policy, PredictsNoise, PredictsVelocity, Statistics, rows
 from genrl.vla.rollout import ENVIRONMENT_NAMES, ChunkRollout, Tables
 from genrl.vla.sampling import Frozen, Sampler, act
 
@@ -291,6 +293,29 @@ def train_iql(
         optimiser.step()
         critics.follow(target_rate)
         yield {"q_loss": q_loss.item(), "value_loss": value_loss.item(), "value": value.mean().item()}
+
+
+def cloning_errors(
+    policy: Policy, observation: Batch, action: Tensor, alpha_bars: Tensor, rng: torch.Generator
+) -> Tensor:
+    """Squared error of the policy's prediction for each data chunk, mean over H and A, [B]: flow or noise matching.
+
+    Weighted by `iql.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion policy.
+    """
+    actions = policy.normalised(action)
+    noise = torch.randn(action.shape, generator=rng).to(actions)
+    context = policy.encode(observation)
+    if isinstance(policy, PredictsVelocity):
+        sigma = flow_times(len(actions), rng).to(actions)
+        x = forward.flow_sample(actions, noise, sigma)
+        error = policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)
+    elif isinstance(policy, PredictsNoise):
+        timestep = torch.randint(len(alpha_bars), (len(actions),), generator=rng)
+        x = forward.diffusion_sample(actions, noise, alpha_bars[timestep])
+        error = policy.noise(context, x, timestep) - noise
+    else:
+        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+    return error.square().flatten(1).mean(1)
 
 
 def _padded(batches: Sequence[Batch], name: str) -> list[Batch]:

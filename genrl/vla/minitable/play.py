@@ -1,0 +1,45 @@
+"""Play: somebody moves discs about without being told to, which is what a world model learns from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from genrl.vla.minitable import task
+from genrl.vla.minitable.task import PUT, Floats, State
+
+
+class Play(NamedTuple):
+    """observations float32 [n, T + 1, 9] (gripper, whether it holds, discs), actions float32 [n, T, 3]."""
+
+    observations: Floats
+    actions: Floats
+
+
+def seen(state: State) -> Floats:
+    """The whole table as numbers, [n, 9]: "agent_pos" and "environment_state" of `MiniTable` in one."""
+    holding = (state.held >= 0)[:, None].astype(np.float32)
+    return np.concatenate([state.gripper, holding, state.discs.reshape(-1, 6)], 1)
+
+
+def play(tables: int, steps: int, *, seed: int, noise: float = 0.3) -> Play:
+    """A clumsy player on `tables` tables for `steps` actions, a function of the seed.
+
+    It follows one `PUT` goal after the other, changes its mind now and then, moves with Gaussian noise and lets go, or
+    grasps, by mistake in one action of twenty. There are no instructions, rewards or ends in what it leaves behind.
+    """
+    rng = np.random.default_rng([seed, 0x91A7])
+    state = task.initial_state(task.episode_keys(seed, np.arange(tables), np.zeros(tables)), PUT)
+    observations, actions = [seen(state)], []
+    for _ in range(steps):
+        bored = task.is_success(state) | (rng.random(tables) < 0.03)
+        state = state._replace(task=np.where(bored, rng.integers(len(PUT), size=tables), state.task))
+        action = task.expert(state)
+        action[:, :2] += rng.normal(0.0, noise, (tables, 2)).astype(np.float32)
+        action[:, 2] *= np.where(rng.random(tables) < 0.05, -1.0, 1.0)
+        action = np.clip(action, -1.0, 1.0)
+        state = task.step(state, action)
+        observations.append(seen(state))
+        actions.append(action)
+    return Play(np.stack(observations, 1), np.stack(actions, 1))
