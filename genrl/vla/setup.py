@@ -48,7 +48,8 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
             levels = getattr(getattr(policy, "config", None), "train_steps", given.steps)
             if given.steps > levels:
                 raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
-            return Diffusion(levels, given.steps, given.ft_denoising_steps, given.floor, given.noise_clip)
+            trained = given.steps if config.trainer.algorithm == "sft" else given.ft_denoising_steps
+            return Diffusion(levels, given.steps, trained, given.floor, given.noise_clip)
 
 
 def noise_head_of(config: VLAConfig) -> NoiseHead:
@@ -58,7 +59,7 @@ def noise_head_of(config: VLAConfig) -> NoiseHead:
 
 
 def load_trained(path: str | Path, *, step: int | None = None, device: torch.device | str = "cpu") -> Any:
-    """The policy of a folder as LeRobot saves it, or of a run: that after `step` iterations, or of the newest checkpoint.
+    """The policy of a folder as LeRobot saves it, or of a run: after `step` iterations, or of its newest checkpoint.
 
     Raises ValueError for a run without such a checkpoint.
     """
