@@ -158,6 +158,12 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="does a picture belong with the others of its group: a judge's yes over its pairs",
         range="0 to 1",
     ),
+    "table_progress": BuiltIn(
+        module="rewards.tabletop",
+        attribute="TableProgress",
+        doc="how far the embedded table-top task has come, by rules on its pictures",
+        range="-4 to 0",
+    ),
     "geneval": BuiltIn(
         module="rewards.geneval",
         attribute="GenEval",
