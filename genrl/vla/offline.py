@@ -24,7 +24,7 @@ from genrl.vla.imitation import flow_times
 from genrl.vla.normalise import normalise
 from genrl.vla.policy import ACTION, STATE, TOKENS, Batch, Policy, PredictsNoise, PredictsVelocity, Statistics, rows
 from genrl.vla.rollout import ENVIRONMENT_NAMES, ChunkRollout, Tables
-from genrl.vla.sampling import Frozen, Sampler, act
+from genrl.vla.sampling import Frozen, Sampler, act, transition
 
 
 class Transitions(NamedTuple):
@@ -127,27 +127,32 @@ def observe(raw: dict[str, NDArray[Any]], env: Tables, reads: Reads) -> Batch:
     return found | ({TOKENS: reads.tokenise(env.task_description)} if TOKENS in reads.inputs else {})
 
 
+@torch.no_grad()
 def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Transitions:
-    """The decisions of a rollout whose chunks are in its record.
+    """The decisions of a rollout of the policy, which has not changed since.
 
-    Raises ValueError where the last denoising step was not drawn (`FlowSteps` with a random step): no chunk is known.
+    A last denoising step that was not drawn is done again (`FlowSteps` with skip_last). Raises ValueError where more of
+    the chain is missing (one random step): nobody knows the chunk then; draw all, or use `play`.
     """
-    steps = rollout.sampler.steps
-    if not bool((rollout.step_index[..., -1] == steps - 1).all()):
-        raise ValueError("the rollout does not hold its chunks: draw all denoising steps, or use `play`")
-    kept = rollout.valid
-    smdp = chunk_rewards(rollout.rewards, rollout.n_executed, gamma=gamma, mode="smdp")
+    kept, last = rollout.valid, rollout.sampler.steps - 1
     now = {name: value[:-1][kept] for name, value in rollout.observations.items()}
     following = {name: value[1:][kept] for name, value in rollout.observations.items()}
+    chunk, reached = rollout.next_states[:, :, -1][kept], rollout.step_index[..., -1][kept]
+    if bool((reached == last - 1).all()):
+        index, drawn = torch.full_like(reached, last), torch.zeros(len(reached))
+        chunk = transition(policy, rollout.sampler, policy.encode(now), chunk, index, drawn).mean
+    elif not bool((reached == last).all()):
+        raise ValueError("the rollout does not hold its chunks: draw all denoising steps, or record it by `play`")
+    smdp = chunk_rewards(rollout.rewards, rollout.n_executed, gamma=gamma, mode="smdp")
     if TOKENS in now:
         following[TOKENS] = now[TOKENS]
     slots = torch.arange(kept.shape[1])
     return Transitions(
         observation=now,
-        action=policy.actions(rollout.next_states[:, :, -1][kept]).float(),
+        action=policy.actions(chunk).cpu().float(),
         reward=smdp.reward[kept].float(),
         discount=smdp.discount[kept].float(),
-        cost=torch.zeros(int(kept.sum())),
+        cost=torch.zeros(len(reached)),
         next_observation=following,
         n_executed=rollout.n_executed[kept],
         terminated=rollout.terminated[kept],
