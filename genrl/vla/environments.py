@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genrl.mdp.noise import derive_seed
+from genrl.vla.metaworld import tasks as metaworld
 from genrl.vla.minitable import INSTRUCTIONS, PUT, TOUCH
 from genrl.vla.minitable.task import MAX_STEPS
 from genrl.vla.rollout import Tables
 from genrl.vla.simulator import Description, Reading, find_registered, is_function
 from genrl.vla.workers import Inline, Process, Simulators
 
-BUILT_IN = ("minitable",)
+BUILT_IN = ("minitable", "metaworld")
 
 
 class Environment(Tables, Protocol):
@@ -116,6 +118,11 @@ def _described(
         limit = MAX_STEPS if how.max_steps is None else how.max_steps
         told = {"tasks": minitable_tasks(tasks), "chunk": how.chunk, "image_size": how.image_size, "max_steps": limit}
         return Description("genrl.vla.minitable.host:host", told), 1, limit  # a table draws its task by itself
+    if name == "metaworld":
+        limit = metaworld.MAX_STEPS if how.max_steps is None else how.max_steps
+        names = metaworld.checked(tasks)
+        told = {"tasks": names, "reading": replace(how, success_key="success", max_steps=limit)}
+        return Description("genrl.vla.metaworld.env:host", told), len(names), limit
     if is_function(name):
         known = how.max_steps
     elif "/" in name or "-v" in name:

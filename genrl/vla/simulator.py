@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -214,6 +215,7 @@ class SlotHost:
     """
 
     def __init__(self, make: Callable[[int], gymnasium.Env[Any, Any]], tasks: int, reading: Reading) -> None:
+        headless()
         self.make, self.tasks, self.reading = make, tasks, reading
         self._running: dict[int, tuple[int, Simulator]] = {}
         self._free: dict[int, list[Simulator]] = {task: [] for task in range(tasks)}
@@ -256,6 +258,13 @@ class SlotHost:
             free = self._free[task]
             self._running[slot] = task, free.pop() if free else Simulator(self.make(task), self.reading)
         return self._running[slot][1].begin(number)
+
+
+def headless() -> None:
+    """Let simulators draw without a display where there is none; before their packages are imported."""
+    if not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
 def named(raw: Any, proprioception: int, who: str) -> Observation:
