@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from genrl.config.schema import Checkpoint, Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint, state
-from genrl.runtime.guards import any_rank, require_finite
+from genrl.runtime.guards import any_rank, non_finite, require_finite
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, truncate_metrics
@@ -91,6 +91,8 @@ class Loop:
     unfinished_row: dict[str, float] | None = None
     """Metrics of the last iteration where its evaluation was left; kept in the checkpoint."""
     _restored: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _suspect: tuple[Mapping[str, Tensor], Mapping[str, object]] = field(default_factory=lambda: ({}, {}))
+    """Evidence and info of the last backward pass, for a gradient that is not finite where its loss was."""
     _started: float = 0.0
 
     @property
@@ -170,6 +172,7 @@ class Loop:
             info=info,
             accelerator=self.accelerator,
         )
+        self._suspect = ({name: value.detach() for name, value in evidence.items()}, info)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
 
@@ -181,19 +184,22 @@ class Loop:
         """
         chosen = [group for group in self.optimizer.param_groups if group["name"] in groups]
         parameters = [p for group in chosen for p in group["params"]]
-        gradients = self._summed([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        gradients = self._summed(mine)
         norms, first = {}, 0
         for group in chosen:
             own = gradients[first : first + len(group["params"])]
             first += len(group["params"])
             norms[group["name"]] = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own)))
+        guilty = bool(non_finite(norms)) and not all(bool(gradient.isfinite().all()) for gradient in mine)
+        evidence, info = self._suspect if guilty else ({}, {})
         require_finite(
             norms,
             where="gradient",
             step=self.iteration,
             dumps=self.run.dumps,
-            batch={},
-            info={"optimizer_steps": self.optimizer_steps},
+            batch=evidence,
+            info={**info, "optimizer_steps": self.optimizer_steps},
             accelerator=self.accelerator,
         )
         self.optimizer.zero_grad(set_to_none=True)  # groups that are not stepped keep no gradient either
