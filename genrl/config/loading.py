@@ -34,8 +34,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """Read and validate a configuration file: of a policy's run where it has the section `policy`, else a pipeline's.
 
     `overrides` are `key.sub=value` texts (list items by index: `rewards.0.weight=2`), applied last. `include: FILE`
-    in the file names one base file, relative to it: sections are merged, lists and values replaced. Where the file
-    names no `output`, it is `runs/<file name without ending>`. ConfigError lists everything that is wrong.
+    in the file names one base file, relative to it: sections are merged (those of another algorithm or kind replaced),
+    lists and values replaced. Where the file names no `output`, it is `runs/<file name without ending>`. ConfigError lists everything that is wrong.
     """
     return load_located(path, overrides)[0]
 
@@ -128,7 +128,7 @@ def _merge(base: _Tree, new: dict[str, Any], tree: _Tree, at: KeyPath) -> None:
     target = _get(base.value, at)
     for key, value in new.items():
         path = (*at, key)
-        if isinstance(value, dict) and isinstance(target.get(key), dict):
+        if isinstance(value, dict) and isinstance(target.get(key), dict) and _same_kind(value, target[key]):
             base.origins[path] = tree.origins[path]
             _merge(base, value, tree, path)
             continue
@@ -136,6 +136,11 @@ def _merge(base: _Tree, new: dict[str, Any], tree: _Tree, at: KeyPath) -> None:
             del base.origins[old]
         target[key] = value
         base.origins.update({k: origin for k, origin in tree.origins.items() if k[: len(path)] == path})
+
+
+def _same_kind(new: dict[str, Any], old: dict[str, Any]) -> bool:
+    """Whether two sections may be merged: keys of one algorithm, or kind of sampler, mean nothing to another."""
+    return all(new.get(tag, old.get(tag)) == old.get(tag, new.get(tag)) for tag in ("algorithm", "kind"))
 
 
 def _get(value: Any, path: KeyPath) -> Any:
