@@ -25,14 +25,15 @@ from genrl.vla.policy import ACTION, ENVIRONMENT, IMAGE, STATE, Statistics
 from genrl.vla.tiny_flow import TinyFlowConfig, TinyFlowVLA
 
 if TYPE_CHECKING:
+    from genrl.vla.diffusion_policy import DiffusionPolicy
     from genrl.vla.pi0 import PI0
     from genrl.vla.smolvla import SmolVLA
 
-    PublishedPolicy = PI0 | SmolVLA
+    PublishedPolicy = PI0 | SmolVLA | DiffusionPolicy
 
 EmbeddedPolicy = TinyFlowVLA | DiffusionMLP
 
-TYPES = ("tiny_flow_vla", "diffusion_mlp", "pi0", "pi05", "smolvla")
+TYPES = ("tiny_flow_vla", "diffusion_mlp", "pi0", "pi05", "smolvla", "diffusion")
 _FLOW, _DIFFUSION = "tiny_flow_vla", "diffusion_mlp"
 _PROCESSORS = {"policy_preprocessor": "normalizer_processor", "policy_postprocessor": "unnormalizer_processor"}
 
@@ -114,13 +115,19 @@ def load_policy(
 
 
 def _load_published(kind: str, folder: Path, device: torch.device | str, adapt: Adapt) -> PublishedPolicy:
-    if kind == "smolvla":
-        from genrl.vla import smolvla
+    match kind:
+        case "smolvla":
+            from genrl.vla import smolvla
 
-        return smolvla.load(folder, device, adapt)
-    from genrl.vla import pi0
+            return smolvla.load(folder, device, adapt)
+        case "diffusion":
+            from genrl.vla import diffusion_policy
 
-    return pi0.load(folder, device, adapt)
+            return diffusion_policy.load(folder, device, adapt)
+        case _:
+            from genrl.vla import pi0
+
+            return pi0.load(folder, device, adapt)
 
 
 def _features(inputs: Inputs) -> dict[str, dict[str, Any]]:

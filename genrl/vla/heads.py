@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
+
+from genrl.mdp.noise import derive_seed
 
 
 def critic(width: int, hidden: Sequence[int]) -> nn.Sequential:
@@ -24,3 +28,15 @@ def critic(width: int, hidden: Sequence[int]) -> nn.Sequential:
 def noise(width: int, action_dim: int) -> nn.Sequential:
     """The expert's state of an action [..., width] -> [..., action_dim], which `chains.bounded_std` makes a std of."""
     return nn.Sequential(nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, action_dim))
+
+
+def attach(policy: Any, wanted: Mapping[str, Callable[[], nn.Module] | None], seed: int) -> None:
+    """Give a policy the heads that are wanted, new ones by the seed, beside the weights it has; remove the others."""
+    device = next(policy.parameters()).device
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "heads") % 2**32)
+        for name, make in wanted.items():
+            if make is None:
+                policy._modules.pop(name, None)
+            elif name not in policy._modules:
+                setattr(policy, name, make().to(device))

@@ -50,13 +50,11 @@ _KNOWN_STEPS = {
 class Adapt:
     """What a published policy gets beside its folder.
 
-    critic, noise_head: a new head, unless the folder has one. rename: LeRobot's rename_map, name in the environment ->
-    name in the policy; where it names pictures, those it does not name are empty cameras. stats: those of another data
-    set, which a base model needs. All are written with the policy.
+    rename: LeRobot's rename_map, name in the environment -> name in the policy; where it names pictures, those it does
+    not name are empty cameras. stats: those of another data set, which a base model needs. Both are written with the
+    policy.
     """
 
-    critic: bool = False
-    noise_head: bool = False
     rename: Mapping[str, str] = field(default_factory=dict)
     stats: Statistics | None = None
 
@@ -160,22 +158,21 @@ def place(
     return layout
 
 
-def add_heads(module: nn.Module, path: Path) -> None:
-    """Fill critic and noise head from genrl_heads.safetensors, where there is one; a head it lacks stays new."""
-    own = {name for name in module.state_dict() if name.startswith(HEADS)}
+def add_heads(policy: Any, path: Path) -> None:
+    """Give a policy the critic and the noise head that its folder has in genrl_heads.safetensors."""
     file = path / "genrl_heads.safetensors"
-    if own and file.is_file():
-        weights = load_file(file)
-        try:
-            module.load_state_dict({name: weights[name] for name in own & weights.keys()}, strict=False)
-        except RuntimeError as error:
-            raise ValueError(f"{file} does not fit {path}/config.json: {error}") from error
-
-
-def saved_heads(path: Path) -> set[str]:
-    """Which of "value_head" and "noise_head" a folder has."""
-    file = path / "genrl_heads.safetensors"
-    return {name.split(".")[0] for name in load_file(file)} if file.is_file() else set()
+    if not file.is_file():
+        return
+    weights = load_file(file)
+    has = {name.split(".")[0] for name in weights}
+    policy.with_heads(critic="value_head" in has, noise_head="expert" if "noise_head" in has else "none", seed=0)
+    own = {name for name in policy.state_dict() if name.startswith(HEADS)}
+    try:
+        policy.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{file} does not fit {path}/config.json: {error}") from error
+    if own != weights.keys():
+        raise ValueError(f"{file} has not what a head is made of: {sorted(own ^ weights.keys())[0]!r}")
 
 
 def train_in_float32(module: nn.Module) -> None:
@@ -197,6 +194,7 @@ def save_folder(path: Path, folder: Folder, layout: Layout, module: nn.Module, t
         written.add(name)
     write(path / "model.safetensors", weights | layout.unused, layout.metadata)
     heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
+    (path / "genrl_heads.safetensors").unlink(missing_ok=True)
     if heads:
         write(path / "genrl_heads.safetensors", heads)
     if tokenizer is not None:
@@ -258,7 +256,7 @@ class Robot:
         value = _entry(observation, name)
         if value.dtype != torch.uint8 or value.shape[-1] != 3:
             raise ValueError(f"{name} must be uint8 [..., H, W, 3], got {value.dtype} {list(value.shape)}")
-        return self.normalise(value.to(device).float() / 255.0, self.pictures[name]).movedim(-1, -3)
+        return self.normalise(value.to(device).float() / 255.0, self.pictures[name]).movedim(-1, -3).contiguous()
 
     def normalise(self, value: Tensor, name: str) -> Tensor:
         """[..., D] by the folder's mode for the policy's feature `name`."""

@@ -11,7 +11,7 @@ robot's part is `chunk[..., :robot_action_dim]`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from genrl.vla import heads, lerobot
 from genrl.vla.lerobot import Adapt, Folder, Layout, Prompts, Robot
 from genrl.vla.pictures import letterbox
 from genrl.vla.policy import STATE, TOKENS, Batch
+from genrl.vla.tiny_flow import NoiseHead
 from genrl.vla.transformer import (
     AdaptiveNorm,
     decoder_layer,
@@ -101,14 +102,19 @@ class PI0(nn.Module):
     initial noise and sigma = 1, so that both are the same function of the observation. pi0.5's reads "prefix".
     """
 
-    def __init__(self, config: PI0Config, robot: Robot, prompts: Prompts, vocabulary: int, adapt: Adapt) -> None:
+    folder: Folder
+    layout: Layout
+    value_head: nn.Sequential
+    noise_head: nn.Sequential
+
+    def __init__(self, config: PI0Config, robot: Robot, prompts: Prompts, vocabulary: int) -> None:
         super().__init__()
+        if not robot.pictures or STATE not in robot.widths:
+            raise ValueError(f"{robot.path} needs a picture and {STATE!r} among its inputs, has {list(robot.inputs)}")
         self.config, self.robot, self.prompts = config, robot, prompts
-        self.horizon, self.action_dim, self.critic = config.chunk_size, config.max_action_dim, adapt.critic
+        self.horizon, self.action_dim = config.chunk_size, config.max_action_dim
         self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
         self.inputs = (*robot.inputs, TOKENS)
-        self.folder: Folder
-        self.layout: Layout
         language, expert = GEMMA[config.paligemma_variant], GEMMA[config.action_expert_variant]
         width = expert.width
         with torch.device("meta"):
@@ -126,11 +132,6 @@ class PI0(nn.Module):
                 self.state_proj = nn.Linear(config.max_state_dim, width)
                 self.action_time_mlp_in = nn.Linear(2 * width, width)
                 self.action_time_mlp_out = nn.Linear(width, width)
-        if adapt.critic:
-            read, hidden = (language.width, (1024, 512, 256)) if config.adaptive else (width, (512, 256, 128))
-            self.value_head = heads.critic(read, hidden)
-        if adapt.noise_head:
-            self.noise_head = heads.noise(width, config.max_action_dim)
 
     @property
     def tokenizer(self) -> Any:
@@ -142,6 +143,24 @@ class PI0(nn.Module):
         found: Any = self.paligemma_with_expert
         encoder: nn.Module = found["paligemma"]
         return encoder
+
+    @property
+    def critic(self) -> bool:
+        return "value_head" in self._modules
+
+    def with_heads(self, *, critic: bool, noise_head: NoiseHead, seed: int) -> PI0:
+        """This policy with exactly these heads; those it lacked are new. Raises ValueError for ReinFlow's."""
+        if noise_head == "context":
+            raise ValueError("the published policies have no noise head beside the expert: use flow_noise, on it")
+        own, language = GEMMA[self.config.action_expert_variant], GEMMA[self.config.paligemma_variant]
+        reads, hidden = (language.width, (1024, 512, 256)) if self.config.adaptive else (own.width, (512, 256, 128))
+        width = own.width
+        wanted: dict[str, Callable[[], nn.Module] | None] = {
+            "value_head": partial(heads.critic, reads, hidden) if critic else None,
+            "noise_head": partial(heads.noise, width, self.action_dim) if noise_head == "expert" else None,
+        }
+        heads.attach(self, wanted, seed)
+        return self
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         """pi0.5: bytes in UTF-8, for the state belongs into the prompt, and `encode` writes it."""
@@ -188,16 +207,16 @@ class PI0(nn.Module):
         return self._read(self._think(context, x, sigma))
 
     def velocity_and_noise(self, context: Batch, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Raises ValueError where the policy was loaded without a noise head."""
-        if not hasattr(self, "noise_head"):
-            raise ValueError("this policy has no noise head: load it with Adapt(noise_head=True)")
+        """Raises ValueError where the policy has no noise head."""
+        if "noise_head" not in self._modules:
+            raise ValueError("this policy has no noise head: see with_heads")
         thought = self._think(context, x, sigma)
         return self._read(thought), self.noise_head(thought)
 
     def value(self, context: Batch) -> Tensor:
-        """Raises ValueError where the policy was loaded without a critic."""
+        """Raises ValueError where the policy has no critic."""
         if not self.critic:
-            raise ValueError("this policy has no critic: load it with Adapt(critic=True)")
+            raise ValueError("this policy has no critic: see with_heads")
         if self.config.adaptive:
             seen = context["prefix"].detach()
         else:
@@ -284,9 +303,7 @@ def load(path: Path, device: torch.device | str, adapt: Adapt) -> PI0:
     embedding = next((value for key, value in weights.items() if _own_name(key) in (_EMBEDDING, _TIED)), None)
     if embedding is None:
         raise ValueError(f"{path}/model.safetensors has neither {_EMBEDDING!r} nor {_TIED!r}")
-    saved = lerobot.saved_heads(path)
-    adapt = Adapt(adapt.critic or "value_head" in saved, adapt.noise_head or "noise_head" in saved)
-    policy = PI0(config, Robot(folder), Prompts(folder, TOKENIZER), len(embedding), adapt)
+    policy = PI0(config, Robot(folder), Prompts(folder, TOKENIZER), len(embedding))
     policy.folder = folder
     unused = [r"paligemma_with_expert\.gemma_expert\.lm_head\.weight"]
     policy.layout = lerobot.place(policy, weights, metadata, _names(weights), unused, path)

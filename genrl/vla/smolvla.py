@@ -10,7 +10,7 @@ width (32).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from genrl.vla import heads, lerobot
 from genrl.vla.lerobot import Adapt, Folder, Layout, Prompts, Robot
 from genrl.vla.pictures import letterbox
 from genrl.vla.policy import STATE, TOKENS, Batch
+from genrl.vla.tiny_flow import NoiseHead
 from genrl.vla.transformer import (
     cross_attention,
     decoder_layer,
@@ -85,15 +86,20 @@ class SmolVLA(nn.Module):
     [B, P]; with a critic "prefix" [B, W], the mean of the prefix's last hidden state, which the critic reads detached.
     """
 
-    def __init__(self, config: SmolVLAConfig, robot: Robot, prompts: Prompts, vlm: Any, adapt: Adapt) -> None:
+    folder: Folder
+    layout: Layout
+    value_head: nn.Sequential
+    noise_head: nn.Sequential
+
+    def __init__(self, config: SmolVLAConfig, robot: Robot, prompts: Prompts, vlm: Any) -> None:
         """vlm: transformers' SmolVLMConfig, its vocabulary that of the weights."""
         super().__init__()
+        if not robot.pictures or STATE not in robot.widths:
+            raise ValueError(f"{robot.path} needs a picture and {STATE!r} among its inputs, has {list(robot.inputs)}")
         self.config, self.robot, self.prompts = config, robot, prompts
-        self.horizon, self.action_dim, self.critic = config.chunk_size, config.max_action_dim, adapt.critic
+        self.horizon, self.action_dim = config.chunk_size, config.max_action_dim
         self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
         self.inputs = (*robot.inputs, TOKENS)
-        self.folder: Folder
-        self.layout: Layout
         wide = vlm.text_config.hidden_size
         width = int(wide * config.expert_width_multiplier)
         with torch.device("meta"):
@@ -105,10 +111,6 @@ class SmolVLA(nn.Module):
             self.action_in_proj = nn.Linear(config.max_action_dim, width)
             self.action_out_proj = nn.Linear(width, config.max_action_dim)
             self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
-        if adapt.critic:
-            self.value_head = heads.critic(wide, (1024, 512, 256))
-        if adapt.noise_head:
-            self.noise_head = heads.noise(width, config.max_action_dim)
 
     @property
     def tokenizer(self) -> Any:
@@ -120,6 +122,23 @@ class SmolVLA(nn.Module):
         found: Any = self.vlm_with_expert
         encoder: nn.Module = found["vlm"]
         return encoder
+
+    @property
+    def critic(self) -> bool:
+        return "value_head" in self._modules
+
+    def with_heads(self, *, critic: bool, noise_head: NoiseHead, seed: int) -> SmolVLA:
+        """This policy with exactly these heads; those it lacked are new. Raises ValueError for ReinFlow's."""
+        if noise_head == "context":
+            raise ValueError("the published policies have no noise head beside the expert: use flow_noise, on it")
+        reads, hidden = self.state_proj.out_features, (1024, 512, 256)
+        width = self.action_in_proj.out_features
+        wanted: dict[str, Callable[[], nn.Module] | None] = {
+            "value_head": partial(heads.critic, reads, hidden) if critic else None,
+            "noise_head": partial(heads.noise, width, self.action_dim) if noise_head == "expert" else None,
+        }
+        heads.attach(self, wanted, seed)
+        return self
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         return self.prompts(lerobot.with_newline(instructions))
@@ -159,16 +178,16 @@ class SmolVLA(nn.Module):
         return self._read(self._think(context, x, sigma))
 
     def velocity_and_noise(self, context: Batch, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Raises ValueError where the policy was loaded without a noise head."""
-        if not hasattr(self, "noise_head"):
-            raise ValueError("this policy has no noise head: load it with Adapt(noise_head=True)")
+        """Raises ValueError where the policy has no noise head."""
+        if "noise_head" not in self._modules:
+            raise ValueError("this policy has no noise head: see with_heads")
         thought = self._think(context, x, sigma)
         return self._read(thought), self.noise_head(thought)
 
     def value(self, context: Batch) -> Tensor:
-        """Raises ValueError where the policy was loaded without a critic."""
+        """Raises ValueError where the policy has no critic."""
         if not self.critic:
-            raise ValueError("this policy has no critic: load it with Adapt(critic=True)")
+            raise ValueError("this policy has no critic: see with_heads")
         values: Tensor = self.value_head(context["prefix"].detach())[:, 0]
         return values
 
@@ -250,9 +269,7 @@ def load(path: Path, device: torch.device | str, adapt: Adapt) -> SmolVLA:
     if embedding is None:
         raise ValueError(f"{path}/model.safetensors has neither {_EMBEDDING!r} nor {_HEAD!r}")
     vlm.text_config.vocab_size = len(embedding)
-    saved = lerobot.saved_heads(path)
-    adapt = Adapt(adapt.critic or "value_head" in saved, adapt.noise_head or "noise_head" in saved)
-    policy = SmolVLA(config, Robot(folder), Prompts(folder, config.vlm_model_name), vlm, adapt)
+    policy = SmolVLA(config, Robot(folder), Prompts(folder, config.vlm_model_name), vlm)
     policy.folder = folder
     policy.layout = lerobot.place(policy, weights, metadata, names, [r"vlm_with_expert\.vlm\.lm_head\.weight"], path)
     lerobot.add_heads(policy, path)

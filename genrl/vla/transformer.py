@@ -31,7 +31,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Softmax attention [B, T, heads D]; mask bool, broadcastable to [B, 1, T, S]. Keys may have fewer heads."""
     groups = query.shape[1] // key.shape[1]
-    key, value = (t.to(query.dtype).repeat_interleave(groups, 1) for t in (key, value))
+    key, value = (t.to(query.dtype)[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (key, value))
     found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return found.transpose(1, 2).flatten(2)
 

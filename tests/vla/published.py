@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from genrl.vla.policy import STATE
+
 Shapes = dict[str, tuple[int, ...]]
 
 WORDS = "Task State Action put the red green blue block in far zone touch : , ; <bos> <unk>".split()
@@ -346,4 +348,127 @@ def smol_folder(folder: Path, *, weights: dict[str, Tensor] | None = None, **set
     weights = weights or random_weights(smol_shapes(s))
     write_folder(folder, config, weights, steps, statistics_of({"observation.state": 5, "action": 3}), {"format": "pt"})
     write_tokenizer(folder)
+    return weights
+
+
+DIFFUSION_TINY = Sizes(dims=(16, 24, 32), kernel=3, time=12, points=4, cell=4, state=5, action=3)
+DIFFUSION_REAL = Sizes(dims=(512, 1024, 2048), kernel=5, time=128, points=32, cell=9, state=2, action=2)
+
+
+def diffusion_shapes(s: Sizes, *, cameras: int = 1, separate: bool = False, groups: bool = True) -> Shapes:
+    """Names and shapes of lerobot/diffusion_pusht."""
+    found: Shapes = {}
+    encoders = [f"diffusion.rgb_encoder.{n}." for n in range(cameras)] if separate else ["diffusion.rgb_encoder."]
+
+    def norm(name: str, width: int) -> None:
+        found.update({f"{name}.weight": (width,), f"{name}.bias": (width,)})
+        if not groups:
+            found.update({f"{name}.running_mean": (width,), f"{name}.running_var": (width,)})
+            found[f"{name}.num_batches_tracked"] = ()
+
+    for eye in encoders:
+        backbone, before = eye + "backbone.", 64
+        found[backbone + "0.weight"] = (64, 3, 7, 7)
+        norm(backbone + "1", 64)
+        for stage, width in enumerate((64, 128, 256, 512)):
+            for block in range(2):
+                own = f"{backbone}{4 + stage}.{block}."
+                found[own + "conv1.weight"], found[own + "conv2.weight"] = (width, before, 3, 3), (width, width, 3, 3)
+                norm(own + "bn1", width)
+                norm(own + "bn2", width)
+                if before != width:
+                    found[own + "downsample.0.weight"] = (width, before, 1, 1)
+                    norm(own + "downsample.1", width)
+                before = width
+        found |= {eye + "pool.pos_grid": (s.cell, 2), eye + "pool.nets.weight": (s.points, 512, 1, 1)}
+        found |= {eye + "pool.nets.bias": (s.points,), eye + "out.bias": (2 * s.points,)}
+        found[eye + "out.weight"] = (2 * s.points, 2 * s.points)
+    unet = "diffusion.unet."
+    condition = s.time + 2 * (s.state + cameras * 2 * s.points)
+    for number, (wide, tall) in {1: (4 * s.time, s.time), 3: (s.time, 4 * s.time)}.items():
+        found[f"{unet}diffusion_step_encoder.{number}.weight"] = (wide, tall)
+        found[f"{unet}diffusion_step_encoder.{number}.bias"] = (wide,)
+
+    def block(name: str, before: int, after: int) -> None:
+        found[f"{name}.block.0.weight"], found[f"{name}.block.0.bias"] = (after, before, s.kernel), (after,)
+        found[f"{name}.block.1.weight"], found[f"{name}.block.1.bias"] = (after,), (after,)
+
+    def residual(name: str, before: int, after: int) -> None:
+        block(f"{name}.conv1", before, after)
+        block(f"{name}.conv2", after, after)
+        found[f"{name}.cond_encoder.1.weight"] = (2 * after, condition)
+        found[f"{name}.cond_encoder.1.bias"] = (2 * after,)
+        if before != after:
+            found[f"{name}.residual_conv.weight"] = (after, before, 1)
+            found[f"{name}.residual_conv.bias"] = (after,)
+
+    last = len(s.dims) - 1
+    for stage, (before, after) in enumerate(zip((s.action, *s.dims[:-1]), s.dims, strict=True)):
+        residual(f"{unet}down_modules.{stage}.0", before, after)
+        residual(f"{unet}down_modules.{stage}.1", after, after)
+        if stage < last:
+            found[f"{unet}down_modules.{stage}.2.weight"] = (after, after, 3)
+            found[f"{unet}down_modules.{stage}.2.bias"] = (after,)
+    for number in range(2):
+        residual(f"{unet}mid_modules.{number}", s.dims[-1], s.dims[-1])
+    for stage, number in enumerate(reversed(range(last))):
+        shallow, deep = s.dims[number], s.dims[number + 1]
+        residual(f"{unet}up_modules.{stage}.0", 2 * deep, shallow)
+        residual(f"{unet}up_modules.{stage}.1", shallow, shallow)
+        found[f"{unet}up_modules.{stage}.2.weight"] = (shallow, shallow, 4)
+        found[f"{unet}up_modules.{stage}.2.bias"] = (shallow,)
+    block(f"{unet}final_conv.0", s.dims[0], s.dims[0])
+    found |= {f"{unet}final_conv.1.weight": (s.action, s.dims[0], 1), f"{unet}final_conv.1.bias": (s.action,)}
+    return found
+
+
+def diffusion_folder(
+    folder: Path, *, cameras: int = 1, groups: bool = True, state: int = 5, **settings
+) -> dict[str, Tensor]:
+    """A tiny Diffusion Policy (its ResNet-18 is a real one); the weights by published name."""
+    s = Sizes(**vars(DIFFUSION_TINY) | {"state": state})
+    names = [f"observation.images.camera{n}" for n in range(cameras)]
+    picture = {"type": "VISUAL", "shape": [3, 36, 40]}
+    config = {
+        "type": "diffusion",
+        "input_features": {name: picture for name in names} | {STATE: {"type": "STATE", "shape": [s.state]}},
+        "output_features": {"action": {"type": "ACTION", "shape": [s.action]}},
+        "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
+        "n_obs_steps": 2,
+        "horizon": 8,
+        "n_action_steps": 4,
+        "vision_backbone": "resnet18",
+        "crop_shape": [34, 36],
+        "crop_is_random": True,
+        "use_group_norm": groups,
+        "spatial_softmax_num_keypoints": s.points,
+        "use_separate_rgb_encoder_per_camera": False,
+        "down_dims": list(s.dims),
+        "kernel_size": s.kernel,
+        "n_groups": 8,
+        "diffusion_step_embed_dim": s.time,
+        "use_film_scale_modulation": True,
+        "noise_scheduler_type": "DDPM",
+        "num_train_timesteps": 100,
+        "beta_schedule": "squaredcos_cap_v2",
+        "prediction_type": "epsilon",
+        "clip_sample": True,
+        "clip_sample_range": 1.0,
+    } | settings
+    separate = config["use_separate_rgb_encoder_per_camera"]
+    weights = random_weights(diffusion_shapes(s, cameras=cameras, separate=separate, groups=groups))
+    for key in weights:
+        if key.endswith("running_var"):
+            weights[key] = weights[key].abs() + 0.5
+        if key.endswith("pos_grid"):
+            weights[key] = torch.tensor([[-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]])
+        if key.endswith("num_batches_tracked"):
+            weights[key] = torch.tensor(7)
+        if key.endswith((".bn1.weight", ".bn2.weight", "block.1.weight")):
+            weights[key] = weights[key] + 1.0
+    stats = statistics_of({STATE: s.state, "action": s.action})
+    for name in names:
+        stats |= {f"{name}.mean": torch.tensor([0.4, 0.5, 0.6])[:, None, None]}
+        stats |= {f"{name}.std": torch.tensor([0.2, 0.25, 0.3])[:, None, None]}
+    write_folder(folder, config, weights, [], stats)
     return weights

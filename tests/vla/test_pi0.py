@@ -56,7 +56,7 @@ def test_the_layout_is_the_published_one(adaptive: bool, folders) -> None:
         assert sum(sizes.values()) == 3_616_757_520
         assert sum(size for key, size in sizes.items() if ".paligemma." not in key) == 693_422_112
     policy = load_policy(folders[adaptive][0])
-    real = pi0.PI0(pi0.PI0Config(adaptive), policy.robot, policy.prompts, 257152, Adapt())
+    real = pi0.PI0(pi0.PI0Config(adaptive), policy.robot, policy.prompts, 257152)
     names = pi0._names({})
     wanted = {names(key): shape for key, shape in published.items() if "gemma_expert.lm_head" not in key}
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == wanted
@@ -232,7 +232,7 @@ def test_one_context_and_k_velocities_are_k_full_passes(adaptive: bool, folders)
 
 @BOTH
 def test_rows_are_independent_and_every_input_matters(adaptive: bool, folders) -> None:
-    policy = load_policy(folders[adaptive][0], adapt=Adapt(critic=True))
+    policy = load_policy(folders[adaptive][0]).with_heads(critic=True, noise_head="none", seed=0)
     seen = observation(policy)
     context = policy.encode(seen)
     together, values = policy.velocity(context, chunk(), SIGMA), policy.value(context)
@@ -279,6 +279,16 @@ def test_states_and_actions_are_scaled_by_the_folders_statistics(adaptive: bool,
     torch.testing.assert_close(scaled, wanted)
 
 
+def test_pictures_are_padded_on_all_sides(folders) -> None:
+    policy = load_policy(folders[False][0])
+    seen = observation(policy)
+    small = {name: v[:, :20, :28] if "images" in name else v for name, v in seen.items()}
+    boxed = {name: functional.pad(v, (0, 0, 0, 0, 4, 4)) if "images" in name else v for name, v in small.items()}
+    ours, theirs = policy.encode(small), policy.encode(boxed)
+    assert boxed["observation.images.base_0_rgb"].shape == (3, 28, 28, 3)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_pi05_writes_the_state_into_the_prompt(folders) -> None:
     policy = load_policy(folders[True][0])
     told = pi0._prompts(policy.tokenise(["put_the red\nblock "]), torch.tensor([[-2.0, -1.0, 0.0, 0.9999, 1.0]]))
@@ -292,7 +302,7 @@ def test_pi05_writes_the_state_into_the_prompt(folders) -> None:
 
 @BOTH
 def test_replay_is_the_sample(adaptive: bool, folders) -> None:
-    policy = load_policy(folders[adaptive][0], adapt=Adapt(noise_head=True))
+    policy = load_policy(folders[adaptive][0]).with_heads(critic=False, noise_head="expert", seed=0)
     seen = observation(policy)
     with torch.no_grad():
         context = policy.encode(seen)
@@ -306,7 +316,7 @@ def test_replay_is_the_sample(adaptive: bool, folders) -> None:
 
 @BOTH
 def test_gradients_reach_the_expert_and_not_what_is_frozen(adaptive: bool, folders, tmp_path) -> None:
-    policy = load_policy(folders[adaptive][0], adapt=Adapt(critic=True))
+    policy = load_policy(folders[adaptive][0]).with_heads(critic=True, noise_head="none", seed=0)
     seen = observation(policy)
     actions = policy.normalised(torch.randn(3, 6, 3))
     assert actions.shape == (3, 6, 32) and actions[..., 3:].abs().max() == 0
@@ -329,7 +339,7 @@ def test_gradients_reach_the_expert_and_not_what_is_frozen(adaptive: bool, folde
 
 @BOTH
 def test_new_heads_are_saved_beside_the_published_weights(adaptive: bool, folders, tmp_path) -> None:
-    policy = load_policy(folders[adaptive][0], adapt=Adapt(critic=True, noise_head=True))
+    policy = load_policy(folders[adaptive][0]).with_heads(critic=True, noise_head="expert", seed=0)
     save_policy(policy, tmp_path)
     published = load_file(folders[adaptive][0] / "model.safetensors")
     assert load_file(tmp_path / "model.safetensors").keys() == published.keys()
@@ -340,6 +350,28 @@ def test_new_heads_are_saved_beside_the_published_weights(adaptive: bool, folder
     assert torch.equal(ours[1], theirs[1]) and ours[1].shape == (3, 6, 32)
     with pytest.raises(ValueError, match="no noise head"):
         load_policy(folders[adaptive][0]).velocity_and_noise(context, chunk(), SIGMA)
+
+
+@BOTH
+def test_heads_are_a_function_of_the_seed_and_can_be_taken_away(adaptive: bool, folders, tmp_path) -> None:
+    policy = load_policy(folders[adaptive][0])
+    assert not policy.critic
+    first, again, other = (
+        load_policy(folders[adaptive][0]).with_heads(critic=True, noise_head="expert", seed=seed) for seed in (0, 0, 1)
+    )
+    pairs = [dict(p.named_parameters()) for p in (first, again, other)]
+    weights = [name for name in pairs[0] if name.startswith(("value_head", "noise_head")) and "weight" in name]
+    assert len(weights) == 7
+    assert all(torch.equal(pairs[0][name], pairs[1][name]) for name in weights)
+    assert not any(torch.equal(pairs[0][name], pairs[2][name]) for name in weights)
+    kept = first.value_head[0].weight.clone()
+    assert torch.equal(first.with_heads(critic=True, noise_head="none", seed=5).value_head[0].weight, kept)
+    save_policy(first, tmp_path)
+    assert {name.split(".")[0] for name in load_file(tmp_path / "genrl_heads.safetensors")} == {"value_head"}
+    save_policy(first.with_heads(critic=False, noise_head="none", seed=0), tmp_path)
+    assert not (tmp_path / "genrl_heads.safetensors").exists() and not load_policy(tmp_path).critic
+    with pytest.raises(ValueError, match="use flow_noise"):
+        first.with_heads(critic=False, noise_head="context", seed=0)
 
 
 def test_cameras_can_be_renamed_and_left_out(folders) -> None:

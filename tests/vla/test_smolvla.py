@@ -16,7 +16,6 @@ from genrl.mdp.noise import keyed_noise
 from genrl.vla import smolvla
 from genrl.vla.folder import load_policy, save_policy
 from genrl.vla.imitation import flow_matching_loss
-from genrl.vla.lerobot import Adapt
 from genrl.vla.policy import STATE, TOKENS, rows
 from genrl.vla.sampling import FlowSteps, LearnedNoise, draw, replay, sample
 
@@ -52,7 +51,7 @@ def test_the_layout_is_the_published_one(folder) -> None:
     policy = load_policy(folder)
     vlm = smolvla._vlm_config(policy.folder, smolvla.PUBLISHED)
     vlm.text_config.vocab_size = 49280
-    real = smolvla.SmolVLA(smolvla.SmolVLAConfig(), policy.robot, policy.prompts, vlm, Adapt())
+    real = smolvla.SmolVLA(smolvla.SmolVLAConfig(), policy.robot, policy.prompts, vlm)
     wanted = {key.removeprefix("model."): shape for key, shape in published.items() if "lm_head" not in key}
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == wanted
 
@@ -158,7 +157,7 @@ def test_the_embedding_is_scaled(folder) -> None:
 
 
 def test_rows_are_independent_and_every_input_matters(folder) -> None:
-    policy = load_policy(folder, adapt=Adapt(critic=True))
+    policy = load_policy(folder).with_heads(critic=True, noise_head="none", seed=0)
     seen = observation(policy)
     context = policy.encode(seen)
     together, values = policy.velocity(context, chunk(), SIGMA), policy.value(context)
@@ -183,6 +182,15 @@ def test_padding_of_the_prompt_does_not_matter(folder) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_pictures_are_padded_above_and_left(folder) -> None:
+    policy = load_policy(folder)
+    seen = observation(policy)
+    boxed = {name: functional.pad(v, (0, 0, 0, 0, 8, 0)) if "images" in name else v for name, v in seen.items()}
+    ours, theirs = policy.encode(seen), policy.encode(boxed)
+    assert boxed["observation.images.base_0_rgb"].shape == (3, 32, 32, 3)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_actions_are_causal(folder) -> None:
     """A later action has no effect on the velocity of an earlier one, but an earlier one has on a later."""
     policy = load_policy(folder)
@@ -194,7 +202,7 @@ def test_actions_are_causal(folder) -> None:
 
 
 def test_replay_is_the_sample(folder) -> None:
-    policy = load_policy(folder, adapt=Adapt(noise_head=True))
+    policy = load_policy(folder).with_heads(critic=False, noise_head="expert", seed=0)
     seen = observation(policy)
     with torch.no_grad():
         context = policy.encode(seen)
@@ -207,7 +215,7 @@ def test_replay_is_the_sample(folder) -> None:
 
 
 def test_gradients_reach_the_expert_and_the_state_and_not_what_is_frozen(folder, tmp_path) -> None:
-    policy = load_policy(folder, adapt=Adapt(critic=True))
+    policy = load_policy(folder).with_heads(critic=True, noise_head="none", seed=0)
     seen, actions = observation(policy), policy.normalised(torch.randn(3, 6, 3))
     context = policy.encode(seen)
     flow_matching_loss(policy, context, actions, chunk(), SIGMA).backward()
@@ -222,7 +230,7 @@ def test_gradients_reach_the_expert_and_the_state_and_not_what_is_frozen(folder,
 
 
 def test_new_heads_are_saved_beside_the_published_weights(folder, tmp_path) -> None:
-    policy = load_policy(folder, adapt=Adapt(critic=True, noise_head=True))
+    policy = load_policy(folder).with_heads(critic=True, noise_head="expert", seed=0)
     save_policy(policy, tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
     again = load_policy(tmp_path)

@@ -1,0 +1,64 @@
+"""Published policies in a simulator: rollouts on MiniTable, the objective's replay, one update, the run's folder."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from published import diffusion_folder, pi_folder, smol_folder
+
+from genrl.vla.folder import load_policy, save_policy
+from genrl.vla.lerobot import Adapt
+from genrl.vla.minitable import MiniTable
+from genrl.vla.policy import IMAGE
+from genrl.vla.rollout import collect, training_rows
+from genrl.vla.sampling import Diffusion, FlowSteps, replay
+
+STATE3 = {"type": "STATE", "shape": [3]}
+
+
+def made(kind: str, folder):
+    """A tiny policy that sees MiniTable's one camera and reads its three numbers."""
+    features = {"observation.state": STATE3, "observation.images.base_0_rgb": {"type": "VISUAL", "shape": [3, 32, 32]}}
+    if kind == "diffusion":
+        features = {"observation.state": STATE3, "observation.images.camera0": {"type": "VISUAL", "shape": [3, 36, 36]}}
+        diffusion_folder(folder, input_features=features, state=3)
+    elif kind == "smolvla":
+        smol_folder(folder, input_features=features)
+    else:
+        pi_folder(folder, adaptive=kind == "pi05", input_features=features)
+    camera = next(name for name in features if "images" in name)
+    stats = {
+        "observation.state": {name: torch.zeros(3) + value for name, value in STATS.items()},
+        "action": {name: torch.zeros(3) + value for name, value in STATS.items()},
+        camera: {"mean": torch.full((3,), 0.5), "std": torch.full((3,), 0.25)},
+    }
+    policy = load_policy(folder, adapt=Adapt(rename={IMAGE: camera}, stats=stats))
+    return policy.with_heads(critic=True, noise_head="none", seed=0)
+
+
+STATS = {"mean": 0.0, "std": 0.5, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla", "diffusion"])
+def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(kind: str, tmp_path) -> None:
+    policy = made(kind, tmp_path / "a")
+    env = MiniTable(4, chunk=4, image_size=policy.image_size)
+    sampler = Diffusion(100, 3, 3) if kind == "diffusion" else FlowSteps(steps=2)
+    rollout = collect(env, policy, sampler, decisions=2, seed=0, iteration=0)
+    assert rollout.values.shape == (2, 4) and rollout.values.std() > 0
+    assert all(name in rollout.observations for name in policy.inputs)
+    batch = training_rows(rollout, torch.arange(4))
+    context = policy.encode(batch.observation)
+    again = replay(policy, sampler, context, batch.states, batch.next_states, batch.step_index)
+    assert torch.equal(again.log_prob, batch.log_prob)
+    width = np.prod(again.log_prob.shape[-2:])
+    optimiser = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1e-4)
+    (-(again.log_prob.sum() / width) + policy.value(context).square().mean()).backward()
+    optimiser.step()
+    moved = replay(policy, sampler, policy.encode(batch.observation), batch.states, batch.next_states, batch.step_index)
+    assert moved.log_prob.double().sum() > again.log_prob.double().sum() + 1e-3
+    save_policy(policy, tmp_path / "b")
+    theirs = load_policy(tmp_path / "b")
+    assert theirs.inputs == policy.inputs and IMAGE in theirs.inputs
+    assert torch.equal(theirs.value(theirs.encode(batch.observation)), policy.value(policy.encode(batch.observation)))
