@@ -1,0 +1,104 @@
+"""Environment steps per second by simulator and number of worker processes.
+
+    python -m benchmarks.vla_throughput [--seconds 4] [--workers 0 1 2] [--only metaworld]
+
+Random actions through `open_environment`, a chunk per decision and one observation per chunk, as in a rollout without
+a policy. Steps are executed actions; resets take time and execute none. Wall-clock figures depend on what else the
+machine does: beside them stand steps per CPU-second of this process and its workers together. Simulators that are not
+installed are left out. Prints a table and writes benchmarks/results/vla_throughput.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from genrl.vla.environments import open_environment
+
+ARM = {"num_envs": 48, "chunk": 8, "tasks": ("reach-v3", "push-v3", "pick-place-v3"), "max_steps": 80}
+FETCH = {"num_envs": 16, "chunk": 8, "proprioception": 3, "instruction": "push the box to the goal"}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "minitable, state": ("genrl", "minitable", {"num_envs": 512, "chunk": 4}),
+    "minitable, 32 px": ("genrl", "minitable", {"num_envs": 512, "chunk": 4, "image_size": 32}),
+    "metaworld, state": ("metaworld", "metaworld", ARM),
+    "metaworld, 64 px": ("metaworld", "metaworld", ARM | {"image_size": 64}),
+    "metaworld, 84 px": ("metaworld", "metaworld", ARM | {"image_size": 84}),
+    "metaworld, 224 px": ("metaworld", "metaworld", ARM | {"image_size": 224}),
+    "pusht, state": ("gym_pusht", "gym_pusht/PushT-v0", {"num_envs": 16, "chunk": 8, "proprioception": 2}),
+    "pusht, 96 px": ("gym_pusht", "gym_pusht/PushT-v0", {"num_envs": 16, "chunk": 8, "image_size": 96}),
+    "fetch push, state": ("gymnasium_robotics", "FetchPush-v4", FETCH),
+}
+
+
+def measure(name: str, settings: dict[str, Any], workers: int, seconds: float) -> dict[str, float]:
+    """Seconds to start, then steps and decisions per second and steps per CPU-second."""
+    env = open_environment(name, workers=workers, **settings)
+    rng = np.random.default_rng(0)
+    begun = time.perf_counter()
+    env.reset(seed=0)
+    start = time.perf_counter() - begun
+    shape = (env.num_envs, env.chunk, env.action_dim)
+    actions = rng.uniform(-1.0, 1.0, shape).astype(np.float32)
+    env.step(actions)
+    steps = decisions = 0
+    cpu, begun = cpu_seconds(), time.perf_counter()
+    while (spent := time.perf_counter() - begun) < seconds:
+        steps += int(env.step(actions)[4]["n_executed"].sum())
+        decisions += env.num_envs
+    used = cpu_seconds() - cpu
+    assert env.dropped == 0
+    env.close()
+    return {
+        "start_s": start,
+        "steps_per_s": steps / spent,
+        "decisions_per_s": decisions / spent,
+        "steps_per_cpu_s": steps / used,
+    }
+
+
+def cpu_seconds() -> float:
+    """Of this process and its children."""
+    own = psutil.Process()
+    return sum(sum(p.cpu_times()[:2]) for p in [own, *own.children(recursive=True)])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/vla_throughput.json"))
+    given = parser.parse_args()
+    rows = []
+    columns = ["simulator", "workers", "start, s", "steps/s", "decisions/s", "steps per CPU-s", "load"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for case, (package, name, settings) in CASES.items():
+        if not case.startswith(given.only):
+            continue
+        if importlib.util.find_spec(package) is None:
+            print(f"| {case} | {package} is not installed |")
+            continue
+        for workers in given.workers:
+            found = measure(name, settings, workers, given.seconds)
+            load = os.getloadavg()[0]
+            rows.append({"case": case, "workers": workers, "load": load, "cpus": os.cpu_count()} | settings | found)
+            print(
+                f"| {case} | {workers} | {found['start_s']:.1f} | {found['steps_per_s']:,.0f} | "
+                f"{found['decisions_per_s']:,.0f} | {found['steps_per_cpu_s']:,.0f} | {load:.1f} |",
+                flush=True,
+            )
+    given.output.parent.mkdir(exist_ok=True)
+    given.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
