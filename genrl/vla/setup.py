@@ -24,6 +24,8 @@ from genrl.vla.environments import Environment, minitable_tasks, open_environmen
 from genrl.vla.folder import load_policy
 from genrl.vla.imitation import frame_statistics, minitable_frames
 from genrl.vla.lerobot_dataset import open_dataset
+from genrl.vla.metaworld import expert as metaworld_expert
+from genrl.vla.metaworld import tasks as metaworld_tasks
 from genrl.vla.minitable import INSTRUCTIONS
 from genrl.vla.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Policy, tokenise, vocabulary
 from genrl.vla.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
@@ -159,6 +161,15 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
         shown = expert_demonstrations(source.expert, tasks=tasks, seed=config.seed)
         known = words if policy is None else policy.config.inputs.vocabulary
         return minitable_frames(shown, known, horizon=reader.horizon, image_size=reader.image_size), words
+    if env.name == "metaworld":
+        names = metaworld_tasks.checked(env.tasks or ())
+        words = vocabulary([metaworld_tasks.INSTRUCTIONS[name] for name in names])
+        known = words if policy is None else policy.config.inputs.vocabulary
+        limit = metaworld_tasks.MAX_STEPS if env.max_steps is None else env.max_steps
+        episodes = metaworld_expert.expert_episodes(
+            names, source.expert, seed=config.seed, max_steps=limit, image_size=reader.image_size
+        )
+        return metaworld_expert.expert_frames(episodes, known, horizon=reader.horizon), words
     raise ValueError(f"demonstrations.expert: {env.name} has no scripted expert; give a dataset instead")
 
 
