@@ -84,9 +84,10 @@ def _header(name: str, rows: Sequence[Row], config: str, info: Mapping[str, Any]
 
 def _headline(rows: Sequence[Row]) -> str:
     """The held-out rewards before and after, and the two curves that matter."""
-    keys = [key for key in _keys(rows) if key.startswith("eval/") and key.endswith("_mean")]
-    keys.sort(key=lambda key: (key != "eval/total_mean", key.removesuffix("_mean")))
-    table = [["held-out reward", "before", "now", "change", "best"]]
+    acts = any("eval/success_mean" in row or "rollout/success" in row for row in rows)
+    keys = [key for key in _keys(rows) if key.startswith("eval/") and (key.endswith("_mean") or "/success/" in key)]
+    keys.sort(key=lambda key: (key not in ("eval/total_mean", "eval/success_mean"), key.removesuffix("_mean")))
+    table = [["evaluation" if acts else "held-out reward", "before", "now", "change", "best"]]
     for key in keys:
         points = [(step, value) for step, value in _points(rows, key) if value is not None]
         if points:
@@ -97,15 +98,18 @@ def _headline(rows: Sequence[Row]) -> str:
                 [name, f"{first:.3f} (step {first_step:g})", f"{last:.3f} (step {last_step:g})", f"{last - first:+.3f}",
                  f"{best:.3f} (step {best_step:g})"]
             )  # fmt: skip
+    shown = (("reward/total_mean", "training prompts"), ("eval/total_mean", "held-out prompts"))
+    if acts:
+        shown = (("rollout/success", "with exploration"), ("eval/success_mean", "evaluation"))
     series = [
-        (label, _points(rows, key))
-        for key, label in (("reward/total_mean", "training prompts"), ("eval/total_mean", "held-out prompts"))
-        if any(value is not None for _, value in _points(rows, key))
+        (label, _points(rows, key)) for key, label in shown if any(value is not None for _, value in _points(rows, key))
     ]
-    parts = ["<h2>Reward</h2>"] if series or len(table) > 1 else []
+    parts = [f"<h2>{'Success' if acts else 'Reward'}</h2>"] if series or len(table) > 1 else []
     if series:
         names = "".join(f'<span class="key line-{i}">{escape(name)}</span>' for i, (name, _) in enumerate(series))
-        parts.append(f'<figure class="wide"><figcaption>total reward, mean {names}</figcaption>')
+        parts.append(
+            f'<figure class="wide"><figcaption>{"success rate" if acts else "total reward, mean"} {names}</figcaption>'
+        )
         parts.append(chart(series, width=1080, height=300) + "</figure>")
     if len(table) > 1:
         parts.append(_table(table, "numbers"))
@@ -191,7 +195,21 @@ def _pictures(run: Run, room: int) -> list[str]:
         source = f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
         picture = f'<img src="{source}" alt="{escape(name)}" width="{image.width}">'
         parts.append(picture if i == 0 else f"<details><summary>{escape(name)}</summary>{picture}</details>")
-    return ["<h2>Pictures</h2>", *parts] if parts else []
+    return ["<h2>Pictures</h2>", *parts, *_films(run, room)] if parts else []
+
+
+def _films(run: Run, room: int) -> list[str]:
+    """The gifs of the newest evaluation that has some, while there is room (bytes)."""
+    folders = sorted(run.videos.glob("step-*"))
+    parts = []
+    for path in sorted(folders[-1].glob("*.gif")) if folders else []:
+        data = base64.b64encode(path.read_bytes()).decode("ascii")
+        room -= len(data) + 500
+        if room < 0:
+            parts.append(f"<p>More films are in {escape(str(folders[-1].relative_to(run.folder)))}/.</p>")
+            break
+        parts.append(f'<img class="film" src="data:image/gif;base64,{data}" alt="{escape(path.stem)}">')
+    return parts
 
 
 def _picture_name(stem: str) -> str:
@@ -295,4 +313,5 @@ th{color:var(--soft);font-weight:500}.numbers td{font-variant-numeric:tabular-nu
 .prompts td:first-child{overflow-wrap:anywhere;max-width:520px}
 details{margin:12px 0}summary{cursor:pointer;font-weight:500}
 img{max-width:100%;height:auto;border-radius:6px;display:block;margin:8px 0;background:#fff}
+.film{display:inline-block;margin:8px 10px 8px 0}
 """.strip()

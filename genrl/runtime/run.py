@@ -60,6 +60,10 @@ class Run:
         return self.folder / "samples"
 
     @property
+    def videos(self) -> Path:
+        return self.folder / "videos"
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 

@@ -217,7 +217,7 @@ def show(found: Judged, run: Run, iteration: int) -> None:
     """Films of an evaluation in videos/step-..., and their contact sheet among the samples."""
     if found.clips:
         name = f"step-{iteration:06d}"
-        write_clips(run.folder / "videos" / name, found.clips, fps=FPS)
+        write_clips(run.videos / name, found.clips, fps=FPS)
         save_png(contact_sheet(found.clips), run.samples / f"{name}.png")
 
 
