@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.mdp.noise import derive_seed
+from genrl.vla import ray_workers
 from genrl.vla.metaworld import tasks as metaworld
 from genrl.vla.minitable import INSTRUCTIONS, PUT, TOUCH
 from genrl.vla.minitable.task import MAX_STEPS
@@ -94,11 +95,14 @@ def open_environment(
         dict(settings or {}),
     )
     if workers == "ray":
-        raise ValueError("not yet")
+        kind: Any = ray_workers.Actor
+        number = ray_workers.actors(ray_actors)
+    else:
+        kind, number = (Process, workers) if workers else (Inline, 1)
     return Simulators(
         described,
-        Process if workers else Inline,
-        workers=workers or 1,
+        kind,
+        workers=number,
         num_envs=num_envs,
         chunk=chunk,
         group_size=group_size,

@@ -74,7 +74,7 @@ class Inline:
     def do(self, work: Run | Draw) -> Iterator[Message]:
         """See `Worker`."""
         assert self.host is not None
-        return _done(self.host, work)
+        return done(self.host, work)
 
     def kill(self) -> None:
         """Let go of the environments."""
@@ -142,7 +142,7 @@ def _serve(connection: Connection, description: Description, slots: int) -> None
     try:
         host = description.host(slots)
         while (work := connection.recv()) is not None:
-            for message in _done(host, work):
+            for message in done(host, work):
                 connection.send(message)
             connection.send(None)
         host.close()
@@ -158,7 +158,8 @@ def report(error: Exception, slot: int) -> Fault:
     return Fault(slot, str(error) if misuse else "".join(traceback.format_exception(error)), misuse)
 
 
-def _done(host: Host, work: Run | Draw) -> Iterator[Message]:
+def done(host: Host, work: Run | Draw) -> Iterator[Message]:
+    """Do a piece of work: its messages."""
     return host.run(work) if isinstance(work, Run) else iter([host.draw(work)])
 
 
