@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 # torch first and pinned in every call, so that no other package replaces it by another build.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 
-.PHONY: demo test lint bench clean
+.PHONY: demo demo-vla test lint bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install into $(VENV), train the embedded model (about 6 minutes on 2 CPU cores, 5 of training)"
+	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (about 3 minutes on 2 CPU cores)"
 	@echo "make test    install into $(VENV), run linters, types and all tests"
 	@echo "make lint    linters, types and import rules only"
 	@echo "make bench   the benchmarks that run on a CPU"
@@ -27,6 +28,9 @@ $(VENV)/genrl-dev: $(VENV)/genrl
 
 demo: $(VENV)/genrl
 	$(BIN)/genrl train configs/quickstart.yaml output=runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+demo-vla: $(VENV)/genrl
+	OMP_NUM_THREADS=1 $(BIN)/genrl train configs/vla/flow_sde.yaml output=runs/demo-vla-$$(date +%Y%m%d-%H%M%S)
 
 lint: $(VENV)/genrl-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,94 @@
+"""What it saves to encode an observation once, instead of for every denoising step, in sampling and in replay.
+
+    python -m benchmarks.vla_context
+
+Both ways draw the same chunks by Flow-SDE with all steps noisy, score them again and go backwards through the score;
+their log-probabilities are compared first. CPU seconds of the process, the median of several rounds taken in turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from genrl.mdp.noise import generator
+from genrl.vla.encoder import Inputs
+from genrl.vla.policy import ACTION, IMAGE, STATE, TOKENS, Batch, PredictsVelocity
+from genrl.vla.sampling import Draw, FlowSteps, draw, replay, sample
+from genrl.vla.tiny_flow import TinyFlowConfig, TinyFlowVLA
+
+SETTINGS = ((32, 4), (64, 4), (64, 8))
+ROUNDS, BATCH = 5, 64
+
+
+class Anew:
+    """The policy as it would be with an observation for its context: encoded at every step."""
+
+    def __init__(self, policy: TinyFlowVLA) -> None:
+        self.policy, self.horizon, self.action_dim = policy, policy.horizon, policy.action_dim
+
+    def encode(self, observation: Batch) -> Batch:
+        return observation
+
+    def velocity(self, context: Batch, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return self.policy.velocity(self.policy.encode(context), x, sigma)
+
+
+def policy_of(size: int) -> TinyFlowVLA:
+    torch.manual_seed(0)
+    stats = {
+        name: {"mean": torch.zeros(3), "std": torch.ones(3), "min": -torch.ones(3), "max": torch.ones(3)}
+        for name in (STATE, ACTION)
+    }
+    inputs = Inputs(state=3, vocabulary=("put", "the", "red", "block"), image=size)
+    policy = TinyFlowVLA(TinyFlowConfig(inputs, action_dim=3, horizon=4), stats)
+    torch.nn.init.normal_(policy.out.weight, std=0.02)
+    return policy
+
+
+def once(policy: Any, sampler: FlowSteps, observation: Batch, drawn: Draw) -> tuple[torch.Tensor, float]:
+    """Log-probabilities of the replay, and CPU seconds of sampling, replay and backward pass."""
+    began = time.process_time()
+    with torch.no_grad():
+        record = sample(policy, sampler, policy.encode(observation), drawn)
+    again = replay(policy, sampler, policy.encode(observation), record.states, record.next_states, record.step_index)
+    again.log_prob.sum().backward()  # type: ignore[no-untyped-call]
+    return again.log_prob.detach(), time.process_time() - began
+
+
+def measure(size: int, steps: int) -> tuple[float, float]:
+    policy, sampler = policy_of(size), FlowSteps(steps=steps, selection="all")
+    rng = torch.Generator().manual_seed(0)
+    observation: Batch = {
+        STATE: torch.randn(BATCH, 3, generator=rng),
+        IMAGE: torch.randint(256, (BATCH, size, size, 3), generator=rng, dtype=torch.uint8),
+        TOKENS: torch.randint(1, 5, (BATCH, 6), generator=rng),
+    }
+    drawn = draw(sampler, policy, [generator(0, i) for i in range(BATCH)])
+    ways: dict[str, Callable[[], tuple[torch.Tensor, float]]] = {
+        "once": lambda: once(policy, sampler, observation, drawn),
+        "anew": lambda: once(Anew(policy), sampler, observation, drawn),
+    }
+    assert isinstance(Anew(policy), PredictsVelocity)
+    assert torch.allclose(ways["once"]()[0], ways["anew"]()[0], atol=1e-4)
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            taken[name].append(way()[1])
+    return statistics.median(taken["once"]), statistics.median(taken["anew"])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print("| picture | steps K | once | for every step | ratio |\n| --- | --- | --- | --- | --- |")
+    for size, steps in SETTINGS:
+        short, long = measure(size, steps)
+        print(f"| {size} px | {steps} | {short:.3f} s | {long:.3f} s | {long / short:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
