@@ -19,7 +19,7 @@ def print_check(config: VLAConfig, notes: list[str]) -> None:
     from rich.table import Table
 
     from genrl.cli_tables import console, safe
-    from genrl.config.vla import SFT
+    from genrl.config.vla import GRPO, PPO, SFT
 
     console.print("[green]valid[/green]")
     for note in notes:
@@ -27,7 +27,7 @@ def print_check(config: VLAConfig, notes: list[str]) -> None:
     env, trainer, table = config.environment, config.trainer, Table(title="one iteration", show_header=False)
     if isinstance(trainer, SFT):
         table.add_row("optimiser steps", f"{trainer.steps_per_iteration:,}", f"of {trainer.batch_size} frames")
-    else:
+    elif isinstance(trainer, PPO | GRPO):
         chunk = env.chunk or _horizon(config)
         table.add_row("environments", f"{env.num_envs:,}", f"in groups of {env.group_size}")
         if env.max_steps is not None and chunk is not None:
@@ -35,6 +35,8 @@ def print_check(config: VLAConfig, notes: list[str]) -> None:
             table.add_row("decisions", f"{decisions * env.num_envs:,} at most", f"{decisions} of each environment")
         table.add_row("denoising steps", f"{config.sampler.steps:,}", f"of a decision, {config.sampler.kind}")
         table.add_row("epochs", f"{trainer.epochs:,}", f"in minibatches of {trainer.minibatch:,} decisions")
+    else:
+        table.add_row("learns", "from data", "see docs/vla_offline.md")
     table.add_row("iterations", f"{config.iterations:,}", "")
     every = config.evaluation.every
     number = 1 + math.ceil(config.iterations / every) if every else 0

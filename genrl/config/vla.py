@@ -28,6 +28,7 @@ from genrl.config.schema import (
     Ways,
     Whole,
 )
+from genrl.config.vla_offline import FISOR, RL100, RLVLMF, Classifier, World
 from genrl.config.vla_rules import refuse_impossible
 
 Range = tuple[Number, Number]
@@ -101,7 +102,7 @@ class Demonstrations(Section):
     """What supervised training imitates: exactly one source."""
 
     expert: Count | None = None
-    """Episodes of the environment's scripted expert; null = `dataset`."""
+    """Episodes of the environment's scripted expert, on Meta-World of each task; null = `dataset`."""
     dataset: Text | None = None
     """Folder of a LeRobotDataset v3; null = `expert`."""
     camera: Text = "observation.image"
@@ -247,6 +248,23 @@ class PPO(Update):
     """Clip range at the noisiest trained step, rising to `clip_range` at the last; null = the same at all (DPPO)."""
 
 
+class DiWA(PPO):
+    """DiWA: DPPO inside a frozen world model; the real environment is for evaluation only."""
+
+    algorithm: Literal["diwa"] = "diwa"  # type: ignore[assignment]
+    """Which trainer."""
+    world: World = World()
+    """The model of the world."""
+    classifier: Classifier = Classifier()
+    """The reward in it."""
+    imitation_steps: Count = 1500
+    """Steps of imitation, on demonstrations as the world model sees them."""
+    imitation_batch: Count = 128
+    """Frames per step of imitation."""
+    imitation_lr: Positive = 1e-3
+    """Learning rate of imitation."""
+
+
 class GRPO(Update):
     """GRPO over groups of episodes that begin in the same state: no critic."""
 
@@ -305,7 +323,7 @@ class VLAConfig(Section):
         Field(discriminator="kind"),
     ] = FlowSDE()
     """How chunks are drawn: which steps of the denoising are random, and how much."""
-    trainer: Annotated[PPO | GRPO | SFT, Field(discriminator="algorithm")]
+    trainer: Annotated[PPO | GRPO | SFT | RL100 | DiWA | FISOR | RLVLMF, Field(discriminator="algorithm")]
     """Which algorithm, and its settings."""
     optimizer: PolicyOptimizer = PolicyOptimizer()
     """AdamW and its schedule."""

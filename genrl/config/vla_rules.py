@@ -28,11 +28,43 @@ def _sources(config: VLAConfig) -> Iterator[Finding]:
             f"{algorithm} needs a policy that succeeds now and then; train it by sft and give its folder as policy.path"
         )
         yield ("policy.new",), text
-    if algorithm == "sft":
+    yield from _offline(config)
+    if algorithm in ("sft", "rl100") and (algorithm == "sft" or policy.new is not None):
         if shown is None or (shown.expert is None) == (shown.dataset is None):
-            yield ("demonstrations",), "sft imitates: write `expert: N`, or `dataset: FOLDER`, and not both"
+            yield ("demonstrations",), f"{algorithm} imitates: write `expert: N`, or `dataset: FOLDER`, and not both"
     elif shown is not None and algorithm in ("ppo", "grpo"):
         yield ("demonstrations",), f"{algorithm} does not imitate; take them out, or use algorithm sft"
+
+
+def _offline(config: VLAConfig) -> Iterator[Finding]:
+    """What the methods that make their own worlds and data are written for."""
+    policy, env, algorithm = config.policy, config.environment, config.trainer.algorithm
+    if algorithm in ("diwa", "fisor", "rl_vlm_f"):
+        if env.name != "minitable":
+            yield ("environment.name",), f"{algorithm} knows the table only; write minitable"
+        if policy.new is None:
+            yield ("policy.new",), f"{algorithm} begins with a new policy; write `new: {{...}}`"
+        elif policy.new.image_size:
+            yield ("policy.new.image_size",), f"{algorithm} works on states; write 0"
+    if algorithm in ("diwa", "fisor") and policy.new is not None and policy.new.type != "diffusion_mlp":
+        yield ("policy.new.type",), f"{algorithm} trains a diffusion policy; write diffusion_mlp"
+    shown = config.demonstrations
+    if algorithm == "diwa" and (shown is None or shown.expert is None):
+        yield ("demonstrations.expert",), "diwa imitates the expert in latents; write a number of episodes"
+    if algorithm == "diwa" and config.sampler.kind != "diffusion":
+        yield ("sampler.kind",), "diwa is DPPO in a world model; write diffusion"
+    if algorithm == "rl100" and config.sampler.kind in ("flow_noise", "reinflow"):
+        text = (
+            f"rl100 needs a ratio for every denoising step, {config.sampler.kind} has one for the chain; write flow_cps"
+        )
+        yield ("sampler.kind",), text
+    if algorithm == "rl100" and config.sampler.kind in ("flow_sde", "flow_cps") and config.sampler.selection != "all":
+        yield ("sampler.selection",), "rl100 trains on all denoising steps of a chunk; write all"
+    if algorithm == "rl100" and config.sampler.kind == "diffusion":
+        if config.sampler.ft_denoising_steps != config.sampler.steps:
+            yield ("sampler.ft_denoising_steps",), "rl100 trains all denoising steps; write as many as steps"
+    if algorithm in ("rl100", "fisor", "rl_vlm_f", "diwa") and config.policy.freeze == "encoder" and policy.path:
+        yield ("policy.freeze",), f"{algorithm} trains the whole policy; write nothing"
 
 
 def _groups(config: VLAConfig) -> Iterator[Finding]:
@@ -76,7 +108,7 @@ def _samplers(config: VLAConfig) -> Iterator[Finding]:
 
 def _updates(config: VLAConfig) -> Iterator[Finding]:
     trainer, sampler = config.trainer, config.sampler
-    if trainer.algorithm not in ("ppo", "grpo"):
+    if trainer.algorithm not in ("ppo", "grpo", "diwa"):
         return
     if trainer.entropy_weight and sampler.kind not in ("flow_noise", "reinflow"):
         text = f"the noise of {sampler.kind} is not learned, its entropy has no gradient; write 0"

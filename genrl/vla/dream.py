@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from genrl.mdp.noise import derive_seed, generator
 from genrl.vla.encoder import Inputs, ObservationEncoder
-from genrl.vla.minitable import MiniTable, task
+from genrl.vla.minitable import MiniTable, State, task
+from genrl.vla.minitable import render as draw
 from genrl.vla.minitable.play import seen
 from genrl.vla.minitable.task import INSTRUCTIONS, Floats
 from genrl.vla.normalise import statistics
@@ -63,7 +64,8 @@ class Dream:
                 f"{len(starts.h)} starts have {len(instructions)} instructions: one each, and one at least"
             )
         self.world, self.judge, self.starts, self.instructions = world, judge, starts, list(instructions)
-        self.num_envs, self.chunk, self.max_steps, self.group_size = num_envs, chunk, max_steps, group_size
+        self.num_envs, self.chunk, self.group_size, self._limit = num_envs, chunk, group_size, max_steps
+        self.max_steps: int | None = max_steps
         self.waited_s, self.dropped, self.restarts, self.action_dim = 0.0, 0, 0, 3
         self._latent = world.start(num_envs)
         self._start = np.zeros(num_envs, dtype=np.int64)
@@ -117,13 +119,21 @@ class Dream:
             done[at.numpy()] = self.judge.fulfilled(as_observation(after, tokens[at])).numpy()
             rewards[done, k] = 1.0
             terminated |= done
-            alive = alive & ~done & (self._elapsed < self.max_steps)
-        truncated = ~resetting & ~terminated & (self._elapsed >= self.max_steps)
+            alive = alive & ~done & (self._elapsed < self._limit)
+        truncated = ~resetting & ~terminated & (self._elapsed >= self._limit)
         if resetting.any():
             self._count[resetting] += 1
             self._begin(resetting)
         self._ended = terminated | truncated
         return self._show(), rewards.sum(1), terminated, truncated, self._info(rewards, executed)
+
+    def render(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        """What some dreams look like: the tables that their latents stand for, [n, 128, 128, 3]."""
+        shown = self.world.decode(self._latent.rows(torch.tensor(list(slots)))).detach().numpy()
+        gripper, discs = shown[:, :2], shown[:, 3:].reshape(-1, 3, 2)
+        nearest = np.linalg.norm(discs - gripper[:, None], axis=-1).argmin(1)
+        held = np.where(shown[:, 2] > 0.5, nearest, -1)
+        return draw(State(gripper, discs, held, np.zeros(len(held), dtype=np.int64)), 128)
 
     def close(self) -> None:
         """Nothing was started."""
@@ -178,6 +188,10 @@ class LatentTable(MiniTable):
             begun = self.world.first(torch.from_numpy(seen(self.state.rows(resetting))))
             self.latent.h[at], self.latent.z[at] = begun.h, begun.z
         return self._latents(), rewards, terminated, truncated, info
+
+    def render(self, slots: Sequence[int]) -> NDArray[np.uint8]:  # type: ignore[override]
+        """Pictures of some tables, as `environments.Environment` has it."""
+        return draw(self.state.rows(np.array(list(slots))), self.render_size)
 
     def _latents(self) -> Shown:
         return {"agent_pos": self.latent.h.numpy().copy(), "environment_state": self.latent.z.numpy().copy()}

@@ -19,10 +19,23 @@ from genrl.mdp import forward
 from genrl.mdp.noise import generator
 from genrl.objectives import iql
 from genrl.objectives.gae import chunk_rewards
+from genrl.runtime.loop import Loop
 from genrl.vla.encoder import MODES, Inputs, ObservationEncoder, value_head
 from genrl.vla.imitation import flow_times
 from genrl.vla.normalise import normalise
-from genrl.vla.policy import ACTION, STATE, TOKENS, Batch, Policy, PredictsNoise, PredictsVelocity, Statistics, rows
+from genrl.vla.policy import (
+    ACTION,
+    ENVIRONMENT,
+    STATE,
+    TOKENS,
+    Batch,
+    Policy,
+    PredictsNoise,
+    PredictsVelocity,
+    Statistics,
+    rows,
+    tokenise,
+)
 from genrl.vla.rollout import ENVIRONMENT_NAMES, ChunkRollout, Tables
 from genrl.vla.sampling import Frozen, Sampler, act, transition
 
@@ -49,7 +62,7 @@ class Transitions(NamedTuple):
     episode: Tensor
 
 
-class Reads(Protocol):
+class Reader(Protocol):
     """What a policy says of its input: the entries of an observation, and its words."""
 
     @property
@@ -58,14 +71,39 @@ class Reads(Protocol):
     def tokenise(self, instructions: Sequence[str]) -> Tensor: ...
 
 
+class Words:
+    """A reader of states who knows some words: for data that come before their policy."""
+
+    inputs = (STATE, ENVIRONMENT, TOKENS)
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.words = words
+
+    def tokenise(self, instructions: Sequence[str]) -> Tensor:
+        return tokenise(instructions, self.words)
+
+
 Behaviour = Callable[[Batch, int], Tensor]
 """(observation of B tables, number of the decision) -> chunks float32 [B, H, A] in the robot's units."""
+
+Step = Callable[[Tensor], object]
+"""Takes a loss []: gradients, clipping and an optimiser step."""
+
+
+def stepper(loop: Loop) -> Step:
+    """An optimiser step of a run's own optimiser on the policy."""
+
+    def step(loss: Tensor) -> dict[str, float]:
+        loop.backward(loss, evidence={"loss": loss.detach()}, info={"optimizer_steps": loop.optimizer_steps})
+        return loop.step(["policy"])
+
+    return step
 
 
 def play(
     env: Tables,
     behave: Behaviour,
-    reads: Reads,
+    reads: Reader,
     *,
     decisions: int,
     seed: int | None = None,
@@ -120,7 +158,7 @@ def play(
     return Transitions(observation=now, next_observation=following, **joined)
 
 
-def observe(raw: dict[str, NDArray[Any]], env: Tables, reads: Reads) -> Batch:
+def observe(raw: dict[str, NDArray[Any]], env: Tables, reads: Reader) -> Batch:
     """What `reads` reads of an environment's observation, by the policy's names."""
     named = {ENVIRONMENT_NAMES[name]: value for name, value in raw.items() if name in ENVIRONMENT_NAMES}
     found = {name: torch.from_numpy(np.array(named[name])) for name in reads.inputs if name != TOKENS}
@@ -213,6 +251,32 @@ def behaviour_of(policy: Policy, sampler: Sampler, seed: int, *, frozen: Policy 
     return behave
 
 
+class Store:
+    """What a trainer keeps beside the policy, for checkpoints: modules and optimisers by name, and data.
+
+    ready: whether the preparation that precedes the first iteration is done.
+    """
+
+    def __init__(self, **modules: Any) -> None:
+        self.modules = modules
+        self.data: dict[str, Any] = {}
+        self.ready = False
+
+    def state_dict(self) -> dict[str, Any]:
+        modules = {name: module.state_dict() for name, module in self.modules.items()}
+        data = {k: {"$transitions": v._asdict()} if isinstance(v, Transitions) else v for k, v in self.data.items()}
+        return {"modules": modules, "data": data, "ready": self.ready}
+
+    def load_state_dict(self, saved: dict[str, Any], /) -> None:
+        for name, module in self.modules.items():
+            module.load_state_dict(saved["modules"][name])
+        self.data = {
+            key: Transitions(**value["$transitions"]) if isinstance(value, dict) and "$transitions" in value else value
+            for key, value in saved["data"].items()
+        }
+        self.ready = saved["ready"]
+
+
 class CriticNet(nn.Module):
     """Observation, and chunk where it has `numbers` of them -> [N]: the policies' encoder of its own, then an MLP."""
 
@@ -226,7 +290,8 @@ class CriticNet(nn.Module):
         features = self.encoder(observation)
         if self.numbers:
             assert action is not None
-            chunk = normalise(action.to(features.device), self.stats[ACTION], MODES["ACTION"])
+            # beyond the range of the data the robot does no more, and the critic knows nothing
+            chunk = normalise(action.to(features.device), self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
             features = torch.cat([features, chunk.flatten(1)], 1)
         value: Tensor = self.head(features)[:, 0]
         return value

@@ -6,25 +6,52 @@ were learned from data, or of episodes), PPO's clip at every denoising step, and
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
+from genrl.config.vla import VLAConfig
+from genrl.config.vla_offline import RL100
 from genrl.mdp import chains
-from genrl.mdp.noise import generator
+from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.actor_critic import approximate_kl
 from genrl.objectives.gae import chunk_gae, normalise_advantages
+from genrl.objectives.iql import expectile_loss
 from genrl.objectives.policy_losses import clipped_surrogate
-from genrl.vla.encoder import MODES
-from genrl.vla.normalise import normalise
-from genrl.vla.offline import Critics, Transitions, take
-from genrl.vla.policy import ACTION, ENVIRONMENT, STATE, Batch, Policy, Statistics, rows
-from genrl.vla.rollout import ChunkRollout, training_rows
-from genrl.vla.sampling import Sampler, act, draw, replay, sample
-from genrl.vla.tiny_flow import TinyFlowVLA
+from genrl.vla.dynamics import Dynamics, Gate, offline_value, train_dynamics
+from genrl.vla.environments import minitable_tasks
+from genrl.vla.evaluate import evaluate
+from genrl.vla.folder import save_policy
+from genrl.vla.imitation import imitate
+from genrl.vla.minibatches import minibatches
+from genrl.vla.minitable import MiniTable, expert_chunk
+from genrl.vla.offline import (
+    Critics,
+    Step,
+    Store,
+    Transitions,
+    frames_of,
+    from_rollout,
+    merge,
+    play,
+    stepper,
+    successful,
+    take,
+    train_iql,
+)
+from genrl.vla.policy import STATE, Batch, Policy, rows
+from genrl.vla.rollout import ChunkRollout, collect, training_rows
+from genrl.vla.sampling import LearnedNoise, Sampler, act, draw, replay, sample
+from genrl.vla.setup import longest_episode, open_tables, sampler_of
+from genrl.vla.tiny_flow import TinyFlowConfig, TinyFlowVLA
+from genrl.vla.update import Figures
+
+if TYPE_CHECKING:
+    from genrl.vla.session import Session
 
 
 class Drawn(NamedTuple):
@@ -59,138 +86,28 @@ def draw_at(
 
 
 def surrogate_steps(
-    policy: Policy, sampler: Sampler, optimiser: torch.optim.Optimizer, batch: Drawn, *, clip: float, executed: int
+    policy: Policy, sampler: Sampler, step: Step, batch: Drawn, *, clip: float, executed: int
 ) -> Iterator[dict[str, float]]:
     """An optimiser step for every denoising step i, noisiest first: `-mean min(r_i A, clip(r_i, 1 -+ clip) A)`.
 
-    r_i is of the chunk's executed part. Gradient norm clipped at .5. Yields {"loss", "kl", "clip_frac"} of each.
-    Raises TypeError for a sampler whose chain is one decision (`LearnedNoise`): there is no ratio of a step.
+    r_i is of the chunk's executed part; `step` takes the loss, []. Yields {"loss/policy", "kl/updates",
+    "ratio/clipped"} of each. Raises TypeError for a sampler whose chain is one decision (`LearnedNoise`).
     """
     if batch.log_prob.shape[1] != batch.states.shape[1]:
         raise TypeError(f"RL-100 needs a ratio for every denoising step, {type(sampler).__name__} has one per chain")
-    assert isinstance(policy, nn.Module)
     for i in range(batch.states.shape[1]):
         one = slice(i, i + 1)
-        context = policy.encode(batch.observation)
-        step = (batch.states[:, one], batch.next_states[:, one], batch.step_index[:, one])
-        log_prob = _sums(replay(policy, sampler, context, *step).log_prob, executed)[:, 0]
-        old = batch.log_prob[:, i]
-        found = clipped_surrogate(log_prob, old, batch.advantage, clip, clip)
+        record = (batch.states[:, one], batch.next_states[:, one], batch.step_index[:, one])
+        log_prob = _sums(replay(policy, sampler, policy.encode(batch.observation), *record).log_prob, executed)[:, 0]
+        old = batch.log_prob[:, i].to(log_prob)
+        found = clipped_surrogate(log_prob, old, batch.advantage.to(log_prob), clip, clip)
         loss = found.loss.mean()
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
-        optimiser.step()
+        step(loss)
         yield {
-            "loss": loss.item(),
-            "kl": approximate_kl(log_prob, old).mean().item(),
-            "clip_frac": found.clipped.float().mean().item(),
+            "loss/policy": loss.item(),
+            "kl/updates": approximate_kl(log_prob, old).mean().item(),
+            "ratio/clipped": found.clipped.float().mean().item(),
         }
-
-
-class Dynamics(nn.Module):
-    """(observation, chunk) -> the observation after it, and whether the episode is over: what the policy is judged in.
-
-    Numbers only (`STATE` and `ENVIRONMENT`, the latter where the data have it); instructions stay what they are.
-    """
-
-    scale: Tensor
-
-    def __init__(self, data: Transitions, stats: Statistics, *, width: int = 256) -> None:
-        super().__init__()
-        self.stats = stats
-        self.names = [name for name in (STATE, ENVIRONMENT) if name in data.observation]
-        moved = torch.cat([data.next_observation[n] - data.observation[n] for n in self.names], 1)
-        self.register_buffer("scale", moved.std(0).clamp(min=0.01))
-        numbers, seen = data.action[0].numel(), moved.shape[1]
-        self.body = nn.Sequential(
-            nn.Linear(seen + numbers, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
-            nn.Linear(width, width), nn.SiLU(), nn.Linear(width, seen + 1),
-        )  # fmt: skip
-
-    def forward(self, observation: Batch, action: Tensor) -> tuple[Tensor, Tensor]:
-        """The change in units of its spread [B, S], and the logit of an end [B]."""
-        shown = [normalise(observation[name], self.stats[name], "MEAN_STD") for name in self.names]
-        chunk = normalise(action, self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
-        found = self.body(torch.cat([*shown, chunk.flatten(1)], 1))
-        return found[:, :-1], found[:, -1]
-
-    @torch.no_grad()
-    def after(self, observation: Batch, action: Tensor) -> tuple[Batch, Tensor]:
-        """The next observation, and whether the episode is over, bool [B]."""
-        change, over = self(observation, action)
-        moved, new, first = change * self.scale, dict(observation), 0
-        for name in self.names:
-            width = observation[name].shape[1]
-            new[name] = observation[name] + moved[:, first : first + width]
-            first += width
-        return new, over > 0
-
-    def loss(self, batch: Transitions) -> Tensor:
-        """Squared error of the change and cross-entropy of the end, []."""
-        change, over = self(batch.observation, batch.action)
-        moved = torch.cat([batch.next_observation[n] - batch.observation[n] for n in self.names], 1)
-        ended = functional.binary_cross_entropy_with_logits(over, batch.terminated.float())
-        error: Tensor = (change - moved / self.scale).square().mean() + ended
-        return error
-
-
-def train_dynamics(
-    model: Dynamics, data: Transitions, *, steps: int, batch_size: int, learning_rate: float, seed: int
-) -> Iterator[float]:
-    """Train it on the data, yielding the loss of every step; batches are functions of (seed, step)."""
-    optimiser = torch.optim.Adam(model.parameters(), lr=learning_rate)
-    for step in range(steps):
-        index = torch.randint(len(data.reward), (batch_size,), generator=generator(seed, "dynamics", step))
-        loss = model.loss(take(data, index))
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        yield loss.item()
-
-
-@torch.no_grad()
-def offline_value(
-    policy: Policy, sampler: Sampler, model: Dynamics, critics: Critics, start: Batch, *, steps: int, seed: int
-) -> float:
-    """Offline policy evaluation: the mean of min Q along `steps` decisions of the policy in the model from `start`.
-
-    Without exploration; the noise is the same for every policy that is compared. An imagined episode that is over keeps
-    its last Q. The critics are those that the policy climbs, so the figure can be exploited: evaluate for real, too.
-    """
-    observation, count = start, len(start[STATE])
-    over = torch.zeros(count, dtype=torch.bool)
-    kept, total = torch.zeros(count), 0.0
-    for step in range(steps):
-        noise = torch.randn(count, policy.horizon, policy.action_dim, generator=generator(seed, "judged", step))
-        actions = policy.actions(act(policy, sampler, policy.encode(observation), noise))
-        kept = torch.where(over, kept, critics.slow_q(observation, actions).amin(0))
-        total += float(kept.mean())
-        following, ended = model.after(observation, actions)
-        observation = {
-            name: torch.where(over.view(-1, *[1] * (value.dim() - 1)), value, following[name])
-            for name, value in observation.items()
-        }
-        over = over | ended
-    return total / steps
-
-
-class Gate:
-    """Which policy the trust region is centred on: a candidate takes the place of the old one if it is judged better.
-
-    best: the value of the old policy, the highest so far. accepted, refused: how many candidates were.
-    """
-
-    def __init__(self, best: float) -> None:
-        self.best, self.accepted, self.refused = best, 0, 0
-
-    def admits(self, value: float) -> bool:
-        """Whether a candidate of this value is accepted, which makes it the best."""
-        if value > self.best:
-            self.best, self.accepted = value, self.accepted + 1
-            return True
-        self.refused += 1
-        return False
 
 
 @torch.no_grad()
@@ -258,6 +175,259 @@ def distil(
         optimiser.step()
         schedule.step()
         yield loss.item()
+
+
+def train(session: Session, settings: RL100, frames: Batch | None) -> None:
+    """Imitation of the frames (None: the policy was loaded), rounds of offline RL, online RL, the one-step copy."""
+    config, loop, policy = session.config, session.loop, session.policy
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
+        numbers, stats = policy.horizon * policy.action_dim, policy.stats
+        critics = Critics(policy.config.inputs, stats, numbers, width=settings.critics.width)
+    store = Store(critics=critics.to(loop.accelerator.device))
+    loop.keep("rl100", store)
+    if not store.ready:
+        if frames is not None:
+            loop.phase("imitating")
+            _mean_of_last(
+                imitate(
+                    policy,
+                    frames,
+                    steps=settings.imitation_steps,
+                    batch_size=settings.imitation_batch,
+                    learning_rate=settings.imitation_lr,
+                    seed=config.seed,
+                )
+            )
+        shown = demonstrated(config, policy, settings.critics.gamma)
+        store.data = {} if shown is None else {"transitions": shown}
+        store.ready = True
+    step = stepper(loop)
+    for iteration in loop.iterations():
+        if iteration < settings.rounds:
+            row = offline_round(session, settings, store, critics, step, iteration)
+        else:
+            row = online_iteration(session, settings, critics, step, iteration)
+        if iteration == config.iterations - 1 and settings.distil_steps:
+            row |= distilled(session, settings, store)
+        loop.finish(row | {"lr": loop.optimizer.param_groups[0]["lr"]})
+
+
+def offline_round(
+    session: Session, settings: RL100, store: Store, critics: Critics, step: Step, iteration: int
+) -> dict[str, float]:
+    """Collect with the policy and merge, learn critics and model, improve under the gate, imitate the union."""
+    config, loop, policy = session.config, session.loop, session.policy
+    sampler, seed = sampler_of(config, policy, iteration), derive_seed(config.seed, "round", iteration)
+    with loop.timed("rollout"):
+        new = collected(session, sampler, settings.episodes, iteration, settings.critics.gamma)
+    known = [store.data["transitions"]] if "transitions" in store.data else []
+    data = store.data["transitions"] = merge(*known, new)
+    found = {"data/transitions": float(len(data.reward)), "data/success_mean": _success(new)}
+    with loop.timed("critics"):
+        loop.phase("learning critics", settings.critic_steps)
+        how = settings.critics
+        learned = Figures()
+        for figures in train_iql(
+            critics,
+            data,
+            steps=settings.critic_steps,
+            batch_size=how.batch_size,
+            learning_rate=how.lr,
+            expectile=how.expectile,
+            target_rate=how.target_rate,
+            seed=seed,
+        ):
+            learned.add({f"critic/{name}": value for name, value in figures.items()})
+            loop.advance(1)
+        found |= learned.means
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed % 2**32)
+            model = Dynamics(data, policy.stats).to(loop.accelerator.device)
+        found["dynamics/loss"] = _mean_of_last(
+            train_dynamics(
+                model,
+                data,
+                steps=settings.dynamics_steps,
+                batch_size=how.batch_size,
+                learning_rate=how.lr,
+                seed=seed,
+            )
+        )
+    with loop.timed("train"):
+        found |= improve(session, settings, critics, model, data, step, iteration, seed)
+    if settings.union != "none":
+        loop.phase("imitating")
+        chosen = take(data, successful(data)) if settings.union == "successes" else data
+        found["loss/imitation"] = _mean_of_last(
+            imitate(
+                policy,
+                frames_of(chosen),
+                steps=settings.union_steps,
+                batch_size=settings.batch_size,
+                learning_rate=settings.union_lr,
+                seed=seed,
+            )
+        )
+    return found
+
+
+def improve(
+    session: Session,
+    settings: RL100,
+    critics: Critics,
+    model: Dynamics,
+    data: Transitions,
+    step: Step,
+    iteration: int,
+    seed: int,
+) -> dict[str, float]:
+    """The gated updates of one round; the policy is the accepted one at the end."""
+    loop, policy = session.loop, session.policy
+    sampler, figures = sampler_of(session.config, policy, iteration), Figures()
+    chosen = torch.randint(len(data.reward), (settings.gate_starts,), generator=generator(seed, "starts"))
+    start = rows(data.observation, chosen)
+
+    def worth() -> float:
+        return offline_value(policy, sampler, model, critics, start, steps=settings.gate_steps, seed=seed)
+
+    gate, old = Gate(worth()), copy.deepcopy(policy).requires_grad_(False)
+    first = gate.best
+    loop.phase("training", settings.updates)
+    for update in range(settings.updates):
+        rng = generator(seed, "update", update)
+        index = torch.randint(len(data.reward), (settings.batch_size,), generator=rng)
+        observation = rows(data.observation, index)
+        batch = draw_at(old, sampler, critics, observation, rng, executed=session.env.chunk)
+        clip = decayed_clip(settings.clip_range, settings.clip_decay, update)
+        for row in surrogate_steps(policy, sampler, step, batch, clip=clip, executed=session.env.chunk):
+            figures.add(row)
+        if (update + 1) % settings.gate_every == 0 and gate.admits(worth()):
+            old.load_state_dict(policy.state_dict())
+        loop.advance(1)
+    policy.load_state_dict(old.state_dict())
+    counts = {"gate/accepted": float(gate.accepted), "gate/refused": float(gate.refused)}
+    return figures.means | counts | {"gate/value": gate.best, "gate/gain": gate.best - first}
+
+
+def online_iteration(
+    session: Session, settings: RL100, critics: Critics, step: Step, iteration: int
+) -> dict[str, float]:
+    """PPO on episodes of the policy, with V of the offline phase, which learns on."""
+    config, loop, policy = session.config, session.loop, session.policy
+    sampler, figures, executed = sampler_of(config, policy, iteration), Figures(), session.env.chunk
+    with loop.timed("rollout"):
+        rollout = acted(session, sampler, iteration, 0)
+    loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + int(rollout.n_executed.sum())
+    gamma = settings.critics.gamma
+    batch, returns, observation = online_batch(rollout, critics, gamma=gamma, lam=settings.lam, executed=executed)
+    optimiser = torch.optim.Adam(critics.v.parameters(), lr=settings.critics.lr)
+    count = len(returns)
+    loop.phase("training", settings.online_epochs * count)
+    with loop.timed("train"):
+        for epoch in range(settings.online_epochs):
+            for dealt in minibatches(
+                [count], 0, settings.online_minibatch, config.seed, "minibatches", iteration, epoch
+            ):
+                chosen = part(batch, dealt.mine)
+                clip = settings.online_clip
+                for row in surrogate_steps(policy, sampler, step, chosen, clip=clip, executed=executed):
+                    figures.add(row)
+                error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(loop.accelerator.device)
+                optimiser.zero_grad(set_to_none=True)
+                expectile_loss(error, 0.5).mean().backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+                figures.add({"critic/value_loss": error.square().mean().item()})
+                loop.advance(len(dealt.mine))
+    first = rollout.valid & (rollout.episode == 0)
+    success = float((rollout.success & first).any(0).float().mean())
+    return figures.means | {"rollout/success": success, "rollout/env_steps": float(loop.memory["env_steps"])}
+
+
+def distilled(session: Session, settings: RL100, store: Store) -> dict[str, float]:
+    """Make the one-step copy, judge it in the environment, and save it as `one_step` in the run folder."""
+    config, loop, policy = session.config, session.loop, session.policy
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "student") % 2**32)
+        inputs = policy.config.inputs
+        student = TinyFlowVLA(TinyFlowConfig(inputs, policy.action_dim, policy.horizon), policy.stats)
+    student = student.to(loop.accelerator.device)
+    loop.phase("distilling")
+    sampler = sampler_of(config, policy, config.iterations)
+    observations = store.data["transitions"].observation
+    error = _mean_of_last(
+        distil(
+            student,
+            policy,
+            sampler,
+            observations,
+            steps=settings.distil_steps,
+            batch_size=settings.batch_size,
+            learning_rate=settings.imitation_lr,
+            seed=config.seed,
+        )
+    )
+    save_policy(student, loop.run.folder / "one_step")
+    judge = config.evaluation
+    env = open_tables(config, policy, num_envs=min(judge.episodes, judge.num_envs or config.environment.num_envs))
+    # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
+    found = evaluate(student, LearnedNoise(steps=1), env, episodes=judge.episodes, seed=judge.seed)
+    env.close()
+    return {"distil/error": error, "distil/success_mean": sum(found.success) / len(found.success)}
+
+
+def collected(session: Session, sampler: Sampler, episodes: int, iteration: int, gamma: float) -> Transitions:
+    """One episode in every environment, as often as it takes."""
+    parts = []
+    for turn in range(max(1, episodes // session.env.num_envs)):
+        rollout = acted(session, sampler, iteration, turn)
+        parts.append(from_rollout(rollout, session.policy, gamma=gamma))
+    return merge(*parts)
+
+
+def acted(session: Session, sampler: Sampler, iteration: int, turn: int) -> ChunkRollout:
+    """A rollout of one episode everywhere, by seeds of its own."""
+    loop, decisions = session.loop, longest_episode(session.env)
+    if decisions is None:
+        raise ValueError("environment.max_steps: the simulator does not say how long an episode can be; write it")
+    loop.phase("acting", decisions)
+    return collect(
+        session.env,
+        session.policy,
+        sampler,
+        decisions=decisions,
+        seed=derive_seed(session.config.seed, "turn", turn),
+        iteration=iteration,
+        one_episode=True,
+        advance=lambda: loop.advance(1),
+    )
+
+
+def demonstrated(config: VLAConfig, policy: Policy, gamma: float) -> Transitions | None:
+    """The expert's decisions in MiniTable as transitions; None elsewhere, where data begin with the first rollouts."""
+    source, env = config.demonstrations, config.environment
+    if source is None or source.expert is None or env.name != "minitable":
+        return None
+    limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
+    tasks, chunk = minitable_tasks(env.tasks or ()), env.chunk or policy.horizon
+    table = MiniTable(source.expert, tasks=tasks, image_size=policy.image_size, chunk=chunk, **limit)
+
+    def behave(observation: Batch, decision: int) -> Tensor:
+        return torch.from_numpy(expert_chunk(table.state, policy.horizon))
+
+    decisions = -(-table.max_steps // chunk)
+    return play(table, behave, policy, decisions=decisions, seed=config.seed, gamma=gamma, one_episode=True)
+
+
+def _mean_of_last(losses: Iterator[float], count: int = 50) -> float:
+    """Run a training to its end; mean loss of its last steps."""
+    last = deque(losses, maxlen=count)
+    return sum(last) / len(last)
+
+
+def _success(data: Transitions) -> float:
+    """Share of episodes that succeeded."""
+    return float(data.success.sum()) / (int(data.episode.max()) + 1)
 
 
 def _sums(log_prob: Tensor, executed: int) -> Tensor:

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
 from genrl.config import dump
-from genrl.config.vla import GRPO, PPO, SFT, Diffusion, VLAConfig
+from genrl.config.vla import GRPO, PPO, SFT, Diffusion, DiWA, VLAConfig
+from genrl.config.vla_offline import FISOR, RL100, RLVLMF
 from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
 from genrl.runtime.loop import Abandoned, Loop, make_accelerator
@@ -24,7 +25,7 @@ from genrl.runtime.progress import Progress
 from genrl.runtime.report import write_report
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Stop, Watchdog, catch_stop
-from genrl.vla import grpo, ppo, sft
+from genrl.vla import diwa, fisor, grpo, ppo, rl100, rl_vlm_f, sft
 from genrl.vla.environments import Environment
 from genrl.vla.evaluate import Judged, evaluate, success_rates
 from genrl.vla.folder import save_policy
@@ -44,6 +45,9 @@ from genrl.vla.videos import contact_sheet, write_clips
 
 FPS = 4
 """Of films, which have a frame for every decision."""
+
+OFFLINE = ("rl100", "diwa", "fisor", "rl_vlm_f")
+"""Trainers whose data and critics are not shared out to several processes."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +91,20 @@ def train(config: VLAConfig, resume: Path | None = None) -> Path:
         stack.enter_context(watchdog)
         try:
             match config.trainer:
+                case DiWA() as settings:
+                    diwa.train(session, settings)
                 case PPO() as settings:
                     ppo.train(session, settings)
                 case GRPO() as settings:
                     grpo.train(session, settings)
                 case SFT() as settings:
                     sft.train(session, settings, frames)
+                case RL100() as settings:
+                    rl100.train(session, settings, frames)
+                case FISOR() as settings:
+                    fisor.train(session, settings)
+                case RLVLMF() as settings:
+                    rl_vlm_f.train(session, settings)
         except Abandoned:
             logger.info("the running iteration is done again on resume")
         finish(session)
@@ -103,6 +115,8 @@ def train(config: VLAConfig, resume: Path | None = None) -> Path:
 
 def check_processes(config: VLAConfig, num_processes: int) -> None:
     """ValueError where environments cannot be shared out to the processes in whole groups."""
+    if config.trainer.algorithm in OFFLINE and num_processes > 1:
+        raise ValueError(f"trainer.algorithm: {config.trainer.algorithm} runs in one process, not in {num_processes}")
     groups = config.environment.num_envs // config.environment.group_size
     if groups % num_processes:
         raise ValueError(
@@ -118,6 +132,11 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
         policy = load_trained(config.policy.path)
         if isinstance(config.trainer, SFT):
             frames = frames_of(config, policy)[0]
+    elif isinstance(config.trainer, DiWA):
+        policy = diwa.new_policy(config, config.trainer)
+    elif isinstance(config.trainer, FISOR | RLVLMF):
+        behaviour = fisor if isinstance(config.trainer, FISOR) else rl_vlm_f
+        policy = behaviour.new_policy(config)
     else:
         frames, words = frames_of(config, None)
         policy = new_policy(config, frames, words)
