@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -28,8 +28,6 @@ from torch.nn import functional
 
 from genrl.vla.normalise import Mode, normalise, unnormalise
 from genrl.vla.policy import ACTION, TOKENS, Batch, Statistics
-
-Kind = Literal["pi0", "pi05", "smolvla", "diffusion"]
 
 HEADS = ("value_head.", "noise_head.")
 _PROCESSORS = ("policy_preprocessor", "policy_postprocessor")

@@ -375,7 +375,6 @@ def test_heads_are_a_function_of_the_seed_and_can_be_taken_away(adaptive: bool, 
 
 
 def test_cameras_can_be_renamed_and_left_out(folders) -> None:
-    """A camera that is not there is one that is masked: the same velocity as with fewer pictures."""
     path, _ = folders[False]
     policy = load_policy(path, adapt=Adapt(rename={"observation.image": "observation.images.left_wrist_0_rgb"}))
     assert policy.inputs == ("observation.state", "observation.image", TOKENS)
@@ -384,6 +383,25 @@ def test_cameras_can_be_renamed_and_left_out(folders) -> None:
     assert policy.encode(one)["valid"].sum(1).tolist() == [4 + 9, 4 + 5, 4 + 5]
     with pytest.raises(ValueError, match="nearest one is 'observation.images.left_wrist_0_rgb'"):
         load_policy(path, adapt=Adapt(rename={"observation.image": "observation.images.left_wrist"}))
+
+
+@BOTH
+def test_a_camera_that_is_left_out_is_one_that_is_masked(adaptive: bool, folders, monkeypatch) -> None:
+    path, _ = folders[adaptive]
+    base = "observation.images.base_0_rgb"
+    without, masked = load_policy(path, adapt=Adapt(rename={base: base})), load_policy(path)
+    embed = masked._embed
+
+    def dark(*given):
+        x, valid = embed(*given)
+        valid[:, 4:8] = False
+        return x, valid
+
+    monkeypatch.setattr(masked, "_embed", dark)
+    seen = observation(masked)
+    ours, theirs = (p.velocity(p.encode(seen), chunk(), SIGMA) for p in (without, masked))
+    assert without.encode(seen)["valid"].shape[1] + 4 == masked.encode(seen)["valid"].shape[1]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
