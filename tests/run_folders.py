@@ -1,0 +1,125 @@
+"""What runs of any kind left behind, compared, and runs in processes of their own.
+
+Runs that have to be killed, or that need several processes, go through `start`: the children are forked from one server
+that has done the imports (`multiprocessing`'s forkserver).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from genrl.runtime import checkpoint
+from genrl.runtime.metrics import document
+from genrl.runtime.run import Run, read_metrics
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """The metric rows, without what differs from run to run (times, memory)."""
+    kept = read_metrics(Run(run).metrics)
+    return [{k: v for k, v in row.items() if k == "step" or document(k).reproducible} for row in kept]
+
+
+def last_state(run: Path) -> checkpoint.Loaded:
+    """The newest checkpoint."""
+    path = checkpoint.latest(Run(run).checkpoints)
+    assert path is not None
+    return checkpoint.load(path)
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What differs between two finished runs: weights, snapshots, optimiser, metrics. Empty: equal to the bit."""
+    a, b = last_state(one), last_state(other)
+    found = [] if a.step == b.step else [f"step {a.step} and {b.step}"]
+    # A row that waits for its evaluation is in the checkpoint of the run that was stopped, and in the other's metrics.
+    if {**a.state, "unfinished_row": None} != {**b.state, "unfinished_row": None}:
+        found.append("state.json")
+    for stem in sorted(a.tensors.keys() | b.tensors.keys()):
+        left, right = a.tensors.get(stem, {}), b.tensors.get(stem, {})
+        if left.keys() != right.keys():
+            found.append(f"{stem}: names")
+        found += [f"{stem}: {k}" for k in left.keys() & right.keys() if not torch.equal(left[k], right[k])]
+    ours, theirs = rows(one), rows(other)
+    if [row["step"] for row in ours] != [row["step"] for row in theirs]:
+        found.append(f"rows of steps {[r['step'] for r in ours]} and {[r['step'] for r in theirs]}")
+    for mine, yours in zip(ours, theirs, strict=False):
+        keys = sorted(mine.keys() | yours.keys())
+        found += [f"row {mine['step']}: {k}" for k in keys if mine.get(k) != yours.get(k)]
+    return found
+
+
+# -- runs in processes of their own ------------------------------------------------------------------------------
+
+
+@cache
+def _forkserver(module: str) -> multiprocessing.context.ForkServerContext:
+    """There is one server in a process; the module of its first target has the imports that it does."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
+
+
+def start(target: Callable[..., None], *arguments: Any, log: Path, environment: Mapping[str, str] = {}) -> BaseProcess:
+    """Run `target(*arguments)` in a child that is forked from a process with all imports done; CPU only.
+
+    What it prints goes into `log`. Its exit code is that of SystemExit, 1 after an exception.
+    """
+    context = _forkserver(target.__module__)
+    process = context.Process(target=_child, args=(target, arguments, str(log), dict(environment)), daemon=True)
+    process.start()
+    return process
+
+
+def start_ranks(count: int, target: Callable[..., None], *arguments: Any, log: Path) -> list[BaseProcess]:
+    """The same in `count` processes that find each other as those of `torchrun` do (gloo)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        start(
+            target,
+            *arguments,
+            log=log.with_name(f"{log.stem}-rank-{rank}{log.suffix}"),
+            environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(count)
+    ]
+
+
+def wait(processes: list[BaseProcess], timeout_s: float = 120.0) -> list[int | None]:
+    """Exit codes (negative: killed by that signal); None, and killed, where one is not done in time."""
+    deadline = time.monotonic() + timeout_s
+    codes: list[int | None] = []
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        codes.append(process.exitcode)
+    for process in processes:
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return codes
+
+
+def _child(target: Callable[..., None], arguments: tuple[Any, ...], log: str, environment: Mapping[str, str]) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", closefd=False)
+    os.environ.update(environment | {"CUDA_VISIBLE_DEVICES": ""})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    target(*arguments)

@@ -1,0 +1,148 @@
+"""Tiny whole runs of policies on the CPU: eight tables, a policy of a second's imitation that sometimes succeeds."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from run_folders import differences, last_state, rows, start, start_ranks, wait
+from tiny_policies import WORDS, diffusion, flow
+from torch import Tensor
+
+from genrl.config import VLAConfig, load
+from genrl.runtime.loop import make_accelerator
+from genrl.runtime.progress import Progress
+from genrl.runtime.run import Run
+from genrl.runtime.signals import Watchdog, catch_stop
+from genrl.vla.demonstrations import expert_demonstrations
+from genrl.vla.environments import minitable_tasks
+from genrl.vla.folder import load_policy, save_policy
+from genrl.vla.imitation import imitate, minitable_frames
+from genrl.vla.session import Session
+from genrl.vla.train import open_policy, open_session, train
+
+__all__ = ["differences", "last_state", "rows", "start", "start_ranks", "wait"]  # beside its own
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "flow_sde": {"kind": "flow_sde", "steps": 3},
+    "flow_cps": {"kind": "flow_cps", "steps": 3},
+    "flow_noise": {"kind": "flow_noise", "steps": 3},
+    "reinflow": {"kind": "reinflow", "steps": 3},
+    "diffusion": {"kind": "diffusion", "steps": 5, "ft_denoising_steps": 3},
+}
+"""One of each kind."""
+
+
+@cache
+def _policies() -> tempfile.TemporaryDirectory[str]:
+    """Removed when this process ends."""
+    return tempfile.TemporaryDirectory(prefix="genrl-policies-")
+
+
+@cache
+def folder(kind: str) -> Path:
+    """A policy that touches discs about every second time: "flow", or "diffusion"."""
+    shown = expert_demonstrations(100, tasks=minitable_tasks(("touch",)), seed=0)
+    frames = minitable_frames(shown, WORDS, horizon=4, image_size=0)
+    policy = flow(stir=False) if kind == "flow" else diffusion()
+    steps = 80 if kind == "flow" else 200
+    for _ in imitate(policy, frames, steps=steps, batch_size=64, learning_rate=2e-3, seed=0):
+        pass
+    save_policy(policy, Path(_policies().name) / kind)
+    return Path(_policies().name) / kind
+
+
+def policy_of(sampler: str) -> Path:
+    """The policy that this kind of sampler needs."""
+    return folder("diffusion" if sampler == "diffusion" else "flow")
+
+
+def settings(place: Path, *, sampler: str = "flow_sde", **changes: Any) -> dict[str, Any]:
+    """The YAML of a tiny PPO run in `place`; `changes` are sections, merged key by key."""
+    tree: dict[str, Any] = {
+        "policy": {"path": str(policy_of(sampler))},
+        "environment": {"name": "minitable", "tasks": ["touch"], "num_envs": 8, "max_steps": 16},
+        "sampler": SAMPLERS[sampler],
+        "trainer": {"algorithm": "ppo", "epochs": 2, "minibatch": 16, "critic_warmup": 0, "kl_stop": None},
+        "optimizer": {"lr": 1e-3},
+        "evaluation": {"every": 0, "episodes": 8, "videos": 0},
+        "checkpoint": {"every": 1},
+        "trackers": [],
+        "iterations": 1,
+        "output": str(place / "run"),
+    }
+    for section, change in changes.items():
+        old = tree.get(section)
+        merges = isinstance(old, dict) and isinstance(change, Mapping) and "algorithm" not in change
+        tree[section] = {**old, **change} if merges else change  # type: ignore[dict-item]
+    return {name: section for name, section in tree.items() if section is not None}
+
+
+GRPO: dict[str, Any] = {
+    "trainer": {"algorithm": "grpo", "epochs": 2, "minibatch": 16, "kl_stop": None},
+    "environment": {"group_size": 4},
+}
+SFT: dict[str, Any] = {
+    "policy": {"new": {"image_size": 0}, "path": None},
+    "demonstrations": {"expert": 8},
+    "trainer": {"algorithm": "sft", "steps_per_iteration": 3, "batch_size": 16},
+}
+
+
+def config(place: Path, *, sampler: str = "flow_sde", **changes: Any) -> VLAConfig:
+    """`settings` through a YAML file and the loader, as the command line would."""
+    path = place / "tiny.yaml"
+    path.write_text(yaml.safe_dump(settings(place, sampler=sampler, **changes)), encoding="utf-8")
+    found = load(path)
+    assert isinstance(found, VLAConfig)
+    return found
+
+
+@contextmanager
+def session(settings: VLAConfig) -> Iterator[Session]:
+    """The session of a new run, as `train` opens it: for tests that look at a trainer from inside."""
+    run = Run(Path(settings.output))
+    torch.manual_seed(settings.seed)
+    with ExitStack() as stack:
+        stop = stack.enter_context(catch_stop())
+        progress = stack.enter_context(Progress(settings.iterations, enabled=False))
+        watchdog = stack.enter_context(Watchdog(run, 600))
+        policy, _ = open_policy(settings)
+        accelerator = make_accelerator(settings.distributed.timeout_s)
+        yield open_session(settings, accelerator, run, progress, watchdog, stop, policy, stack)
+
+
+def weights(policy: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in policy.state_dict().items()}
+
+
+def moved(policy: torch.nn.Module, before: Mapping[str, Tensor]) -> set[str]:
+    """Names of what is not as it was, to the bit."""
+    return {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+
+
+def gradients(one: Session) -> dict[str, Tensor]:
+    """What a backward pass left."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in one.policy.named_parameters()
+        if p.requires_grad
+    }
+
+
+def trained_weights(run: Path) -> dict[str, Tensor]:
+    """Of the folder that a run leaves."""
+    return weights(load_policy(run / "policy"))
+
+
+def train_file(path: str, resume: str | None = None) -> None:
+    """Child: train the YAML file, or go on in the folder `resume`."""
+    found = load(Path(path))
+    assert isinstance(found, VLAConfig)
+    train(found, Path(resume) if resume else None)
