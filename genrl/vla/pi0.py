@@ -300,13 +300,13 @@ def load(path: Path, device: torch.device | str, adapt: Adapt) -> PI0:
         if getattr(config, name) not in known:
             raise ValueError(f"{path}/config.json: {name} must be one of {sorted(known)}, found {settings[name]!r}")
     weights, metadata = lerobot.read_weights(path)
-    embedding = next((value for key, value in weights.items() if _own_name(key) in (_EMBEDDING, _TIED)), None)
+    embedding = next((value for key, value in weights.items() if own_name(key) == _EMBEDDING), None)
     if embedding is None:
         raise ValueError(f"{path}/model.safetensors has neither {_EMBEDDING!r} nor {_TIED!r}")
     policy = PI0(config, Robot(folder), Prompts(folder, TOKENIZER), len(embedding))
     policy.folder = folder
     unused = [r"paligemma_with_expert\.gemma_expert\.lm_head\.weight"]
-    policy.layout = lerobot.place(policy, weights, metadata, _names(weights), unused, path)
+    policy.layout = lerobot.place(policy, weights, metadata, own_name, unused, path)
     vision = policy._paligemma["vision_tower"].embeddings
     vision.position_ids = torch.arange(vision.num_positions)[None]
     lerobot.add_heads(policy, path)
@@ -333,14 +333,11 @@ def _prompts(tokens: Tensor, state: Tensor) -> list[str]:
     return texts
 
 
-def _own_name(key: str) -> str:
-    """Published keys have `model.` before them or not, and `vision_model.` after the vision tower or not."""
-    return key.removeprefix("model.").replace(".vision_tower.vision_model.", ".vision_tower.")
-
-
-def _names(weights: dict[str, Tensor]) -> Any:
-    """The embedding is stored under its own name, under the head's that it is tied to, or under both."""
-    return lambda key: _EMBEDDING if _own_name(key) == _TIED else _own_name(key)
+def own_name(key: str) -> str:
+    """A published key as it is here: with or without `model.` before it and `vision_model.` after the vision tower; the
+    embedding stored under its own name, under the head's that it is tied to, or under both."""
+    name = key.removeprefix("model.").replace(".vision_tower.vision_model.", ".vision_tower.")
+    return _EMBEDDING if name == _TIED else name
 
 
 def _stack(size: Gemma, *, adaptive: bool) -> nn.ModuleDict:

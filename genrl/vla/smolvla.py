@@ -287,7 +287,7 @@ def expert_mlp(width: int) -> int:
     return 256 * -(-4 * int(2 * width / 3) // 256)
 
 
-def _names(weights: dict[str, Tensor]) -> Any:
+def _names(weights: dict[str, Tensor]) -> Callable[[str], str]:
     """Published keys have `model.` before them. A language head that is stored without the embedding is tied to it."""
     tied = not any(key.removeprefix("model.") == _EMBEDDING for key in weights)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from published import LINES, PI_REAL, PI_TINY, pi_folder, pi_observation, pi_shapes, random_weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -57,8 +60,7 @@ def test_the_layout_is_the_published_one(adaptive: bool, folders) -> None:
         assert sum(size for key, size in sizes.items() if ".paligemma." not in key) == 693_422_112
     policy = load_policy(folders[adaptive][0])
     real = pi0.PI0(pi0.PI0Config(adaptive), policy.robot, policy.prompts, 257152)
-    names = pi0._names({})
-    wanted = {names(key): shape for key, shape in published.items() if "gemma_expert.lm_head" not in key}
+    wanted = {pi0.own_name(key): shape for key, shape in published.items() if "gemma_expert.lm_head" not in key}
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == wanted
 
 
@@ -287,6 +289,12 @@ def test_pictures_are_padded_on_all_sides(folders) -> None:
     ours, theirs = policy.encode(small), policy.encode(boxed)
     assert boxed["observation.images.base_0_rgb"].shape == (3, 28, 28, 3)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=32))
+def test_the_state_falls_into_numpys_bins(state: list[float]) -> None:
+    wanted = np.digitize(np.array(state, np.float32), np.linspace(-1, 1, 257)[:-1]) - 1
+    assert pi0.discretised(torch.tensor([state]))[0].tolist() == wanted.tolist()
 
 
 def test_pi05_writes_the_state_into_the_prompt(folders) -> None:
