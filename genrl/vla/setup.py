@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -159,18 +159,25 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
         tasks = minitable_tasks(env.tasks or ())
         words = vocabulary([INSTRUCTIONS[number] for number in tasks])
         shown = expert_demonstrations(source.expert, tasks=tasks, seed=config.seed)
-        known = words if policy is None else policy.config.inputs.vocabulary
-        return minitable_frames(shown, known, horizon=reader.horizon, image_size=reader.image_size), words
+        frames = minitable_frames(shown, words, horizon=reader.horizon, image_size=reader.image_size)
+        return _told(frames, words, policy), words
     if env.name == "metaworld":
         names = metaworld_tasks.checked(env.tasks or ())
         words = vocabulary([metaworld_tasks.INSTRUCTIONS[name] for name in names])
-        known = words if policy is None else policy.config.inputs.vocabulary
         limit = metaworld_tasks.MAX_STEPS if env.max_steps is None else env.max_steps
         episodes = metaworld_expert.expert_episodes(
             names, source.expert, seed=config.seed, max_steps=limit, image_size=reader.image_size
         )
-        return metaworld_expert.expert_frames(episodes, known, horizon=reader.horizon), words
+        return _told(metaworld_expert.expert_frames(episodes, words, horizon=reader.horizon), words, policy), words
     raise ValueError(f"demonstrations.expert: {env.name} has no scripted expert; give a dataset instead")
+
+
+def _told(frames: Batch, words: Sequence[str], policy: Any) -> Batch:
+    """Frames whose instructions are numbers of `words`, in the policy's own tokens."""
+    if policy is None:
+        return frames
+    lines = [" ".join(words[number - 1] for number in row if number) for row in frames[TOKENS].tolist()]
+    return frames | {TOKENS: policy.tokenise(lines)}
 
 
 def freeze(config: VLAConfig, policy: Any) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import yaml
 from published import diffusion_folder, pi_folder, smol_folder
 
+from genrl.config import load
 from genrl.vla.folder import load_policy, save_policy
 from genrl.vla.lerobot import Adapt
 from genrl.vla.minitable import MiniTable
 from genrl.vla.policy import IMAGE
 from genrl.vla.rollout import collect, training_rows
 from genrl.vla.sampling import Diffusion, FlowSteps, replay
+from genrl.vla.train import train
 
 STATE3 = {"type": "STATE", "shape": [3]}
 
@@ -62,3 +65,29 @@ def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(kind: str, 
     theirs = load_policy(tmp_path / "b")
     assert theirs.inputs == policy.inputs and IMAGE in theirs.inputs
     assert torch.equal(theirs.value(theirs.encode(batch.observation)), policy.value(policy.encode(batch.observation)))
+
+
+@pytest.mark.parametrize("kind", ["pi05", "smolvla"])
+def test_it_imitates_the_expert_and_is_reinforced_from_that_run(kind: str, tmp_path) -> None:
+    save_policy(made(kind, tmp_path / "a"), tmp_path / "base")
+    common = {"environment": {"name": "minitable", "tasks": ["touch"], "num_envs": 4, "max_steps": 4, "chunk": 2}}
+    common |= {"evaluation": {"every": 0, "episodes": 4, "videos": 0}, "trackers": [], "iterations": 1}
+    imitation = {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 4}
+    reinforcement = {"algorithm": "ppo", "epochs": 1, "minibatch": 8, "critic_warmup": 0, "kl_stop": None}
+
+    def trained(name: str, path: str, **sections):
+        tree = common | sections | {"policy": {"path": path}, "output": str(tmp_path / name)}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+        train(load(tmp_path / f"{name}.yaml"))
+        return load_policy(tmp_path / name / "policy")
+
+    first = trained("sft", str(tmp_path / "base"), trainer=imitation, demonstrations={"expert": 4})
+    noisy = {"kind": "flow_noise", "steps": 2}
+    second = trained("ppo", str(tmp_path / "sft"), trainer=reinforcement, sampler=noisy)
+    assert second.critic and "noise_head" in dict(second.named_children())
+    base, one, two = (dict(p.named_parameters()) for p in (load_policy(tmp_path / "base"), first, second))
+    frozen = "paligemma_with_expert.paligemma." if kind == "pi05" else "vlm_with_expert.vlm."
+    for name in base.keys() & two.keys():
+        if "value_head" not in name:
+            still = name.startswith(frozen)
+            assert torch.equal(base[name], one[name]) == still and torch.equal(one[name], two[name]) == still, name
