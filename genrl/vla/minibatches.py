@@ -16,19 +16,26 @@ from genrl.mdp.noise import generator
 
 
 class Minibatch(NamedTuple):
-    """mine int64 [n]: which of this process's decisions; total: how many there are over all processes."""
+    """mine int64 [n]: which of this process's decisions; total: how many there are over all processes; most: the n of
+    the process that has most of them."""
 
     mine: Tensor
     total: int
+    most: int
 
 
 def minibatches(counts: Sequence[int], process: int, size: int, *keys: int | str) -> Iterator[Minibatch]:
     """One pass over all decisions in parts of about `size`, in an order that the keys decide.
 
-    counts: decisions of each process. The parts differ by one decision at most, so that none is a small remainder.
+    counts: decisions of each process. The parts differ by one decision at most, so that none is a small remainder; a
+    process may have nothing of a part. Without decisions there is no part.
     """
-    total, first = sum(counts), sum(counts[:process])
+    total = sum(counts)
+    if total == 0:
+        return
+    ends = torch.tensor(counts).cumsum(0)
     order = torch.randperm(total, generator=generator(*keys))
     for part in order.tensor_split(max(1, round(total / size))):
-        own = part[(part >= first) & (part < first + counts[process])] - first
-        yield Minibatch(own, len(part))
+        owner = torch.bucketize(part, ends, right=True)
+        own = part[owner == process] - sum(counts[:process])
+        yield Minibatch(own, len(part), int(owner.bincount().max()))

@@ -6,13 +6,14 @@ chunk, or the whole chain. All decisions of a chunk have the advantage of its en
 
 from __future__ import annotations
 
+import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config.vla import PPO
-from genrl.objectives.episodes import informative_groups
 from genrl.objectives.gae import Estimate, chunk_gae
-from genrl.vla.rollout import ChunkRollout, episode_returns
-from genrl.vla.scores import decisions
+from genrl.vla.rollout import ChunkRollout
+from genrl.vla.scores import decisions, filtered
 from genrl.vla.session import Session
 from genrl.vla.update import Figures, learn
 
@@ -22,13 +23,16 @@ def train(session: Session, settings: PPO) -> None:
     for iteration in session.loop.iterations():
         rollout = session.collect(settings)
         found = estimate(rollout, settings)
-        kept = filtered(rollout, settings)
+        kept = rollout.valid & filtered(rollout, settings)
         normalised = session.normalised(found.advantages, kept)
-        chosen = decisions(rollout._replace(valid=kept), normalised, found.returns, weights(rollout, settings))
+        weight = weights(rollout, kept, settings)
+        mean = session.summed({"weight": weight.sum(), "rows": kept.sum()})
+        weight = weight * max(1.0, mean["rows"]) / max(mean["weight"], 1e-9)
+        chosen = decisions(rollout._replace(valid=kept), normalised, found.returns, weight)
         figures = Figures()
         trains_policy = iteration >= settings.critic_warmup
         learn(session, rollout, chosen, settings, figures, policy=trains_policy, critic=True)
-        session.finish(rollout, figures, explained_variance(rollout, found, kept))
+        session.finish(rollout, figures, explained_variance(session, rollout, found, kept))
 
 
 def estimate(rollout: ChunkRollout, settings: PPO) -> Estimate:
@@ -47,27 +51,18 @@ def estimate(rollout: ChunkRollout, settings: PPO) -> Estimate:
     )
 
 
-def filtered(rollout: ChunkRollout, settings: PPO) -> Tensor:
-    """Which rows are trained on, bool [T, B]: those of groups that neither always nor never succeed, where asked."""
-    if settings.success_filter is None:
-        return rollout.valid
-    low, high = settings.success_filter
-    return rollout.valid & informative_groups(episode_returns(rollout), rollout.group, low=low, high=high)
-
-
-def weights(rollout: ChunkRollout, settings: PPO) -> Tensor:
-    """[T, B]: 1, or the inverse of the episode's length, with a mean of 1 over the valid rows (pi_RL, with a mask)."""
-    valid = rollout.valid.double()
+def weights(rollout: ChunkRollout, kept: Tensor, settings: PPO) -> Tensor:
+    """[T, B]: 1, or the inverse of the episode's length (pi_RL, with a mask), and 0 for rows that are not kept."""
     if settings.weighting == "decisions":
-        return valid
-    inverse = valid / valid.sum(0).clamp(min=1)
-    return inverse / (inverse.sum() / valid.sum().clamp(min=1))
+        return kept.double()
+    return kept.double() / rollout.valid.sum(0).clamp(min=1)
 
 
-def explained_variance(rollout: ChunkRollout, found: Estimate, kept: Tensor) -> dict[str, float]:
-    """`1 - var(R - V) / var(R)` of the critic that acted."""
+def explained_variance(session: Session, rollout: ChunkRollout, found: Estimate, kept: Tensor) -> dict[str, float]:
+    """`1 - var(R - V) / var(R)` of the critic that acted, over the decisions of all processes."""
     assert rollout.values is not None
-    returns, values = found.returns[kept], rollout.values.double()[kept]
+    own = torch.stack([found.returns[kept], rollout.values.double()[kept]])
+    returns, values = torch.cat(gather_object([own]), 1)
     spread = float(returns.var(correction=0)) if len(returns) else 0.0
     unexplained = float((returns - values).var(correction=0)) if len(returns) else 0.0
     return {"critic/explained_variance": 1.0 - unexplained / spread if spread > 0 else 0.0}

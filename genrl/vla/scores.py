@@ -10,10 +10,11 @@ from torch import Tensor
 from genrl.config.vla import PPO, Update
 from genrl.mdp import chains
 from genrl.objectives import actor_critic
+from genrl.objectives.episodes import informative_groups
 from genrl.objectives.gae import executed_mask
 from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.vla.policy import Batch
-from genrl.vla.rollout import ChunkRollout, training_rows
+from genrl.vla.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.sampling import Diffusion, Replay, Sampler, replay
 
 
@@ -40,6 +41,19 @@ def decisions(rollout: ChunkRollout, advantage: Tensor, returns: Tensor, weight:
     at = row.repeat_interleave(ratios)
     step = torch.arange(ratios).repeat(len(row))
     return Decisions(at, step, *(value.double().flatten()[at] for value in (advantage, returns, weight)))
+
+
+def filtered(rollout: ChunkRollout, settings: Update) -> Tensor:
+    """Which slots are trained on, bool [B]: of groups that neither always nor never succeed, where that is asked.
+
+    Episodes that were lost with their simulator are not, and say nothing of their group.
+    """
+    kept = rollout.valid.any(0)
+    if settings.success_filter is not None and bool(kept.any()):
+        low, high = settings.success_filter
+        returns, group = episode_returns(rollout)[kept], rollout.group[kept]
+        kept[kept.clone()] = informative_groups(returns, group, low=low, high=high)
+    return kept
 
 
 class Scored(NamedTuple):
@@ -117,7 +131,9 @@ def actor_loss(scored: Scored, chosen: Decisions, settings: Update, sampler: Sam
                 chosen.step, ratios, clip=settings.clip_range, base=settings.clip_base
             ).to(advantage)
             low = low.view(-1, *extra).expand(scored.log_prob.shape)
-    high = low if settings.clip_range_high is None else settings.clip_range_high
+    high = low if settings.clip_range_high is None else torch.full_like(scored.log_prob, settings.clip_range_high)
+    if isinstance(high, Tensor) and not isinstance(low, Tensor):
+        low = torch.full_like(high, low)
     spread = advantage.view(-1, *extra).expand(scored.log_prob.shape)
     found = clipped_surrogate(scored.log_prob, scored.old_log_prob, spread, low, high)
     loss = found.loss

@@ -96,12 +96,10 @@ class Session:
         valid = torch.arange(len(own)) < len(every)
         return normalise_advantages(own, valid, eps=1e-5)[len(every) :].view(advantages.shape)
 
-    def mean(self, values: dict[str, Tensor], number: Tensor) -> dict[str, float]:
-        """Sums of this process over the elements of all: [] each, number [] the elements of this one."""
-        names = list(values)
-        table = torch.stack([*(values[name].double() for name in names), number.double()])
-        table = torch.stack(gather_object([table])).sum(0)
-        return {name: float(table[i] / table[-1].clamp(min=1)) for i, name in enumerate(names)}
+    def summed(self, values: dict[str, Tensor]) -> dict[str, float]:
+        """Sums of this process, [] each, over all processes; the names are the same in all."""
+        table = torch.stack([value.double() for value in values.values()])
+        return dict(zip(values, torch.stack(gather_object([table])).sum(0).tolist(), strict=True))
 
     def finish(self, rollout: ChunkRollout, figures: Figures, found: dict[str, float]) -> None:
         """End of an iteration: what the episodes were like, what the updates did, evaluation, checkpoint."""

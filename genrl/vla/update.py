@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from genrl.config.vla import PPO, Update
 from genrl.objectives import actor_critic
+from genrl.vla.minibatches import Minibatch
 from genrl.vla.rollout import ChunkRollout
-from genrl.vla.scores import Decisions, actor_loss, score
+from genrl.vla.scores import Decisions, Scored, actor_loss, score
 
 if TYPE_CHECKING:
     from genrl.vla.session import Session
+
+PER_RATIO = ("loss/policy", "ratio/mean", "ratio/clipped", "kl/updates")
+"""Figures that are means over ratios; the others are over decisions."""
 
 
 @dataclass
@@ -52,62 +57,81 @@ def learn(
     with loop.timed("train"):
         for epoch in range(settings.epochs):
             for batch in session.dealt(len(chosen.row), settings, epoch):
-                if not update(session, rollout, chosen.chosen(batch.mine), batch.total, settings, figures, groups):
+                if not update(session, rollout, chosen, batch, settings, figures, groups):
                     return
 
 
 def update(
     session: Session,
     rollout: ChunkRollout,
-    mine: Decisions,
-    total: int,
+    chosen: Decisions,
+    batch: Minibatch,
     settings: Update,
     figures: Figures,
     groups: list[str],
 ) -> bool:
-    """One optimiser step on the decisions `mine`, this process's of `total`; False where the policy has moved so far
-    that the iteration's updates end before it."""
-    sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(()))
-    counted = torch.zeros(())
+    """One optimiser step on this process's decisions of a minibatch; False where the policy has moved so far that the
+    iteration's updates end before it.
+
+    All processes make as many passes, as each of them ends with one word to the others.
+    """
+    mine, ratios = chosen.chosen(batch.mine), rollout.log_prob.shape[2]
+    passes = math.ceil(batch.most / (settings.microbatch or batch.most))
+    names = [
+        *PER_RATIO,
+        *(["loss/value"] if "critic" in groups else []),
+        *(["entropy"] * (settings.entropy_weight > 0)),
+    ]
+    sums = {name: torch.zeros(()) for name in (*names, "number")}
     with torch.set_grad_enabled(True):
-        for part in torch.split(torch.arange(len(mine.row)), settings.microbatch or max(1, len(mine.row))):
-            one = mine.chosen(part)
-            scored = score(session.policy, rollout, one, settings)
-            found = actor_loss(scored, one, settings, rollout.sampler, rollout.log_prob.shape[2])
-            # a level below the chunk has several ratios in a decision: the mean is over them
-            each = scored.log_prob[0].numel()
-            loss = torch.zeros((), device=found.loss.device)
-            if "policy" in groups:
-                loss = loss + found.loss / (total * each) - settings.entropy_weight * found.entropy / total
-            if "critic" in groups:
-                assert isinstance(settings, PPO) and rollout.values is not None
-                value = session.policy.value(scored.context)
-                errors = actor_critic.value_loss(
-                    value,
-                    one.returns.to(value),
-                    old_values=rollout.values.flatten()[one.row].to(value),
-                    clip=settings.value_clip,
-                    huber_delta=settings.huber_delta,
-                )
-                value_loss = (errors * one.weight.to(value)).sum()
-                loss = loss + settings.value_weight * value_loss / total
-                sums["loss/value"] = sums["loss/value"] + value_loss.detach().cpu() * each
-            for name, figure in found.figures.items():
-                sums[name] = sums[name] + figure.detach().cpu()
-            if settings.entropy_weight:
-                sums["entropy"] = sums["entropy"] + found.entropy.detach().cpu() * each
-            counted = counted + found.number.cpu()
-            evidence = {"log_prob": scored.log_prob, "old_log_prob": scored.old_log_prob, "advantage": one.advantage}
+        for part in torch.arange(len(mine.row)).tensor_split(passes):
+            loss, evidence = torch.zeros(()), {}
+            if len(part):  # else it is another process that has the last ones
+                one = mine.chosen(part)
+                scored = score(session.policy, rollout, one, settings)
+                found = actor_loss(scored, one, settings, rollout.sampler, ratios)
+                parts = found.figures | {"number": found.number}
+                loss = torch.zeros((), device=found.loss.device)
+                if "policy" in groups:
+                    # a level below the chunk has several ratios in a decision: the mean is over them
+                    each = scored.log_prob[0].numel()
+                    loss = loss + found.loss / (batch.total * each)
+                    if settings.entropy_weight:
+                        loss = loss - settings.entropy_weight * found.entropy / batch.total
+                if settings.entropy_weight:
+                    parts["entropy"] = found.entropy
+                if "critic" in groups:
+                    parts["loss/value"] = value_loss(session.policy, rollout, scored, one, settings)
+                    loss = loss + settings.value_weight * parts["loss/value"] / batch.total  # type: ignore[attr-defined]
+                sums = {name: value + parts[name].detach().cpu() for name, value in sums.items()}
+                evidence = {"log_prob": scored.log_prob, "old_log_prob": scored.old_log_prob}
+                evidence |= {"advantage": one.advantage}
             session.loop.backward(loss, evidence=evidence, info={"trainer": settings.model_dump(mode="json")})
             session.loop.advance(len(part))
-    means = session.mean(dict(sums), counted)
+    summed = session.summed(sums)
+    number = max(1.0, summed.pop("number"))
+    means = {name: value / (number if name in PER_RATIO else batch.total) for name, value in summed.items()}
     if "policy" in groups:
         figures.add(means)
-        if settings.kl_stop is not None and means.get("kl/updates", 0.0) > settings.kl_stop:
+        if settings.kl_stop is not None and means["kl/updates"] > settings.kl_stop:
             session.loop.optimizer.zero_grad(set_to_none=True)
             return False
-    elif "loss/value" in means:
+    else:
         figures.add({"loss/value": means["loss/value"]})
     norms = session.loop.step(groups)
     figures.add({f"grad_norm/{name}": norm for name, norm in norms.items()})
     return True
+
+
+def value_loss(policy: Any, rollout: ChunkRollout, scored: Scored, chosen: Decisions, settings: Update) -> torch.Tensor:
+    """The critic's loss on these decisions, summed, []."""
+    assert isinstance(settings, PPO) and rollout.values is not None
+    value = policy.value(scored.context)
+    errors = actor_critic.value_loss(
+        value,
+        chosen.returns.to(value),
+        old_values=rollout.values.flatten()[chosen.row].to(value),
+        clip=settings.value_clip,
+        huber_delta=settings.huber_delta,
+    )
+    return (errors * chosen.weight.to(value)).sum()
