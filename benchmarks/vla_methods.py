@@ -32,6 +32,8 @@ METHODS = {
     "grpo": "Flow-SDE, GRPO",
     "metaworld": "Meta-World, Flow-SDE, PPO",
 }
+STARTS = {"metaworld": "metaworld_sft"}
+"""What has to be trained first."""
 FIGURE = Path("docs/img/vla_methods.svg")
 RESULTS = Path(__file__).with_suffix(".json")
 HEAD = """
@@ -60,13 +62,24 @@ def train(folder: Path, methods: list[str], seeds: list[int]) -> None:
             if rows and rows[-1]["step"] >= load(run.config).iterations:
                 continue
             shutil.rmtree(run.folder, ignore_errors=True)
-            arguments = [f"configs/vla/{name}.yaml", f"seed={seed}", f"output={run.folder}", "trackers=[]"]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-            process = subprocess.Popen([sys.executable, "-m", "genrl.cli", "train", *arguments], env=environment)
-            _, status, usage = os.wait4(process.pid, 0)
-            if code := os.waitstatus_to_exitcode(status):
-                raise SystemExit(f"{name}, seed {seed}: ended with {code}")
-            store(name, seed, run, usage.ru_utime + usage.ru_stime)
+            changes = [f"seed={seed}", f"output={run.folder}"]
+            if name in STARTS:  # a policy that does not come along
+                start = folder / STARTS[name]
+                if not (start / "policy").is_dir():
+                    one_run(f"configs/vla/{STARTS[name]}.yaml", [f"output={start}"])
+                changes.append(f"policy.path={start}")
+            store(name, seed, run, one_run(f"configs/vla/{name}.yaml", changes))
+
+
+def one_run(config: str, changes: list[str]) -> float:
+    """`genrl train` in a process of its own, with one thread; its CPU seconds and those of its workers."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "genrl.cli", "train", config, *changes, "trackers=[]"]
+    process = subprocess.Popen(command, env=environment)
+    _, status, usage = os.wait4(process.pid, 0)
+    if code := os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"{config}, {changes}: ended with {code}")
+    return usage.ru_utime + usage.ru_stime
 
 
 def store(name: str, seed: int, run: Run, cpu_s: float) -> None:
