@@ -375,11 +375,12 @@ def _paligemma(config: PI0Config, size: Gemma, vocabulary: int) -> nn.ModuleDict
         patch_size=eye.patch,
         vision_use_head=False,
     )
+    eyes = SiglipVisionModel(vision)
     language = _stack(size, adaptive=False)
     language["embed_tokens"] = nn.Embedding(vocabulary, size.width)
     return nn.ModuleDict(
         {
-            "vision_tower": SiglipVisionModel(vision),
+            "vision_tower": getattr(eyes, "vision_model", eyes),  # wrapped in the first releases of transformers 5
             "multi_modal_projector": nn.ModuleDict({"linear": nn.Linear(eye.width, size.width)}),
             "language_model": language,
         }

@@ -110,6 +110,7 @@ def test_a_trained_number_is_not_rounded_to_the_dtype_of_the_file(tmp_path) -> N
 
 def test_velocity_is_that_of_transformers_own_pi0(folders) -> None:
     """An implementation of other hands, with the same weights, prompt padding included."""
+    pytest.importorskip("transformers.models.pi0", reason="a newer transformers has its own pi0")
     from transformers import PI0Config, PI0ForConditionalGeneration
 
     path, weights = folders[False]
