@@ -54,6 +54,9 @@ class Policy(Section):
     """Folder of a policy as LeRobot saves it (config.json, model.safetensors), or of a run; null = `new`."""
     new: NewPolicy | None = None
     """A small policy with fresh weights; null = `path`."""
+    rename: dict[Text, Text] = {}
+    """Published policies: name in the environment -> name in the policy, for example observation.image:
+    observation.images.top (LeRobot's rename_map); cameras that are not named stay empty."""
     freeze: Literal["nothing", "encoder"] = "encoder"
     """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
     keep_features: Flag = True

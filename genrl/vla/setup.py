@@ -23,6 +23,7 @@ from genrl.vla.encoder import Inputs
 from genrl.vla.environments import Environment, minitable_tasks, open_environment
 from genrl.vla.folder import load_policy
 from genrl.vla.imitation import frame_statistics, minitable_frames
+from genrl.vla.lerobot import Adapt
 from genrl.vla.lerobot_dataset import open_dataset
 from genrl.vla.metaworld import expert as metaworld_expert
 from genrl.vla.metaworld import tasks as metaworld_tasks
@@ -60,14 +61,20 @@ def noise_head_of(config: VLAConfig) -> NoiseHead:
     return heads.get(config.sampler.kind, "none") if config.trainer.algorithm != "sft" else "none"
 
 
-def load_trained(path: str | Path, *, step: int | None = None, device: torch.device | str = "cpu") -> Any:
+def load_trained(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    rename: Mapping[str, str] | None = None,
+    device: torch.device | str = "cpu",
+) -> Any:
     """The policy of a folder as LeRobot saves it, or of a run: after `step` iterations, or of its newest checkpoint.
 
     Raises ValueError for a run without such a checkpoint.
     """
     folder = Path(path)
     if not (folder / "run.json").is_file():
-        return load_policy(folder, device=device)
+        return load_policy(folder, device=device, adapt=Adapt(rename=rename) if rename else None)
     found = checkpoint.latest(folder / "checkpoints")
     if not (folder / "policy").is_dir() or found is None:
         raise ValueError(f"{folder}: the run holds no policy yet; it is there after the first checkpoint")

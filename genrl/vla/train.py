@@ -129,7 +129,7 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     """The policy with the heads that the trainer needs, and the frames to imitate (None, where it imitates none)."""
     frames = None
     if config.policy.path is not None:
-        policy = load_trained(config.policy.path)
+        policy = load_trained(config.policy.path, rename=config.policy.rename)
         if isinstance(config.trainer, SFT):
             frames = frames_of(config, policy)[0]
     elif isinstance(config.trainer, DiWA):
