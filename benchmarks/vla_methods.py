@@ -2,6 +2,7 @@
 
     python -m benchmarks.vla_methods train runs/vla                        # every method and seed that is not done yet
     python -m benchmarks.vla_methods train runs/vla --methods dppo --seeds 0
+    python -m benchmarks.vla_methods add dppo 0 runs/dppo                  # a run that `genrl train` made
     python -m benchmarks.vla_methods report > docs/vla_results.md          # and docs/img/vla_methods.svg
 
 A run is `genrl train configs/vla/NAME.yaml` as it stands, in a process of its own with one thread. What the page needs
@@ -82,7 +83,7 @@ def one_run(config: str, changes: list[str]) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def store(name: str, seed: int, run: Run, cpu_s: float) -> None:
+def store(name: str, seed: int, run: Run, cpu_s: float | None) -> None:
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows = read_metrics(run.metrics)
     steps, curve = 0.0, []
@@ -92,7 +93,7 @@ def store(name: str, seed: int, run: Run, cpu_s: float) -> None:
             curve.append([round(steps), round(row["eval/success_mean"], 4)])
     kept[f"{name}-{seed}"] = {
         "curve": curve,
-        "cpu_s": round(cpu_s, 1),
+        "cpu_s": None if cpu_s is None else round(cpu_s, 1),
         "wall_s": round(sum(row.get("timing/iteration_s", 0.0) for row in rows), 1),
         "simulator_s": round(sum(row.get("timing/simulator_s", 0.0) for row in rows), 1),
         "iterations": rows[-1]["step"],
@@ -129,10 +130,11 @@ def page(results: dict[str, list[dict[str, Any]]]) -> str:
         steps = mean(run["curve"][-1][0] for run in runs)
         levels = [reached(run["curve"], 0.85) for run in runs]
         told = ", ".join("never" if x is None else f"{x / 1000:.0f}k" for x in levels)
-        minutes = mean(run["cpu_s"] for run in runs) / 60
+        known = [run["cpu_s"] / 60 for run in runs if run["cpu_s"]]
+        minutes = f"{mean(known):.1f}" if known else "-"
         lines.append(
             f"| `{name}.yaml`: {title} | {before:.3f} → **{mean(after):.3f}**{spread} | {steps / 1000:.0f}k | {told} "
-            f"| {runs[0]['iterations']} | {minutes:.1f} |"
+            f"| {runs[0]['iterations']} | {minutes} |"
         )
     return "\n\n".join([HEAD.strip(), "\n".join(lines), AFTER.strip(), NOTES.strip()]) + "\n"
 
@@ -172,10 +174,16 @@ def main() -> None:
     runs.add_argument("folder", type=Path)
     runs.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     runs.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    one = commands.add_parser("add", help="take a finished run of `genrl train`; what it cost is then not known")
+    one.add_argument("method", choices=METHODS)
+    one.add_argument("seed", type=int)
+    one.add_argument("folder", type=Path)
     commands.add_parser("report", help="print the page, write the figure")
     given = parser.parse_args()
     if given.command == "train":
         train(given.folder, given.methods, given.seeds)
+    elif given.command == "add":
+        store(given.method, given.seed, Run(given.folder), None)
     else:
         results = stored()
         print(page(results), end="")
