@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.mdp.noise import derive_seed
-from genrl.vla import ray_workers
+from genrl.vla import libero, maniskill, ray_workers
 from genrl.vla.metaworld import tasks as metaworld
 from genrl.vla.minitable import INSTRUCTIONS, PUT, TOUCH
 from genrl.vla.minitable.task import MAX_STEPS
@@ -19,7 +19,7 @@ from genrl.vla.rollout import Tables
 from genrl.vla.simulator import Description, Reading, find_registered, is_function
 from genrl.vla.workers import Inline, Process, Simulators
 
-BUILT_IN = ("minitable", "metaworld")
+BUILT_IN = ("minitable", "metaworld", "maniskill", "libero")
 
 
 class Environment(Tables, Protocol):
@@ -77,16 +77,19 @@ def open_environment(
 ) -> Environment:
     """`num_envs` slots of a simulator, executing chunks of `chunk` actions; nothing is started before the first reset.
 
-    name: "minitable", "metaworld", a gymnasium id ("gym_pusht/PushT-v0"), or "file.py:function" that returns a
-    gymnasium environment. tasks: instructions (or "put", "touch") of MiniTable, names of Meta-World; all where empty
-    ("put" for MiniTable). group_size: consecutive slots that see the same episodes. workers: processes, 0 for this one,
-    or "ray" with `ray_actors` actors (0: one per CPU of the cluster). timeout_s: the longest one environment may take
-    for a chunk or a reset, start_timeout_s for being made. image_size: pixels of a square picture, 0 for none.
-    max_steps: actions until truncation (None: the simulator's own limit). reward: 1 at success, or the environment's.
-    goals, seed: Meta-World's number of fixed starts of each task, drawn by the seed; 0 for a new one per episode.
-    instruction, success_key, proprioception, settings are for gymnasium environments: the sentence (if the environment
-    has no `task_description`), the entry of info that says success, how many of the first numbers of the observation
-    are `agent_pos`, and keyword arguments of `gymnasium.make` or of the function.
+    name: "minitable", "metaworld", "maniskill", "libero", a gymnasium id ("gym_pusht/PushT-v0"), or a function
+    "file.py:function" that returns a gymnasium environment. tasks: instructions (or "put", "touch") of MiniTable, names
+    of Meta-World, of LIBERO ("libero_spatial", "libero_10/3"), ids of ManiSkill, or what the function is to be called
+    with as `task`; where empty: put, all fifty, libero_spatial, PickCube-v1. group_size: consecutive slots that see the
+    same episodes. workers: processes, 0 for this one, or "ray" with `ray_actors` actors (0: one per CPU of the
+    cluster). timeout_s: the longest one environment may take for a chunk, start_timeout_s for beginning an episode, for
+    which it may have to be made. image_size: pixels of a square picture, 0 for none. max_steps: actions until
+    truncation (None: the simulator's own limit). reward: 1 at success, or the environment's. goals, seed: number of
+    fixed starts of each task, drawn by the seed; 0 for a new one per episode. instruction, success_key, proprioception,
+    settings are for gymnasium environments: the sentence (if the environment has no `task_description`), the entry of
+    info that says success, how many of the first numbers of the observation are `agent_pos`, and keyword arguments of
+    `gymnasium.make` or of the function; settings also of ManiSkill's make, and of `libero.host`.
+    Raises ValueError for what does not fit together.
     """
     described, count, limit = _described(
         name,
@@ -118,6 +121,10 @@ def _described(
     name: str, tasks: tuple[str, ...], how: Reading, settings: dict[str, Any]
 ) -> tuple[Description, int, int | None]:
     """What workers host, the number of tasks, the time limit if it is known."""
+    if name in ("minitable", "metaworld") and settings:
+        raise ValueError(f"{name} has no settings, got {sorted(settings)}")
+    if name == "minitable" and (how.goals or how.instruction or how.proprioception):
+        raise ValueError("goals, instruction and proprioception are not for minitable, which has its own")
     if name == "minitable":
         limit = MAX_STEPS if how.max_steps is None else how.max_steps
         told = {"tasks": minitable_tasks(tasks), "chunk": how.chunk, "image_size": how.image_size, "max_steps": limit}
@@ -127,6 +134,16 @@ def _described(
         names = metaworld.checked(tasks)
         told = {"tasks": names, "reading": replace(how, success_key="success", max_steps=limit)}
         return Description("genrl.vla.metaworld.env:host", told), len(names), limit
+    if name == "libero":
+        names = libero.expanded(tasks)
+        limit = libero.time_limit(names) if how.max_steps is None else how.max_steps
+        told = {"tasks": names, "reading": replace(how, max_steps=limit)} | settings
+        return Description("genrl.vla.libero:host", told), len(names), limit
+    if name == "maniskill":
+        names = tasks or ("PickCube-v1",)
+        limit = maniskill.MAX_STEPS if how.max_steps is None else how.max_steps
+        told = {"tasks": names, "reading": replace(how, success_key="success", max_steps=limit), "settings": settings}
+        return Description("genrl.vla.maniskill:host", told), len(names), limit
     if is_function(name):
         known = how.max_steps
     elif "/" in name or "-v" in name:

@@ -165,10 +165,7 @@ class Simulator:
 
     def begin(self, number: int) -> Outcome:
         """Begin the episode of a number: of one of `goals` starts, where there are so many."""
-        how = self.reading
-        start = number % how.goals if how.goals else number
-        key = episode_keys(how.seed, np.array([start % 2**64], dtype=np.uint64), np.array([0]))[0]
-        raw, info = self.env.reset(seed=int(key >> np.uint64(33)))  # 31 bits: all that some environments take
+        raw, info = self.env.reset(seed=seed_of(number, self.reading))
         return self._outcome(raw, info, False, False)
 
     def execute(self, chunk: NDArray[np.float32]) -> Outcome:
@@ -179,7 +176,7 @@ class Simulator:
     def picture(self, size: int) -> NDArray[np.uint8]:
         """The scene as it is, uint8 [size, size, 3]."""
         own = getattr(self.env.unwrapped, "picture", None)
-        return _picture(self.env.render() if own is None else own(size), size, str(self.env.unwrapped))
+        return as_picture(self.env.render() if own is None else own(size), size, str(self.env.unwrapped))
 
     def _outcome(self, raw: Any, info: dict[str, Any], terminated: bool, truncated: bool) -> Outcome:
         shown = {name: value[None] for name, value in self._observe(raw).items()}
@@ -200,7 +197,7 @@ class Simulator:
         shown = named(raw, self.reading.proprioception, str(self.env.unwrapped))
         size = self.reading.image_size
         if size and "pixels" in shown:
-            shown["pixels"] = _picture(shown["pixels"], size, str(self.env.unwrapped))
+            shown["pixels"] = as_picture(shown["pixels"], size, str(self.env.unwrapped))
         elif size:
             shown["pixels"] = self.picture(size)
         else:
@@ -258,6 +255,13 @@ class SlotHost:
             free = self._free[task]
             self._running[slot] = task, free.pop() if free else Simulator(self.make(task), self.reading)
         return self._running[slot][1].begin(number)
+
+
+def seed_of(number: int, reading: Reading) -> int:
+    """The seed of an episode of a task by its number, or of one of the few starts; 31 bits: all that some take."""
+    start = number % reading.goals if reading.goals else number
+    key = episode_keys(reading.seed, np.array([start % 2**64], dtype=np.uint64), np.array([0]))[0]
+    return int(key >> np.uint64(33))
 
 
 def headless() -> None:
@@ -362,7 +366,7 @@ class _Episode(gymnasium.Wrapper[Any, Any, Any, Any]):
         return raw, paid, terminated or success, truncated or limit, info | {"is_success": success}
 
 
-def _picture(drawn: Any, size: int, who: str) -> NDArray[np.uint8]:
+def as_picture(drawn: Any, size: int, who: str) -> NDArray[np.uint8]:
     """uint8 [size, size, 3] of a drawn picture, by averages over areas."""
     picture = np.asarray(drawn)
     if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:

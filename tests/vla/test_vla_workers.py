@@ -232,6 +232,10 @@ def test_what_cannot_be_is_refused() -> None:
         open_environment(FRAIL, num_envs=3, chunk=2, group_size=2)
     with pytest.raises(ValueError, match="timeouts"):
         open_environment(FRAIL, num_envs=2, chunk=2, timeout_s=0)
+    with pytest.raises(ValueError, match="metaworld has no settings"):
+        open_environment("metaworld", num_envs=2, chunk=2, settings={"camera": "top"})
+    with pytest.raises(ValueError, match="not for minitable"):
+        open_environment("minitable", num_envs=2, chunk=2, goals=3)
     with pytest.raises(ValueError, match="no task 'push'"):
         open_environment("minitable", num_envs=2, chunk=2, tasks=("push",))
     with opened() as env:
