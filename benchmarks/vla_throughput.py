@@ -1,11 +1,11 @@
 """Environment steps per second by simulator and number of worker processes.
 
-    python -m benchmarks.vla_throughput [--seconds 4] [--workers 0 1 2] [--only metaworld]
+    python -m benchmarks.vla_throughput [--seconds 4] [--workers 0 1 2 ray] [--only metaworld]
 
 Random actions through `open_environment`, a chunk per decision and one observation per chunk, as in a rollout without
 a policy. Steps are executed actions; resets take time and execute none. Wall-clock figures depend on what else the
-machine does: beside them stand steps per CPU-second of this process and its workers together. Simulators that are not
-installed are left out. Prints a table and writes benchmarks/results/vla_throughput.json.
+machine does: beside them stand steps per CPU-second of this process and its children together (Ray's actors are none).
+Simulators that are not installed are left out. Prints a table and writes benchmarks/results/vla_throughput.json.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def measure(name: str, settings: dict[str, Any], workers: int, seconds: float) -> dict[str, float]:
+def measure(name: str, settings: dict[str, Any], workers: int | str, seconds: float) -> dict[str, float]:
     """Seconds to start, then steps and decisions per second and steps per CPU-second."""
-    env = open_environment(name, workers=workers, **settings)
+    env = open_environment(name, workers=workers, ray_actors=2, **settings)
     rng = np.random.default_rng(0)
     begun = time.perf_counter()
     env.reset(seed=0)
@@ -74,7 +74,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--workers", nargs="+", default=["0", "1", "2"], help='numbers, or "ray" for two actors')
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/vla_throughput.json"))
     given = parser.parse_args()
@@ -88,7 +88,7 @@ def main() -> None:
             print(f"| {case} | {package} is not installed |")
             continue
         for workers in given.workers:
-            found = measure(name, settings, workers, given.seconds)
+            found = measure(name, settings, workers if workers == "ray" else int(workers), given.seconds)
             load = os.getloadavg()[0]
             rows.append({"case": case, "workers": workers, "load": load, "cpus": os.cpu_count()} | settings | found)
             print(

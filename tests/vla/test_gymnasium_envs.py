@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -142,3 +143,21 @@ def test_names() -> None:
     assert find("math:sqrt")(4) == 2
     with pytest.raises(Misuse, match="names no function"):
         find("sqrt")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_example_of_the_documentation(root: Path, workers: int) -> None:
+    """A point that goes straight there."""
+    how: dict[str, Any] = {"tasks": ("red", "blue"), "num_envs": 4, "chunk": 4, "image_size": 32, "max_steps": 30}
+    env = open_environment(f"{root}/docs/example_simulator.py:make", workers=workers, **how)
+    observation, _ = env.reset(seed=0)
+    assert sorted(env.task_description) == ["go to the blue corner"] * 2 + ["go to the red corner"] * 2
+    goals = np.array([[0.8 if "red" in line else -0.8, 0.8] for line in env.task_description])
+    done = np.zeros(4, dtype=bool)
+    for _ in range(4):
+        way = 5 * (goals - observation["agent_pos"])
+        observation, _, terminated, _, info = env.step(np.clip(way, -1, 1)[:, None].repeat(4, 1).astype(np.float32))
+        assert observation["pixels"].shape == (4, 32, 32, 3) and (observation["pixels"] == 0).all(-1).any((1, 2)).all()
+        done |= terminated & info["is_success"]
+    assert done.all()
+    env.close()
