@@ -107,23 +107,26 @@ def imitation_loss(
     alpha_bars: Tensor,
     mine: slice = slice(None),
 ) -> Tensor:
-    """The mean loss [] of the frames `index[mine]`: flow matching, or noise matching with the levels alpha_bars.
+    """The part [] that the frames `index[mine]` have in the mean loss of all of index: the parts add up to it.
 
-    Noise and times are drawn by rng for all of index, so they do not depend on how a batch is shared out. What
-    `ACTION_IS_PAD` marks does not count. Raises TypeError for a policy that predicts neither velocity nor noise.
+    Flow matching, or noise matching with the levels alpha_bars. Noise and times are drawn by rng for all of index, so
+    they do not depend on how a batch is shared out. What `ACTION_IS_PAD` marks does not count. Raises TypeError for a
+    policy that predicts neither velocity nor noise.
     """
     here = index[mine]
     context = policy.encode(rows({name: frames[name] for name in policy.inputs}, here))
     device = next(iter(context.values())).device
     actions = policy.normalised(frames[ACTION][here].to(device))
     noise = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine].to(device)
-    valid = ~frames[ACTION_IS_PAD][here].to(device) if ACTION_IS_PAD in frames else None
+    padded = frames[ACTION_IS_PAD][index] if ACTION_IS_PAD in frames else torch.zeros(len(index), 1, dtype=torch.bool)
+    share = int((~padded[mine]).sum()) / max(1, int((~padded).sum()))
+    valid = ~padded[mine].to(device) if ACTION_IS_PAD in frames or not len(here) else None
     if isinstance(policy, PredictsVelocity):
         sigma = flow_times(len(index), rng)[mine].to(device)
-        return flow_matching_loss(policy, context, actions, noise, sigma, valid)
+        return flow_matching_loss(policy, context, actions, noise, sigma, valid) * share
     if isinstance(policy, PredictsNoise):
         timestep = torch.randint(len(alpha_bars), (len(index),), generator=rng)[mine]
-        return noise_matching_loss(policy, context, actions, noise, timestep, alpha_bars, valid)
+        return noise_matching_loss(policy, context, actions, noise, timestep, alpha_bars, valid) * share
     raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
 
 

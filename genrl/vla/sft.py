@@ -26,8 +26,7 @@ def train(session: Session, settings: SFT, frames: Batch) -> None:
                 rng = generator(session.config.seed, "imitation", loop.optimizer_steps)
                 index = torch.randint(len(frames[ACTION]), (settings.batch_size,), generator=rng)
                 mine = slice(process, None, processes)
-                share = len(index[mine]) / len(index)
-                loss = imitation_loss(policy, frames, index, rng, alpha_bars, mine) * share
+                loss = imitation_loss(policy, frames, index, rng, alpha_bars, mine)
                 loop.backward(loss, evidence={"index": index}, info={"step": loop.optimizer_steps})
                 losses.append(float(loss.detach()))
                 norms.append(loop.step(["policy"])["policy"])
