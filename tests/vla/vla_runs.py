@@ -27,7 +27,7 @@ from genrl.vla.imitation import imitate, minitable_frames
 from genrl.vla.session import Session
 from genrl.vla.train import open_policy, open_session, train
 
-__all__ = ["differences", "last_state", "rows", "start", "start_ranks", "wait"]  # beside its own
+__all__ = ["WORDS", "differences", "last_state", "rows", "start", "start_ranks", "wait"]  # beside its own
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "flow_sde": {"kind": "flow_sde", "steps": 3},
