@@ -56,12 +56,12 @@ def evaluate(
 
     Their starts and initial noise depend on the number alone: neither on how many run side by side, nor on processes.
     An episode that a simulator lost counts as a failure. clips: so many of them are filmed, a picture per
-    decision, successes and failures.
+    decision, successes and failures. advance: called with 0 after every decision, then with the episodes of a round.
     """
     numbers = evaluation_episodes(seed, first + episodes)[first:]
     found = Judged([], [], [], [], [])
     for begin in range(0, episodes, env.num_envs):
-        part = _round(policy, sampler, env, numbers, begin, first, seed, frozen, clips - len(found.clips))
+        part = _round(policy, sampler, env, numbers, begin, first, seed, frozen, clips - len(found.clips), advance)
         found = found.joined(part)
         advance(len(part.success))
     return found
@@ -77,6 +77,7 @@ def _round(
     seed: int,
     frozen: Policy | None,
     films: int,
+    advance: Callable[[int], None],
 ) -> Judged:
     """One episode in every slot; slots beyond the last number repeat it and are not counted."""
     wanted = min(env.num_envs, len(numbers) - begin)
@@ -105,6 +106,7 @@ def _round(
         film(env, [slot for slot in filmed if ended[slot]], running, pictures)
         running &= ~ended
         decision += 1
+        advance(0)
     clips = [
         Clip(np.stack(frames), instruction[slot], bool(success[slot]))
         for slot, frames in zip(filmed, pictures, strict=True)

@@ -111,12 +111,14 @@ def with_heads(policy: Any, *, critic: bool, noise_head: NoiseHead, seed: int) -
 
 
 def _moved(policy: Any, kind: Any, config: Any, seed: int) -> Any:
-    """A policy of another configuration with all the weights that the two share."""
+    """A policy of another configuration with the weights that the two share; a noise head in another place is new."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "heads") % 2**32)
         new = kind(config, policy.stats)
-    there = new.state_dict()
-    new.load_state_dict(there | {name: value for name, value in policy.state_dict().items() if name in there})
+    there, old = new.state_dict(), policy.state_dict()
+    if getattr(policy.config, "noise_head", None) != getattr(config, "noise_head", None):
+        old = {name: value for name, value in old.items() if not name.startswith("noise_head.")}
+    new.load_state_dict(there | {name: value for name, value in old.items() if name in there})
     return new.to(next(policy.parameters()).device)
 
 

@@ -49,6 +49,9 @@ FPS = 4
 OFFLINE = ("rl100", "diwa", "fisor", "rl_vlm_f")
 """Trainers whose data and critics are not shared out to several processes."""
 
+ACTS_THROUGH = {"diwa": "its world model, in whose latents it sees", "fisor": "critics, which choose among its actions"}
+"""Trainers whose policy does not act by itself, and what it acts through."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -201,35 +204,49 @@ def open_session(
 
 
 def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
-    """The evaluation of the configuration, of another policy than the one it trains."""
-    policy = load_trained(model).to("cuda" if torch.cuda.is_available() else "cpu")
-    settings = config.evaluation
+    """The evaluation of the configuration, of another policy than the one it trains.
+
+    Raises ValueError for methods whose policy does not act by itself.
+    """
+    if config.trainer.algorithm in ACTS_THROUGH:
+        raise ValueError(
+            f"{model}: what {config.trainer.algorithm} trains acts through {ACTS_THROUGH[config.trainer.algorithm]}, "
+            "which a policy's folder does not hold: see the evaluations of its run, metrics.jsonl"
+        )
+    policy, settings = _on_device(config, model), config.evaluation
     with ExitStack() as stack:
         env = open_tables(
             config, policy, num_envs=min(settings.episodes, settings.num_envs or config.environment.num_envs)
         )
         stack.callback(env.close)
         progress.phase("evaluating", settings.episodes)
+        before = config.policy.path  # of DPPO: who does the first denoising steps
         return evaluate(
             policy,
             sampler_of(config, policy, config.iterations),
             env,
             episodes=settings.episodes,
             seed=settings.seed,
-            frozen=frozen_of(config, load_trained(config.policy.path)) if config.policy.path else None,
+            frozen=_on_device(config, Path(before)) if before and fine_tunes_last(config) else None,
             clips=settings.videos,
             advance=progress.advance,
         )
 
 
+def _on_device(config: VLAConfig, model: Path) -> Any:
+    return load_trained(model, rename=config.policy.rename).to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def fine_tunes_last(config: VLAConfig) -> bool:
+    """Whether a run trains the last denoising steps only, and another policy does the first ones (DPPO)."""
+    sampler = config.sampler
+    trains = isinstance(sampler, Diffusion) and sampler.ft_denoising_steps < sampler.steps
+    return trains and config.trainer.algorithm != "sft"
+
+
 def frozen_of(config: VLAConfig, policy: Any) -> Any:
     """DPPO's policy before fine-tuning, where it does the first denoising steps; else None."""
-    sampler = config.sampler
-    if not isinstance(sampler, Diffusion) or config.trainer.algorithm == "sft":
-        return None
-    if sampler.ft_denoising_steps == sampler.steps:
-        return None
-    return copy.deepcopy(policy).requires_grad_(False)
+    return copy.deepcopy(policy).requires_grad_(False) if fine_tunes_last(config) else None
 
 
 def show(found: Judged, run: Run, iteration: int) -> None:
