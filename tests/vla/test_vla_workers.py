@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import frail
 import numpy as np
+import psutil
 import pytest
 import torch
 from frail import FINE, HANG, KILL, NAN, RAISE
@@ -180,6 +183,33 @@ def test_a_process_that_is_killed_between_two_steps() -> None:
         assert (env.render([0, 3])[0] == 0).all()
         _, _, _, _, info = env.step(actions(*[FINE] * 4))
         assert info["dropped"].tolist() == [True, True, False, False] and info["n_executed"][2:].tolist() == [0, 0]
+
+
+def test_a_worker_imports_no_torch() -> None:
+    said = "import sys, genrl.vla.workers, genrl.vla.minitable.host, genrl.vla.metaworld.env; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", said], text=True).strip() == "False"
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, time\n"
+        "from genrl.vla.environments import open_environment\n"
+        "if __name__ == '__main__':\n"
+        f"    env = open_environment({FRAIL!r}, num_envs=4, chunk=2, workers=2)\n"
+        "    env.reset(seed=0)\n"
+        "    print(*[worker.process.pid for worker in env._workers], flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+    trainer.kill()
+    trainer.communicate()
+    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    assert not alive
 
 
 @pytest.mark.parametrize(("workers", "failure", "text"), [(0, RAISE, "gripper fell off"), (1, KILL, "exit code -9")])
