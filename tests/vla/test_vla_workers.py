@@ -186,7 +186,8 @@ def test_a_process_that_is_killed_between_two_steps() -> None:
 
 
 def test_a_worker_imports_no_torch() -> None:
-    said = "import sys, genrl.vla.workers, genrl.vla.minitable.host, genrl.vla.metaworld.env; print('torch' in sys.modules)"
+    needed = "genrl.vla.workers, genrl.vla.minitable.host, genrl.vla.metaworld.env"
+    said = f"import sys, {needed}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", said], text=True).strip() == "False"
 
 
