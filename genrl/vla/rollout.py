@@ -23,7 +23,7 @@ from torch import Tensor
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives import episodes
 from genrl.objectives.gae import executed_mask
-from genrl.vla.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Policy, rows
+from genrl.vla.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, KeepsFeatures, Policy, rows
 from genrl.vla.sampling import Frozen, Sampler, draw, sample
 
 ENVIRONMENT_NAMES = {"pixels": IMAGE, "agent_pos": STATE, "environment_state": ENVIRONMENT}
@@ -151,7 +151,7 @@ def collect(
         context = policy.encode(seen[-1])
         if policy.critic:
             values.append(policy.value(context).cpu())
-        before = None if frozen is None else Frozen(frozen, frozen.encode(seen[-1]))
+        before = None if frozen is None else Frozen(frozen, _context_before(frozen, context, seen[-1], keep_contexts))
         sampled = sample(policy, sampler, context, draw(sampler, policy, own, shared), frozen=before)
         actions = policy.actions(sampled.chunk)[:, : env.chunk].cpu().numpy().astype(np.float32)
         raw, _, terminated, truncated, info = env.step(actions)
@@ -196,6 +196,13 @@ def collect(
         action_dim=actions.shape[-1],
         **stacked,
     )
+
+
+def _context_before(frozen: Policy, context: Batch, observation: Batch, same_encoder: bool) -> Batch:
+    """The context of the policy before fine-tuning: of the same features, where the encoder is still its own."""
+    if same_encoder and isinstance(frozen, KeepsFeatures):
+        return frozen.context(context["features"])
+    return frozen.encode(observation)
 
 
 def episode_returns(rollout: ChunkRollout) -> Tensor:

@@ -15,7 +15,7 @@ from genrl.objectives.gae import executed_mask
 from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.vla.policy import Batch
 from genrl.vla.rollout import ChunkRollout, episode_returns, training_rows
-from genrl.vla.sampling import Diffusion, Replay, Sampler, replay
+from genrl.vla.sampling import Diffusion, Sampler, replay
 
 
 class Decisions(NamedTuple):
@@ -35,8 +35,13 @@ class Decisions(NamedTuple):
 
 
 def decisions(rollout: ChunkRollout, advantage: Tensor, returns: Tensor, weight: Tensor) -> Decisions:
-    """All valid decisions of a rollout: advantage, returns and weight [T, B]."""
-    row = rollout.valid.flatten().nonzero()[:, 0]
+    """All valid decisions of a rollout: advantage, returns and weight [T, B].
+
+    Slot by slot: processes have neighbouring slots, so that one after the other they number the decisions of whole
+    episodes as one process would, and `minibatches` deals the same ones.
+    """
+    slot, time = rollout.valid.T.nonzero().unbind(1)
+    row = time * rollout.valid.shape[1] + slot
     ratios = rollout.log_prob.shape[2]
     at = row.repeat_interleave(ratios)
     step = torch.arange(ratios).repeat(len(row))
@@ -57,14 +62,15 @@ def filtered(rollout: ChunkRollout, settings: Update) -> Tensor:
 
 
 class Scored(NamedTuple):
-    """Log-probabilities [n, ...] at the level of the ratio, now and then; the replay; the context."""
+    """Log-probabilities [n, ...] at the level of the ratio, now and then; the context; entropy [n], in nats for a
+    number, the mean over those that can reach the robot and over the scored steps."""
 
     log_prob: Tensor
     old_log_prob: Tensor
     counted: Tensor
     """bool, shape of log_prob: an action that was executed."""
-    replay: Replay
     context: Batch
+    entropy: Tensor
 
 
 def score(policy: Any, rollout: ChunkRollout, chosen: Decisions, settings: Update) -> Scored:
@@ -83,7 +89,8 @@ def score(policy: Any, rollout: ChunkRollout, chosen: Decisions, settings: Updat
     if settings.level != "chunk":
         there = executed_mask(executed, rollout.rewards.shape[-1]).to(now.device)
         counted = there if settings.level == "action" else there[..., None].expand(now.shape)
-    return Scored(now, then, counted, again, context)
+    reaching = chains.executed(again.stds, rollout.rewards.shape[-1], rollout.action_dim)
+    return Scored(now, then, counted, context, chains.entropy(reaching).flatten(1).mean(1))
 
 
 def at_level(elements: Tensor, rollout: ChunkRollout, executed: Tensor, settings: Update) -> Tensor:
@@ -145,11 +152,10 @@ def actor_loss(scored: Scored, chosen: Decisions, settings: Update, sampler: Sam
     def total(values: Tensor) -> Tensor:
         return torch.where(counted, values, 0.0).sum()
 
-    entropy = chains.entropy(scored.replay.stds).flatten(1).mean(1) if settings.entropy_weight else loss.new_zeros(1)
     figures = {
         "loss/policy": total(loss * weight),
         "ratio/mean": total(found.ratio),
         "ratio/clipped": total(found.clipped.float()),
         "kl/updates": total(actor_critic.approximate_kl(scored.log_prob, scored.old_log_prob)),
     }
-    return ActorLoss(figures["loss/policy"], entropy.sum(), figures, counted.sum())
+    return ActorLoss(figures["loss/policy"], scored.entropy.sum(), figures, counted.sum())

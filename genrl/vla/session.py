@@ -103,15 +103,16 @@ class Session:
 
     def finish(self, rollout: ChunkRollout, figures: Figures, found: dict[str, float]) -> None:
         """End of an iteration: what the episodes were like, what the updates did, evaluation, checkpoint."""
-        loop, valid = self.loop, rollout.valid
-        first = valid & (rollout.episode == 0)
+        loop = self.loop
+        first = rollout.valid & (rollout.episode == 0)
+        whole = first.any(0)  # of the others the first episode was lost with its simulator
         mine = {
-            "returns": episode_returns(rollout).tolist(),
-            "success": (rollout.success & first).any(0).tolist(),
-            "instruction": rollout.instruction,
-            "group": rollout.group.tolist(),
-            "length": (rollout.n_executed * first).sum(0).tolist(),
-            "ended": (rollout.done & first).any(0).tolist(),
+            "returns": episode_returns(rollout)[whole].tolist(),
+            "success": (rollout.success & first).any(0)[whole].tolist(),
+            "instruction": [rollout.instruction[slot] for slot in whole.nonzero()[:, 0].tolist()],
+            "group": rollout.group[whole].tolist(),
+            "length": (rollout.n_executed * first).sum(0)[whole].tolist(),
+            "ended": (rollout.done & first).any(0)[whole].tolist(),
             "steps": int(rollout.n_executed.sum()),
             "dropped": self._dropped,
             "seconds": loop.timings["rollout"],
@@ -124,8 +125,8 @@ class Session:
         spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
         row = figures.means | found
         row |= {
-            "rollout/success": sum(success) / len(success),
-            "rollout/return_mean": sum(sum(one["returns"]) for one in every) / len(success),
+            "rollout/success": sum(success) / max(1, len(success)),
+            "rollout/return_mean": sum(sum(one["returns"]) for one in every) / max(1, len(success)),
             "rollout/length_mean": sum(lengths) / max(1, len(lengths)),
             "rollout/mixed": _mixed(every, by_group=self.config.environment.group_size > 1),
             "rollout/dropped": float(sum(one["dropped"] for one in every)),
@@ -143,7 +144,7 @@ def _mixed(every: list[dict[str, Any]], *, by_group: bool) -> float:
     for one in every:
         for key, flag in zip(one["group" if by_group else "instruction"], one["success"], strict=True):
             found[key].add(flag)
-    return sum(len(flags) == 2 for flags in found.values()) / len(found)
+    return sum(len(flags) == 2 for flags in found.values()) / max(1, len(found))
 
 
 @torch.no_grad()

@@ -351,6 +351,25 @@ def test_decisions_are_the_valid_rows_by_ratios(tmp_path: Path) -> None:
         )
 
 
+def test_processes_number_their_decisions_as_one_would(tmp_path: Path) -> None:
+    """Two of them, which have half of the slots each and end with the last of their own episodes."""
+    config = setup(tmp_path, "diffusion")
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        every, slots = taught(rollout), rollout.valid.shape[1]
+        assert len({int(n) for n in rollout.valid.sum(0)}) > 1
+        shared = []
+        for first in (0, slots // 2):
+            own = slice(first, first + slots // 2)
+            length = int(rollout.valid[:, own].any(1).nonzero().max()) + 1
+            part = rollout._replace(valid=rollout.valid[:length, own], log_prob=rollout.log_prob[:length, own])
+            found = decisions(part, *torch.ones(3, *part.valid.shape))
+            local = slots // 2
+            shared.append((found.row // local * slots + found.row % local + first, found.step))
+        assert torch.equal(torch.cat([row for row, _ in shared]), every.row)
+        assert torch.equal(torch.cat([step for _, step in shared]), every.step)
+
+
 def test_the_success_filter_leaves_out_what_always_or_never_succeeds(tmp_path: Path) -> None:
     changes = {"trainer": {"success_filter": [0.1, 0.9]}, "environment": {"group_size": 4}}
     config = setup(tmp_path, "flow_sde", **changes)
@@ -370,3 +389,35 @@ def test_the_success_filter_leaves_out_what_always_or_never_succeeds(tmp_path: P
         assert not filtered(mixed._replace(valid=torch.zeros_like(lost)), config.trainer).any()
         free = config.trainer.model_copy(update={"success_filter": None})
         assert filtered(mixed._replace(valid=lost), free).tolist() == [False] + [True] * 7
+
+
+# -- the entropy bonus, and what is logged of lost episodes ----------------------------------------------------------
+
+
+def test_the_entropy_is_of_what_can_reach_the_robot(tmp_path: Path) -> None:
+    """A chunk's tail that is never executed (pi0: 45 of 50 actions, 25 of 32 columns) must not water the bonus down."""
+    config = setup(tmp_path, "flow_noise", environment={"chunk": 2}, trainer={"entropy_weight": 0.1})
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        found = score(session.policy, rollout, taught(rollout), config.trainer)
+        with torch.no_grad():  # the head's last layer: numbers [4, 3], the last two actions' stds at the upper bound
+            session.policy.noise_head[-1].bias.view(4, 3)[2:] = 100.0
+        again = score(session.policy, rollout, taught(rollout), config.trainer)
+        assert torch.equal(found.entropy, again.entropy)
+        low, high = (0.5 * math.log(2 * math.pi * math.e * std**2) for std in (0.2, 0.6))
+        assert bool((found.entropy > low).all()) and bool((found.entropy < high).all())
+        found.entropy.sum().backward()
+        assert bool((session.policy.noise_head[-1].bias.grad.view(4, 3)[:2] != 0).all())
+
+
+def test_lost_episodes_are_not_counted_as_failures(tmp_path: Path) -> None:
+    config = setup(tmp_path, "flow_sde")
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        won = rollout._replace(success=torch.ones_like(rollout.success), rewards=torch.ones_like(rollout.rewards))
+        rows: list[dict[str, float]] = []
+        session.loop.finish = rows.append  # type: ignore[method-assign, assignment]
+        for lost in (torch.arange(8) < 3, torch.ones(8, dtype=torch.bool)):
+            less = won._replace(valid=won.valid & ~lost, success=won.success & ~lost)
+            session.finish(less, Figures(), {})
+        assert rows[0]["rollout/success"] == 1.0 and rows[1]["rollout/success"] == 0.0
