@@ -1,0 +1,197 @@
+"""A run of a policy that is stopped goes on as if nothing had been; two processes do what one does."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vla_ranks
+import vla_runs
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from genrl.config import load
+from genrl.runtime.progress import Progress
+from genrl.runtime.run import Run
+from genrl.vla.train import train
+
+EVALUATED = {"evaluation": {"every": 2, "episodes": 6, "num_envs": 3}}
+COSINE = {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 3}}
+TRAINERS: dict[str, dict[str, Any]] = {
+    **{f"ppo {sampler}": {"sampler": sampler} for sampler in vla_runs.SAMPLERS},
+    "ppo after a warm-up": {"trainer": {"critic_warmup": 2, "episodes": "all", "decisions": 6}},
+    "ppo of the encoder, too": {"policy": {"freeze": "nothing"}},
+    "grpo": vla_runs.GRPO,
+    "sft": vla_runs.SFT,
+    "sft of a diffusion policy": {
+        **vla_runs.SFT,
+        "policy": {"path": None, "new": {"type": "diffusion_mlp", "image_size": 0}},
+        "sampler": "diffusion",
+    },
+}
+
+
+def stop_in(monkeypatch: pytest.MonkeyPatch, phase: str, iteration: int, after: int = 0) -> None:
+    """Let the process send itself SIGTERM in that phase of that (0-based) iteration, once."""
+    advance, left = Progress.advance, [after + 1]
+
+    def watched(self: Progress, count: float) -> None:
+        if left[0] and (self.name, self.done) == (phase, iteration):
+            left[0] -= 1
+            if not left[0]:
+                signal.raise_signal(signal.SIGTERM)
+        advance(self, count)
+
+    monkeypatch.setattr(Progress, "advance", watched)
+
+
+def straight_and_stopped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, places: list[tuple[str, int]], after: int = 0, **changes: Any
+) -> tuple[Path, Path]:
+    """The same run in one go, and stopped at each of these places and resumed."""
+    sampler = changes.pop("sampler", "flow_sde")
+
+    def config(name: str) -> Any:
+        return vla_runs.config(folder, sampler=sampler, output=str(folder / name), **changes)
+
+    straight = train(config("straight"))
+    run: Path | None = None
+    for phase, iteration in places:
+        with monkeypatch.context() as patched:
+            stop_in(patched, phase, iteration, after)
+            with pytest.raises(SystemExit) as stopped:
+                train(load(Run(run).config) if run else config("stopped"), run)  # type: ignore[arg-type]
+        assert stopped.value.code == 143
+        run = folder / "stopped"
+    assert run is not None
+    train(load(Run(run).config), run)  # type: ignore[arg-type]
+    return straight, run
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_one_and_two_iterations_are_three(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics, weights and optimiser, to the bit."""
+    changes = {"iterations": 3, **COSINE, **TRAINERS[name]}
+    runs = straight_and_stopped(tmp_path, monkeypatch, [("training", 0)], **changes)
+    assert vla_runs.differences(*runs) == []
+    assert [row["step"] for row in vla_runs.rows(runs[1])] == [1, 2, 3]
+    first, second = (vla_runs.trained_weights(run) for run in runs)
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+@pytest.mark.parametrize("name", ["ppo flow_sde", "ppo diffusion", "grpo"])
+def test_stopped_in_the_middle_of_a_rollout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has changed nothing, and is done again."""
+    changes = {"iterations": 2, **TRAINERS[name]}
+    runs = straight_and_stopped(tmp_path, monkeypatch, [("acting", 0), ("acting", 1)], after=1, **changes)
+    assert vla_runs.differences(*runs) == []
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [("evaluating", 0), ("acting", 0), ("evaluating", 0)],
+        [("evaluating", 1), ("evaluating", 2), ("evaluating", 2)],
+    ],
+    ids=["before", "between and at the end"],
+)
+def test_stopped_in_an_evaluation(
+    places: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done again on resume, and its row is written once, however often the run is stopped."""
+    changes: dict[str, Any] = {"iterations": 3, **EVALUATED, "checkpoint": {"every": 9}}
+    runs = straight_and_stopped(tmp_path, monkeypatch, places, **changes)
+    assert vla_runs.differences(*runs) == []
+    rows = vla_runs.rows(runs[1])
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows if "eval/success_mean" in row] == [0, 2, 3]
+
+
+def test_more_iterations_of_a_finished_run(tmp_path: Path) -> None:
+    config = vla_runs.config(tmp_path, iterations=1)
+    train(config)
+    more = config.model_copy(update={"iterations": 2})
+    train(more, tmp_path / "run")
+    assert [row["step"] for row in vla_runs.rows(tmp_path / "run")] == [1, 2]
+    straight = vla_runs.config(tmp_path, iterations=2, output=str(tmp_path / "straight"))
+    assert vla_runs.differences(train(straight), tmp_path / "run") == []
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+SLOW_TO_TURN = {"lr": 1e-3, "eps": 1e-3, "max_grad_norm": 1e9}  # Adam makes nothing of a rounding where eps is large
+DISTRIBUTED: dict[str, tuple[dict[str, Any], int | None]] = {
+    "ppo": ({"trainer": {"weighting": "episodes", "microbatch": 3, "minibatch": 10}}, None),
+    "dppo": ({"sampler": "diffusion", "trainer": {"minibatch": 40, "microbatch": 16}}, None),
+    "random step of the batch": ({"select": "random_per_batch"}, None),
+    "grpo, one process learns nothing": (
+        {**vla_runs.GRPO, "environment": {"group_size": 4, "num_envs": 16}, "evaluation": {"every": 0}},
+        8,
+    ),
+    "sft": ({**vla_runs.SFT, "trainer": {**vla_runs.SFT["trainer"], "batch_size": 17}}, None),
+}
+
+
+def shared(folder: Path, name: str, count: int) -> Path:
+    changes, teaching = DISTRIBUTED[name]
+    changes = {"evaluation": {"every": 1, "episodes": 7}, "optimizer": SLOW_TO_TURN, **changes}
+    sampler, select = changes.pop("sampler", "flow_sde"), changes.pop("select", None)
+    place = folder / str(count)
+    place.mkdir()
+    tree = vla_runs.settings(place, sampler=sampler, **changes)
+    if select:
+        tree["sampler"] = {**tree["sampler"], "selection": select}
+    path = place / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    arguments = (str(path), str(place), teaching)
+    if count == 1:
+        processes = [vla_runs.start(vla_ranks.record, *arguments, log=place / "log")]
+    else:
+        processes = vla_runs.start_ranks(count, vla_ranks.record, *arguments, log=place / "log")
+    codes = vla_runs.wait(processes, 240)
+    assert codes == [0] * count, "\n".join(file.read_text()[-2000:] for file in place.glob("log*"))
+    return place
+
+
+def rollout_of(place: Path) -> dict[str, Tensor]:
+    """Of the first iteration, its processes' slots side by side; as long as the shortest."""
+    parts = [load_file(path) for path in sorted(place.glob("rollout-0-*.safetensors"))]
+    for part in parts:
+        part["group"] = part["group"][None]
+    names = parts[0].keys() if parts else ()
+    return {name: torch.cat([part[name][: min(len(p[name]) for p in parts)] for part in parts], 1) for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_two_processes_do_what_one_does(name: str, tmp_path: Path) -> None:
+    one, two = (shared(tmp_path, name, count) for count in (1, 2))
+    ours, theirs = rollout_of(one), rollout_of(two)
+    assert ours.keys() == theirs.keys() and (ours or name == "sft")
+    for key, value in ours.items():
+        other = theirs[key]
+        value, other = value[: len(other)], other[: len(value)]
+        if value.is_floating_point():
+            torch.testing.assert_close(value, other, rtol=1e-3, atol=2e-3, msg=key)
+        else:
+            assert torch.equal(value, other), key
+    trained, again = (vla_runs.last_state(place / "run").tensors["weights"] for place in (one, two))
+    start = vla_runs.weights(_before(one, name))
+    for key, value in trained.items():
+        torch.testing.assert_close(value, again[key], rtol=0, atol=3e-5, msg=key)
+    assert max(float((value - start[key]).abs().max()) for key, value in trained.items()) > 3e-4
+    rows = [vla_runs.rows(place / "run") for place in (one, two)]
+    assert [row.keys() for row in rows[0]] == [row.keys() for row in rows[1]]
+    for mine, yours in zip(*rows, strict=True):
+        for key in mine.keys() - {"rollout/action_std"}:  # of the first slots of one process
+            assert mine[key] == pytest.approx(yours[key], rel=2e-3, abs=2e-4), (mine["step"], key)
+
+
+def _before(place: Path, name: str) -> Any:
+    from genrl.vla.train import open_policy
+
+    return open_policy(load(place / "tiny.yaml"))[0]  # type: ignore[arg-type]

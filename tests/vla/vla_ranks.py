@@ -1,0 +1,36 @@
+"""What the processes of the distributed tests run: one training, with its rollouts on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import vla_runs
+from safetensors.torch import save_file
+
+from genrl.vla.rollout import ChunkRollout
+from genrl.vla.session import Session
+
+
+def record(path: str, out: str, teaching: int | None = None) -> None:
+    """Train the YAML file, and write every rollout to `out`/rollout-<iteration>-<first slot>.safetensors.
+
+    teaching: slots from this one on always fail, of those before it every fourth one succeeds.
+    """
+    collect = Session.collect
+
+    def watched(self: Session, settings: Any) -> ChunkRollout:
+        found = collect(self, settings)
+        if teaching is not None:
+            slots = self.first_slot + torch.arange(found.rewards.shape[1])
+            paid = torch.zeros_like(found.rewards)
+            paid[0, :, 0] = ((slots < teaching) & (slots % 4 == 0)).float()
+            found = found._replace(rewards=paid)
+        kept = {name: value for name, value in found._asdict().items() if isinstance(value, torch.Tensor)}
+        name = f"rollout-{self.loop.iteration}-{self.first_slot:02d}.safetensors"
+        save_file({key: value.contiguous().clone() for key, value in kept.items()}, Path(out) / name)
+        return found
+
+    Session.collect = watched  # type: ignore[method-assign]
+    vla_runs.train_file(path)
