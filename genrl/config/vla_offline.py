@@ -202,10 +202,10 @@ class World(Section):
 class Classifier(Section):
     """Says of a latent whether the instruction is fulfilled; trained on demonstrations."""
 
-    steps: Count = 800
+    steps: Count = 1500
     """Updates (DiWA: 100 epochs)."""
-    batch_size: Count = 64
-    """Frames per update (DiWA: 32)."""
+    batch_size: Count = 256
+    """Frames per update, half of them play, a quarter fulfilled ends of demonstrations (DiWA: 32)."""
     lr: Positive = 1e-3
     """Learning rate (DiWA: 1e-6)."""
     temperature: Positive = 0.5

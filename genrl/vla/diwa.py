@@ -23,6 +23,7 @@ from genrl.vla.dream import (
     LatentTable,
     RewardClassifier,
     encode_demonstrations,
+    encode_play,
     latent_inputs,
     train_classifier,
 )
@@ -83,7 +84,9 @@ def train(session: Session, settings: DiWA) -> None:
     shown = encode_demonstrations(world, keys, tasks, words, horizon=horizon, still=settings.classifier.still)
     put_statistics(shown, policy.stats, judge.encoder.stats, session.frozen.stats)
     if not store.ready:
-        store.data["figures"] |= teach(session, settings, judge, shown)
+        store.data["figures"] |= teach(
+            session, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
+        )
         session.frozen.load_state_dict(policy.state_dict())
         store.ready = True
     judge.requires_grad_(False)
@@ -139,14 +142,18 @@ def train_world(
     return figures.means
 
 
-def teach(session: Session, settings: DiWA, judge: RewardClassifier, shown: Encoded) -> dict[str, float]:
+def teach(
+    session: Session, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
+) -> dict[str, float]:
     """The classifier and the imitating policy, from demonstrations in latents."""
     loop, policy, seed = session.loop, session.policy, session.config.seed
     how, figures = settings.classifier, Figures()
     loop.phase("learning the reward", how.steps)
     for row in train_classifier(
         judge,
+        world,
         shown,
+        background,
         steps=how.steps,
         batch_size=how.batch_size,
         learning_rate=how.lr,

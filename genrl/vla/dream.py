@@ -22,7 +22,7 @@ from genrl.vla.minitable import render as draw
 from genrl.vla.minitable.play import seen
 from genrl.vla.minitable.task import INSTRUCTIONS, Floats
 from genrl.vla.normalise import statistics
-from genrl.vla.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, rows, tokenise
+from genrl.vla.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise
 from genrl.vla.rssm import Latent, WorldModel
 
 Shown = dict[str, NDArray[Any]]
@@ -286,7 +286,9 @@ def supervised_contrastive(embedding: Tensor, label: Tensor, temperature: float)
 
 def train_classifier(
     judge: RewardClassifier,
+    world: WorldModel,
     encoded: Encoded,
+    background: Latent,
     *,
     steps: int,
     batch_size: int,
@@ -295,32 +297,51 @@ def train_classifier(
     temperature: float = 0.5,
     weight: float = 0.5,
 ) -> Iterator[dict[str, float]]:
-    """Cross-entropy and `weight` times the contrastive loss, on batches that are half fulfilled; yields the figures.
+    """Cross-entropy and `weight` times the contrastive loss; yields {"loss", "accuracy"} of each step.
 
-    A frame counts under its own instruction, and, as an example of what is not fulfilled, under another one's: half of
-    the unfulfilled ones are the ends of demonstrations of something else.
+    A quarter of a batch are fulfilled frames of demonstrations. The others are not: an eighth each frames before it
+    and ends of demonstrations of something else, and half latents of play (`background`) under any instruction, a few
+    of which do fulfil it, unknown to anybody. Without play a policy finds latents that no demonstration has shown, and
+    that pay. z is drawn anew from the prior in every second frame: dreams show no other.
     """
     optimiser = torch.optim.Adam(judge.parameters(), lr=learning_rate)
-    observation = encoded.observation
+    observation, eighth = encoded.observation, max(1, batch_size // 8)
+    tokens = observation[TOKENS]
     yes, no = encoded.done.nonzero()[:, 0], (~encoded.done).nonzero()[:, 0]
     for step in range(steps):
         rng = generator(seed, "classifier", step)
-        half = batch_size // 2
-        positive = yes[torch.randint(len(yes), (half,), generator=rng)]
-        negative = no[torch.randint(len(no), (batch_size - half,), generator=rng)]
-        index = torch.cat([positive, negative])
-        batch = rows(observation, index)
-        label = encoded.done[index].long()
-        swapped = yes[torch.randint(len(yes), (half // 2,), generator=rng)]
-        lent = yes[torch.randint(len(yes), (half // 2,), generator=rng)]
-        differ = (observation[TOKENS][swapped] != observation[TOKENS][lent]).any(1)
-        wrong = rows(observation, swapped[differ]) | {TOKENS: observation[TOKENS][lent[differ]]}
-        batch = {name: torch.cat([value, wrong[name]]) for name, value in batch.items()}
-        label = torch.cat([label, torch.zeros(int(differ.sum()), dtype=torch.int64)])
-        embedding, logits = judge(batch)
+
+        def some(numbers: Tensor, count: int, rng: torch.Generator = rng) -> Tensor:
+            return numbers[torch.randint(len(numbers), (count,), generator=rng)]
+
+        good, before, swapped, lent = some(yes, 2 * eighth), some(no, eighth), some(yes, eighth), some(yes, eighth)
+        differ = (tokens[swapped] != tokens[lent]).any(1)
+        swapped, lent = swapped[differ], lent[differ]
+        play = torch.randint(len(background.h), (4 * eighth,), generator=rng)
+        shown = torch.cat([good, before, swapped])
+        h = torch.cat([observation[STATE][shown], background.h[play]])
+        z = torch.cat([observation[ENVIRONMENT][shown], background.z[play]])
+        told = torch.cat([tokens[good], tokens[before], tokens[lent], tokens[some(no, 4 * eighth)]])
+        with torch.no_grad():
+            prior = world.expected(h)
+        noise, redrawn = torch.randn(z.shape, generator=rng), torch.rand(len(z), 1, generator=rng) < 0.5
+        z = torch.where(redrawn, prior.mean + prior.std * noise, z)
+        label = (torch.arange(len(h)) < len(good)).long()
+        embedding, logits = judge(as_observation(Latent(h, z), told))
         cross = functional.cross_entropy(logits, label)
         loss = cross + weight * supervised_contrastive(embedding, label, temperature)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         yield {"loss": loss.item(), "accuracy": (logits.argmax(1) == label).float().mean().item()}
+
+
+@torch.no_grad()
+def encode_play(world: WorldModel, observations: Tensor, actions: Tensor) -> Latent:
+    """Play as the world model sees it: observations [E, T + 1, O], actions [E, T, A] -> E (T + 1) latents."""
+    latent = world.first(observations[:, 0])
+    found = [latent]
+    for t in range(actions.shape[1]):
+        latent = world.look(latent, actions[:, t], observations[:, t + 1])
+        found.append(latent)
+    return Latent(torch.cat([one.h for one in found]), torch.cat([one.z for one in found]))

@@ -94,6 +94,7 @@ def stepper(loop: Loop) -> Step:
     """An optimiser step of a run's own optimiser on the policy."""
 
     def step(loss: Tensor) -> dict[str, float]:
+        loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
         loop.backward(loss, evidence={"loss": loss.detach()}, info={"optimizer_steps": loop.optimizer_steps})
         return loop.step(["policy"])
 

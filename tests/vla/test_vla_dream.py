@@ -15,6 +15,7 @@ from genrl.vla.dream import (
     LatentTable,
     RewardClassifier,
     encode_demonstrations,
+    encode_play,
     latent_inputs,
     supervised_contrastive,
     train_classifier,
@@ -190,7 +191,12 @@ def test_the_classifier_learns_what_fulfils_an_instruction() -> None:
     shown = encode_demonstrations(model, keys, (0, 4, 8), WORDS, horizon=1, still=2)
     torch.manual_seed(0)
     judge = RewardClassifier(model, shown.observation, WORDS, width=64)
-    figures = list(train_classifier(judge, shown, steps=200, batch_size=64, learning_rate=3e-3, seed=0))
+    toys = play(40, 10, seed=3)
+    background = encode_play(model, torch.from_numpy(toys.observations), torch.from_numpy(toys.actions))
+    assert len(background.h) == 40 * 11
+    figures = list(
+        train_classifier(judge, model, shown, background, steps=200, batch_size=96, learning_rate=3e-3, seed=0)
+    )
     assert np.mean([row["accuracy"] for row in figures[-20:]]) > 0.9
     found = judge.fulfilled(shown.observation)
     assert found[shown.done].float().mean() > 0.9 and found[shown.first].float().mean() < 0.1
