@@ -97,8 +97,8 @@ def _table(found: Judged, title: str) -> object:
     from rich.table import Table
 
     from genrl.cli_tables import safe
+    from genrl.runtime.intervals import wilson
     from genrl.vla.evaluate import by_task
-    from genrl.vla.intervals import wilson
 
     table = Table("instruction", "success", "95 % interval", "episodes", title=safe(title), title_justify="left")
     for text, (rate, number) in by_task(found).items():

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from genrl.mdp.noise import generator
+from genrl.runtime.intervals import wilson
 from genrl.vla.environments import Environment, evaluation_episodes
-from genrl.vla.intervals import wilson
 from genrl.vla.policy import Policy
 from genrl.vla.rollout import observe
 from genrl.vla.sampling import Frozen, Sampler, act

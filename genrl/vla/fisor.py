@@ -19,10 +19,10 @@ from genrl.config.vla_offline import FISOR
 from genrl.mdp import forward
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives import feasibility, iql
+from genrl.runtime.intervals import wilson
 from genrl.vla import setup
 from genrl.vla.diffusion_mlp import DiffusionMLP
 from genrl.vla.environments import minitable_tasks
-from genrl.vla.intervals import wilson
 from genrl.vla.minitable import INSTRUCTIONS
 from genrl.vla.minitable.hazard import HazardTable, mixed_quality
 from genrl.vla.offline import (

@@ -12,11 +12,11 @@ import vla_runs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genrl.runtime.intervals import wilson
 from genrl.runtime.metrics import document
 from genrl.vla.environments import Environment, open_environment
 from genrl.vla.evaluate import Judged, balanced, by_task, evaluate, slug, success_rates
 from genrl.vla.folder import load_policy
-from genrl.vla.intervals import wilson
 from genrl.vla.minitable import INSTRUCTIONS, TOUCH
 from genrl.vla.sampling import Diffusion, FlowSteps
 from genrl.vla.train import judge_policy, train

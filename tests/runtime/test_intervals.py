@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.vla.intervals import Z_95, wilson
+from genrl.runtime.intervals import Z_95, wilson
 
 
 @pytest.mark.parametrize(
