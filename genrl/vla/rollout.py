@@ -12,7 +12,7 @@ iteration, and is the same whether one process has all slots or several have som
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,7 +35,8 @@ class Tables(Protocol):
 
     Next-step auto-reset; info has "rewards" [B, C], "n_executed" [B] and "is_success" [B], and may have "dropped" [B]:
     the simulator was lost, the episode ends with this row as truncated, and is not to be learnt from. Slots of one
-    group see the same episodes. Actions come as the policy meant them: clipping is the environment's.
+    group see the same episodes. Actions come as the policy meant them: clipping is the environment's. One whose
+    episodes are functions of the slot among all processes has the attribute `first_slot`, which `collect` sets.
     """
 
     num_envs: int
@@ -65,7 +66,7 @@ class ChunkRollout(NamedTuple):
     valid bool [T, B]: the row is a decision of an episode (not a reset, nor after the only one that is wanted, nor of
     an episode that was dropped with its simulator: `dropped` where it ended, so its sum counts them).
     episode int64 [T, B]: number of the episode in its slot. What it began from: `first_episodes` (uint64 [B]) for 0,
-    later ones are functions of env_seed, the group int64 [B] in the environment and this number.
+    later ones are functions of env_seed, the group int64 [B] and this number.
     instruction: of the first episode of every slot. action_dim: numbers of an action that the robot is given.
     """
 
@@ -132,7 +133,11 @@ def collect(
     after every decision.
     Raises ValueError for an observation that is not finite, naming slots, and for instructions that the policy lacks.
     """
-    env_seed = derive_seed(seed, "episodes", iteration, first_slot)
+    if hasattr(env, "first_slot"):
+        env.first_slot = first_slot
+        env_seed = derive_seed(seed, "episodes", iteration, 0)
+    else:  # slots of other processes must not see the same later episodes
+        env_seed = derive_seed(seed, "episodes", iteration, first_slot)
     slots = range(first_slot, first_slot + env.num_envs)
     own = [generator(seed, iteration, "chunks", slot) for slot in slots]
     shared = generator(seed, iteration, "chunks")
@@ -215,6 +220,25 @@ def episode_returns(rollout: ChunkRollout) -> Tensor:
     return episodes.first_episode_returns(rollout.rewards, last & rollout.done[..., None])
 
 
+def joined(parts: Sequence[ChunkRollout]) -> ChunkRollout:
+    """Rollouts of neighbouring slots as one. Those that ended sooner (one_episode) get rows that are not valid."""
+    longest = max(len(part.valid) for part in parts)
+    episode = [_longer(part.done, longest).long().cumsum(0) for part in parts]
+    done = [_longer(part.done, longest).long() for part in parts]
+    values: dict[str, Any] = {
+        "observations": _side_by_side([part.observations for part in parts], longest + 1),
+        "contexts": _side_by_side([part.contexts for part in parts], longest),
+        "episode": torch.cat([count - now for count, now in zip(episode, done, strict=True)], 1),
+        "group": torch.cat([part.group for part in parts]),
+        "first_episodes": np.concatenate([part.first_episodes for part in parts]),
+        "instruction": sum((part.instruction for part in parts), []),
+    }
+    for name, value in parts[0]._asdict().items():
+        if isinstance(value, Tensor) and name not in values:
+            values[name] = torch.cat([_longer(getattr(part, name), longest) for part in parts], 1)
+    return parts[0]._replace(**values)
+
+
 def training_rows(rollout: ChunkRollout, index: Tensor) -> TrainingRows:
     """The rows `index` int64 [n], counted over [T B], slots innermost: `rollout.valid.flatten().nonzero()[:, 0]`."""
     last = len(rollout.valid)
@@ -222,6 +246,23 @@ def training_rows(rollout: ChunkRollout, index: Tensor) -> TrainingRows:
     context = rows({name: value.flatten(0, 1) for name, value in rollout.contexts.items()}, index)
     record = (rollout.states, rollout.next_states, rollout.step_index, rollout.log_prob)
     return TrainingRows(observation, context, *(value.flatten(0, 1)[index] for value in record))
+
+
+def _longer(rows: Tensor, count: int) -> Tensor:
+    """rows [T, B, ...] and zeros, [count, B, ...]."""
+    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
+
+
+def _side_by_side(batches: list[Batch], count: int) -> Batch:
+    """[T, B, ...] of each as one of `count` rows; instructions are padded to the longest."""
+    found = {}
+    for name in batches[0]:
+        rows = [_longer(batch[name], count) for batch in batches]
+        if name == TOKENS:
+            longest = max(value.shape[-1] for value in rows)
+            rows = [torch.nn.functional.pad(value, (0, longest - value.shape[-1])) for value in rows]
+        found[name] = torch.cat(rows, 1)
+    return found
 
 
 def _dropped_episodes(dropped: Tensor, done: Tensor) -> Tensor:

@@ -214,7 +214,8 @@ class Simulators:
 
     worker: makes one of so many slots of a description. tasks: how many its episodes have; they take turns over slots
     and episodes. max_steps: the limit that the description says, for who must know it. start_timeout_s is for a chunk
-    that begins an episode, for which a simulator may have to be made.
+    that begins an episode, for which a simulator may have to be made. first_slot: the number of slot 0, where there are
+    more elsewhere; episodes are functions of it.
     Closed by itself where it raises.
     """
 
@@ -244,6 +245,7 @@ class Simulators:
         self.max_steps, self.render_size = max_steps, render_size
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.waited_s, self.dropped, self.restarts = 0.0, 0, 0
+        self.first_slot = 0
         bounds = [num_envs * w // workers for w in range(workers + 1)]
         self._parts = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False) if pair[0] < pair[1]]
         self._workers = [worker(description, len(part)) for part in self._parts]
@@ -361,7 +363,7 @@ class Simulators:
     def _numbers(self) -> NDArray[np.uint64]:
         """The number of each slot's episode, whose task is the number mod tasks: they take turns."""
         assert self._seed is not None
-        group = np.arange(self.num_envs) // self.group_size
+        group = (self.first_slot + np.arange(self.num_envs)) // self.group_size
         numbers = episode_keys(self._seed, group, self._count)
         if self.tasks == 1:
             return numbers

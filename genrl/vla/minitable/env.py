@@ -32,7 +32,8 @@ class MiniTable(VectorEnv[Observation, Floats, NDArray[Any]]):
     "is_success" bool [n].
 
     Episode k of table i is a function of (seed, i // group_size, k): the tables of a group see the same episodes, as
-    GRPO needs. `reset(options={"episodes": uint64 [n]})` chooses the episodes by number: fixed lists to evaluate on.
+    GRPO needs. i counts from `first_slot`, where other processes have the tables before.
+    `reset(options={"episodes": uint64 [n]})` chooses the episodes by number: fixed lists to evaluate on.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class MiniTable(VectorEnv[Observation, Floats, NDArray[Any]]):
             )
         self.num_envs, self.tasks, self.image_size, self.chunk = num_envs, tuple(tasks), image_size, chunk
         self.max_steps, self.group_size, self.render_size = max_steps, group_size, render_size
+        self.first_slot = 0
         self.render_mode = "rgb_array"
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"], "render_fps": 10}
         self.single_action_space = spaces.Box(-1.0, 1.0, (chunk, 3), np.float32)
@@ -171,7 +173,8 @@ class MiniTable(VectorEnv[Observation, Floats, NDArray[Any]]):
 
     def _keys(self) -> task.Keys:
         assert self._seed is not None
-        return task.episode_keys(self._seed, np.arange(self.num_envs) // self.group_size, self._count)
+        slots = self.first_slot + np.arange(self.num_envs)
+        return task.episode_keys(self._seed, slots // self.group_size, self._count)
 
     def _begin(self, chosen: Flags, keys: task.Keys) -> None:
         self._state = self._state.replaced(chosen, task.initial_state(keys[chosen], self.tasks))
