@@ -153,6 +153,27 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "policy.new",
         "grpo needs a policy that succeeds now and then",
     ),
+    (
+        "names of a new one",
+        NEW,
+        {"policy": {"new": {}, "rename": {"observation.image": "a"}}},
+        "policy.rename, policy.path (default)",
+        "is of a published policy",
+    ),
+    (
+        "too much noise",
+        TRAINED,
+        {"sampler": {"kind": "flow_cps", "noise_level": 1.2}},
+        "sampler.noise_level",
+        "at 1; 1.2",
+    ),
+    (
+        "too much later",
+        TRAINED,
+        {"sampler": {"kind": "flow_cps", "anneal": [2, 9]}},
+        "sampler.anneal",
+        "at 1; 2 is more",
+    ),
     ("nothing to imitate", NEW, {"demonstrations": None}, "demonstrations (default)", "sft imitates"),
     ("no source", NEW, {"demonstrations": {}}, "demonstrations", "sft imitates"),
     ("two sources", NEW, {"demonstrations": {"expert": 3, "dataset": "a"}}, "demonstrations", "and not both"),
@@ -502,7 +523,7 @@ class TestFiles:
         ("environment", "key", "says"),
         [
             ({"name": "minitabel"}, "environment.name", "did you mean minitable?"),
-            ({"name": "libero"}, "environment.name", "there are minitable, metaworld, gymnasium ids"),
+            ({"name": "robosuite"}, "environment.name", "there are minitable, metaworld, maniskill, libero, gymnasium ids"),
             ({"name": "none.py:make"}, "environment.name", "there is no file none.py"),
         ],
     )
