@@ -523,7 +523,11 @@ class TestFiles:
         ("environment", "key", "says"),
         [
             ({"name": "minitabel"}, "environment.name", "did you mean minitable?"),
-            ({"name": "robosuite"}, "environment.name", "there are minitable, metaworld, maniskill, libero, gymnasium ids"),
+            (
+                {"name": "robosuite"},
+                "environment.name",
+                "there are minitable, metaworld, maniskill, libero, gymnasium ids",
+            ),
             ({"name": "none.py:make"}, "environment.name", "there is no file none.py"),
         ],
     )

@@ -23,6 +23,8 @@ def _sources(config: VLAConfig) -> Iterator[Finding]:
     policy, shown, algorithm = config.policy, config.demonstrations, config.trainer.algorithm
     if (policy.path is None) == (policy.new is None):
         yield ("policy.path", "policy.new"), "write one of them: the folder of a policy, or a new one to be trained"
+    if policy.rename and policy.path is None:
+        yield ("policy.rename", "policy.path"), "is of a published policy; a new one reads what the environment shows"
     if policy.new is not None and algorithm in ("ppo", "grpo"):
         text = (
             f"{algorithm} needs a policy that succeeds now and then; train it by sft and give its folder as policy.path"
@@ -94,6 +96,10 @@ def _samplers(config: VLAConfig) -> Iterator[Finding]:
             yield ("sampler.count", "sampler.steps"), f"{sampler.count} of {drawn} steps cannot be drawn"
         if sampler.selection != "last" and sampler.count != 1:
             yield ("sampler.count", "sampler.selection"), "counts the last steps; write selection: last"
+    if sampler.kind == "flow_cps":
+        for key, level in (("noise_level", sampler.noise_level), ("anneal", sampler.anneal and sampler.anneal[0])):
+            if level is not None and level > 1:
+                yield (f"sampler.{key}",), f"flow_cps draws all of the noise anew at 1; {level:g} is more"
     if sampler.kind == "diffusion" and sampler.ft_denoising_steps > sampler.steps:
         text = f"{sampler.ft_denoising_steps} of {sampler.steps} steps cannot be trained"
         yield ("sampler.ft_denoising_steps", "sampler.steps"), text

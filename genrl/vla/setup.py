@@ -28,13 +28,30 @@ from genrl.vla.lerobot_dataset import open_dataset
 from genrl.vla.metaworld import expert as metaworld_expert
 from genrl.vla.metaworld import tasks as metaworld_tasks
 from genrl.vla.minitable import INSTRUCTIONS
-from genrl.vla.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Policy, tokenise, vocabulary
+from genrl.vla.policy import (
+    ACTION,
+    ENVIRONMENT,
+    IMAGE,
+    STATE,
+    TOKENS,
+    Batch,
+    Policy,
+    PredictsNoise,
+    PredictsVelocity,
+    tokenise,
+    vocabulary,
+)
 from genrl.vla.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
 from genrl.vla.tiny_flow import NoiseHead, TinyFlowConfig, TinyFlowVLA
 
 
 def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
     """The transition rule of an iteration. Raises ValueError where the policy cannot do it."""
+    noise = isinstance(config.sampler, settings.Diffusion)
+    if not isinstance(policy, PredictsNoise if noise else PredictsVelocity):
+        kind, near = config.sampler.kind, "flow_sde" if noise else "diffusion"
+        wanted = "noise" if noise else "velocity"
+        raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {wanted}; for this one write {near}")
     match config.sampler:
         case settings.FlowSDE() as given:
             level = given.noise_level

@@ -120,6 +120,9 @@ def check_processes(config: VLAConfig, num_processes: int) -> None:
     """ValueError where environments cannot be shared out to the processes in whole groups."""
     if config.trainer.algorithm in OFFLINE and num_processes > 1:
         raise ValueError(f"trainer.algorithm: {config.trainer.algorithm} runs in one process, not in {num_processes}")
+    if isinstance(config.trainer, SFT) and config.trainer.batch_size < num_processes:
+        text = f"{config.trainer.batch_size} frames cannot be shared out to {num_processes} processes"
+        raise ValueError(f"trainer.batch_size: {text}")
     groups = config.environment.num_envs // config.environment.group_size
     if groups % num_processes:
         raise ValueError(
