@@ -7,6 +7,7 @@ score.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import traceback
@@ -14,8 +15,40 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewards.contract import Failure, Reward, RewardFailed, Scores, name_of, nearest, read
+from rewards.loading import EMPTY, Origin, load, resolve, with_options
 
 GIVEN = ("prompts", "completions", "completion_ids", "group")
+RULES = (
+    *("exact", "numeric", "choice", "iou", "point_in_box", "ordering", "words", "tag_format", "majority"),
+    *("diversity", "rouge"),
+)
+"""The functions of `rewards.verifiable`, by name."""
+
+
+def resolve_text(name: str) -> Origin:
+    """Where the name of a text reward leads: one of `RULES`, or what `rewards.resolve` finds. Imports nothing.
+
+    Raises ValueError as that does, with the nearest rule.
+    """
+    if name in RULES:
+        return Origin(name, "built-in", "rewards.verifiable", name)
+    try:
+        return resolve(name)
+    except ValueError as error:
+        if ".py" in name:
+            raise
+        raise ValueError(
+            f"unknown reward {name!r}.{nearest(name, RULES)} Rules for texts: {', '.join(RULES)}; or a function of "
+            "your own as path/to/file.py:name"
+        ) from error
+
+
+def load_text(name: str, args: Mapping[str, object] = EMPTY) -> Reward:
+    """A text reward with its options set. Raises ValueError as `resolve_text`, and for options that do not fit."""
+    if resolve_text(name).where != "rewards.verifiable":
+        return load(name, args)
+    rule: Reward = getattr(importlib.import_module("rewards.verifiable"), name)
+    return with_options(rule, name, args) if args else rule
 
 
 def score_completions(

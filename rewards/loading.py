@@ -65,7 +65,8 @@ def listing() -> list[Listed]:
 def declaration(origin: Origin) -> Declared:
     """What a reward's source declares, without importing it; nothing where the source is not found or does not say."""
     found = declared(Path(origin.where) if origin.kind == "file" else source_of(origin.where), origin.attribute)
-    return found._replace(range=BUILT_IN[origin.name].range) if origin.kind == "built-in" else found
+    listed = BUILT_IN.get(origin.name) if origin.kind == "built-in" else None
+    return found if listed is None else found._replace(range=listed.range)
 
 
 def resolve(name: str) -> Origin:
@@ -157,7 +158,7 @@ def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu", 
         raise ValueError(f"reward {name!r} is a {type(target).__name__}; it must be a function or a class")
     if dtype is not None:
         raise ValueError(_no_dtype(name, dtype))
-    return _with_options(target, name, args) if args else target
+    return with_options(target, name, args) if args else target
 
 
 def _require_extra(entry: BuiltIn, name: str) -> None:
@@ -206,7 +207,8 @@ def _construct(target: type, name: str, args: Mapping[str, object], device: str,
     return reward
 
 
-def _with_options(function: Reward, name: str, args: Mapping[str, object]) -> Reward:
+def with_options(function: Reward, name: str, args: Mapping[str, object]) -> Reward:
+    """A function with some of its options set. Raises ValueError for what is no option of it."""
     parameters = inspect.signature(function).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty]
     if not set(args) <= set(options):

@@ -42,6 +42,7 @@ from genrl.config.schema import (
     Window,
 )
 from genrl.config.vla import VLAConfig
+from genrl.config.vlm import VLMConfig
 
 __all__ = [
     "AWM",
@@ -83,6 +84,7 @@ __all__ = [
     "Talk2Move",
     "Tree",
     "VLAConfig",
+    "VLMConfig",
     "Window",
     "check_files",
     "dump",

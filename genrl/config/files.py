@@ -18,6 +18,8 @@ from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
 from genrl.config.loading import AnyConfig
 from genrl.config.schema import Config
 from genrl.config.vla import VLAConfig
+from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
 from genrl.prompts import PromptError, PromptRows, missing_images
 from genrl.prompts import read as read_prompts
@@ -39,6 +41,8 @@ def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
     notes: list[str] = []
     if isinstance(config, VLAConfig):
         wrong = [*_policy(config), *_demonstrations(config), *_simulator(config, notes), *_trackers(config)]
+    elif isinstance(config, VLMConfig):
+        wrong = [*(_Wrong(path, text) for path, text in vlm_files(config, notes)), *_trackers(config)]
     else:
         wrong = [
             *_model(config, notes),
@@ -338,8 +342,12 @@ def _demonstrations(config: VLAConfig) -> Iterator[_Wrong]:
         yield _Wrong(("demonstrations", "dataset"), text)
 
 
-SIMULATORS = {"metaworld": "metaworld", "ray": "ray"}
-"""Extras that an environment needs, with the module that shows them installed."""
+SIMULATORS = {
+    "metaworld": ("metaworld", "'genrl[metaworld]'"),
+    "maniskill": ("mani_skill", "mani-skill"),
+    "libero": ("libero", "hf-libero"),
+}
+"""The module that shows an environment installed, and what pip calls it."""
 
 
 def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[_Wrong]:
@@ -350,13 +358,14 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[_Wrong]:
         notes.append(f"environment.name: training runs the code of {file}")
         if not Path(file).is_file():
             yield _Wrong(("environment", "name"), f"there is no file {file}")
-    elif name in SIMULATORS and importlib.util.find_spec(SIMULATORS[name]) is None:
-        text = f"the package {SIMULATORS[name]} is not installed: pip install 'genrl[{name}]'"
+    elif name in SIMULATORS and importlib.util.find_spec(SIMULATORS[name][0]) is None:
+        text = f"the package {SIMULATORS[name][0]} is not installed: pip install {SIMULATORS[name][1]}"
         yield _Wrong(("environment", "name"), text)
     elif name not in ("minitable", *SIMULATORS) and "/" not in name and "-v" not in name and not colon:
-        close = get_close_matches(name, ("minitable", "metaworld"), n=1)
+        close = get_close_matches(name, ("minitable", *SIMULATORS), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        text = f"no environment {name!r}{hint}; there are minitable, metaworld, gymnasium ids and path/file.py:function"
+        known = ", ".join(("minitable", *SIMULATORS))
+        text = f"no environment {name!r}{hint}; there are {known}, gymnasium ids and path/file.py:function"
         yield _Wrong(("environment", "name"), text)
     if workers == "ray" and importlib.util.find_spec("ray") is None:
         yield _Wrong(("environment", "workers"), "the package ray is not installed: pip install 'genrl[ray]'")

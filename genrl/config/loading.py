@@ -16,10 +16,11 @@ from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
 from genrl.config.messages import explain, root_of
 from genrl.config.schema import Config
 from genrl.config.vla import VLAConfig
+from genrl.config.vlm import VLMConfig
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
 
-AnyConfig = Config | VLAConfig
-ROOTS: dict[str, type[AnyConfig]] = {"Config": Config, "VLAConfig": VLAConfig}
+AnyConfig = Config | VLAConfig | VLMConfig
+ROOTS: dict[str, type[AnyConfig]] = {"Config": Config, "VLAConfig": VLAConfig, "VLMConfig": VLMConfig}
 
 
 @dataclass
@@ -31,11 +32,13 @@ class _Tree:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
-    """Read and validate a configuration file: of a policy's run where it has the section `policy`, else a pipeline's.
+    """Read and validate a configuration file: of a policy's run where it has the section `policy`, of a
+    vision-language model's where it has `vlm`, else a pipeline's.
 
     `overrides` are `key.sub=value` texts (list items by index: `rewards.0.weight=2`), applied last. `include: FILE`
     in the file names one base file, relative to it: sections are merged (those of another algorithm or kind replaced),
-    lists and values replaced. Where the file names no `output`, it is `runs/<file name without ending>`. ConfigError lists everything that is wrong.
+    lists and values replaced. Where the file names no `output`, it is `runs/<file name without ending>`. ConfigError
+    lists everything that is wrong.
     """
     return load_located(path, overrides)[0]
 
@@ -68,7 +71,7 @@ def _grid_is_default(config: Config) -> bool:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a configuration file of either kind, for completion and checks in editors."""
+    """JSON schema of a configuration file of any kind, for completion and checks in editors."""
     definitions = models_json_schema([(root, "validation") for root in ROOTS.values()])[1]["$defs"]
     include = {"type": "string", "description": "One base file, relative to this one; this file's values win."}
     for name in ROOTS:
@@ -78,7 +81,11 @@ def json_schema() -> dict[str, Any]:
         "title": "genrl configuration",
         "if": {"required": ["policy"]},
         "then": {"$ref": "#/$defs/VLAConfig"},
-        "else": {"$ref": "#/$defs/Config"},
+        "else": {
+            "if": {"required": ["vlm"]},
+            "then": {"$ref": "#/$defs/VLMConfig"},
+            "else": {"$ref": "#/$defs/Config"},
+        },
         "$defs": definitions,
     }
 

@@ -144,8 +144,11 @@ def suggestions(key: str, section: KeyPath, siblings: list[str], everywhere: Map
 
 
 def root_of(data: Any) -> str:
-    """Which kind of run a file describes: one with the section `policy` trains a policy, any other a pipeline."""
-    return "VLAConfig" if isinstance(data, Mapping) and "policy" in data else "Config"
+    """Which kind of run a file describes: one with the section `policy` trains a policy, one with `vlm` a
+    vision-language model, any other a pipeline."""
+    if not isinstance(data, Mapping):
+        return "Config"
+    return "VLAConfig" if "policy" in data else "VLMConfig" if "vlm" in data else "Config"
 
 
 @cache
@@ -153,10 +156,10 @@ def _definitions() -> Mapping[str, Schema]:
     """The schemas of all sections of all kinds of runs, by name."""
     from genrl.config.schema import Config
     from genrl.config.vla import VLAConfig
+    from genrl.config.vlm import VLMConfig
 
-    definitions: Mapping[str, Schema] = models_json_schema([(Config, "validation"), (VLAConfig, "validation")])[1][
-        "$defs"
-    ]
+    roots = (Config, VLAConfig, VLMConfig)
+    definitions: Mapping[str, Schema] = models_json_schema([(root, "validation") for root in roots])[1]["$defs"]
     return definitions
 
 

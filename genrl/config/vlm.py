@@ -1,0 +1,218 @@
+"""The typed configuration of a run that trains a vision-language model: a YAML file with the section `vlm`.
+
+As in `schema`, the text under each field is its description. The five functions of a loss (advantage, transforms,
+weights, surrogate, aggregation) are those of `genrl.vlm.recipe`; `genrl.vlm.compose` checks what is written of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from genrl.config.schema import (
+    Checkpoint,
+    Count,
+    Distributed,
+    Flag,
+    Number,
+    Optimizer,
+    Positive,
+    Section,
+    Share,
+    Text,
+    Tracker,
+    Whole,
+)
+from genrl.config.vlm_rules import refuse_impossible
+
+PresetName = Literal[
+    "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "luspo", "cispo", "sapo", "vespo", "rloo",
+    "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
+    "off_policy_mask", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine", "para_grpo",
+    "reg_grpo", "real", "dmpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan", "vrag_rl", "time_master",
+    "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
+]  # fmt: skip
+
+Choice = Text | dict[str, Any]
+"""A function by its name, `sapo`, or with constants, `{name: clip, high: 0.28}`; without a name: the preset's own."""
+
+
+class VLMLoRA(Section):
+    """Low-rank adapters on the language model; only they are trained."""
+
+    rank: Count = 16
+    """Rank of the adapters (VL-DAC: 16)."""
+    alpha: Positive = 32.0
+    """Scale; the update is multiplied by alpha / rank (VL-DAC: 32)."""
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Last parts of the names of the layers to adapt; null = the attention projections."""
+
+
+class VLM(Section):
+    """Which vision-language model is trained, and what of it."""
+
+    path: Text
+    """Folder or hub id of a transformers image-text-to-text model with its processor."""
+    lora: VLMLoRA | None = None
+    """Low-rank adapters; null = all weights are trained."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights and passes; log-probabilities and LoRA weights are always float32."""
+
+
+class Task(Section):
+    """The questions: a generated task, or data."""
+
+    name: Literal["count", "colour", "shapes"] | None = None
+    """A task that needs no download (`genrl.vlm.tasks`); null = `train`."""
+    rows: Count = 4096
+    """Training questions of a generated task."""
+    train: Text | None = None
+    """Data: a .jsonl file, or data set id:split; null = `name`."""
+    eval: Text | None = None
+    """Held-out data, same formats; needed while evaluation.every is above 0. Generated tasks have their own."""
+    prompt: Text = "prompt"
+    """Column with the question."""
+    image: Text = "image"
+    """Column with the picture: a file beside the .jsonl file, or a data set's picture, or a list of pictures."""
+    system: Text | None = None
+    """System message before every question; null = none."""
+
+
+class Generation(Section):
+    """How answers are drawn for training."""
+
+    prompts_per_iteration: Count = 8
+    """Different questions in one iteration, over all processes."""
+    group_size: Count = 8
+    """Answers to each, compared with each other (8 is usual)."""
+    max_new_tokens: Count = 64
+    """Longest answer."""
+    temperature: Positive = 1.0
+    """Of drawing and of the log-probabilities that are trained."""
+    batch_size: Count | None = None
+    """Answers drawn side by side, whole groups; null = all of a process."""
+
+
+class VLMReward(Section):
+    """One reward of the weighted sum."""
+
+    name: Text
+    """A function of `rewards.verifiable` (exact, numeric, choice, iou, tag_format ...), or path/file.py:function, also
+    as TRL takes it; others as `genrl rewards` lists them where they need no picture of a sampler."""
+    weight: Number = 1.0
+    """Factor in the sum that is trained on; 0 = only logged."""
+    args: dict[str, Any] = {}
+    """Options of the function: its parameters with a default."""
+    conversational: Flag = False
+    """Hand it prompts and completions as lists of messages, as TRL does for conversational data."""
+
+
+class VLMTrainer(Section):
+    """A published method by name, and what is changed of it."""
+
+    preset: PresetName = "grpo"
+    """The method; the others below are null = as it has them."""
+    advantage: Choice | None = None
+    """From rewards to advantages: group, leave_one_out, whitened_returns, virtual_reward, smoothed ..."""
+    transforms: tuple[Choice, ...] | None = None
+    """Changes of the advantages, in order: batch_normalise, clamp, positive_only, sigma_filter ..."""
+    weights: tuple[Choice, ...] | None = None
+    """Factors per token: top_entropy, top_dependency, divergence ..."""
+    surrogate: Choice | None = None
+    """Ratio and clip rule: clip, sequence_clip, cispo, sapo, reinforce ..."""
+    aggregation: (
+        Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm", "balanced"] | None
+    ) = None
+    """From terms per token to one number."""
+    regularisers: tuple[Choice, ...] | None = None
+    """Added to the loss: kl, entropy_penalty, entropy_band ..."""
+    reward_terms: tuple[Choice, ...] | None = None
+    """Added to the rewards: length, overlong, kl_in_reward ..."""
+    updates: Count = 1
+    """Optimiser steps per pass over an iteration's answers, each on a part of the groups (GSPO: 4)."""
+    epochs: Count = 1
+    """Passes over an iteration's answers."""
+    micro_batch: Count | None = None
+    """Answers per pass of the model, to save memory; null = all of an update."""
+    filter: Literal["none", "spread", "not_all_right"] = "none"
+    """Groups that are trained on: all; those with two different rewards (DAPO); all but those whose first reward is
+    always 1 (NGRPO)."""
+    resample: Whole = 0
+    """Most further rounds of drawing while `filter` leaves too few groups (DAPO); 0 = train on what is left."""
+    ema_decay: Share = 0.995
+    """GRPO-CARE: of the moving average that says how likely an answer is."""
+    ema_every: Count = 10
+    """GRPO-CARE: optimiser steps between updates of the average."""
+    mask_share: Share = 0.5
+    """VPPO: share of patches that are black in the masked picture."""
+    mask_patch: Count = 14
+    """VPPO: side of a patch, in pixels."""
+
+
+class VLMOptimizer(Optimizer):
+    """AdamW and its schedule."""
+
+    lr: Positive = 1e-6
+    """Learning rate (models of billions: 1e-6; LoRA: 1e-5; embedded: 5e-4)."""
+    weight_decay: float = Field(default=0.0, strict=True, ge=0, allow_inf_nan=False)
+    """AdamW's decoupled weight decay."""
+
+
+class VLMEvaluation(Section):
+    """The most probable answers to held-out questions."""
+
+    every: Whole = 10
+    """Evaluate every so many iterations, and at the start and the end; 0 = never."""
+    questions: Count = 256
+    """Held-out questions, always the same."""
+    right_at: Number = 1.0
+    """An answer is right where the first reward is at least this."""
+    blind: Flag = True
+    """At the start, ask the questions with black pictures too: what is right then does not come from seeing."""
+
+
+class VLMConfig(Section):
+    """One training run of a vision-language model."""
+
+    vlm: VLM
+    """Which model is trained."""
+    task: Task
+    """The questions."""
+    generation: Generation = Generation()
+    """How answers are drawn."""
+    rewards: Annotated[tuple[VLMReward, ...], Field(min_length=1)]
+    """What answers are worth; the first one decides what is right in evaluation."""
+    trainer: VLMTrainer = VLMTrainer()
+    """The method."""
+    optimizer: VLMOptimizer = VLMOptimizer()
+    """AdamW and its schedule."""
+    evaluation: VLMEvaluation = VLMEvaluation()
+    """When and how the model is judged."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When the state is saved."""
+    distributed: Distributed = Distributed()
+    """Several processes."""
+    trackers: tuple[Tracker, ...] = ("tensorboard",)
+    """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
+    iterations: Count = 200
+    """Rounds of answering and training."""
+    seed: Whole = 0
+    """Seed of everything random: answers, the order of questions, adapters."""
+    output: Text = "runs/genrl"
+    """Run folder; default runs/<name of the YAML file>."""
+
+    @property
+    def reward_labels(self) -> tuple[str, ...]:
+        """A short, unique name for each reward, in their order."""
+        labels: list[str] = []
+        for reward in self.rewards:
+            base = reward.name.rsplit(":", 1)[-1]
+            same = sum(label == base or label.startswith(f"{base}-") for label in labels)
+            labels.append(f"{base}-{same + 1}" if same else base)
+        return tuple(labels)
+
+    @model_validator(mode="after")
+    def _possible(self) -> VLMConfig:
+        refuse_impossible(self)
+        return self

@@ -1,0 +1,109 @@
+"""Checks of a vision-language model's run against the disk: model folder, data, rewards. No weights, no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+import rewards
+from genrl.config.combinations import looks_local
+from genrl.config.vlm import VLMConfig
+from genrl.config.yaml_source import KeyPath
+from genrl.prompts import PromptError, PromptRows
+from genrl.prompts import read as read_prompts
+from rewards.completions import GIVEN, resolve_text
+from rewards.contract import nearest
+
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+GENERATED = ("answer", "question")
+"""Columns of the generated tasks."""
+
+Finding = tuple[KeyPath, str]
+
+
+def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+    """What is wrong, each with its key; remarks that stop nothing go to `notes`."""
+    yield from _model(config, notes)
+    columns: list[tuple[str, list[str]]] = [("name", list(GENERATED))] if config.task.name else []
+    for name, source in (("train", config.task.train), ("eval", config.task.eval)):
+        if source is None:
+            continue
+        if Path(source).suffix == ".jsonl":
+            try:
+                found = read_prompts(source, config.task.prompt)
+            except PromptError as error:
+                yield ("task", name), str(error)
+                continue
+            notes += [f"task.{name}: skipped {row}" for row in found.skipped[:10]]
+            columns.append((name, found.column_names))
+            yield from _images(config, name, source, found)
+        elif ":" in source:
+            notes.append(f"task.{name}: {source} is a data set; it is read when training starts")
+        else:
+            yield ("task", name), f"{source}: questions are a .jsonl file, or a data set as id:split"
+    yield from _rewards(config, columns, notes)
+
+
+def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
+    key: KeyPath = ("vlm", "path")
+    path = Path(config.vlm.path).expanduser()
+    if not path.is_dir():
+        if looks_local(config.vlm.path):
+            names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+            close = get_close_matches(path.name, names, n=1, cutoff=0.5)
+            hint = f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
+            yield key, f"no such folder: {path}{hint}"
+        else:
+            notes.append(f"vlm.path: {config.vlm.path} is loaded from the hub when training starts")
+        return
+    if not (path / "config.json").is_file() or "model_type" not in json.loads((path / "config.json").read_text()):
+        yield key, f"{path} has no config.json with a model_type, so it is no saved transformers model"
+    elif not any((path / name).is_file() for name in PROCESSORS):
+        text = f"{path} has no image processor ({' or '.join(PROCESSORS)})"
+        yield key, f"{text}; save the processor of the original model there"
+    elif not (path / "tokenizer_config.json").is_file():
+        yield key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model"
+
+
+def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Iterator[Finding]:
+    column = config.task.image
+    without = next((row for row in found.rows if row.columns.get(column) is None), None)
+    if without is not None:
+        close = get_close_matches(column, found.column_names, n=1, cutoff=0.5)
+        have = ", ".join(found.column_names) or "none beside the question"
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        text = f"{source}:{without.line}: no picture in the column {column!r}; columns of every row: {have}{hint}"
+        yield ("task", name), f"{text} (task.image names the column)"
+        return
+    for row in found.rows:
+        images = row.columns[column]
+        for image in images if isinstance(images, list) else [images]:
+            if not (Path(source).parent / str(image)).is_file():
+                yield ("task", name), f"{source}:{row.line}: there is no file {image!r} beside the data"
+                return
+
+
+def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: list[str]) -> Iterator[Finding]:
+    for index, reward in enumerate(config.rewards):
+        try:
+            origin = resolve_text(reward.name)
+        except ValueError as error:
+            yield ("rewards", index, "name"), str(error)
+            continue
+        if origin.kind == "file":
+            notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+        declared = rewards.declaration(origin)
+        pictures = [name for name in declared.takes if name in ("images", "pil_images", "pairs")]
+        if pictures:
+            text = f"{reward.name} scores {pictures[0]} of a sampler; here completions are scored"
+            yield ("rewards", index, "name"), f"{text}; write exact, numeric, choice or a function of your own"
+            continue
+        for name, known in columns:
+            missing = [c for c in declared.columns if c not in known and c not in GIVEN]
+            if missing:
+                asks = (
+                    f"reward {reward.name} asks for the column {missing[0]}; columns of every row: {', '.join(known)}"
+                )
+                yield ("task", name), f"{asks}.{nearest(missing[0], known)}"
