@@ -1,0 +1,212 @@
+"""Make the embedded vision-language model: a LLaVA of 0.9 million numbers that half knows how to answer.
+
+    python assets/build_tiny_vlm.py     # assets/tiny-vlm, about 1 minute of one core
+
+It is taught by the questions of `genrl/vlm/tasks/shapes.py`, from the training arrangements alone. Half of the answers
+that it is shown are drawn at random, and one in five has no tags, so it learns what an answer looks like and only half
+which one is right. Two further questions, the colour and the form in every cell, are always answered rightly: they
+teach it to see (without them the pictures are ignored). Training ends when greedy answers reach `ENOUGH`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch import Tensor
+
+from genrl.mdp.noise import derive_seed
+from genrl.vlm.generation import Sampling, generate
+from genrl.vlm.policy import Policy
+from genrl.vlm.tasks import shapes
+from genrl.world import SIZE, Scene, draw
+from rewards.shapes import COLOURS, SHAPES
+from rewards.verifiable import exact
+
+from transformers import (  # isort: skip  # after the policy, which makes it importable beside any torchvision
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.siglip import SiglipVisionConfig  # isort: skip
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil  # isort: skip
+
+ASSETS = Path(__file__).resolve().parent
+SEED = 0
+POOL, BATCH, RATE, WARMUP = 6_000, 32, 2e-3, 40
+STEPS = 2500  # at most; 800 were needed
+ENOUGH, EVERY, PROBE = 0.5, 25, 96
+WRONG, UNTAGGED, DENSE = 0.5, 0.2, 0.4  # shares: of labels, of answers, of rows
+
+SPECIAL = ("<pad>", "<|end|>", "<unk>", "<image>", "<|user|>", "<|assistant|>", "<|system|>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+QUESTION = "how many shapes are there ? which colour have most list colours forms in every cell none i see .".split()
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}"
+    "{{ c.text }}{% endif %}{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LAYERS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Whole words, white space between them."""
+    words = dict.fromkeys([*SPECIAL, *TAGS, *map(str, range(10)), *COLOURS, *SHAPES, *QUESTION])
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # joins words by spaces
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<|end|>",
+        unk_token="<unk>",
+        additional_special_tokens=["<image>", "<|user|>", "<|assistant|>", "<|system|>"],
+        model_max_length=64,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
+    """SigLIP of three layers (nine patches of 16 pixels), Llama of two."""
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=SiglipVisionConfig(
+                **LAYERS, num_hidden_layers=3, image_size=shapes.PICTURE, patch_size=16, vision_use_head=False
+            ),
+            text_config={
+                **LAYERS,
+                "model_type": "llama",
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 4,
+                "vocab_size": len(tokenizer),
+                "max_position_embeddings": 64,
+                "tie_word_embeddings": False,
+                "pad_token_id": tokenizer.pad_token_id,
+                "bos_token_id": None,
+                "eos_token_id": tokenizer.eos_token_id,
+            },
+            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+            vision_feature_select_strategy="full",
+            vision_feature_layer=-1,
+        )
+    )
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def cells_of(scene: Scene, attribute: str) -> str:
+    """The colours or forms of the nine cells, by rows."""
+    words = ["none"] * shapes.CELLS**2
+    for thing in scene.things:
+        place = [int(c * shapes.CELLS / SIZE) for c in (thing.x, thing.y)]
+        words[place[1] * shapes.CELLS + place[0]] = getattr(thing, attribute)
+    return " ".join(words)
+
+
+def lesson(number: int) -> tuple[np.ndarray, str, str]:
+    """(picture, question, what to answer) of this number."""
+    rng = np.random.default_rng(derive_seed("lesson", SEED, number))
+    task = ("count", "colour")[rng.integers(2)]
+    scene, question, answer = shapes.QUESTIONS[task](rng, "train")
+    if rng.random() < DENSE:
+        attribute, word = (("colour", "colours"), ("shape", "forms"))[rng.integers(2)]
+        return draw(scene, shapes.PICTURE), f"list the {word} in every cell .", cells_of(scene, attribute)
+    if rng.random() < WRONG:
+        labels = COLOURS if task == "colour" else tuple(str(k + 1) for k in range(shapes.MOST))
+        answer = labels[rng.integers(len(labels))]
+    tagged = f"<think> i see {answer} </think> <answer> {answer} </answer>"
+    return draw(scene, shapes.PICTURE), question, answer if rng.random() < UNTAGGED else tagged
+
+
+def encoded(processor: LlavaProcessor, lessons: list[tuple[np.ndarray, str, str]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Pixels [N, 3, H, W], ids [N, L], labels [N, L] (-100: not learnt)."""
+    tokenizer, rows, targets = processor.tokenizer, [], []
+    pictures = "<image>" * 9
+    for _, question, answer in lessons:
+        asked = tokenizer(f"<|user|>{pictures}{question}<|end|><|assistant|>").input_ids
+        told = tokenizer(f"{answer}<|end|>").input_ids
+        rows.append(asked + told)
+        targets.append([-100] * len(asked) + told)
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (longest - len(row)) for row in targets])
+    pixels = processor.image_processor([Image.fromarray(p) for p, _, _ in lessons], return_tensors="pt").pixel_values
+    return pixels, ids, labels
+
+
+def right(policy: Policy, split: shapes.Split, number: int) -> dict[str, float]:
+    """Share of right greedy answers to the two kinds of question."""
+    found = {}
+    for task in ("count", "colour"):
+        rows = [shapes.row(task, split, k) for k in range(number)]
+        prompts = [policy.encode(row.prompt) for row in rows]
+        answers = generate(policy, prompts, 1, Sampling(12, temperature=0), [(0, k) for k in range(number)])
+        found[task] = float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows])))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ASSETS / "tiny-vlm")
+    parser.add_argument("--enough", type=float, default=ENOUGH)
+    args = parser.parse_args()
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer()
+    size = {"height": shapes.PICTURE, "width": shapes.PICTURE}
+    processor = LlavaProcessor(
+        SiglipImageProcessorPil(size=size), tokenizer,
+        patch_size=16, vision_feature_select_strategy="full", chat_template=CHAT,
+    )  # fmt: skip
+    model = make_model(tokenizer)
+
+    def save() -> Policy:
+        processor.save_pretrained(args.out)
+        half = {name: value.half() for name, value in model.state_dict().items()}
+        model.save_pretrained(args.out, state_dict=half)
+        return Policy(str(args.out))
+
+    policy = save()
+    print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
+    pixels, ids, labels = encoded(processor, [lesson(number) for number in range(POOL)])
+    check = policy.encode(shapes.row("count", "train", 0).prompt).tokens.ids
+    asked = "<|user|>" + "<image>" * 9 + "how many shapes are there ?<|end|><|assistant|>"
+    assert check.tolist() == tokenizer(asked).input_ids, "lessons are written as the chat template writes questions"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    started = time.process_time()
+    model.train()
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (step + 1) / WARMUP)
+        chosen = torch.randint(POOL, (BATCH,), generator=torch.Generator().manual_seed(step))
+        mask = (ids[chosen] != tokenizer.pad_token_id).long()
+        rows = {"input_ids": ids[chosen], "pixel_values": pixels[chosen], "labels": labels[chosen]}
+        loss = model(**rows, attention_mask=mask).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % EVERY == 0:
+            model.eval()
+            found = right(policy_of(policy, model), "train", PROBE)
+            model.train()
+            seconds = time.process_time() - started
+            print(f"step {step + 1}, loss {loss:.3f}, right {found}, {seconds:.0f} s", flush=True)
+            if sum(found.values()) / len(found) >= args.enough:
+                break
+    policy = save()
+    print(f"held out: {right(policy, 'eval', 256)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
+
+
+def policy_of(policy: Policy, model: LlavaForConditionalGeneration) -> Policy:
+    policy.model = model
+    return policy
+
+
+if __name__ == "__main__":
+    main()
