@@ -10,7 +10,7 @@ import traceback
 from contextlib import closing
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard
 
 import typer
 from typer.core import TyperGroup
@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from genrl import cli_plan, cli_rewards
 
 if TYPE_CHECKING:
-    from genrl.config import AnyConfig, Config, Model, VLAConfig
+    from genrl.config import AnyConfig, Config, Model, VLAConfig, VLMConfig
 
 PACKAGES = tuple(str(Path(__file__).resolve().parents[1] / name) + os.sep for name in ("genrl", "rewards"))
 
@@ -206,7 +206,11 @@ def evaluate(
     ] = None,
     config_file: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="YAML file that says the environment, for a policy's folder."),
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="YAML file that says the environment or task, for a model's folder.",
+        ),
     ] = None,
 ) -> None:
     """Score a model by rewards over a prompt file, or a policy by its success in simulation, without exploration.
@@ -215,8 +219,15 @@ def evaluate(
 
     A policy: `genrl eval runs/flow_sde --episodes 1024 --videos films`, or a folder in the environment of a
     configuration: `genrl eval assets/tiny-vla --config configs/vla/flow_sde.yaml`
+
+    A vision-language model by held-out questions: `genrl eval runs/grpo`, or a folder:
+    `genrl eval assets/tiny-vlm --config configs/vlm/grpo.yaml`
     """
     settings = _policy_config_of(model, config_file)
+    if _is_vlm_run(settings):
+        from genrl.cli_vlm import evaluate as ask
+
+        return ask(Path(model), settings, questions=num_prompts, out=out)
     if settings is not None:
         from genrl.cli_vla import evaluate as judge
 
@@ -295,7 +306,11 @@ def check(
 
     config, origins = load_located(file, overrides or ())
     notes = check_files(config, origins)
-    if _is_policy_run(config):
+    if _is_vlm_run(config):
+        from genrl import cli_vlm
+
+        cli_vlm.print_check(config, origins, notes)
+    elif _is_policy_run(config):
         from genrl import cli_vla
 
         cli_vla.print_check(config, notes)
@@ -318,11 +333,18 @@ def export(
 
     Example: `genrl export runs/quickstart --out my-lora`, then `pipe.load_lora_weights("my-lora")`
 
-    A policy is written in LeRobot's layout: `genrl export runs/flow_sde --out my-policy`
+    A policy is written in LeRobot's layout: `genrl export runs/flow_sde --out my-policy`; a vision-language model as
+    transformers saves it (a LoRA as PEFT does; `--full` merges it).
     """
     from genrl.config import load
 
-    if _is_policy_run(load(_run_config(run))):
+    config = load(_run_config(run))
+    if _is_vlm_run(config):
+        from genrl.cli_vlm import export as write_model
+
+        typer.echo(f"written to {write_model(run, config, out, step, full=full)}")
+        return
+    if _is_policy_run(config):
         from genrl.cli_vla import export as write_policy
 
         typer.echo(f"written to {write_policy(run, out, step)}")
@@ -417,13 +439,17 @@ def _train(config: AnyConfig, origins: Any, run: Path | None, nproc: int) -> Non
     inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes
     if inside and nproc > 1:
         raise typer.BadParameter("--nproc starts processes, but this already is one of several: leave it out")
-    problem = None if _is_policy_run(config) else processes_problem(config, nproc)
+    problem = None if _is_policy_run(config) or _is_vlm_run(config) else processes_problem(config, nproc)
     if problem:
         raise typer.BadParameter(problem, param_hint="--nproc")
     is_main = int(os.environ.get("RANK", "0")) == 0
     for note in check_files(config, origins):
         if is_main and not note.startswith("output:"):  # a folder in use is an error of its own
             typer.secho(printable(note), fg=typer.colors.YELLOW, err=True)
+    if _is_vlm_run(config):
+        from genrl.vlm.compose import preset_of
+
+        preset_of(config, origins)  # raises, with the line of what is wrong
     if run and is_main:
         saved = [path.name.removeprefix("step-") for path in run.glob("checkpoints/step-*")]
         done = max((int(step) for step in saved if step.isdigit()), default=0)  # others are of saves cut short
@@ -434,6 +460,11 @@ def _train(config: AnyConfig, origins: Any, run: Path | None, nproc: int) -> Non
     if nproc > 1:
         _launch(nproc)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of one process starve those of the next
+    if _is_vlm_run(config):
+        from genrl.vlm.train import train as train_model
+
+        train_model(config, run)
+        return
     if _is_policy_run(config):
         from genrl.vla.train import train as train_policy
 
@@ -450,19 +481,32 @@ def _is_policy_run(config: AnyConfig) -> bool:
     return isinstance(config, VLAConfig)
 
 
-def _policy_config_of(model: str, file: Path | None) -> VLAConfig | None:
-    """The configuration to judge a policy by: of its run, or of `--config`; None for what is no policy."""
+def _is_vlm_run(config: AnyConfig | None) -> TypeGuard[VLMConfig]:
+    from genrl.config import VLMConfig
+
+    return isinstance(config, VLMConfig)
+
+
+def _policy_config_of(model: str, file: Path | None) -> VLAConfig | VLMConfig | None:
+    """The configuration to judge a policy or a vision-language model by: of its run, or of `--config`; None for what
+    is neither."""
     from genrl.cli_vla import is_policy
+    from genrl.cli_vlm import is_model
     from genrl.config import load
 
     path = Path(model)
+    if not (path / "config.yaml").is_file() and is_model(path) and file is None:
+        raise typer.BadParameter(
+            f"{model} is a vision-language model: say what it is asked by --config FILE.yaml", param_hint="--config"
+        )
     if not (path / "config.yaml").is_file() and is_policy(path) and file is None:
         raise typer.BadParameter(f"{model} is a policy: say where it acts by --config FILE.yaml", param_hint="--config")
     source = file or path / "config.yaml"
     config = load(source) if source.is_file() or file else None
-    if config is not None and not _is_policy_run(config) and file is not None:
-        raise typer.BadParameter(f"{file} trains no policy: it has no section policy", param_hint="--config")
-    return config if config is not None and _is_policy_run(config) else None
+    known = config is not None and (_is_policy_run(config) or _is_vlm_run(config))
+    if config is not None and not known and file is not None:
+        raise typer.BadParameter(f"{file} trains no policy: it has no section policy or vlm", param_hint="--config")
+    return config if known else None
 
 
 def _launch(nproc: int) -> None:
@@ -507,7 +551,7 @@ def _config_of(model: str) -> Config | None:
         raise typer.BadParameter(f"{model}: no such run or folder{hint}", param_hint="MODEL")
     file = path / "config.yaml"
     config = load(file) if file.is_file() else None
-    if config is not None and _is_policy_run(config):
+    if config is not None and (_is_policy_run(config) or _is_vlm_run(config)):
         raise typer.BadParameter(f"{model} is the run of a policy, which draws no pictures", param_hint="MODEL")
     return config
 

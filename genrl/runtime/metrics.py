@@ -675,6 +675,75 @@ _OFFLINE = {
     "timing/critics_s": MetricDoc("seconds of learning critics and model", "Offline learning.", "s", False),
 }
 
+_LANGUAGE = {
+    "eval/accuracy_mean": MetricDoc(
+        "held-out questions whose most probable answer is right (first reward >= `evaluation.right_at`) / questions",
+        "The figure of a model.",
+        "share 0..1",
+    ),
+    "eval/accuracy_low": MetricDoc(
+        "lower end of the 95 % Wilson interval of `eval/accuracy_mean`", "What more questions could show.", "share 0..1"
+    ),
+    "eval/accuracy_high": MetricDoc(
+        "upper end of the 95 % Wilson interval of `eval/accuracy_mean`", "What more questions could show.", "share 0..1"
+    ),
+    "eval/accuracy_blind": MetricDoc(
+        "the same with black pictures, before training",
+        "What can be guessed. Where `eval/accuracy_mean` is no higher, the model does not see what is asked, and "
+        "reinforcement sharpens its guesses only.",
+        "share 0..1",
+    ),
+    "rollout/tokens_mean": MetricDoc(
+        "mean number of tokens of an answer, its end included", "Grows where longer answers pay.", "tokens"
+    ),
+    "rollout/cut": MetricDoc(
+        "answers that `max_new_tokens` ended / answers",
+        "High: they are scored as they stand; allow more tokens, or punish length.",
+        "share 0..1",
+    ),
+    "rollout/rounds": MetricDoc(
+        "rounds of drawing in the iteration (`trainer.resample`)", "Grows as more groups are without spread.", "rounds"
+    ),
+    "rollout/kept": MetricDoc(
+        "groups that are trained on / groups that were drawn",
+        "Falls to 0 as all answers become right: there is nothing left to learn.",
+        "share 0..1",
+    ),
+    "sampler/gap_mean": MetricDoc(
+        "mean of |log-prob of the trainer - log-prob of the sampler| over tokens, before the update",
+        "About 1e-7 in float32, 1e-3 in bfloat16. More: the two see different inputs.",
+        "nats",
+    ),
+    "sampler/gap_max": MetricDoc("its largest value", "As `sampler/gap_mean`.", "nats"),
+    "entropy/sampled": MetricDoc(
+        "mean of -log-prob over the tokens of the answers; mean over updates",
+        "How much is still tried out. Below 0.05 while answers are wrong: lower the learning rate.",
+        "nats",
+    ),
+    "ratio/max": MetricDoc(
+        "largest ratio of a token (or answer); mean over updates",
+        "1 in the first update. Far above the clip range: fewer updates per iteration, or a lower rate.",
+    ),
+    "loss/kl": MetricDoc("the KL term of `loss`, weight included; mean over updates", "As `kl`."),
+    "loss/entropy_penalty": MetricDoc(
+        "the entropy term of `loss`, weight included", "VPPO: falls as `entropy/sampled`."
+    ),
+    "loss/entropy_band": MetricDoc("the entropy band of `loss`, weight included", "0 inside of the band."),
+    "loss/perception": MetricDoc(
+        "the perception term of `loss`, weights included (Q-Hawkeye)",
+        "Falls as answers depend on the picture's quality.",
+    ),
+    "tokens_per_s": MetricDoc(
+        "tokens of the answers / seconds of drawing and scoring them", "Speed.", "tokens/s", False
+    ),
+    "timing/estimate_s": MetricDoc(
+        "seconds of the forward passes before an update: old, reference and further log-probabilities",
+        "About a third of `timing/train_s` for each.",
+        "s",
+        False,
+    ),
+}
+
 SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
     "Rewards as used": _USED,
@@ -693,6 +762,7 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Direct reward and Diff-Instruct": _DIRECT,
     "Policies in simulation": _SIMULATION,
     "Policies from data": _OFFLINE,
+    "Vision-language models": _LANGUAGE,
     "Time, memory and cost": _COST,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}

@@ -15,6 +15,7 @@ _SHOWN = {
     "eval/total_mean": "eval",
     "rollout/success": "success",
     "eval/success_mean": "eval success",
+    "eval/accuracy_mean": "accuracy",
     "rollout/env_steps": "env steps",
     "kl": "kl",
     "loss": "loss",

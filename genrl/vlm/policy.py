@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from genrl.objectives.token_weights import group_divergence
 from genrl.vlm.log_probs import completion_log_probs
 from genrl.vlm.processor import PER_TOKEN, Prompt, Tokens, join_pixels, load_processor, placeholder_ids, tokenize
 from rewards.checkpoints import pretrained
@@ -252,6 +253,37 @@ class Policy:
             chunk=chunk,
         )
         return Replay(scores.log_prob, scores.entropy, positions, images)
+
+    @torch.no_grad()
+    def divergence(
+        self,
+        prompts: Sequence[Encoded],
+        tokens: Tensor,
+        mask: Tensor,
+        group: Tensor,
+        temperature: float,
+        *,
+        chunk: int = 16,
+    ) -> Tensor:
+        """`token_weights.group_divergence` of the answers to each prompt, [N, T] on the CPU, groups one by one.
+
+        Whole distributions [G, chunk, V] exist for `chunk` positions at a time, without the forbidden ids.
+        """
+        head, found = self.model.get_output_embeddings(), []
+        ids = torch.arange(len(head.weight), device=self.device)
+        allowed = ids[~torch.isin(ids, self.forbidden)]
+        for number in range(len(prompts)):
+            at = (group == number).nonzero()[:, 0]
+            kept = mask[at].to(self.device).bool()
+            chosen = torch.where(kept, tokens[at].to(self.device), self.pad_id)
+            hidden, _, _ = self._shared(prompts, [prompts[number]] * len(at), chosen, group[at])
+            parts = []
+            for start in range(0, tokens.shape[1], chunk):
+                logits = head(hidden[:, start : start + chunk])[..., allowed].float() / temperature
+                same = torch.zeros(len(at), dtype=torch.int64)
+                parts.append(group_divergence(logits.log_softmax(-1), kept[:, start : start + chunk], same)[0])
+            found.append(torch.cat(parts).cpu())
+        return torch.stack(found)
 
     def _shared(
         self, prompts: Sequence[Encoded], rows: Sequence[Encoded], tokens: Tensor, group: Tensor

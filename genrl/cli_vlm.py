@@ -1,0 +1,115 @@
+"""What `genrl check`, `eval` and `export` do with a vision-language model's run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from genrl.config import VLMConfig
+    from genrl.config.errors import Origins
+
+
+def print_check(config: VLMConfig, origins: Origins, notes: list[str]) -> None:
+    """Remarks, what an iteration does, and what the method is made of. Raises ConfigError as `preset_of`."""
+    from rich.table import Table
+
+    from genrl.cli_tables import console, safe
+    from genrl.vlm.compose import preset_of
+    from genrl.vlm.recipe import extra_forwards
+
+    preset = preset_of(config, origins)
+    console.print("[green]valid[/green]")
+    for note in notes:
+        console.print(f"[yellow]{safe(note)}[/yellow]")
+    generation, trainer, table = config.generation, config.trainer, Table(title="one iteration", show_header=False)
+    answers = generation.prompts_per_iteration * generation.group_size
+    table.add_row("answers", f"{answers:,}", f"{generation.prompts_per_iteration} questions x {generation.group_size}")
+    table.add_row("tokens", f"{answers * generation.max_new_tokens:,} at most", f"{generation.max_new_tokens} of each")
+    table.add_row("updates", f"{trainer.updates * trainer.epochs:,}", f"{trainer.epochs} passes")
+    for forward in extra_forwards(preset):
+        table.add_row("further forward", forward.extra, f"picture: {forward.image}, model: {forward.model}")
+    table.add_row("iterations", f"{config.iterations:,}", "")
+    every = config.evaluation.every
+    number = 1 + math.ceil(config.iterations / every) if every else 0
+    table.add_row("evaluations", f"{number:,}", f"of {config.evaluation.questions:,} questions" if every else "off")
+    console.print(table)
+    method = Table(title=f"the method ({trainer.preset})", title_justify="left", show_header=False)
+    for field in dataclasses.fields(preset):
+        value = getattr(preset, field.name)
+        if value not in ((), None, False, ""):
+            method.add_row(field.name, safe(written(value)))
+    console.print(method)
+
+
+def written(value: Any) -> str:
+    """A choice as YAML has it."""
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(written, value)) + "]"
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return str(value)
+    found = dataclasses.asdict(value)
+    constants = [f"{key}: {one}" for key, one in found.items() if key != "name" and one is not None]
+    return "{" + ", ".join([f"name: {found['name']}", *constants]) + "}"
+
+
+def evaluate(model: Path, config: VLMConfig, *, questions: int | None, out: Path | None) -> None:
+    """Accuracy of a model (a run's newest, or a folder's) on held-out questions, with its interval."""
+    import torch
+    from rich.table import Table
+
+    from genrl.cli_tables import console, safe
+    from genrl.runtime.progress import Progress
+    from genrl.vlm.data import Questions
+    from genrl.vlm.evaluate import figures, judge
+    from genrl.vlm.folder import load_trained
+    from genrl.vlm.policy import Policy
+    from genrl.vlm.rollout import open_rewards
+
+    if questions is not None:
+        config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"questions": questions})})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    is_run = (model / "config.yaml").is_file()
+    policy = load_trained(config, model, device=device) if is_run else Policy(str(model), device=device)
+    asked = Questions(config, "eval")
+    with Progress(1, unit="answers") as progress:
+        progress.phase("evaluating", len(asked))
+        found = judge(policy, config, open_rewards(config), asked, range(len(asked)), advance=progress.advance)
+    scores = figures(config, found)
+    table = Table("", "mean", "95 % interval", title=safe(f"{model}, {len(asked)} questions"), title_justify="left")
+    low, high = scores["eval/accuracy_low"], scores["eval/accuracy_high"]
+    table.add_row("right answers", f"{scores['eval/accuracy_mean']:.3f}", f"{low:.3f} to {high:.3f}")
+    for label in (*config.reward_labels, "total"):
+        table.add_row(safe(label), f"{scores[f'eval/{label}_mean']:.3f}", "")
+    console.print(table)
+    if out:
+        from genrl.runtime.run import write_atomic
+
+        record = {"model": str(model), "task": config.task.model_dump(mode="json"), "questions": len(asked)}
+        finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
+        write_atomic(out, json.dumps(record | {"scores": finite}, indent=1) + "\n")
+
+
+def is_model(path: Path) -> bool:
+    """Whether a folder holds a vision-language model as transformers saves it."""
+    file = path / "config.json"
+    if not file.is_file():
+        return False
+    try:
+        return "vision_config" in json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+
+
+def export(run: Path, config: VLMConfig, out: Path, step: int | None, *, full: bool) -> Path:
+    """The model of a run's checkpoint as transformers saves it; of a LoRA the adapter, or with `full` merged."""
+    from genrl.vlm.folder import load_trained, save_model
+
+    if out.exists() and any(out.iterdir()):
+        raise typer.BadParameter(f"{out} is not empty: give a new folder", param_hint="--out")
+    return save_model(load_trained(config, run, step), config.vlm.path, out, full=full)

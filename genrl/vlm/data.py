@@ -1,0 +1,88 @@
+"""Questions of a run: a generated task, a .jsonl file with pictures beside it, or a data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from genrl.config.vlm import VLMConfig
+from genrl.prompts import PromptError
+from genrl.prompts import read as read_prompts
+from genrl.vlm.processor import Prompt
+from genrl.vlm.tasks.shapes import Row, Split, row
+
+
+class Questions:
+    """Rows by number: `questions[k]`, drawn or read when they are asked for; `len(questions)` of them."""
+
+    def __init__(self, config: VLMConfig, split: Split) -> None:
+        """Raises ValueError for data that cannot be read, or lacks a column."""
+        task = config.task
+        self.config, self.split, self.source = config, split, task.train if split == "train" else task.eval
+        self.rows: Any = None
+        if task.name is not None:
+            self.number = task.rows if split == "train" else config.evaluation.questions
+            return
+        assert self.source is not None, "vlm_rules asks for it"
+        if Path(self.source).suffix == ".jsonl":
+            try:
+                self.rows = read_prompts(self.source, task.prompt).rows
+            except PromptError as error:
+                raise ValueError(f"task.{split}: {error}") from error
+        else:
+            self.rows = _data_set(self.source, task.prompt, task.image)
+        self.number = len(self.rows) if split == "train" else min(len(self.rows), config.evaluation.questions)
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, number: int) -> Row:
+        """Raises ValueError naming file and row where there is no picture."""
+        task = self.config.task
+        if task.name is not None:
+            found = row(task.name, self.split, number)
+            prompt = Prompt(found.prompt.parts, system=task.system, where=found.name)
+            return Row(found.name, prompt, found.columns)
+        one, where = self.rows[number], f"{self.source}:{number + 1}"
+        if isinstance(one, dict):
+            columns = {key: value for key, value in one.items() if key not in (task.image, task.prompt)}
+            pictures, text = one[task.image], one[task.prompt]
+        else:
+            where = f"{self.source}:{one.line}"
+            columns = {key: value for key, value in one.columns.items() if key != task.image}
+            pictures, text = one.columns.get(task.image), one.text
+        several = pictures if isinstance(pictures, list) else [pictures]
+        if not several or any(picture is None for picture in several):
+            raise ValueError(f"{where}: there is no picture in the column {task.image!r}")
+        parts = [self._picture(picture, where) for picture in several]
+        return Row(where, Prompt((*parts, text), system=task.system, where=where), columns)
+
+    def _picture(self, picture: Any, where: str) -> Image.Image | Path:
+        if isinstance(picture, Image.Image):
+            return picture
+        if isinstance(picture, str):
+            return Path(str(self.source)).parent / picture
+        kind = type(picture).__name__
+        raise ValueError(
+            f"{where}: the column {self.config.task.image!r} holds a {kind}; it must be a picture or a file"
+        )
+
+
+def _data_set(source: str, prompt: str, image: str) -> Any:
+    """A data set `id:split`, a hub id or folder that `datasets` reads. Raises ValueError where it lacks a column."""
+    name, _, split = source.partition(":")
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # not found, no such split, no network
+        raise ValueError(f"{source}: the data set cannot be loaded: {error}") from error
+    missing = [column for column in (prompt, image) if column not in rows.column_names]
+    if missing:
+        raise ValueError(
+            f"{source}: no column {missing[0]!r}; it has {', '.join(rows.column_names)}. Name them by task.prompt and "
+            "task.image"
+        )
+    return rows

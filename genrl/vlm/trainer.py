@@ -1,0 +1,162 @@
+"""The algorithm: answer, score, estimate over all answers, update. What a method is, its preset says (`recipe.py`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.objectives import decay
+from genrl.vlm import recipe
+from genrl.vlm.extras import degraded_prompts
+from genrl.vlm.policy import Encoded
+from genrl.vlm.policy_loss import policy_loss
+from genrl.vlm.recipe import Preset
+from genrl.vlm.rollout import Answers
+from genrl.vlm.session import Estimated, Session, Update
+
+ON_POLICY = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+"""How far a log-probability may be from that before the update where nothing was trained yet."""
+
+NAMES = {
+    "entropy": "entropy/sampled",
+    "ratio_mean": "ratio/mean",
+    "ratio_max": "ratio/max",
+    "clipped": "ratio/clipped",
+    "kl_k2": "kl",
+    "kl_k3": "kl",
+    "kl_k3_clamped": "kl",
+}
+"""From what `policy_loss` measures to the catalogue of metrics."""
+
+
+def train(session: Session) -> None:
+    """All iterations that are left."""
+    for _ in session.loop.iterations():
+        answers, row = session.draw()
+        ready = session.estimate(answers)
+        if ready is not None:
+            found = ready.found.metrics
+            row |= {"advantage/abs_mean": found["advantage_abs_mean"]}
+            row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
+            row |= {"sampler/gap_mean": found["sampler_gap_mean"], "sampler/gap_max": found["sampler_gap_max"]}
+            row |= learn(session, answers, ready)
+        row["lr"] = session.loop.optimizer.param_groups[0]["lr"]
+        session.loop.finish(row)
+
+
+def learn(session: Session, answers: Answers, ready: Estimated) -> dict[str, float]:
+    """The optimiser steps of an iteration; means of what they measured."""
+    loop, settings = session.loop, session.config.trainer
+    preset = annealed(session.preset, loop.iteration, session.config.iterations)
+    spoilt = (
+        degraded_prompts(session.policy, answers, session.config, loop.iteration) if session.need.degraded else None
+    )
+    figures: dict[str, list[float]] = defaultdict(list)
+    loop.phase("training", settings.epochs * len(answers.texts))
+    with loop.timed("train"):
+        for _ in range(settings.epochs):
+            for one in ready.updates:
+                for name, value in update(session, preset, answers, ready, one, spoilt).items():
+                    figures[name].append(value)
+    return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+def update(
+    session: Session,
+    preset: Preset,
+    answers: Answers,
+    ready: Estimated,
+    one: Update,
+    spoilt: list[Encoded] | None,
+) -> dict[str, float]:
+    """One optimiser step. The loss is the sum of those of the micro-batches of all processes."""
+    loop, fresh = session.loop, session.loop.updates == 0
+    sums: dict[str, float] = defaultdict(float)
+    most, error, seen = 0.0, 0.0, 0
+    for k in range(one.passes):
+        loss, evidence = torch.zeros(()), {}
+        if k < len(one.parts):  # else it is another process that has the last ones
+            rows = one.parts[k]
+            part = ready.batch.select(rows)
+            part = replace(part, rows=one.rows, tokens=one.tokens, groups=one.groups)
+            log_prob = forward(session, answers.prompts, answers, rows, entropy=session.need.entropy)
+            extra = {}
+            if spoilt is not None:
+                with torch.no_grad():
+                    extra["degraded"] = forward(session, spoilt, answers, rows).cpu()
+            part = part.with_log_prob(log_prob.cpu(), extra)
+            result = policy_loss(preset, part)
+            loss = result.loss
+            assert part.old_log_prob is not None and part.log_prob is not None
+            number = int(part.mask.sum())
+            if fresh and number:
+                error = max(error, float((part.log_prob.detach() - part.old_log_prob)[part.mask].abs().max()))
+            for name, value in result.metrics.items():
+                if name == "ratio_max":
+                    most = max(most, float(value))
+                else:  # parts of the loss add up; the others are means over the part's tokens
+                    sums[name] += float(value) * (1 if name.startswith("loss/") else number)
+            seen += number
+            sums["loss"] += float(loss.detach())
+            evidence = {"log_prob": part.log_prob.detach(), "old_log_prob": part.old_log_prob}
+            evidence |= {} if part.advantage is None else {"advantage": part.advantage}
+        loop.backward(loss, evidence=evidence, info={"trainer": session.config.trainer.model_dump(mode="json")})
+        loop.advance(0 if k >= len(one.parts) else len(one.parts[k]))
+    found = _joint(sums, most, error, seen)
+    check_on_policy(found.pop("error"), session.policy.model.dtype)
+    norms = loop.step(["policy"])
+    if session.average is not None:
+        session.average.step()
+    return found | {"grad_norm": norms["policy"]}
+
+
+def forward(
+    session: Session, prompts: list[Encoded], answers: Answers, rows: Tensor, *, entropy: bool = False
+) -> Tensor:
+    """Log-probabilities [b, T] of some answers under the weights as they are."""
+    return session.policy.log_probs(
+        prompts,
+        answers.tokens[rows],
+        answers.mask[rows],
+        group=answers.group[rows],
+        temperature=session.config.generation.temperature,
+        entropy=entropy,  # as for `old`: the same operations give the same bits
+    ).log_prob
+
+
+def _joint(sums: dict[str, float], most: float, error: float, seen: int) -> dict[str, float]:
+    every = gather_object([{"sums": dict(sums), "most": most, "error": error, "seen": seen}])
+    tokens = max(1, sum(one["seen"] for one in every))
+    found = {"error": max(one["error"] for one in every)}
+    for name in dict.fromkeys(name for one in every for name in one["sums"]):
+        total = sum(one["sums"].get(name, 0.0) for one in every)
+        mean = total if name == "loss" or name.startswith("loss/") else total / tokens
+        found[NAMES.get(name, name)] = mean
+    if "ratio/mean" in found:
+        found["ratio/max"] = max(one["most"] for one in every)
+    return found
+
+
+def check_on_policy(error: float, dtype: torch.dtype) -> None:
+    """Raise RuntimeError unless the first update's log-probabilities are those that its ratios compare with."""
+    if not error <= ON_POLICY[dtype]:
+        raise RuntimeError(
+            f"the model scores its own answers otherwise than a moment ago: log-probabilities are {error:.2g} off "
+            "before any update. Look for dropout, statistics that change, or another device or precision."
+        )
+
+
+def annealed(preset: Preset, iteration: int, iterations: int) -> Preset:
+    """Q-Hawkeye: the weight of the perception loss falls by half a cosine over the run; others stay as they are."""
+    if not any(isinstance(one, recipe.Perception) for one in preset.regularisers):
+        return preset
+    factor = decay.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
+    changed = [
+        replace(one, gamma=one.gamma * factor) if isinstance(one, recipe.Perception) else one
+        for one in preset.regularisers
+    ]
+    return replace(preset, regularisers=tuple(changed))
