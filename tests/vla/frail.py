@@ -55,6 +55,12 @@ def make(task: str = "") -> Frail:
     return Frail(task)
 
 
+def mute() -> Frail:
+    env = Frail()
+    env.task_description = ""
+    return env
+
+
 def broken_start() -> Frail:
     raise OSError("no such robot")
 

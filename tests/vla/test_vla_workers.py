@@ -15,6 +15,8 @@ import psutil
 import pytest
 import torch
 from frail import FINE, HANG, KILL, NAN, RAISE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_policies import SEES, flow
 
 from genrl.vla.encoder import Inputs
@@ -345,8 +347,30 @@ def test_numbers_that_are_not_finite_are_told_with_their_slots() -> None:
 
 
 def test_a_missing_instruction_is_told() -> None:
-    with opened("MountainCarContinuous-v0", image_size=0, success_key="TimeLimit.truncated") as env:
-        policy = flow(Inputs(state=3, vocabulary=("walk",), environment=6))
-        with pytest.raises(ValueError, match="the policy reads|no instruction"):
-            collect(env, policy, FlowSteps(), decisions=1, seed=0, iteration=0)
-        assert env.task_description == [""] * 4
+    policy = flow(Inputs(state=3, vocabulary=("walk",)))
+    with opened(FRAIL.replace(":make", ":mute")) as env, pytest.raises(ValueError, match="row 0 has no instruction"):
+        collect(env, policy, FlowSteps(), decisions=1, seed=0, iteration=0)
+
+
+@given(st.lists(st.tuples(*[st.sampled_from([FINE, FINE, FINE, RAISE])] * 4), min_size=7, max_size=7))
+@settings(max_examples=40)
+def test_whatever_fails_when(modes: list[tuple[float, ...]]) -> None:
+    """Slots that never fail are untouched; of one that does, rows are valid if and only if their episode is whole."""
+    with opened() as env:
+        try:
+            rollout = collected(env, list(modes))
+        except RuntimeError as error:
+            assert "failed 3 times" in str(error)
+            return
+        calm = collected(env, [])
+    begun = torch.cat([torch.zeros(1, 4, dtype=torch.bool), rollout.done[:-1]])  # rows in which a slot only resets
+    for slot in range(4):
+        if all(mode[slot] == FINE for mode in modes):
+            assert torch.equal(rollout.observations[STATE][:, slot], calm.observations[STATE][:, slot])
+            assert torch.equal(rollout.valid[:, slot], calm.valid[:, slot])
+        for episode in rollout.episode[:, slot].unique():
+            rows = (rollout.episode[:, slot] == episode) & ~begun[:, slot]
+            assert bool((rollout.valid[rows, slot] != rollout.dropped[rows, slot].any()).all())
+        assert not rollout.valid[begun[:, slot], slot].any()
+    assert torch.equal(rollout.dropped & rollout.truncated & (rollout.n_executed == 0), rollout.dropped)
+    assert (rollout.n_executed[rollout.valid] > 0).all()
