@@ -158,6 +158,12 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="does a picture belong with the others of its group: a judge's yes over its pairs",
         range="0 to 1",
     ),
+    "preference_judge": BuiltIn(
+        module="rewards.preference_judge",
+        attribute="PreferenceJudge",
+        doc="is a goal nearer in one picture than in another: a vision-language model, asked in two stages",
+        range="0 or 1",
+    ),
     "table_progress": BuiltIn(
         module="rewards.tabletop",
         attribute="TableProgress",
