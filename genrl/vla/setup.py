@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -237,6 +238,24 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
         proprioception=env.proprioception,
         settings=env.args,
     )
+
+
+def untrained(policy: nn.Module, frozen: nn.Module | None) -> str:
+    """A fingerprint of what a run begins with and its checkpoints do not hold: parameters without gradient, statistics,
+    and the policy that does DPPO's first steps. Of every tensor the first numbers: another training moves them all."""
+    owner: Any = policy
+    stats = owner.stats if hasattr(owner, "stats") else owner.robot.stats
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    parts = {name: value for name, value in policy.state_dict().items() if name not in trained}
+    parts |= {f"{name}.{key}": value for name, found in stats.items() for key, value in found.items()}
+    if frozen is not None:
+        own = {f"frozen.{name}": value for name, value in frozen.state_dict().items()}
+        parts |= {name: value for name, value in own.items() if not name.startswith("frozen.value_")}
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(parts):
+        first = parts[name].detach().flatten()[:4096].contiguous().cpu()
+        digest.update(name.encode() + first.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def longest_episode(env: Environment) -> int | None:

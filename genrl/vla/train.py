@@ -39,6 +39,7 @@ from genrl.vla.setup import (
     open_tables,
     parameter_groups,
     sampler_of,
+    untrained,
     with_heads,
 )
 from genrl.vla.videos import contact_sheet, write_clips
@@ -87,10 +88,18 @@ def train(config: VLAConfig, resume: Path | None = None) -> Path:
             Progress(config.iterations, start=start, enabled=accelerator.is_main_process, unit="decisions")
         )
         session = open_session(config, accelerator, run, progress, watchdog, stop, policy.to(accelerator.device), stack)
+        begun = untrained(session.policy, session.frozen) if config.policy.path else None
         if found:
             session.loop.restore(found)
+            if session.loop.memory.get("untrained", begun) != begun:
+                raise ValueError(
+                    f"policy.path: {config.policy.path} is not what the run began with: the encoder that is not "
+                    "trained, the statistics, or the first denoising steps of DPPO are others, and checkpoints do not "
+                    "hold them. Put back what was there, or begin a new run"
+                )
         elif accelerator.is_main_process:
             save_policy(session.policy, run.folder / "policy")  # what a checkpoint's weights belong to
+        session.loop.memory["untrained"] = begun
         stack.enter_context(watchdog)
         try:
             match config.trainer:

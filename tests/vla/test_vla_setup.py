@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 import vla_runs
 from tiny_policies import diffusion, flow
 
+from genrl.vla.folder import load_policy, save_policy
 from genrl.vla.setup import sampler_of, with_heads
 from genrl.vla.tiny_flow import NoiseHead
-from genrl.vla.train import check_processes
+from genrl.vla.train import check_processes, train
 
 
 @pytest.mark.parametrize(("had", "wanted"), [("expert", "context"), ("context", "expert"), ("none", "expert")])
@@ -46,3 +48,24 @@ def test_fewer_frames_than_processes_are_refused(tmp_path: Path) -> None:
     config = vla_runs.config(tmp_path, **vla_runs.SFT)
     with pytest.raises(ValueError, match="trainer.batch_size: 16 frames .* 17 processes"):
         check_processes(config, 17)
+
+
+@pytest.mark.parametrize("freeze", ["encoder", "nothing"])
+def test_a_run_goes_on_only_from_what_it_began_with(freeze: str, tmp_path: Path) -> None:
+    """The encoder that is not trained and the first steps of DPPO are read from the policy's folder once more."""
+    source = tmp_path / "source"
+    shutil.copytree(vla_runs.policy_of("diffusion"), source)
+    policy = {"path": str(source), "freeze": freeze}
+    run = train(vla_runs.config(tmp_path, sampler="diffusion", policy=policy))
+    longer = vla_runs.config(tmp_path, sampler="diffusion", policy=policy, iterations=2)
+    other = load_policy(source)
+    other.out.bias.data += 0.1
+    save_policy(other, source)
+    before = vla_runs.trained_weights(run)
+    with pytest.raises(ValueError, match=f"policy.path: {source} is not what the run began with"):
+        train(longer, run)
+    shutil.rmtree(source)
+    shutil.copytree(vla_runs.policy_of("diffusion"), source)
+    train(longer, run)
+    after = vla_runs.trained_weights(run)
+    assert any(not torch.equal(before[name], value) for name, value in after.items())
