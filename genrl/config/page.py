@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from genrl.config.schema import Config
+from genrl.config.loading import ROOTS
 
 HEAD = """# Configuration
 
-One YAML file says everything about a run. It is validated before anything is loaded: an unknown key, a wrong type or
+One YAML file says everything about a run, and its top-level sections what kind of run it is: one with `policy` trains a
+policy in simulation, one with `vlm` a vision-language model, any other a diffusion pipeline. It is validated before anything is loaded: an unknown key, a wrong type or
 settings that contradict each other are errors that name the file, the line, the key and the nearest legal value.
 
 ```bash
@@ -28,8 +29,8 @@ genrl config schema > genrl.schema.json         # completion in editors
 - **Numbers** are read as YAML 1.2 does: `1e-4` is a number, `on` is text, `010` is refused.
 - **Paths** are relative to the folder the command is run in.
 - The **resolved configuration** is saved as `config.yaml` in the run folder and runs as it stands.
-- With `genrl resume`, only `iterations`, `checkpoint`, `evaluation`, `trackers`, `output` and where rewards run
-  (`remote`, `isolate`, `outage`) may be changed.
+- With `genrl resume`, only `iterations`, `checkpoint`, `evaluation`, `trackers`, `output` and where rewards and
+  simulators run (`remote`, `isolate`, `outage`; `workers`, `timeout_s`) may be changed.
 
 `configs/quickstart.yaml`, `configs/ocr.yaml` and `configs/flow_grpo.yaml` run on the embedded model, and so do those
 in `configs/diffusion/` that are named after a method alone: `mix_grpo`, `mix_grpo_flash`, `flow_grpo_fast`,
@@ -37,14 +38,17 @@ in `configs/diffusion/` that are named after a method alone: `mix_grpo`, `mix_gr
 `paco_grpo`, `prompt_rl`, `spo` and `talk2move`. The others there, named after a published model, are recipes with the
 field's defaults and their sources. No machine that could run those was at hand: they are validated, not run.
 
-Keys and defaults, made from `genrl/config/schema.py`:
+Keys and defaults, made from the schemas in `genrl/config/`:
 """
+TITLES = {"Config": "Diffusion pipelines", "VLAConfig": "Policies in simulation", "VLMConfig": "Vision-language models"}
 
 
 def markdown() -> str:
     """The page."""
     lines = [HEAD.rstrip("\n")]
-    _section(Config, "", lines)
+    for root, title in TITLES.items():
+        lines += ["", f"# {title}", "", " ".join((ROOTS[root].__doc__ or "").split())]
+        _section(ROOTS[root], "", lines)
     return "\n".join(lines) + "\n"
 
 
@@ -61,9 +65,15 @@ def _section(section: type[BaseModel], name: str, lines: list[str]) -> None:
             f"| `{key}` | {_type(field.annotation)} | {default} | {(field.description or '').replace('|', '/')} |"
         )
         prefix = f"{name}.{key}" if name else key
-        below += [(m, f"{prefix} ({m.model_fields['algorithm'].default})" if len(inner) > 1 else prefix) for m in inner]
+        below += [(m, f"{prefix} ({_kind(m)})" if len(inner) > 1 else prefix) for m in inner]
     for model, prefix in below:
         _section(model, prefix, lines)
+
+
+def _kind(section: type[BaseModel]) -> str:
+    """What tells a section from the others that may stand in its place."""
+    fields = section.model_fields
+    return str(next(fields[key].default for key in ("algorithm", "kind") if key in fields))
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
