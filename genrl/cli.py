@@ -229,9 +229,12 @@ def evaluate(
 
         return ask(Path(model), settings, questions=num_prompts, out=out)
     if settings is not None:
+        given = {"--prompts": prompts, "--reward": reward, "--num-prompts": num_prompts, "--lora": lora}
+        _refuse(given, "a policy")
         from genrl.cli_vla import evaluate as judge
 
         return judge(Path(model), settings, episodes=episodes, seed=seed, out=out, videos=videos)
+    _refuse({"--episodes": episodes, "--videos": videos}, "a pipeline")
     seed = 1234 if seed is None else seed
     config = _config_of(model)
     source = prompts or (config.prompts.eval if config else None)
@@ -347,6 +350,7 @@ def export(
     if _is_policy_run(config):
         from genrl.cli_vla import export as write_policy
 
+        _refuse({"--full": full}, "a policy, which is always written whole")
         typer.echo(f"written to {write_policy(run, out, step)}")
         return
     from genrl.diffusion.export import export as write
@@ -503,6 +507,10 @@ def _policy_config_of(model: str, file: Path | None) -> VLAConfig | VLMConfig | 
         raise typer.BadParameter(f"{model} is a policy: say where it acts by --config FILE.yaml", param_hint="--config")
     source = file or path / "config.yaml"
     config = load(source) if source.is_file() or file else None
+    if config is not None and file is not None and _is_policy_run(config):
+        if not is_policy(path) and not is_policy(path / "policy"):
+            text = f"{model} is neither a policy's folder nor the run of one{_near(path)}"
+            raise typer.BadParameter(text, param_hint="MODEL")
     known = config is not None and (_is_policy_run(config) or _is_vlm_run(config))
     if config is not None and not known and file is not None:
         raise typer.BadParameter(f"{file} trains no policy: it has no section policy or vlm", param_hint="--config")
@@ -531,6 +539,20 @@ def _run_config(run: Path) -> Path:
     raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{_runs_in(around)}", param_hint="RUN")
 
 
+def _refuse(given: dict[str, object], what: str) -> None:
+    """BadParameter for options that were given and mean nothing here."""
+    if names := [name for name, value in given.items() if value]:
+        raise typer.BadParameter(f"{', '.join(names)} is not for {what}: leave it out", param_hint=names[0])
+
+
+def _near(path: Path) -> str:
+    """Folders of a similar name, or the runs beside it."""
+    around = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, [name for name in around if name != path.name], n=3, cutoff=0.5)
+    near = [str(path.parent / name) for name in close]
+    return f"; did you mean {' or '.join(near)}?" if near else _runs_in(path.parent)
+
+
 def _runs_in(folder: Path) -> str:
     runs = sorted(str(file.parent) for file in folder.glob("*/config.yaml"))
     return f"; runs in {folder}: {', '.join(runs[:5])}" if runs else ""
@@ -545,10 +567,7 @@ def _config_of(model: str) -> Config | None:
     # runs/TYPO is written like a hub id; no hub id is beside runs. A single word may be either: the loader will say.
     local = looks_local(model) or any(path.parent.glob("*/config.yaml"))
     if not path.exists() and local and not re.fullmatch(r"[\w.-]+", model):
-        around = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-        near = [str(path.parent / name) for name in get_close_matches(path.name, around, n=3, cutoff=0.5)]
-        hint = f"; did you mean {' or '.join(near)}?" if near else _runs_in(path.parent)
-        raise typer.BadParameter(f"{model}: no such run or folder{hint}", param_hint="MODEL")
+        raise typer.BadParameter(f"{model}: no such run or folder{_near(path)}", param_hint="MODEL")
     file = path / "config.yaml"
     config = load(file) if file.is_file() else None
     if config is not None and (_is_policy_run(config) or _is_vlm_run(config)):
