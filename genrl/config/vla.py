@@ -60,8 +60,7 @@ class Policy(Section):
     freeze: Literal["nothing", "encoder"] = "encoder"
     """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
     keep_features: Flag = True
-    """With a frozen encoder: remember what it computed in the rollout instead of computing it again in training
-    (embedded policies and Diffusion Policy; the contexts of pi0 and SmolVLA are too big, and are computed again)."""
+    """With a frozen encoder: train on what it computed in the rollout, not anew (pi0, SmolVLA: anew, it is too big)."""
 
     @property
     def frozen(self) -> bool:
