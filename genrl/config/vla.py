@@ -55,8 +55,7 @@ class Policy(Section):
     new: NewPolicy | None = None
     """A small policy with fresh weights; null = `path`."""
     rename: dict[Text, Text] = {}
-    """Published policies: name in the environment -> name in the policy, for example observation.image:
-    observation.images.top (LeRobot's rename_map); cameras that are not named stay empty."""
+    """Published policies: the environment's name -> the policy's (LeRobot's rename_map); other cameras stay empty."""
     freeze: Literal["nothing", "encoder"] = "encoder"
     """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
     keep_features: Flag = True
