@@ -61,9 +61,8 @@ def _section(section: type[BaseModel], name: str, lines: list[str]) -> None:
     for key, field in section.model_fields.items():
         inner = _models(field.annotation)
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
-        lines.append(
-            f"| `{key}` | {_type(field.annotation)} | {default} | {(field.description or '').replace('|', '/')} |"
-        )
+        meaning = " ".join((field.description or "").replace("|", "/").split())  # a row of a table is a line
+        lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |")
         prefix = f"{name}.{key}" if name else key
         below += [(m, f"{prefix} ({_kind(m)})" if len(inner) > 1 else prefix) for m in inner]
     for model, prefix in below:
