@@ -48,7 +48,7 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
     starts, SystemExit (130, 143) where the process was asked to end and has saved.
     """
     check_trackers(config.trackers)
-    preset = preset_of(config)
+    preset_of(config)
     accelerator = make_accelerator(config.distributed.timeout_s)
     check_processes(config, accelerator.num_processes)
     set_seed(config.seed)
@@ -59,8 +59,7 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
         found = checkpoint.latest(run.checkpoints) if resume else None
         start = int(found.name.removeprefix("step-")) if found else 0
         policy = open_policy(config, accelerator.device)  # raises, as do these, before anything is written
-        questions, opened = Questions(config, "train"), open_rewards(config)
-        check_questions(config, policy, questions)
+        check_questions(config, policy)
         if accelerator.is_main_process:
             run_folder.prepare(
                 run.folder,
@@ -75,20 +74,12 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
         progress = stack.enter_context(
             Progress(config.iterations, start=start, enabled=accelerator.is_main_process, unit="answers")
         )
-        need = needed(preset)
-        reference = None
-        if need.ref and policy.peft is None:
-            reference = open_policy(config, accelerator.device)
-            reference.model.requires_grad_(False)
-        average = Average(policy.model, config.trainer.ema_decay, config.trainer.ema_every) if need.ema else None
-        loop = open_loop(config, accelerator, run, progress, watchdog, stop, policy, stack)
-        loop.evaluate = Judge(config, policy, opened, loop)
+        session = open_session(config, accelerator, run, progress, watchdog, stop, policy, stack)
         if found:
-            loop.restore(found)
-        if average is not None:
-            loop.keep("average", average)
+            session.loop.restore(found)
+        if session.average is not None:
+            session.loop.keep("average", session.average)
         stack.enter_context(watchdog)
-        session = Session(config, preset, need, loop, policy, reference, average, opened, questions)
         try:
             trainer.train(session)
         except Abandoned:
@@ -108,8 +99,11 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
         )
 
 
-def check_questions(config: VLMConfig, policy: Policy, questions: Questions) -> None:
-    """ValueError for fewer questions than an iteration needs, and where the first one does not fit into the model."""
+def check_questions(config: VLMConfig, policy: Policy) -> None:
+    """ValueError for rewards and questions that cannot be opened, fewer questions than an iteration needs, and where
+    the first one does not fit into the model."""
+    open_rewards(config)
+    questions = Questions(config, "train")
     if len(questions) < config.generation.prompts_per_iteration:
         raise ValueError(
             f"task: {len(questions)} questions, and an iteration needs {config.generation.prompts_per_iteration} "
@@ -118,7 +112,7 @@ def check_questions(config: VLMConfig, policy: Policy, questions: Questions) -> 
     policy.check_room([policy.encode(questions[0].prompt)], config.generation.max_new_tokens)
 
 
-def open_loop(
+def open_session(
     config: VLMConfig,
     accelerator: Accelerator,
     run: Run,
@@ -127,8 +121,15 @@ def open_loop(
     stop: Stop,
     policy: Policy,
     stack: ExitStack,
-) -> Loop:
-    """Optimiser and log of one process; `stack` closes them."""
+) -> Session:
+    """What one process trains with: reference, optimiser, log, rewards, questions; `stack` closes them."""
+    preset = preset_of(config)
+    need, opened = needed(preset), open_rewards(config)
+    reference = None
+    if need.ref and policy.peft is None:
+        reference = open_policy(config, accelerator.device)
+        reference.model.requires_grad_(False)
+    average = Average(policy.model, config.trainer.ema_decay, config.trainer.ema_every) if need.ema else None
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
         [{"params": policy.parameters, "name": "policy"}],
@@ -158,7 +159,8 @@ def open_loop(
         evaluate=lambda iteration: {},
     )
     stack.callback(loop.log.finish)
-    return loop
+    loop.evaluate = Judge(config, policy, opened, loop)
+    return Session(config, preset, need, loop, policy, reference, average, opened, Questions(config, "train"))
 
 
 class Judge:

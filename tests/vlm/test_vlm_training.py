@@ -1,0 +1,211 @@
+"""Whole tiny runs: the gradient of an update by hand, every preset, resume, evaluation, what is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vlm_runs
+from run_folders import differences, rows
+from torch import Tensor
+
+from genrl.config.vlm_rules import ELSEWHERE
+from genrl.vlm import trainer
+from genrl.vlm.log_probs import IMPOSSIBLE
+from genrl.vlm.policy import Policy
+from genrl.vlm.presets import PRESETS
+from genrl.vlm.rollout import Answers, order
+from genrl.vlm.session import Session
+from genrl.vlm.train import train
+
+RUNS = [name for name in PRESETS if name not in ELSEWHERE]
+
+
+def naive_log_probs(policy: Policy, answers: Answers) -> Tensor:
+    """[B, T] from the logits of every answer by itself, as the model's own forward gives them."""
+    found = []
+    for number, row in enumerate(answers.tokens):
+        length = int(answers.mask[number].sum())
+        prompt = answers.prompts[int(answers.group[number])]
+        logits = policy.model(**policy.inputs([prompt], row[None, :length])).logits[0, prompt.length - 1 : -1]
+        logits = logits.index_fill(1, policy.forbidden, IMPOSSIBLE)
+        chosen = logits.log_softmax(-1).gather(1, row[:length, None])[:, 0]
+        found.append(torch.nn.functional.pad(chosen, (0, len(row) - length)))
+    return torch.stack(found)
+
+
+def gradients_of_an_update(session: Session, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, dict[str, Tensor]]:
+    """The answers of the first iteration, and the gradient of its first optimiser step."""
+    seen: list[dict[str, Tensor]] = []
+    step = session.loop.step
+
+    def watched(groups: Any) -> dict[str, float]:
+        seen.append({name: p.grad.clone() for name, p in session.loop.trained.items() if p.grad is not None})
+        return step(groups)
+
+    monkeypatch.setattr(session.loop, "step", watched)
+    answers, _ = session.draw()
+    ready = session.estimate(answers)
+    assert ready is not None
+    trainer.learn(session, answers, ready)
+    return answers, seen[0]
+
+
+def by_hand(preset: str, answers: Answers, log_prob: Tensor) -> Tensor:
+    """The loss whose gradient the first update is to have: at ratio 1 the surrogate is A times the log-probability,
+    and the gradient of the KL to the same weights is 0."""
+    reward = (answers.scores["exact"] + 0.2 * answers.scores["tag_format"]).view(4, 4)
+    centred = reward - reward.mean(1, keepdim=True)
+    length = answers.mask.sum(1)
+    if preset == "grpo":  # arXiv 2402.03300: z-scores of the group, the mean of each answer's tokens, their mean
+        advantage = (centred / (reward.std(1, keepdim=True) + 1e-4)).flatten()
+        return -(advantage * log_prob.sum(1) / length).mean()
+    if preset == "dr_grpo":  # arXiv 2503.20783: no division by spread or length, but by the longest allowed
+        return -(centred.flatten() * log_prob.sum(1)).sum() / (16 * 12)
+    others = (reward.sum(1, keepdim=True) - reward) / 3  # rloo: the mean of the other three
+    return -((reward - others).flatten() * log_prob.sum(1) / length).mean()
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo"])
+def test_the_gradient_of_the_first_update_is_that_of_the_formula(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with vlm_runs.session(vlm_runs.config(tmp_path, trainer={"preset": preset})) as session:
+        before = {name: p.detach().clone() for name, p in session.loop.trained.items()}
+        answers, found = gradients_of_an_update(session, monkeypatch)
+        for name, parameter in session.loop.trained.items():
+            parameter.data.copy_(before[name])
+        by_hand(preset, answers, naive_log_probs(session.policy, answers)).backward()
+        wanted = {name: p.grad for name, p in session.loop.trained.items() if p.grad is not None}
+    scale = max(float(gradient.abs().max()) for gradient in wanted.values())
+    assert scale > 1e-3
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
+def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for micro in (None, 5):  # 5: groups are cut
+        with vlm_runs.session(vlm_runs.config(tmp_path, trainer={"preset": "dapo", "micro_batch": micro})) as session:
+            found.append(gradients_of_an_update(session, monkeypatch)[1])
+    scale = max(float(gradient.abs().max()) for gradient in found[0].values())
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "vppo", "tw_grpo", "q_hawkeye", "grpo_care", "reg_grpo", "dcpo"])
+def test_a_preset_trains(preset: str, tmp_path: Path) -> None:
+    trains(preset, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", RUNS)
+def test_every_preset_trains(preset: str, tmp_path: Path) -> None:
+    trains(preset, tmp_path)
+
+
+def trains(preset: str, tmp_path: Path) -> None:
+    """Two iterations of two updates: the first is on policy, weights move, all figures are numbers."""
+    config = vlm_runs.config(tmp_path, trainer={"preset": preset, "epochs": 2}, iterations=2)
+    train(config)
+    first, second = rows(tmp_path / "run")
+    assert first["sampler/gap_max"] < 1e-4
+    assert first["updates"] == second["updates"] == 2
+    assert 0 < first["grad_norm"] and all(value is not None for value in second.values())
+    assert second["sampler/gap_max"] < 1e-4  # the sampler has the weights of the last update
+
+
+def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path) -> None:
+    with vlm_runs.session(vlm_runs.config(tmp_path)) as session:
+        answers, _ = session.draw()
+        ready = session.estimate(answers)
+        assert ready is not None
+        next(iter(session.loop.trained.values())).data.add_(0.1)
+        with pytest.raises(RuntimeError, match="before any update"):
+            trainer.learn(session, answers, ready)
+        with pytest.raises(RuntimeError, match="the trainer scores the sampler's tokens otherwise"):
+            session.estimate(replace(answers, sampler_log_prob=answers.sampler_log_prob - 1.0))
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    """With DCPO's statistics by question and GRPO-CARE's average, which are part of a checkpoint."""
+    for preset in ("dcpo", "grpo_care"):
+        place = tmp_path / preset
+        (place / "a").mkdir(parents=True)
+        (place / "b").mkdir()
+        trained = {"preset": preset, "ema_every": 1}
+        train(vlm_runs.config(place / "a", trainer=trained, iterations=3, task={"rows": 6}))
+        train(vlm_runs.config(place / "b", trainer=trained, iterations=1, task={"rows": 6}))
+        again = vlm_runs.config(place / "b", trainer=trained, iterations=3, task={"rows": 6})
+        train(again, resume=place / "b" / "run")
+        assert differences(place / "a" / "run", place / "b" / "run") == []
+
+
+def test_groups_without_spread_are_drawn_again(tmp_path: Path) -> None:
+    train(vlm_runs.config(tmp_path, trainer={"preset": "dapo", "filter": "spread", "resample": 4}))
+    (row,) = rows(tmp_path / "run")
+    assert row["rollout/rounds"] > 1 and row["rollout/kept"] == pytest.approx(1 / row["rollout/rounds"])
+    assert row["zero_std_ratio"] == 0
+
+
+def test_an_iteration_without_groups_changes_nothing(tmp_path: Path) -> None:
+    constant = tmp_path / "constant.py"
+    constant.write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    config = vlm_runs.config(tmp_path, rewards=[{"name": f"{constant}:one"}], trainer={"filter": "spread"})
+    train(config)
+    (row,) = rows(tmp_path / "run")
+    assert row["updates"] == 0 and row["rollout/kept"] == 0 and "loss" not in row
+
+
+def test_a_reward_of_the_wrong_length_is_named(tmp_path: Path) -> None:
+    short = tmp_path / "short.py"
+    short.write_text("def short(completions, **kwargs):\n    return [1.0]\n")
+    with pytest.raises(ValueError, match="short"):
+        train(vlm_runs.config(tmp_path, rewards=[{"name": f"{short}:short"}]))
+
+
+def test_evaluation_says_what_is_right_and_what_can_be_guessed(tmp_path: Path) -> None:
+    train(vlm_runs.config(tmp_path, evaluation={"every": 1, "questions": 48}))
+    first, last = rows(tmp_path / "run")
+    assert first["eval/accuracy_low"] < first["eval/accuracy_mean"] < first["eval/accuracy_high"]
+    assert first["eval/accuracy_blind"] < first["eval/accuracy_mean"] - 0.1  # the embedded model sees
+    assert "eval/accuracy_blind" not in last
+    assert (tmp_path / "run" / "samples" / "step-000001.jsonl").is_file()
+
+
+def test_a_lora_trains_and_its_adapter_is_written(tmp_path: Path) -> None:
+    train(vlm_runs.config(tmp_path, vlm={"lora": {"rank": 4, "alpha": 8.0}}))
+    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
+
+
+def test_the_written_model_is_one_for_transformers(tmp_path: Path) -> None:
+    train(vlm_runs.config(tmp_path))
+    again = Policy(str(tmp_path / "run" / "model"))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(again.parameters, Policy(str(vlm_runs.MODEL)).parameters, strict=True)
+    )
+
+
+def test_every_pass_asks_every_question_once() -> None:
+    found = order(7, 3, 0, 14)
+    assert sorted(found[:7]) == sorted(found[7:]) == list(range(7)) and found[:7] != found[7:]
+    assert order(7, 3, 5, 4) == found[5:9]
+
+
+@pytest.mark.slow
+def test_grpo_teaches_the_embedded_model(tmp_path: Path) -> None:
+    """In miniature: 60 of the 300 iterations of configs/vlm/grpo.yaml."""
+    config = vlm_runs.config(
+        tmp_path,
+        generation={"prompts_per_iteration": 8, "group_size": 8},
+        optimizer={"lr": 3e-4, "betas": [0.9, 0.95]},
+        evaluation={"every": 60, "questions": 192},
+        checkpoint={"every": 60},
+        iterations=60,
+    )
+    train(config)
+    found = [row for row in rows(tmp_path / "run") if "eval/accuracy_mean" in row]
+    assert found[-1]["eval/accuracy_low"] > found[0]["eval/accuracy_high"]

@@ -1,0 +1,64 @@
+"""Tiny whole runs of a vision-language model on the CPU: the embedded model, sixteen answers an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from genrl.config import VLMConfig, load
+from genrl.runtime.loop import make_accelerator
+from genrl.runtime.progress import Progress
+from genrl.runtime.run import Run
+from genrl.runtime.signals import Watchdog, catch_stop
+from genrl.vlm.folder import open_policy
+from genrl.vlm.session import Session
+from genrl.vlm.train import open_session
+
+MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-vlm"
+
+
+def settings(place: Path, **changes: Any) -> dict[str, Any]:
+    """The YAML of a tiny run in `place`; `changes` are sections, merged key by key."""
+    tree: dict[str, Any] = {
+        "vlm": {"path": str(MODEL)},
+        "task": {"name": "shapes"},
+        "generation": {"prompts_per_iteration": 4, "group_size": 4, "max_new_tokens": 12},
+        "rewards": [{"name": "exact"}, {"name": "tag_format", "weight": 0.2}],
+        "trainer": {"preset": "grpo"},
+        "optimizer": {"lr": 1e-4},
+        "evaluation": {"every": 0, "questions": 8},
+        "checkpoint": {"every": 1},
+        "trackers": [],
+        "iterations": 1,
+        "output": str(place / "run"),
+    }
+    for section, change in changes.items():
+        old = tree.get(section)
+        tree[section] = {**old, **change} if isinstance(old, dict) and isinstance(change, Mapping) else change
+    return {name: section for name, section in tree.items() if section is not None}
+
+
+def config(place: Path, **changes: Any) -> VLMConfig:
+    """`settings` through a YAML file and the loader, as the command line would."""
+    path = place / "tiny.yaml"
+    path.write_text(yaml.safe_dump(settings(place, **changes)), encoding="utf-8")
+    found = load(path)
+    assert isinstance(found, VLMConfig)
+    return found
+
+
+@contextmanager
+def session(settings: VLMConfig) -> Iterator[Session]:
+    """The session of a new run, as `train` opens it: for tests that look at a trainer from inside."""
+    run = Run(Path(settings.output))
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        accelerator = make_accelerator(settings.distributed.timeout_s)
+        progress = stack.enter_context(Progress(settings.iterations, enabled=False))
+        watchdog, stop = stack.enter_context(Watchdog(run, 600.0, rank=0)), stack.enter_context(catch_stop())
+        policy = open_policy(settings)
+        yield open_session(settings, accelerator, run, progress, watchdog, stop, policy, stack)
