@@ -380,6 +380,13 @@ def replay(
     Example: `genrl replay runs/quickstart/dumps/step-000012-loss-rank-0`
     """
     from genrl import cli_tables
+    from genrl.config import Config, load
+
+    file = (run or dump.resolve().parent.parent) / "config.yaml"
+    if file.is_file() and not isinstance(load(file), Config):
+        text = f"{dump} is of a run that trains no pipeline: read its dump.json and tensors.safetensors"
+        raise typer.BadParameter(text, param_hint="DUMP")
+
     from genrl.diffusion.replay import replay as run_again
 
     cli_tables.print_replay(run_again(dump, run))

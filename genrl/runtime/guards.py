@@ -62,13 +62,14 @@ def require_finite(
     batch: Mapping[str, Tensor],
     info: Mapping[str, object],
     accelerator: Accelerator | None = None,
+    replays: bool = True,
 ) -> None:
     """Raise NonFiniteError on all ranks if `checked` is not finite on one. Call it before the optimiser step.
 
     where: the place in words ("loss", "gradient"). dumps: the run's dump folder. batch: the micro-batch's
     tensors, enough to run it again; empty where no micro-batch of this rank is to blame. info: JSON: prompts, seeds,
-    settings. A rank with a bad value dumps its own micro-batch into `dumps/step-<step>-<where>-rank-<r>/`; a rank
-    without one says that another has it.
+    settings. replays: whether `genrl replay` can run it again. A rank with a bad value dumps its own micro-batch into
+    `dumps/step-<step>-<where>-rank-<r>/`; a rank without one says that another has it.
     """
     bad = non_finite(checked)
     if not any_rank(bool(bad), accelerator):
@@ -87,8 +88,9 @@ def require_finite(
     if batch:
         try:
             dump = _write_dump(folder, checked, batch, info, step, where)
-            evidence = (
-                f"The micro-batch is in {folder}: `genrl replay {folder}` runs it again and shows where it begins."
+            evidence = f"The micro-batch is in {folder}: "
+            evidence += (
+                f"`genrl replay {folder}` runs it again and shows where it begins." if replays else "look there."
             )
         except OSError as error:
             evidence = f"Its micro-batch could not be dumped: {error}."

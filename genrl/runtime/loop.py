@@ -171,6 +171,7 @@ class Loop:
             batch=evidence,
             info=info,
             accelerator=self.accelerator,
+            replays=False,
         )
         self._suspect = ({name: value.detach() for name, value in evidence.items()}, info)
         if loss.requires_grad:
@@ -201,6 +202,7 @@ class Loop:
             batch=evidence,
             info={**info, "optimizer_steps": self.optimizer_steps},
             accelerator=self.accelerator,
+            replays=False,
         )
         self.optimizer.zero_grad(set_to_none=True)  # groups that are not stepped keep no gradient either
         settings, first = self.settings.optimizer, 0

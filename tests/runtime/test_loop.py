@@ -194,6 +194,7 @@ class TestGuards:
         dump = read_dump(stopped.value.dump)
         assert dump.where == "loss" and not dump.checked["loss"].isfinite()
         assert torch.equal(dump.batch["advantage"], torch.ones(2)) and dump.info["why"] == "test"
+        assert str(stopped.value.dump) in str(stopped.value) and "genrl replay" not in str(stopped.value)
 
     def test_a_gradient_that_is_not_finite(self, tmp_path: Path) -> None:
         """The loss was: its last decisions are what is looked at."""
