@@ -75,6 +75,11 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
     if not found.config.is_file():
         raise ValueError(f"{found.folder} is not a run folder: it has no config.yaml. Name the dump's run by --run")
     dump, config = read_dump(folder), load_config(found.config)
+    if not isinstance(config, Config):
+        raise ValueError(
+            f"{found.folder} trains no pipeline, and the dumps of other runs are not run again: {folder}/dump.json "
+            "says what was not finite, tensors.safetensors has the numbers of that micro-batch"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = Policy(
         load_pipeline(config.model).to(device),
