@@ -12,9 +12,10 @@ from genrl.config.loading import ROOTS
 
 HEAD = """# Configuration
 
-One YAML file says everything about a run, and its top-level sections what kind of run it is: one with `policy` trains a
-policy in simulation, one with `vlm` a vision-language model, any other a diffusion pipeline. It is validated before anything is loaded: an unknown key, a wrong type or
-settings that contradict each other are errors that name the file, the line, the key and the nearest legal value.
+One YAML file says everything about a run, and its top-level sections what kind of run it is: one with `policy` trains
+a policy in simulation, one with `vlm` a vision-language model, any other a diffusion pipeline. It is validated before
+anything is loaded: an unknown key, a wrong type or settings that contradict each other are errors that name the file,
+the line, the key and the nearest legal value.
 
 ```bash
 genrl check configs/quickstart.yaml             # validate, count model calls, estimate memory; no weights are read
