@@ -125,11 +125,17 @@ def test_more_iterations_of_a_finished_run(tmp_path: Path) -> None:
 
 SLOW_TO_TURN = {"lr": 1e-3, "eps": 1e-3, "max_grad_norm": 1e9}  # Adam makes nothing of a rounding where eps is large
 DISTRIBUTED: dict[str, tuple[dict[str, Any], int | None]] = {
-    "ppo": ({"trainer": {"weighting": "episodes", "microbatch": 3, "minibatch": 10}}, None),
-    "dppo": ({"sampler": "diffusion", "trainer": {"minibatch": 40, "microbatch": 16}}, None),
-    "random step of the batch": ({"select": "random_per_batch"}, None),
-    "grpo, one process learns nothing": (
-        {**vla_runs.GRPO, "environment": {"group_size": 4, "num_envs": 16}, "evaluation": {"every": 0}},
+    "ppo": (
+        {"select": "random_per_batch", "trainer": {"weighting": "episodes", "microbatch": 3, "minibatch": 10}},
+        None,
+    ),
+    "grpo of dppo's chain, one process learns nothing": (
+        {
+            **vla_runs.GRPO,
+            "sampler": "diffusion",
+            "environment": {"group_size": 4, "num_envs": 16},
+            "evaluation": {"every": 0},
+        },
         8,
     ),
     "sft": ({**vla_runs.SFT, "trainer": {**vla_runs.SFT["trainer"], "batch_size": 17}}, None),
