@@ -15,7 +15,6 @@ from genrl.vla.imitation import frame_statistics
 from genrl.vla.minitable import TOUCH, task
 from genrl.vla.minitable.hazard import HAZARD, HazardTable, in_hazard, mixed_quality
 from genrl.vla.offline import Transitions, Words, frames_of, play, take
-from genrl.vla.policy import ENVIRONMENT, STATE
 from genrl.vla.sampling import Diffusion
 
 READS = Words(WORDS)
