@@ -76,7 +76,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class KeepsFeatures(Protocol):
-    """A policy whose context is made of "features", all that its encoder computes: kept, where the encoder is frozen."""
+    """A policy whose context is made of "features", all that its encoder computes: kept where the encoder is frozen."""
 
     def context(self, features: Tensor) -> Batch:
         """The context [B, ...] of features [B, ...]."""
