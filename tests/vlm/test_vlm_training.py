@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import vlm_ranks
 import vlm_runs
-from run_folders import differences, rows
+from run_folders import differences, rows, start_ranks, wait
 from torch import Tensor
 
 from genrl.config.vlm_rules import ELSEWHERE
@@ -187,6 +188,25 @@ def test_the_written_model_is_one_for_transformers(tmp_path: Path) -> None:
     assert any(
         not torch.equal(a, b) for a, b in zip(again.parameters, Policy(str(vlm_runs.MODEL)).parameters, strict=True)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["grpo", "stable_reinforce"])
+def test_two_processes_do_what_one_does(preset: str, tmp_path: Path) -> None:
+    """The same answers, statistics over all of them, and one gradient. (Adam makes steps of its rounding.)"""
+    trained = {"preset": preset, "updates": 2, "micro_batch": 4}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        config = vlm_runs.config(tmp_path / name, trainer=trained)
+        if name == "one":
+            train(config)
+        else:
+            file = str(tmp_path / name / "tiny.yaml")
+            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
+    (one,), (two,) = rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run")
+    assert one.keys() == two.keys()
+    for key in one:
+        assert two[key] == pytest.approx(one[key], rel=2e-3, abs=1e-5), key
 
 
 def test_every_pass_asks_every_question_once() -> None:
