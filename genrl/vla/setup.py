@@ -220,7 +220,7 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
     chunk = policy.horizon if env.chunk is None else env.chunk
     if chunk > policy.horizon:
         raise ValueError(f"environment.chunk: {chunk} actions cannot be executed of chunks of {policy.horizon}")
-    return open_environment(
+    opened = open_environment(
         env.name,
         num_envs=num_envs,
         chunk=chunk,
@@ -238,6 +238,10 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
         proprioception=env.proprioception,
         settings=env.args,
     )
+    if longest_episode(opened) is None:
+        opened.close()
+        raise ValueError(f"environment.max_steps: {env.name} has no time limit of its own; say after how many actions")
+    return opened
 
 
 def untrained(policy: nn.Module, frozen: nn.Module | None) -> str:

@@ -88,7 +88,8 @@ def update(
             loss, evidence = torch.zeros(()), {}
             if len(part):  # else it is another process that has the last ones
                 one = mine.chosen(part)
-                scored = score(session.policy, rollout, one, settings)
+                with torch.set_grad_enabled("policy" in groups):  # the critic alone needs no graph of the chain
+                    scored = score(session.policy, rollout, one, settings)
                 found = actor_loss(scored, one, settings, rollout.sampler, ratios)
                 parts = found.figures | {"number": found.number}
                 loss = torch.zeros((), device=found.loss.device)
