@@ -148,7 +148,9 @@ NOTES = """
   rises steadily and had not ended rising; ten trained steps make every decision ten samples, which costs five times the
   time.
 - **Meta-World** (reach, push, pick-place, told their state) reaches .85 after about 130,000 steps and stays between .87
-  and .94; the last evaluations are not its best ones, and with 96 episodes they are not told apart.
+  and .94; the last evaluations are not its best ones, and with 96 episodes they are not told apart. These three runs
+  were each judged on a list of their own, so they begin at .61, .59 and .50 (a defect since mended: the list is the
+  evaluation seed's alone).
 - **Meta-World from pixels**, not in the table (64 pixels, two tasks, 10 demonstrations each, 600 supervised steps, frozen
   encoder): .389 before and .458 (.348 to .573, 72 episodes) after 149,000 environment steps: no gain that these episodes
   can tell from none. `genrl train configs/vla/metaworld_sft.yaml policy.new.image_size=64 environment.max_steps=100

@@ -89,7 +89,7 @@ class Environment(Section):
     reward: Literal["success", "environment"] = "success"
     """1 at success, or what the environment pays."""
     goals: Whole = 0
-    """Meta-World: so many fixed starts of each task, drawn by the seed; 0 = a new one for every episode."""
+    """So many fixed starts of each task, drawn by evaluation.seed; 0 = a new one for every episode (not MiniTable)."""
     instruction: Text | None = None
     """gymnasium: the sentence that the policy is told, where the environment has no task_description of its own."""
     success_key: Text = "is_success"

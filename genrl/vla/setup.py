@@ -230,7 +230,7 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
         timeout_s=env.timeout_s,
         image_size=image_size if IMAGE in policy.inputs else 0,
         max_steps=env.max_steps,
-        seed=config.seed,
+        seed=config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
         reward=env.reward,
         goals=env.goals,
         instruction=env.instruction or "",

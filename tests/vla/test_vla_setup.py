@@ -6,13 +6,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vla_runs
 from tiny_policies import diffusion, flow
 
+from genrl.vla.environments import evaluation_episodes
 from genrl.vla.folder import load_policy, save_policy
-from genrl.vla.setup import sampler_of, with_heads
+from genrl.vla.setup import open_tables, sampler_of, with_heads
 from genrl.vla.tiny_flow import NoiseHead
 from genrl.vla.train import check_processes, train
 
@@ -69,3 +71,17 @@ def test_a_run_goes_on_only_from_what_it_began_with(freeze: str, tmp_path: Path)
     train(longer, run)
     after = vla_runs.trained_weights(run)
     assert any(not torch.equal(before[name], value) for name, value in after.items())
+
+
+def test_runs_of_other_seeds_are_judged_on_the_same_starts(tmp_path: Path) -> None:
+    """Also where a simulator other than MiniTable makes them from a seed."""
+    simulator = Path(__file__).parents[2] / "docs" / "example_simulator.py"
+    environment = {"name": f"{simulator}:make", "tasks": ["red"], "max_steps": 20}
+    starts = []
+    for seed in (0, 1):
+        config = vla_runs.config(tmp_path, environment=environment, seed=seed)
+        env = open_tables(config, flow(), num_envs=3)
+        seen, _ = env.reset(options={"episodes": evaluation_episodes(1234, 3)})
+        starts.append(np.concatenate([value.reshape(3, -1) for value in seen.values()], 1))
+        env.close()
+    assert np.array_equal(*starts) and len(np.unique(starts[0], axis=0)) == 3
