@@ -27,8 +27,9 @@ def play(tables: int, steps: int, *, seed: int, noise: float = 0.3) -> Play:
     """A clumsy player on `tables` tables for `steps` actions, a function of the seed.
 
     It follows one `PUT` goal after the other, or, one time in three, wanders to a zone or anywhere with an open hand;
-    changes its mind now and then, moves with Gaussian noise and lets go, or grasps, by mistake in one action of twenty.
-    There are no instructions, rewards or ends in what it leaves behind.
+    changes its mind now and then, moves with Gaussian noise and lets go, or grasps, by mistake in one action of twenty,
+    and closes its hand too early in one of three where a disc is near: what a missed grasp is like must be seen to be
+    foretold. There are no instructions, rewards or ends in what it leaves behind.
     """
     rng = np.random.default_rng([seed, 0x91A7])
     state = task.initial_state(task.episode_keys(seed, np.arange(tables), np.zeros(tables)), PUT)
@@ -51,7 +52,9 @@ def play(tables: int, steps: int, *, seed: int, noise: float = 0.3) -> Play:
         )
         action = np.where(wanders[:, None], stroll, action).astype(np.float32)
         action[:, :2] += rng.normal(0.0, noise, (tables, 2)).astype(np.float32)
-        action[:, 2] *= np.where(rng.random(tables) < 0.05, -1.0, 1.0)
+        near = np.linalg.norm(state.discs - state.gripper[:, None], axis=-1).min(1) < 0.35
+        early = near & (state.held < 0) & (rng.random(tables) < 1 / 3)
+        action[:, 2] = np.where(early, 1.0, action[:, 2]) * np.where(rng.random(tables) < 0.05, -1.0, 1.0)
         action = np.clip(action, -1.0, 1.0)
         state = task.step(state, action)
         observations.append(seen(state))
