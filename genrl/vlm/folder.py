@@ -49,7 +49,7 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
     out.mkdir(parents=True, exist_ok=True)
     if policy.peft is not None and not full:
         policy.peft.peft_config["default"].base_model_name_or_path = source
-        policy.peft.save_pretrained(out)
+        policy.peft.save_pretrained(str(out))
         return out
     model = policy.model if policy.peft is None else policy.peft.merge_and_unload()
     model.save_pretrained(out)

@@ -89,7 +89,7 @@ def padded(values: Tensor, length: int) -> Tensor:
 
 def order(number: int, seed: int, first: int, count: int) -> list[int]:
     """Which of `number` questions come first, first + 1 ...: passes over all of them, each in an order of its own."""
-    found = []
+    found: list[int] = []
     for place in range(first, first + count):
         lap, inside = divmod(place, number)
         if not found or inside == 0:

@@ -206,6 +206,13 @@ def _cut(batch: TokenBatch, length: int) -> TokenBatch:
     def short(value: Tensor | None) -> Tensor | None:
         return value[:, :length] if value is not None and value.dim() == 2 else value  # [B, 1] stays as it is
 
-    extra = {name: value[:, :length] if name in PER_TOKEN else value for name, value in batch.extra.items()}
-    names = ("mask", "old_log_prob", "sampler_log_prob", "ref_log_prob", "advantage", "weight")
-    return replace(batch, extra=extra, **{name: short(getattr(batch, name)) for name in names})
+    return replace(
+        batch,
+        mask=batch.mask[:, :length],
+        old_log_prob=short(batch.old_log_prob),
+        sampler_log_prob=short(batch.sampler_log_prob),
+        ref_log_prob=short(batch.ref_log_prob),
+        advantage=short(batch.advantage),
+        weight=short(batch.weight),
+        extra={name: value[:, :length] if name in PER_TOKEN else value for name, value in batch.extra.items()},
+    )
