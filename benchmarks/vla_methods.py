@@ -152,11 +152,11 @@ NOTES = """
   were each judged on a list of their own, so they begin at .61, .59 and .50 (a defect since mended: the list is the
   evaluation seed's alone).
 - **Meta-World from pixels**, not in the table (64 pixels, two tasks, 10 demonstrations each, 600 supervised steps, a
-  frozen encoder): .389 before and .458 (.348 to .573, 72 episodes) after 149,000 environment steps: no gain that these episodes
-  can tell from none. `genrl train configs/vla/metaworld_sft.yaml policy.new.image_size=64 environment.max_steps=100
-  'environment.tasks=[button-press-topdown-v3, drawer-open-v3]' trainer.batch_size=64 trainer.steps_per_iteration=150
-  iterations=4`, then `metaworld.yaml` with the same tasks and limit, `policy.freeze=encoder environment.num_envs=96
-  iterations=16`.
+  frozen encoder): .389 before and .458 (.348 to .573, 72 episodes) after 149,000 environment steps, no gain that these
+  episodes can tell from none. `genrl train configs/vla/metaworld_sft.yaml policy.new.image_size=64
+  environment.max_steps=100 'environment.tasks=[button-press-topdown-v3, drawer-open-v3]' trainer.batch_size=64
+  trainer.steps_per_iteration=150 iterations=4`, then `metaworld.yaml` with the same tasks and limit and
+  `policy.freeze=encoder environment.num_envs=96 iterations=16`.
 - None of these settings was searched over beyond a few runs; pi_RL's, DPPO's and ReinFlow's own constants are for
   policies a thousand times larger, and where a configuration departs from them it says so.
 """
