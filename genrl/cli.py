@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import closing
 from difflib import get_close_matches
 from pathlib import Path
@@ -181,7 +182,13 @@ def sample(
 @app.command("eval")
 def evaluate(
     model: ModelArgument,
-    pipeline_args: PipelineArgs = None,
+    pipeline_args: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Further pipeline arguments: num_frames=33; of a policy: changes to its configuration, as in train.",
+        ),
+    ] = None,
     prompts: Annotated[str | None, typer.Option(help="Prompt file or data set; default: the run's.")] = None,
     reward: Annotated[
         list[str] | None, typer.Option(help="Name or file.py:Name; may be given several times; default: the run's.")
@@ -223,14 +230,15 @@ def evaluate(
     A vision-language model by held-out questions: `genrl eval runs/grpo`, or a folder:
     `genrl eval assets/tiny-vlm --config configs/vlm/grpo.yaml`
     """
-    settings = _policy_config_of(model, config_file)
+    settings = _policy_config_of(model, config_file, pipeline_args or ())
     if _is_vlm_run(settings):
         from genrl.cli_vlm import evaluate as ask
 
         return ask(Path(model), settings, questions=num_prompts, out=out)
     if settings is not None:
         given = {"--prompts": prompts, "--reward": reward, "--num-prompts": num_prompts, "--lora": lora}
-        _refuse(given, "a policy")
+        given |= {"--num-inference-steps": num_inference_steps, "--guidance-scale": guidance_scale}
+        _refuse(given | {"--height": height, "--width": width}, "a policy")
         from genrl.cli_vla import evaluate as judge
 
         return judge(Path(model), settings, episodes=episodes, seed=seed, out=out, videos=videos)
@@ -498,9 +506,9 @@ def _is_vlm_run(config: AnyConfig | None) -> TypeGuard[VLMConfig]:
     return isinstance(config, VLMConfig)
 
 
-def _policy_config_of(model: str, file: Path | None) -> VLAConfig | VLMConfig | None:
-    """The configuration to judge a policy or a vision-language model by: of its run, or of `--config`; None for what
-    is neither."""
+def _policy_config_of(model: str, file: Path | None, overrides: Sequence[str]) -> VLAConfig | VLMConfig | None:
+    """The configuration to judge a policy or a vision-language model by, changed by `overrides`: of its run, or of
+    `--config`; None for what is neither."""
     from genrl.cli_vla import is_policy
     from genrl.cli_vlm import is_model
     from genrl.config import load
@@ -521,7 +529,7 @@ def _policy_config_of(model: str, file: Path | None) -> VLAConfig | VLMConfig | 
     known = config is not None and (_is_policy_run(config) or _is_vlm_run(config))
     if config is not None and not known and file is not None:
         raise typer.BadParameter(f"{file} trains no policy: it has no section policy or vlm", param_hint="--config")
-    return config if known else None
+    return load(source, overrides) if known else None
 
 
 def _launch(nproc: int) -> None:
