@@ -156,6 +156,12 @@ class TestTrain:
         assert "diffusion" in text.lower() and "noise" in text
         assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
 
+    def test_the_command_put_right_runs(self, folder: Path) -> None:
+        """An instruction that the policy was not taught is found at the first reset, when the folder is there."""
+        text = words(run("train", "ppo.yaml", "environment.tasks=[put]", "output=runs/later", code=2))
+        assert "the policy does not know" in text and "environment.tasks" in text
+        run("train", "ppo.yaml", "output=runs/later")
+
 
 class TestEval:
     def test_a_run(self, folder: Path) -> None:
@@ -167,6 +173,15 @@ class TestEval:
         assert scores["scores"] == {key: value for key, value in last.items() if key.startswith("eval/")}
         assert scores["policy"] == "runs/small" and scores["seed"] == 1234 and scores["episodes"] == 16
         assert scores["environment"]["tasks"] == ["touch"]
+
+    def test_another_environment(self, folder: Path) -> None:
+        """Changes to the configuration hold, as in training; options of pipelines are refused."""
+        change = "environment.tasks=['touch the red block']"
+        assert "touch the green block" in words(run("eval", "runs/small"))
+        assert "touch the green block" not in words(run("eval", "runs/small", change))
+        text = words(run("eval", "runs/small/policy", "environment.task=[touch]", "--config", "ppo.yaml", code=2))
+        assert "did you mean environment.tasks?" in text
+        assert "--height is not for a policy" in words(run("eval", "runs/small", "--height", "64", code=2))
 
     def test_episodes_seed_and_films(self, folder: Path) -> None:
         text = words(

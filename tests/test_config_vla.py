@@ -529,6 +529,7 @@ class TestFiles:
                 "there are minitable, metaworld, maniskill, libero, gymnasium ids",
             ),
             ({"name": "none.py:make"}, "environment.name", "there is no file none.py"),
+            ({"name": "docs/mine.py"}, "environment.name", "docs/mine.py:make"),
         ],
     )
     def test_an_environment_that_is_none(

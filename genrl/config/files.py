@@ -333,6 +333,12 @@ def _policy(config: VLAConfig) -> Iterator[_Wrong]:
         yield _Wrong(key, f"{path} has no config.json: it is neither a policy's folder nor the run of one")
     elif (path / "config.json").is_file() and "output_features" not in read_json(path / "config.json"):
         yield _Wrong(key, f"{path / 'config.json'} does not describe a policy: it has no output_features")
+    else:
+        file = next(f for f in (path / "config.json", path / "policy" / "config.json") if f.is_file())
+        executed, held = config.environment.chunk, read_json(file).get("chunk_size")
+        if executed is not None and isinstance(held, int) and executed > held:
+            text = f"{executed} actions cannot be executed of chunks of {held}"
+            yield _Wrong(("environment", "chunk"), text)
 
 
 def _demonstrations(config: VLAConfig) -> Iterator[_Wrong]:
@@ -354,7 +360,9 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[_Wrong]:
     """An environment that is installed."""
     name, workers = config.environment.name, config.environment.workers
     file, colon, _ = name.rpartition(":")
-    if file.endswith(".py"):
+    if name.endswith(".py"):
+        yield _Wrong(("environment", "name"), f"say which function of the file makes it: {name}:make")
+    elif file.endswith(".py"):
         notes.append(f"environment.name: training runs the code of {file}")
         if not Path(file).is_file():
             yield _Wrong(("environment", "name"), f"there is no file {file}")

@@ -22,7 +22,10 @@ def _sources(config: VLAConfig) -> Iterator[Finding]:
     """One policy, and demonstrations where they are imitated."""
     policy, shown, algorithm = config.policy, config.demonstrations, config.trainer.algorithm
     if (policy.path is None) == (policy.new is None):
-        yield ("policy.path", "policy.new"), "write one of them: the folder of a policy, or a new one to be trained"
+        yield (
+            ("policy.path", "policy.new"),
+            "write one of them, the folder of a policy or a new one to be trained; null takes the other out",
+        )
     if policy.rename and policy.path is None:
         yield ("policy.rename", "policy.path"), "is of a published policy; a new one reads what the environment shows"
     if policy.new is not None and algorithm in ("ppo", "grpo"):

@@ -170,5 +170,10 @@ def minitable_tasks(names: Sequence[str]) -> tuple[int, ...]:
         elif name in INSTRUCTIONS:
             numbers.append(INSTRUCTIONS.index(name))
         else:
-            raise ValueError(f"MiniTable has no task {name!r}: 'put', 'touch', or one of {list(INSTRUCTIONS)}")
+            near = difflib.get_close_matches(name.replace("-", " "), ("put", "touch", *INSTRUCTIONS), n=1, cutoff=0.4)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ValueError(
+                f"environment.tasks: MiniTable has no task {name!r}{hint}; write 'put' (nine instructions), 'touch' "
+                f"(three), or instructions themselves: {', '.join(map(repr, INSTRUCTIONS))}"
+            )
     return tuple(dict.fromkeys(numbers))

@@ -134,7 +134,10 @@ def tokenise(instructions: Sequence[str], words: Sequence[str]) -> Tensor:
         if unknown:
             near = difflib.get_close_matches(unknown[0], words, n=1)
             hint = f"; the nearest one is {near[0]!r}" if near else ""
-            raise ValueError(f"the policy does not know {unknown} of {instructions[row]!r}{hint} (row {row})")
+            raise ValueError(
+                f"the policy does not know {unknown} of {instructions[row]!r}{hint} (row {row}): choose "
+                f"environment.tasks whose words it was taught ({', '.join(words)}), or teach a new one by sft"
+            )
     tokens = torch.zeros(len(lines), max(map(len, lines), default=0), dtype=torch.int64)
     for row, line in enumerate(lines):
         tokens[row, : len(line)] = torch.tensor([number[word] for word in line])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,10 @@ def train(config: VLAConfig, resume: Path | None = None) -> Path:
                     rl_vlm_f.train(session, settings)
         except Abandoned:
             logger.info("the running iteration is done again on resume")
+        except (ValueError, RuntimeError):
+            if accelerator.is_main_process and not found and not run.metrics.is_file():
+                shutil.rmtree(run.folder / "policy")  # that of before: else the command, put right, would be refused
+            raise
         finish(session)
     if stop.requested:
         raise SystemExit(stop.exit_code)
