@@ -1,8 +1,12 @@
 """A simulator of your own: any gymnasium environment with vectors as actions.
 
-environment: {name: docs/example_simulator.py:make, tasks: [red, blue], max_steps: 30, image_size: 32}
+environment: {name: docs/example_simulator.py:make, tasks: [red, blue], max_steps: 30}
+
+`python docs/example_simulator.py FOLDER` writes demonstrations of it.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -46,3 +50,24 @@ class Corner(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
 def make(task: str) -> Corner:
     """Called once per slot and task, in the process that has the slot."""
     return Corner(task)
+
+
+def record(task: str, seed: int):
+    """A demonstration: row t holds what was seen before action t, the action, and what came of it."""
+    from genrl.vla.lerobot_dataset import Episode
+
+    env, rows, done = make(task), [], False
+    seen, _ = env.reset(seed=seed)
+    while not done:
+        action = np.clip((env.goal - env.place) / 0.2, -1.0, 1.0).astype(np.float32)
+        row = {"observation.state": seen["agent_pos"].astype(np.float32), "observation.image": env.picture(32)}
+        seen, _, done, _, _ = env.step(action)
+        rows.append(row | {"action": action, "next.success": np.array([done])})
+    columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return Episode([env.task_description] * len(rows), columns)
+
+
+if __name__ == "__main__":
+    from genrl.vla.lerobot_dataset import write_dataset
+
+    write_dataset(Path(sys.argv[1]), (record(("red", "blue")[n % 2], n) for n in range(40)), fps=10)
