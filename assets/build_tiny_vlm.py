@@ -2,11 +2,11 @@
 
     python assets/build_tiny_vlm.py     # assets/tiny-vlm, about half a minute of one core
 
-It is taught by the questions of `genrl/vlm/tasks/shapes.py`, from the training arrangements alone. Of the answers that
-it is shown two in five are drawn at random, and one in five has no tags, so it learns what an answer looks like and
-only half which one is right. A further question, the colour in every cell, is always answered rightly: it teaches the model
-to see (without it the pictures are ignored). Training ends when the share `ENOUGH` of the greedy answers to either
-question is right.
+It is taught by the questions of `genrl/vlm/tasks/shapes.py`, from the training arrangements alone. Of the answers
+that it is shown two in five are drawn at random, and one in five has no tags, so it learns what an answer looks like
+and only half which one is right. A further question, the colour in every cell, is always answered rightly: it teaches
+the model to see (without it the pictures are ignored). Training ends when the share `ENOUGH` of the greedy answers to
+either question is right.
 """
 
 from __future__ import annotations
