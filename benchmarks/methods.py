@@ -104,8 +104,8 @@ CLAIMS = (
     Claim(
         title="Does DiffusionNFT reach the same reward in fewer model calls?",
         setting="The two configurations of the table, held against each other at one held-out reward.",
-        finding="Yes: 2.5 times fewer, on one seed of each here; in 80 iterations it is also the higher of the two "
-        "on the scorer that neither is trained on. It learns from finished samples at two noise levels, so "
+        finding="Yes: 2.5 times fewer on each of two seeds (56 and 63 thousand against 139 and 155); in 80 iterations "
+        "it is also the higher of the two on the scorer that neither is trained on. It learns from finished samples at two noise levels, so "
         "an iteration is cheaper, and every picture counts at any level instead of at three steps.",
         methods={name: METHODS[name] for name in ("flow_grpo", "diffusion_nft")},
         level=0.58,
@@ -114,9 +114,9 @@ CLAIMS = (
         title="Does PRDP keep rising on many prompts where DDPO falls?",
         setting="Both on the agreement of picture and caption (`clipscore`), over all 272 prompts, 192 pictures an "
         "iteration from 3 steps: PRDP 24 prompts x 8, DDPO 192 prompts x 1 against their history.",
-        finding="PRDP ends higher and rises at every evaluation, DDPO goes up and down (.553, .546, .550, .566 at "
-        "10, 20, 30, 40); but DDPO does not fall, and with a standard error of .016 on one seed the two "
-        "ends are not told apart. On compressibility, above, PRDP ends lower in kB on each of three seeds "
+        finding="PRDP ends higher on both seeds and rises at every evaluation of seed 0, where DDPO goes up and down "
+        "(.553, .546, .550, .566 at 10, 20, 30, 40); but DDPO does not fall, and the difference of .011 is "
+        "less than the standard error of .016 that 96 prompts leave. On compressibility, above, PRDP ends lower in kB on each of three seeds "
         "at the same pictures. The collapse that the paper reports over 100,000 prompts is not reproduced. "
         "The rule of shapes moves for neither.",
         methods={
@@ -136,8 +136,9 @@ CLAIMS = (
         setting="Adv-GRPO trains `assets/tiny-clip`, as PickScore, beside the model, from reference pictures; "
         "beside it Flow-GRPO with the same settings on the same scorer, frozen. `shapes`, the rule, is "
         "trained on in neither.",
-        finding="Not shown. The held-out rule rises in both, by .05 and .04, with a standard error of .035: in 80 "
-        "iterations the frozen scorer is not hacked, so there is nothing to prevent. Where a reward is "
+        finding="Not shown. With Adv-GRPO the held-out rule goes from .491 to .542 and .481 (two seeds), with the "
+        "frozen scorer to .529, with a standard error of .035: in 80 iterations the frozen scorer is not "
+        "hacked, so there is nothing to prevent. Where a reward is "
         "hacked here, with `jpeg` above, `shapes` falls to a quarter and less.",
         methods={
             "adv_grpo": METHODS["adv_grpo"],
@@ -157,8 +158,8 @@ CLAIMS = (
         title="Do PaCo-GRPO's small pictures cost less at an equal end reward?",
         setting="The configuration, and the same rolled out and trained at 64 px; both are judged at 64 px.",
         finding="Half shown. A picture at 56 px costs 0.7 to 0.8 of one at 64 px (measured apart, [PaCo-"
-        "GRPO](paco_grpo.md)), and training at 56 px raises the reward at 64 px. The run at 64 px was not "
-        "finished, so equal ends are not shown.",
+        "GRPO](paco_grpo.md)), and training at 56 px raises the reward at 64 px. But training at 64 px ends "
+        "higher, .794 against .753 on one seed each: equal ends are not shown.",
         methods={
             "paco_grpo": METHODS["paco_grpo"],
             "paco_full": Method(
@@ -173,8 +174,8 @@ CLAIMS = (
 HEAD = """
 # Every method on the embedded models
 
-Each row is a configuration of this repository as it stands, run to its end on one thread of a shared CPU: three seeds
-where a mean ± sample standard deviation stands, else with seed 0 alone. **Held-out** are the prompts of the evaluation,
+Each row is a configuration of this repository as it stands, run to its end on one thread of a shared CPU: two or three
+seeds, as many as are listed, where a mean ± sample standard deviation stands, else seed 0 alone. **Held-out** are the prompts of the evaluation,
 which no run trains on: 96 of shapes (Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4), one picture each from fixed
 noise, so a single figure has a standard error of about 0.03. A method is compared with itself before training; the rows
 are not a ranking, since models, budgets and rewards differ. The **second scorer** has weight 0. Model calls count every
