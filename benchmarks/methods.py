@@ -104,9 +104,10 @@ CLAIMS = (
     Claim(
         title="Does DiffusionNFT reach the same reward in fewer model calls?",
         setting="The two configurations of the table, held against each other at one held-out reward.",
-        finding="Yes: 2.5 times fewer on each of two seeds (56 and 63 thousand against 139 and 155); in 80 iterations "
-        "it is also the higher of the two on the scorer that neither is trained on. It learns from finished samples at two noise levels, so "
-        "an iteration is cheaper, and every picture counts at any level instead of at three steps.",
+        finding="Yes: 2.5 times fewer on each of two seeds (56 and 63 thousand against 139 and 155); in 80 iterations"
+        " it is also the higher of the two on the scorer that neither is trained on. It learns from finished "
+        "samples at two noise levels, so an iteration is cheaper, and every picture counts at any level "
+        "instead of at three steps.",
         methods={name: METHODS[name] for name in ("flow_grpo", "diffusion_nft")},
         level=0.58,
     ),
@@ -116,9 +117,9 @@ CLAIMS = (
         "iteration from 3 steps: PRDP 24 prompts x 8, DDPO 192 prompts x 1 against their history.",
         finding="PRDP ends higher on both seeds and rises at every evaluation of seed 0, where DDPO goes up and down "
         "(.553, .546, .550, .566 at 10, 20, 30, 40); but DDPO does not fall, and the difference of .011 is "
-        "less than the standard error of .016 that 96 prompts leave. On compressibility, above, PRDP ends lower in kB on each of three seeds "
-        "at the same pictures. The collapse that the paper reports over 100,000 prompts is not reproduced. "
-        "The rule of shapes moves for neither.",
+        "less than the standard error of .016 that 96 prompts leave. On compressibility, above, PRDP ends "
+        "lower in kB on each of three seeds at the same pictures. The collapse that the paper reports over "
+        "100,000 prompts is not reproduced. The rule of shapes moves for neither.",
         methods={
             "prdp_clip": Method(
                 "PRDP",
@@ -138,8 +139,8 @@ CLAIMS = (
         "trained on in neither.",
         finding="Not shown. With Adv-GRPO the held-out rule goes from .491 to .542 and .481 (two seeds), with the "
         "frozen scorer to .529, with a standard error of .035: in 80 iterations the frozen scorer is not "
-        "hacked, so there is nothing to prevent. Where a reward is "
-        "hacked here, with `jpeg` above, `shapes` falls to a quarter and less.",
+        "hacked, so there is nothing to prevent. Where a reward is hacked here, with `jpeg` above, `shapes` "
+        "falls to a quarter and less.",
         methods={
             "adv_grpo": METHODS["adv_grpo"],
             "proxy_grpo": Method(
@@ -175,12 +176,12 @@ HEAD = """
 # Every method on the embedded models
 
 Each row is a configuration of this repository as it stands, run to its end on one thread of a shared CPU: two or three
-seeds, as many as are listed, where a mean ± sample standard deviation stands, else seed 0 alone. **Held-out** are the prompts of the evaluation,
-which no run trains on: 96 of shapes (Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4), one picture each from fixed
-noise, so a single figure has a standard error of about 0.03. A method is compared with itself before training; the rows
-are not a ranking, since models, budgets and rewards differ. The **second scorer** has weight 0. Model calls count every
-sample of a denoiser's batch; evaluation is not among them, CPU minutes have it, and loading; a dash says that the run
-was interrupted or made by hand.
+seeds, as many as are listed, where a mean ± sample standard deviation stands, else seed 0 alone. **Held-out** are the
+prompts of the evaluation, which no run trains on: 96 of shapes (Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4),
+one picture each from fixed noise, so a single figure has a standard error of about 0.03. A method is compared with
+itself before training; the rows are not a ranking, since models, budgets and rewards differ. The **second scorer** has
+weight 0. Model calls count every sample of a denoiser's batch; evaluation is not among them, CPU minutes have it, and
+loading; a dash says that the run was interrupted or made by hand.
 """
 AFTER_TABLE = """
 ![held-out reward of each method over thousand forward-equivalents](img/methods.svg)
