@@ -36,7 +36,10 @@ def _sources(config: VLAConfig) -> Iterator[Finding]:
     yield from _offline(config)
     if algorithm in ("sft", "rl100") and (algorithm == "sft" or policy.new is not None):
         if shown is None or (shown.expert is None) == (shown.dataset is None):
-            yield ("demonstrations",), f"{algorithm} imitates: write `expert: N`, or `dataset: FOLDER`, and not both"
+            yield (
+                ("demonstrations",),
+                f"{algorithm} imitates: write `expert: N`, or `dataset: FOLDER`, and not both (null takes one out)",
+            )
     elif shown is not None and algorithm in ("ppo", "grpo"):
         yield ("demonstrations",), f"{algorithm} does not imitate; take them out, or use algorithm sft"
 

@@ -179,6 +179,10 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
             text = f"{source.dataset} has no pictures named {source.camera!r}, only {dataset.cameras}"
             raise ValueError(f"demonstrations.camera: {text}")
         rest = MINITABLE_REST if small else None
+        width = len(dataset.stats["action"]["mean"])
+        if rest is not None and width != len(rest):
+            text = f"{source.dataset} has actions of {width} numbers, minitable's have {len(rest)}"
+            raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
         frames = dataset_frames(dataset, told, inputs=columns, horizon=reader.horizon, rest=rest)
         return {IMAGE if name == source.camera else name: value for name, value in frames.items()}, words
     assert source.expert is not None
