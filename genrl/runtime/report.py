@@ -86,6 +86,7 @@ def _headline(rows: Sequence[Row]) -> str:
     """The held-out rewards before and after, and the two curves that matter."""
     acts = any("eval/success_mean" in row or "rollout/success" in row for row in rows)
     keys = [key for key in _keys(rows) if key.startswith("eval/") and (key.endswith("_mean") or "/success/" in key)]
+    keys = [key for key in keys if key != "eval/length_mean"]  # whose best is the least; its curve is below
     keys.sort(key=lambda key: (key not in ("eval/total_mean", "eval/success_mean"), key.removesuffix("_mean")))
     table = [["evaluation" if acts else "held-out reward", "before", "now", "change", "best"]]
     for key in keys:
