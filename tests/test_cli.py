@@ -230,7 +230,7 @@ class TestCheck:
 
 def test_schema_is_json() -> None:
     schema = json.loads(run("config", "schema"))
-    assert schema["properties"]["optimizer"] and schema["title"] == "genrl configuration"
+    assert schema["$defs"]["Config"]["properties"]["optimizer"] and schema["title"] == "genrl configuration"
 
 
 def test_rewards_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

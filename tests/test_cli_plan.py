@@ -14,6 +14,7 @@ from genrl.config import Config, load
 from genrl.estimate import plan
 
 ROOT = Path(__file__).resolve().parents[1]
+PIPELINES = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if isinstance(load(path), Config)]
 
 
 def config(trainer: dict[str, Any], iterations: int = 10, **sampling: Any) -> Config:
@@ -112,7 +113,7 @@ def test_words(trainer: dict[str, Any], says: str) -> None:
     assert says in text, text
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
 def test_totals_are_those_of_check(path: Path) -> None:
     found = load(path)
     text, expected = "\n".join(lines(found)), plan(found)

@@ -21,6 +21,7 @@ from genrl.diffusion.scoring import open_scorers
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.prompts import PromptError
+from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
@@ -189,7 +190,7 @@ def test_an_iteration_of_the_reward_leaves_the_model_alone(critics: Path, model:
     run = train(config(critics, model, adversary={"schedule": "alternate", "every": 2}, evaluation={"every": 0}))
     first, second = runs.rows(run)
     assert (first["updates"], second["updates"]) == (0, 1)
-    before, after = (runs.checkpoint.load(Run(run).checkpoints / f"step-00000{k}").tensors for k in (1, 2))
+    before, after = (checkpoint.load(Run(run).checkpoints / f"step-00000{k}").tensors for k in (1, 2))
     still = [torch.equal(before["weights"][key], before["snapshot-average"][key]) for key in before["weights"]]
     moved = [not torch.equal(before["weights"][key], after["weights"][key]) for key in before["weights"]]
     assert all(still) and any(moved)

@@ -21,6 +21,7 @@ from genrl.diffusion.noising import own_noise
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.weights import Weights
+from genrl.runtime.run import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -284,7 +285,7 @@ def test_timesteps_per_sample_and_calls_are_counted(folder: Path, model: Path) -
     config = runs.config(folder, model, trainer=trainer, sampling=sampling, iterations=2, **QUIET)
     seen = run(config)
     assert len(seen.updates) == 4 and all(len(update.pieces) == 2 for update in seen.updates)
-    rows = runs.read_metrics(Path(config.output) / "metrics.jsonl")
+    rows = read_metrics(Path(config.output) / "metrics.jsonl")
     assert [row["updates"] for row in rows] == [2.0, 2.0]
     assert [row["model_calls/sample"] for row in rows] == [16.0, 16.0]  # 4 samples x 4 steps
     # 4 samples x 1 level x 2 epochs: new and reference, and the old policy where it is not the present one

@@ -19,7 +19,7 @@ from torch import Tensor
 from genrl.diffusion.policy import Batch, Kernel
 from genrl.diffusion.rollout import call_arguments
 from genrl.runtime.guards import read_dump
-from genrl.runtime.run import Run
+from genrl.runtime.run import Run, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -204,10 +204,10 @@ def test_a_signal_to_one_process_stops_both_together(folder: Path, model: Path) 
     processes = start(folder, model, "stopped", 2, runs.train_file, **changes)
     run = folder / "stopped" / "run"
     deadline = time.monotonic() + 200
-    while len(runs.read_metrics(Run(run).metrics)) < 2:
+    while len(read_metrics(Run(run).metrics)) < 2:
         assert time.monotonic() < deadline and all(p.exitcode is None for p in processes), logs(folder, "stopped")
         time.sleep(0.05)
     os.kill(processes[1].pid, signal.SIGTERM)
     assert runs.wait(processes, 100) in ([0, 143], [143, 143]), logs(folder, "stopped")
     state = runs.last_state(run)
-    assert state.step == len(runs.read_metrics(Run(run).metrics)) >= 2
+    assert state.step == len(read_metrics(Run(run).metrics)) >= 2

@@ -19,6 +19,7 @@ from genrl.diffusion.forest import Piece
 from genrl.diffusion.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
 from genrl.diffusion.weights import Weights
+from genrl.runtime.run import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -260,7 +261,7 @@ def test_gate_stops_a_pipeline_that_is_not_replayed(folder: Path, model: Path) -
     ) as error:
         run(config, drifting(1e-2))
     assert "skip-layer guidance" in str(error.value)
-    assert not runs.read_metrics(Path(config.output) / "metrics.jsonl")  # before any update
+    assert not read_metrics(Path(config.output) / "metrics.jsonl")  # before any update
 
 
 def test_gate_lets_rounding_pass_and_says_so(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,7 +344,7 @@ def test_updates_and_inner_epochs_are_counted(folder: Path, model: Path) -> None
         seen = watch(session)
         flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
         assert session.optimizer_steps == len(seen.updates) == 2 * 2 * 3 == config.optimizer_steps
-    rows = runs.read_metrics(Path(config.output) / "metrics.jsonl")
+    rows = read_metrics(Path(config.output) / "metrics.jsonl")
     assert [row["updates"] for row in rows] == [6.0, 6.0]
     # 4 samples x 3 steps in sampling; 2 of the steps are trained, 3 times
     assert [row["model_calls/sample"] for row in rows] == [12.0, 12.0]
@@ -387,7 +388,7 @@ def test_momentum_alone_moves_nothing(folder: Path, model: Path) -> None:
         ((weights, average),) = after_first
         assert all(torch.equal(weights[key], tensor) for key, tensor in values(session.weights).items())
         assert all(torch.equal(average[key], t) for key, t in session.weights.snapshots["average"].items())
-    rows = runs.read_metrics(Path(config.output) / "metrics.jsonl")
+    rows = read_metrics(Path(config.output) / "metrics.jsonl")
     assert [row["updates"] for row in rows] == [1.0, 0.0] and rows[1]["grad_norm"] == 0.0
     assert any(not torch.equal(seen.updates[0].weights[key], tensor) for key, tensor in weights.items())
 
@@ -432,7 +433,7 @@ def test_iterations_without_any_score_change_nothing(folder: Path, model: Path) 
         iterations=1,
     )
     seen = run(config)
-    rows = runs.read_metrics(Path(config.output) / "metrics.jsonl")
+    rows = read_metrics(Path(config.output) / "metrics.jsonl")
     assert rows[-1]["reward/silent_failed"] == 4.0 and rows[-1]["reward/total_mean"] is None
     assert rows[0]["eval/silent_failed"] == 2.0 and rows[0]["eval/total_mean"] is None
     assert all(torch.equal(seen.updates[0].weights[key], tensor) for key, tensor in seen.weights.items())

@@ -34,7 +34,7 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     assert last_state(tmp_path / "run").step == 2
 
     found = genrl("eval", run, "--num-prompts", "16", "--out", str(tmp_path / "scores.json"))
-    assert found.exit_code == 0 and "right answers" in found.output and "16 questions" in found.output
+    assert found.exit_code == 0 and "right answers" in said(found) and "16 questions" in said(found)
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["questions"] == 16 and 0 <= scores["scores"]["eval/accuracy_mean"] <= 1
 
@@ -50,7 +50,7 @@ def test_a_folder_is_evaluated_by_a_configuration(tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(vlm_runs.settings(tmp_path)))
     found = genrl("eval", str(vlm_runs.MODEL), "--config", str(file))
-    assert found.exit_code == 0 and "8 questions" in found.output
+    assert found.exit_code == 0 and "8 questions" in said(found)
     assert "say what it is asked by --config FILE.yaml" in said(genrl("eval", str(vlm_runs.MODEL)))
 
 
