@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 help:
 	@echo "make demo    install into $(VENV), train the embedded model (about 6 minutes on 2 CPU cores, 5 of training)"
-	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (about 3 minutes on 2 CPU cores)"
+	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (a minute after installing)"
 	@echo "make test    install into $(VENV), run linters, types and all tests"
 	@echo "make lint    linters, types and import rules only"
 	@echo "make bench   the benchmarks that run on a CPU"
