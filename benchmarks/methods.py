@@ -211,14 +211,20 @@ def train(folder: Path, methods: dict[str, Method], seeds: list[int]) -> None:
                 shutil.rmtree(run.folder, ignore_errors=True)
                 changes = [*method.changes, *second_scorer(method), f"seed={seed}", f"output={run.folder}"]
                 command = ["train", method.config, *changes, "checkpoint.keep=1", "trackers=[]"]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-            process = subprocess.Popen([sys.executable, "-m", "genrl.cli", *command], env=environment)
-            _, status, usage = os.wait4(process.pid, 0)
-            if code := os.waitstatus_to_exitcode(status):
-                raise SystemExit(f"{name}, seed {seed}: genrl {' '.join(command)} ended with {code}")
+            cpu_s = run_genrl(command)
             if not resume:  # else what it had cost before is not known
-                write_atomic(cost_of(run), json.dumps({"cpu_s": usage.ru_utime + usage.ru_stime}) + "\n")
+                write_atomic(cost_of(run), json.dumps({"cpu_s": cpu_s}) + "\n")
             store(name, seed, run, method)
+
+
+def run_genrl(arguments: list[str]) -> float:
+    """`genrl ...` in a process of its own with one thread; the processor's seconds of it and of its own processes."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    process = subprocess.Popen([sys.executable, "-m", "genrl.cli", *arguments], env=environment)
+    _, status, usage = os.wait4(process.pid, 0)
+    if code := os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"genrl {' '.join(arguments)} ended with {code}")
+    return usage.ru_utime + usage.ru_stime
 
 
 def second_scorer(method: Method) -> list[str]:
@@ -331,23 +337,31 @@ def reached(points: list[tuple[float, float]], level: float) -> float | None:
 
 def figure(methods: dict[str, Method], results: dict[str, list[Summary]]) -> str:
     """One small panel per method: held-out reward against forward-equivalents, a line per seed."""
-    width, height, columns = 230, 150, 4
-    panels = []
-    shown = [(method, results[name]) for name, method in methods.items() if name in results]
-    for k, (method, runs) in enumerate(shown):
-        series = [(f"seed {seed}", [tuple(point) for point in run["curves"]["total"]]) for seed, run in enumerate(runs)]
+    shown = [
+        (method.title, [[tuple(point) for point in run["curves"]["total"]] for run in results[name]])
+        for name, method in methods.items()
+        if name in results
+    ]
+    return panels(shown, 230, 150, 4, "held-out reward over thousand forward-equivalents, per method")
+
+
+def panels(shown: list[tuple[str, list[Any]]], width: int, height: int, columns: int, label: str) -> str:
+    """A picture of small charts side by side: for each its title, and the points (x, y) of every seed's line."""
+    found = []
+    for k, (title, curves) in enumerate(shown):
+        series = [(f"seed {seed}", points) for seed, points in enumerate(curves)]
         inner = chart(series, width=width, height=height - 22).partition(">")[2].removesuffix("</svg>")
         x, y = k % columns * width, k // columns * height
-        title = f'<text class="title" x="{width / 2}" y="12" text-anchor="middle">{method.title}</text>'
-        panels.append(f'<g transform="translate({x} {y})">{title}<g transform="translate(0 14)">{inner}</g></g>')
+        head = f'<text class="title" x="{width / 2}" y="12" text-anchor="middle">{title}</text>'
+        found.append(f'<g transform="translate({x} {y})">{head}<g transform="translate(0 14)">{inner}</g></g>')
     rows = -(-len(shown) // columns)
     colours = ("#2563eb", "#d97706", "#059669")
     lines = "".join(f".line-{i}{{stroke:{c};fill:none}}.spot.line-{i}{{fill:{c}}}" for i, c in enumerate(colours))
     style = f"svg{{background:#fff;font:10px sans-serif}}text{{fill:#475569}}.title{{font-weight:600}}{lines}"
     return (
         f'<svg viewBox="0 0 {columns * width} {rows * height}" role="img" xmlns="http://www.w3.org/2000/svg" '
-        'aria-label="held-out reward over thousand forward-equivalents, per method"><style>'
-        f"{style}.grid{{stroke:#e2e8f0}}.axis{{stroke:#94a3b8}}.line{{stroke-width:1.6}}</style>{''.join(panels)}</svg>"
+        f'aria-label="{label}"><style>'
+        f"{style}.grid{{stroke:#e2e8f0}}.axis{{stroke:#94a3b8}}.line{{stroke-width:1.6}}</style>{''.join(found)}</svg>"
     )
 
 

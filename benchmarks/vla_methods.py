@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from benchmarks.methods import panels, reached, run_genrl
 from genrl.config import load
-from genrl.runtime.curves import chart
 from genrl.runtime.run import Run, read_metrics, write_atomic
 
 METHODS = {
@@ -63,24 +60,13 @@ def train(folder: Path, methods: list[str], seeds: list[int]) -> None:
             if rows and rows[-1]["step"] >= load(run.config).iterations:
                 continue
             shutil.rmtree(run.folder, ignore_errors=True)
-            changes = [f"seed={seed}", f"output={run.folder}"]
+            changes = [f"seed={seed}", f"output={run.folder}", "trackers=[]"]
             if name in STARTS:  # a policy that does not come along
                 start = folder / STARTS[name]
                 if not (start / "policy").is_dir():
-                    one_run(f"configs/vla/{STARTS[name]}.yaml", [f"output={start}"])
+                    run_genrl(["train", f"configs/vla/{STARTS[name]}.yaml", f"output={start}", "trackers=[]"])
                 changes.append(f"policy.path={start}")
-            store(name, seed, run, one_run(f"configs/vla/{name}.yaml", changes))
-
-
-def one_run(config: str, changes: list[str]) -> float:
-    """`genrl train` in a process of its own, with one thread; its CPU seconds and those of its workers."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "genrl.cli", "train", config, *changes, "trackers=[]"]
-    process = subprocess.Popen(command, env=environment)
-    _, status, usage = os.wait4(process.pid, 0)
-    if code := os.waitstatus_to_exitcode(status):
-        raise SystemExit(f"{config}, {changes}: ended with {code}")
-    return usage.ru_utime + usage.ru_stime
+            store(name, seed, run, run_genrl(["train", f"configs/vla/{name}.yaml", *changes]))
 
 
 def store(name: str, seed: int, run: Run, cpu_s: float | None) -> None:
@@ -104,14 +90,6 @@ def store(name: str, seed: int, run: Run, cpu_s: float | None) -> None:
 def stored() -> dict[str, list[dict[str, Any]]]:
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return {name: [kept[key] for key in sorted(kept) if key.rpartition("-")[0] == name] for name in METHODS}
-
-
-def reached(curve: list[list[float]], level: float) -> float | None:
-    """Environment steps where a curve first reaches `level`, or None."""
-    for (x, y), (x_next, y_next) in zip(curve, curve[1:], strict=False):
-        if y < level <= y_next:
-            return x + (x_next - x) * (level - y) / (y_next - y)
-    return None
 
 
 def page(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -164,27 +142,12 @@ NOTES = """
 
 def figure(results: dict[str, list[dict[str, Any]]]) -> str:
     """One panel per method: success against thousands of environment steps, a line per seed."""
-    width, height, columns = 300, 190, 3
-    shown = [(title, results[name]) for name, title in METHODS.items() if results[name]]
-    panels = []
-    for k, (title, runs) in enumerate(shown):
-        series = [
-            (f"seed {seed}", [(steps / 1000, success) for steps, success in run["curve"]])
-            for seed, run in enumerate(runs)
-        ]
-        inner = chart(series, width=width, height=height - 22).partition(">")[2].removesuffix("</svg>")
-        x, y = k % columns * width, k // columns * height
-        head = f'<text class="title" x="{width / 2}" y="12" text-anchor="middle">{title}</text>'
-        panels.append(f'<g transform="translate({x} {y})">{head}<g transform="translate(0 14)">{inner}</g></g>')
-    rows = -(-len(shown) // columns)
-    colours = ("#2563eb", "#d97706", "#059669")
-    lines = "".join(f".line-{i}{{stroke:{c};fill:none}}.spot.line-{i}{{fill:{c}}}" for i, c in enumerate(colours))
-    style = f"svg{{background:#fff;font:10px sans-serif}}text{{fill:#475569}}.title{{font-weight:600}}{lines}"
-    return (
-        f'<svg viewBox="0 0 {columns * width} {rows * height}" role="img" xmlns="http://www.w3.org/2000/svg" '
-        'aria-label="success over thousands of environment steps, per method"><style>'
-        f"{style}.grid{{stroke:#e2e8f0}}.axis{{stroke:#94a3b8}}.line{{stroke-width:1.6}}</style>{''.join(panels)}</svg>"
-    )
+    shown = [
+        (title, [[(steps / 1000, success) for steps, success in run["curve"]] for run in results[name]])
+        for name, title in METHODS.items()
+        if results[name]
+    ]
+    return panels(shown, 300, 190, 3, "success over thousands of environment steps, per method")
 
 
 def main() -> None:
