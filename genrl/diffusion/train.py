@@ -30,7 +30,6 @@ from genrl.config import (
     OfflineDPO,
     PromptRL,
     Talk2Move,
-    dump,
 )
 from genrl.diffusion import (
     adv_grpo,
@@ -59,15 +58,14 @@ from genrl.diffusion.rollout import call_arguments, check_inputs
 from genrl.diffusion.scoring import open_scorers
 from genrl.diffusion.session import Abandoned, Session
 from genrl.diffusion.weights import AVERAGE, Weights
-from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
-from genrl.runtime.loop import make_accelerator
-from genrl.runtime.metrics import MetricLogger, check_trackers
+from genrl.runtime.loop import adamw, begin, claim, logger_of, make_accelerator
+from genrl.runtime.metrics import check_trackers
 from genrl.runtime.pictures import before_after, save_png
 from genrl.runtime.progress import Progress
 from genrl.runtime.report import write_report
 from genrl.runtime.run import Run
-from genrl.runtime.signals import Stop, Watchdog, catch_stop
+from genrl.runtime.signals import Stop, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -82,29 +80,14 @@ def train(config: Config, resume: Path | None = None) -> Path:
     accelerator = make_accelerator(config.distributed.timeout_s)
     check_processes(config, accelerator.num_processes)
     set_seed(config.seed)  # the global generators too: loading may draw from them
-    run = Run(resume or Path(config.output))
     with ExitStack() as stack:
-        if accelerator.is_main_process:
-            stack.enter_context(run_folder.lock(run.folder))
-        found = checkpoint.latest(run.checkpoints) if resume else None
-        start = int(found.name.removeprefix("step-")) if found else 0
-        if accelerator.is_main_process:
-            run_folder.prepare(
-                run.folder,
-                dump(config),
-                seed=config.seed,
-                processes=accelerator.num_processes,
-                resumed_from=start if resume else None,
-            )
-        accelerator.wait_for_everyone()
-        stop = stack.enter_context(catch_stop())
-        watchdog = Watchdog(run, config.distributed.timeout_s, rank=accelerator.process_index)
-        progress = stack.enter_context(Progress(config.iterations, start=start, enabled=accelerator.is_main_process))
-        session = open_session(config, accelerator, run, progress, watchdog, stop, start)
+        claimed = claim(stack, config.output, resume, accelerator)
+        stop, watchdog, progress = begin(stack, claimed, config, accelerator)
+        session = open_session(config, accelerator, claimed.run, progress, watchdog, stop, claimed.start)
         stack.callback(session.log.finish)
         stack.callback(session.scorers.close)
-        if found:
-            session.restore(found)
+        if claimed.found:
+            session.restore(claimed.found)
         stack.enter_context(watchdog)  # from here on there is progress to watch; loading has none to tell
         try:
             match config.trainer:
@@ -144,7 +127,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
         finish(session)
     if stop.requested:
         raise SystemExit(stop.exit_code)
-    return run.folder
+    return claimed.run.folder
 
 
 def check_processes(config: Config, num_processes: int) -> None:
@@ -219,31 +202,17 @@ def open_session(
         weights.snapshot("reference")
     if config.ema is not None:
         weights.snapshot(AVERAGE)
-    settings = config.optimizer
-    optimizer = torch.optim.AdamW(
-        weights.parameters,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
     return Session(
         config=config,
         accelerator=accelerator,
         policy=policy,
         weights=weights,
-        optimizer=optimizer,
+        optimizer=adamw(weights.parameters, config.optimizer),
         prompts=prompts,
         eval_prompts=eval_prompts,
         scorers=scorers,
         run=run,
-        log=MetricLogger(
-            run,
-            config.trackers,
-            config=config.model_dump(mode="json"),
-            resumed_from=start,
-            enabled=accelerator.is_main_process,
-        ),
+        log=logger_of(run, config, accelerator, start),
         progress=progress,
         watchdog=watchdog,
         stop=stop,

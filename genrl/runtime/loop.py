@@ -10,7 +10,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +21,17 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 
+from genrl.config import AnyConfig, dump
 from genrl.config.schema import Checkpoint, Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint, state
+from genrl.runtime import run as run_folder
 from genrl.runtime.guards import any_rank, non_finite, require_finite
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
+from genrl.runtime.report import write_report
 from genrl.runtime.run import Run, truncate_metrics
-from genrl.runtime.signals import Stop, Watchdog
+from genrl.runtime.signals import Stop, Watchdog, catch_stop
 
 
 class Settings(Protocol):
@@ -298,6 +301,83 @@ class Loop:
             name: state.unpack(loaded.tensors.get(f"kept-{name}", {}), tree)
             for name, tree in loaded.state["kept"].items()
         }
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The folder of a run that this process has begun or goes on with: from its checkpoint `found`, if it has one."""
+
+    run: Run
+    found: Path | None
+    resumes: bool
+
+    @property
+    def start(self) -> int:
+        """Iterations that are finished."""
+        return int(self.found.name.removeprefix("step-")) if self.found else 0
+
+
+def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accelerator) -> Claim:
+    """Lock the folder `resume`, or else that of a new run, until the stack ends. Writes nothing that stays."""
+    run = Run(resume or Path(output))
+    if accelerator.is_main_process:
+        stack.enter_context(run_folder.lock(run.folder))
+    return Claim(run, checkpoint.latest(run.checkpoints) if resume else None, resume is not None)
+
+
+def begin(
+    stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Accelerator, *, unit: str = "images"
+) -> tuple[Stop, Watchdog, Progress]:
+    """Write what a run begins with; from here on signals are caught and progress is shown. The watchdog is not entered
+    yet: loading has no progress to tell it."""
+    if accelerator.is_main_process:
+        run_folder.prepare(
+            claimed.run.folder,
+            dump(config),
+            seed=config.seed,
+            processes=accelerator.num_processes,
+            resumed_from=claimed.start if claimed.resumes else None,
+        )
+    accelerator.wait_for_everyone()
+    stop = stack.enter_context(catch_stop())
+    watchdog = Watchdog(claimed.run, config.distributed.timeout_s, rank=accelerator.process_index)
+    shown = Progress(config.iterations, start=claimed.start, enabled=accelerator.is_main_process, unit=unit)
+    return stop, watchdog, stack.enter_context(shown)
+
+
+def adamw(parameters: Any, settings: Optimizer) -> torch.optim.AdamW:
+    """The optimiser of a configuration, for parameters or groups of them."""
+    return torch.optim.AdamW(
+        parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
+
+
+def logger_of(run: Run, config: AnyConfig, accelerator: Accelerator, start: int) -> MetricLogger:
+    """Where the metrics of a run go, from the iteration `start` on."""
+    return MetricLogger(
+        run,
+        config.trackers,
+        config=config.model_dump(mode="json"),
+        resumed_from=start,
+        enabled=accelerator.is_main_process,
+    )
+
+
+def say_end(loop: Loop, metric: str, *, pictures: str, result: str) -> None:
+    """What the evaluations of `eval/<metric>_mean` came to, where the report is, and the result, or how to go on."""
+    run, say = loop.run, loop.progress.say
+    rows = [row for row in run_folder.read_metrics(run.metrics) if row.get(f"eval/{metric}_mean") is not None]
+    if len(rows) > 1:
+        first, last = rows[0], rows[-1]
+        interval = f"{last[f'eval/{metric}_low']:.3f} to {last[f'eval/{metric}_high']:.3f}"
+        before, after = first[f"eval/{metric}_mean"], last[f"eval/{metric}_mean"]
+        say(f"{metric}: {before:.3f} before, {after:.3f} ({interval}) after {last['step']} iterations")
+    say(f"{pictures}: {write_report(run.folder)}")
+    if loop.is_complete:
+        say(result)
+    else:
+        planned = loop.settings.iterations
+        say(f"stopped after {loop.iteration} of {planned} iterations; go on: genrl resume {run.folder}")
 
 
 def put_back(parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], path: Path) -> None:

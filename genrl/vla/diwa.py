@@ -35,6 +35,7 @@ from genrl.vla.normalise import statistics
 from genrl.vla.offline import Store
 from genrl.vla.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
 from genrl.vla.rssm import Latent, WorldModel, world_step
+from genrl.vla.setup import side_by_side
 from genrl.vla.update import Figures
 
 if TYPE_CHECKING:
@@ -92,8 +93,7 @@ def train(session: Session, settings: DiWA) -> None:
     judge.requires_grad_(False)
     session.env.close()
     session.env = dream(config, world, judge, shown)
-    evaluation = config.evaluation
-    count = min(evaluation.episodes, evaluation.num_envs or config.environment.num_envs)
+    count = side_by_side(config, config.evaluation.episodes)
     limit = config.environment.max_steps or task.MAX_STEPS
     # the judge of the run, with the real table as the policy's world model sees it
     real: Any = loop.evaluate

@@ -46,7 +46,7 @@ from genrl.vla.offline import (
 from genrl.vla.policy import STATE, Batch, Policy, rows
 from genrl.vla.rollout import ChunkRollout, collect, training_rows
 from genrl.vla.sampling import LearnedNoise, Sampler, act, draw, replay, sample
-from genrl.vla.setup import longest_episode, open_tables, sampler_of
+from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.tiny_flow import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.update import Figures
 
@@ -369,7 +369,7 @@ def distilled(session: Session, settings: RL100, store: Store) -> dict[str, floa
     )
     save_policy(student, loop.run.folder / "one_step")
     judge = config.evaluation
-    env = open_tables(config, policy, num_envs=min(judge.episodes, judge.num_envs or config.environment.num_envs))
+    env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
     # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
     found = evaluate(student, LearnedNoise(steps=1), env, episodes=judge.episodes, seed=judge.seed)
     env.close()

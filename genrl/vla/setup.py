@@ -266,6 +266,11 @@ def untrained(policy: nn.Module, frozen: nn.Module | None) -> str:
     return digest.hexdigest()
 
 
+def side_by_side(config: VLAConfig, episodes: int) -> int:
+    """Environments that play so many episodes of an evaluation."""
+    return max(1, min(episodes, config.evaluation.num_envs or config.environment.num_envs))
+
+
 def longest_episode(env: Environment) -> int | None:
     """Decisions of the longest episode; None where the simulator does not say."""
     limit: int | None = getattr(env, "max_steps", None)

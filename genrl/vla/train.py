@@ -14,18 +14,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
-from genrl.config import dump
 from genrl.config.vla import GRPO, PPO, SFT, Diffusion, DiWA, VLAConfig
 from genrl.config.vla_offline import FISOR, RL100, RLVLMF
-from genrl.runtime import checkpoint
-from genrl.runtime import run as run_folder
-from genrl.runtime.loop import Abandoned, Loop, make_accelerator
-from genrl.runtime.metrics import MetricLogger, check_trackers
+from genrl.runtime.loop import Abandoned, Loop, adamw, begin, claim, logger_of, make_accelerator, say_end
+from genrl.runtime.metrics import check_trackers
 from genrl.runtime.pictures import save_png
 from genrl.runtime.progress import Progress
-from genrl.runtime.report import write_report
 from genrl.runtime.run import Run
-from genrl.runtime.signals import Stop, Watchdog, catch_stop
+from genrl.runtime.signals import Stop, Watchdog
 from genrl.vla import diwa, fisor, grpo, ppo, rl100, rl_vlm_f, sft
 from genrl.vla.environments import Environment
 from genrl.vla.evaluate import Judged, evaluate, success_rates
@@ -40,6 +36,7 @@ from genrl.vla.setup import (
     open_tables,
     parameter_groups,
     sampler_of,
+    side_by_side,
     untrained,
     with_heads,
 )
@@ -67,27 +64,11 @@ def train(config: VLAConfig, resume: Path | None = None) -> Path:
     accelerator = make_accelerator(config.distributed.timeout_s)
     check_processes(config, accelerator.num_processes)
     set_seed(config.seed)
-    run = Run(resume or Path(config.output))
     with ExitStack() as stack:
-        if accelerator.is_main_process:
-            stack.enter_context(run_folder.lock(run.folder))
-        found = checkpoint.latest(run.checkpoints) if resume else None
-        start = int(found.name.removeprefix("step-")) if found else 0
+        claimed = claim(stack, config.output, resume, accelerator)
+        run, found = claimed.run, claimed.found
         policy, frames = open_policy(config)  # raises, before anything is written
-        if accelerator.is_main_process:
-            run_folder.prepare(
-                run.folder,
-                dump(config),
-                seed=config.seed,
-                processes=accelerator.num_processes,
-                resumed_from=start if resume else None,
-            )
-        accelerator.wait_for_everyone()
-        stop = stack.enter_context(catch_stop())
-        watchdog = Watchdog(run, config.distributed.timeout_s, rank=accelerator.process_index)
-        progress = stack.enter_context(
-            Progress(config.iterations, start=start, enabled=accelerator.is_main_process, unit="decisions")
-        )
+        stop, watchdog, progress = begin(stack, claimed, config, accelerator, unit="decisions")
         session = open_session(config, accelerator, run, progress, watchdog, stop, policy.to(accelerator.device), stack)
         begun = untrained(session.policy, session.frozen) if config.policy.path else None
         if found:
@@ -188,27 +169,14 @@ def open_session(
     settings, rates = config.optimizer, {"policy": config.optimizer.lr}
     if isinstance(config.trainer, PPO):
         rates["critic"] = settings.critic_lr
-    optimizer = torch.optim.AdamW(
-        parameter_groups(policy, rates),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
     loop = Loop(
         settings=config,
         accelerator=accelerator,
         model=policy,
-        optimizer=optimizer,
+        optimizer=adamw(parameter_groups(policy, rates), settings),
         rates=rates,
         run=run,
-        log=MetricLogger(
-            run,
-            config.trackers,
-            config=config.model_dump(mode="json"),
-            resumed_from=progress.start,
-            enabled=accelerator.is_main_process,
-        ),
+        log=logger_of(run, config, accelerator, progress.start),
         progress=progress,
         watchdog=watchdog,
         stop=stop,
@@ -232,9 +200,7 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
         )
     policy, settings = _on_device(config, model), config.evaluation
     with ExitStack() as stack:
-        env = open_tables(
-            config, policy, num_envs=min(settings.episodes, settings.num_envs or config.environment.num_envs)
-        )
+        env = open_tables(config, policy, num_envs=side_by_side(config, settings.episodes))
         stack.callback(env.close)
         progress.phase("evaluating", settings.episodes)
         before = config.policy.path  # of DPPO: who does the first denoising steps
@@ -305,8 +271,7 @@ class Judge:
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         shares = [len(part) for part in np.array_split(np.arange(settings.episodes), processes)]
         if self.env is None:  # made when it is first needed, and kept
-            side_by_side = min(shares[rank], settings.num_envs or config.environment.num_envs)
-            self.env = open_tables(config, self.policy, num_envs=max(1, side_by_side))
+            self.env = open_tables(config, self.policy, num_envs=side_by_side(config, shares[rank]))
             self.stack.callback(self.env.close)
         self.progress.phase("evaluating", settings.episodes)
         self.watchdog.beat("evaluating", iteration)
@@ -339,19 +304,6 @@ def finish(session: Session) -> None:
     loop.save()
     if not loop.is_main:
         return
-    run, say = loop.run, loop.progress.say
-    save_policy(session.policy, run.folder / "policy")
-    rows = [row for row in run_folder.read_metrics(run.metrics) if row.get("eval/success_mean") is not None]
-    if len(rows) > 1:
-        first, last = rows[0], rows[-1]
-        interval = f"{last['eval/success_low']:.3f} to {last['eval/success_high']:.3f}"
-        before, after = first["eval/success_mean"], last["eval/success_mean"]
-        say(f"success: {before:.3f} before, {after:.3f} ({interval}) after {last['step']} iterations")
-    say(f"curves and films: {write_report(run.folder)}")
-    if loop.is_complete:
-        say(f"the policy, in LeRobot's layout: {run.folder / 'policy'}")
-    else:
-        say(
-            f"stopped after {loop.iteration} of {session.config.iterations} iterations; "
-            f"go on: genrl resume {run.folder}"
-        )
+    folder = loop.run.folder / "policy"
+    save_policy(session.policy, folder)
+    say_end(loop, "success", pictures="curves and films", result=f"the policy, in LeRobot's layout: {folder}")

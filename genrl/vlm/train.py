@@ -8,20 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
-from genrl.config import dump
 from genrl.config.vlm import VLMConfig
-from genrl.runtime import checkpoint
-from genrl.runtime import run as run_folder
-from genrl.runtime.loop import Abandoned, Loop, make_accelerator
-from genrl.runtime.metrics import MetricLogger, check_trackers
+from genrl.runtime.loop import Abandoned, Loop, adamw, begin, claim, logger_of, make_accelerator, say_end
+from genrl.runtime.metrics import check_trackers
 from genrl.runtime.progress import Progress
-from genrl.runtime.report import write_report
 from genrl.runtime.run import Run, write_atomic
-from genrl.runtime.signals import Stop, Watchdog, catch_stop
+from genrl.runtime.signals import Stop, Watchdog
 from genrl.vlm import trainer
 from genrl.vlm.compose import preset_of
 from genrl.vlm.data import Questions
@@ -52,31 +47,14 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
     accelerator = make_accelerator(config.distributed.timeout_s)
     check_processes(config, accelerator.num_processes)
     set_seed(config.seed)
-    run = Run(resume or Path(config.output))
     with ExitStack() as stack:
-        if accelerator.is_main_process:
-            stack.enter_context(run_folder.lock(run.folder))
-        found = checkpoint.latest(run.checkpoints) if resume else None
-        start = int(found.name.removeprefix("step-")) if found else 0
+        claimed = claim(stack, config.output, resume, accelerator)
         policy = open_policy(config, accelerator.device)  # raises, as do these, before anything is written
         check_questions(config, policy)
-        if accelerator.is_main_process:
-            run_folder.prepare(
-                run.folder,
-                dump(config),
-                seed=config.seed,
-                processes=accelerator.num_processes,
-                resumed_from=start if resume else None,
-            )
-        accelerator.wait_for_everyone()
-        stop = stack.enter_context(catch_stop())
-        watchdog = Watchdog(run, config.distributed.timeout_s, rank=accelerator.process_index)
-        progress = stack.enter_context(
-            Progress(config.iterations, start=start, enabled=accelerator.is_main_process, unit="answers")
-        )
-        session = open_session(config, accelerator, run, progress, watchdog, stop, policy, stack)
-        if found:
-            session.loop.restore(found)
+        stop, watchdog, progress = begin(stack, claimed, config, accelerator, unit="answers")
+        session = open_session(config, accelerator, claimed.run, progress, watchdog, stop, policy, stack)
+        if claimed.found:
+            session.loop.restore(claimed.found)
         if session.average is not None:
             session.loop.keep("average", session.average)
         stack.enter_context(watchdog)
@@ -87,7 +65,7 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
         finish(session)
     if stop.requested:
         raise SystemExit(stop.exit_code)
-    return run.folder
+    return claimed.run.folder
 
 
 def check_processes(config: VLMConfig, num_processes: int) -> None:
@@ -130,28 +108,14 @@ def open_session(
         reference = open_policy(config, accelerator.device)
         reference.model.requires_grad_(False)
     average = Average(policy.model, config.trainer.ema_decay, config.trainer.ema_every) if need.ema else None
-    settings = config.optimizer
-    optimizer = torch.optim.AdamW(
-        [{"params": policy.parameters, "name": "policy"}],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
     loop = Loop(
         settings=config,
         accelerator=accelerator,
         model=policy.model,
-        optimizer=optimizer,
-        rates={"policy": settings.lr},
+        optimizer=adamw([{"params": policy.parameters, "name": "policy"}], config.optimizer),
+        rates={"policy": config.optimizer.lr},
         run=run,
-        log=MetricLogger(
-            run,
-            config.trackers,
-            config=config.model_dump(mode="json"),
-            resumed_from=progress.start,
-            enabled=accelerator.is_main_process,
-        ),
+        log=logger_of(run, config, accelerator, progress.start),
         progress=progress,
         watchdog=watchdog,
         stop=stop,
@@ -226,19 +190,6 @@ def finish(session: Session) -> None:
     loop.save()
     if not loop.is_main:
         return
-    run, say = loop.run, loop.progress.say
-    save_model(session.policy, session.config.vlm.path, run.folder / "model")
-    rows = [row for row in run_folder.read_metrics(run.metrics) if row.get("eval/accuracy_mean") is not None]
-    if len(rows) > 1:
-        first, last = rows[0], rows[-1]
-        interval = f"{last['eval/accuracy_low']:.3f} to {last['eval/accuracy_high']:.3f}"
-        before, after = first["eval/accuracy_mean"], last["eval/accuracy_mean"]
-        say(f"accuracy: {before:.3f} before, {after:.3f} ({interval}) after {last['step']} iterations")
-    say(f"curves: {write_report(run.folder)}")
-    if loop.is_complete:
-        say(f"the model, as transformers saves it: {run.folder / 'model'}")
-    else:
-        say(
-            f"stopped after {loop.iteration} of {session.config.iterations} iterations; "
-            f"go on: genrl resume {run.folder}"
-        )
+    folder = loop.run.folder / "model"
+    save_model(session.policy, session.config.vlm.path, folder)
+    say_end(loop, "accuracy", pictures="curves", result=f"the model, as transformers saves it: {folder}")
