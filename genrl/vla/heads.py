@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,22 @@ def critic(width: int, hidden: Sequence[int]) -> nn.Sequential:
 def noise(width: int, action_dim: int) -> nn.Sequential:
     """The expert's state of an action [..., width] -> [..., action_dim], which `chains.bounded_std` makes a std of."""
     return nn.Sequential(nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, action_dim))
+
+
+def on_expert(
+    policy: Any, reads: int, hidden: Sequence[int], width: int, *, critic_too: bool, noise_head: str, seed: int
+) -> None:
+    """Give a flow policy exactly these heads: a critic on `reads` numbers, a noise head on the expert's `width`.
+
+    Raises ValueError for ReinFlow's noise head, beside the expert.
+    """
+    if noise_head == "context":
+        raise ValueError("the published policies have no noise head beside the expert: use flow_noise, on it")
+    wanted: dict[str, Callable[[], nn.Module] | None] = {
+        "value_head": partial(critic, reads, hidden) if critic_too else None,
+        "noise_head": partial(noise, width, policy.action_dim) if noise_head == "expert" else None,
+    }
+    attach(policy, wanted, seed)
 
 
 def attach(policy: Any, wanted: Mapping[str, Callable[[], nn.Module] | None], seed: int) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.vla.normalise import Mode, normalise, unnormalise
-from genrl.vla.policy import ACTION, TOKENS, Batch, Statistics
+from genrl.vla.policy import ACTION, STATE, TOKENS, Batch, Statistics
 
 HEADS = ("value_head.", "noise_head.")
 _PROCESSORS = ("policy_preprocessor", "policy_postprocessor")
@@ -241,6 +241,16 @@ class Robot:
     def inputs(self) -> tuple[str, ...]:
         """Names of the entries of an observation, without `TOKENS`."""
         return (*self.vectors, *self.pictures)
+
+    def require_sight_and_state(self) -> None:
+        """Raises ValueError where the policy has no picture or no `STATE` among its inputs."""
+        if not self.pictures or STATE not in self.widths:
+            raise ValueError(f"{self.path} needs a picture and {STATE!r} among its inputs, has {list(self.inputs)}")
+
+    def state(self, observation: Batch, device: torch.device, width: int) -> Tensor:
+        """The robot's own state, normalised and padded to `width` numbers, float32 [B, width]."""
+        name = next(name for name, own in self.vectors.items() if own == STATE)
+        return padded(self.vector(observation, name, device), width, name)
 
     def vector(self, observation: Batch, name: str, device: torch.device) -> Tensor:
         """The normalised numbers of a feature, by the environment's name, float32 [B, D] or [B, n, D]."""

@@ -11,7 +11,7 @@ robot's part is `chunk[..., :robot_action_dim]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,14 @@ from torch.nn import functional
 from genrl.vla import heads, lerobot
 from genrl.vla.lerobot import Adapt, Folder, Layout, Prompts, Robot
 from genrl.vla.pictures import letterbox
-from genrl.vla.policy import STATE, TOKENS, Batch
+from genrl.vla.policy import TOKENS, Batch
 from genrl.vla.tiny_flow import NoiseHead
 from genrl.vla.transformer import (
     AdaptiveNorm,
     decoder_layer,
     final_norm,
     masked_mean,
-    positions_of,
+    prefix,
     self_attention,
     time_embedding,
 )
@@ -109,8 +109,7 @@ class PI0(nn.Module):
 
     def __init__(self, config: PI0Config, robot: Robot, prompts: Prompts, vocabulary: int) -> None:
         super().__init__()
-        if not robot.pictures or STATE not in robot.widths:
-            raise ValueError(f"{robot.path} needs a picture and {STATE!r} among its inputs, has {list(robot.inputs)}")
+        robot.require_sight_and_state()
         self.config, self.robot, self.prompts = config, robot, prompts
         self.horizon, self.action_dim = config.chunk_size, config.max_action_dim
         self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
@@ -150,16 +149,9 @@ class PI0(nn.Module):
 
     def with_heads(self, *, critic: bool, noise_head: NoiseHead, seed: int) -> PI0:
         """This policy with exactly these heads; those it lacked are new. Raises ValueError for ReinFlow's."""
-        if noise_head == "context":
-            raise ValueError("the published policies have no noise head beside the expert: use flow_noise, on it")
         own, language = GEMMA[self.config.action_expert_variant], GEMMA[self.config.paligemma_variant]
         reads, hidden = (language.width, (1024, 512, 256)) if self.config.adaptive else (own.width, (512, 256, 128))
-        width = own.width
-        wanted: dict[str, Callable[[], nn.Module] | None] = {
-            "value_head": partial(heads.critic, reads, hidden) if critic else None,
-            "noise_head": partial(heads.noise, width, self.action_dim) if noise_head == "expert" else None,
-        }
-        heads.attach(self, wanted, seed)
+        heads.on_expert(self, reads, hidden, own.width, critic_too=critic, noise_head=noise_head, seed=seed)
         return self
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
@@ -178,8 +170,7 @@ class PI0(nn.Module):
     def encode(self, observation: Batch) -> Batch:
         """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
         device = self.action_in_proj.weight.device
-        state = next(name for name, own in self.robot.vectors.items() if own == STATE)
-        numbers = lerobot.padded(self.robot.vector(observation, state, device), self.config.max_state_dim, state)
+        numbers = self.robot.state(observation, device, self.config.max_state_dim)
         if self.config.adaptive:
             tokens = self.prompts(_prompts(observation[TOKENS], numbers)).to(device)
             there = tokens > 0
@@ -187,11 +178,7 @@ class PI0(nn.Module):
             tokens, there = lerobot.tokens_of(observation, device)
         x, valid = self._embed(observation, tokens, there)
         language = self._paligemma["language_model"]
-        positions, mask = positions_of(valid), valid[:, None, None]
-        kept: list[tuple[Tensor, Tensor]] = []
-        for layer in language["layers"]:
-            attention = partial(self_attention, layer=layer, positions=positions, mask=mask, kept=kept)
-            x = decoder_layer(layer, x, attention)
+        x, kept = prefix(language["layers"], x, valid)
         context = {
             "keys": torch.stack([keys for keys, _ in kept], 1),
             "values": torch.stack([values for _, values in kept], 1),

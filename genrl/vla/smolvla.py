@@ -23,14 +23,14 @@ from torch.nn import functional
 from genrl.vla import heads, lerobot
 from genrl.vla.lerobot import Adapt, Folder, Layout, Prompts, Robot
 from genrl.vla.pictures import letterbox
-from genrl.vla.policy import STATE, TOKENS, Batch
+from genrl.vla.policy import TOKENS, Batch
 from genrl.vla.tiny_flow import NoiseHead
 from genrl.vla.transformer import (
     cross_attention,
     decoder_layer,
     final_norm,
     masked_mean,
-    positions_of,
+    prefix,
     self_attention,
     time_embedding,
 )
@@ -94,8 +94,7 @@ class SmolVLA(nn.Module):
     def __init__(self, config: SmolVLAConfig, robot: Robot, prompts: Prompts, vlm: Any) -> None:
         """vlm: transformers' SmolVLMConfig, its vocabulary that of the weights."""
         super().__init__()
-        if not robot.pictures or STATE not in robot.widths:
-            raise ValueError(f"{robot.path} needs a picture and {STATE!r} among its inputs, has {list(robot.inputs)}")
+        robot.require_sight_and_state()
         self.config, self.robot, self.prompts = config, robot, prompts
         self.horizon, self.action_dim = config.chunk_size, config.max_action_dim
         self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
@@ -129,15 +128,8 @@ class SmolVLA(nn.Module):
 
     def with_heads(self, *, critic: bool, noise_head: NoiseHead, seed: int) -> SmolVLA:
         """This policy with exactly these heads; those it lacked are new. Raises ValueError for ReinFlow's."""
-        if noise_head == "context":
-            raise ValueError("the published policies have no noise head beside the expert: use flow_noise, on it")
-        reads, hidden = self.state_proj.out_features, (1024, 512, 256)
-        width = self.action_in_proj.out_features
-        wanted: dict[str, Callable[[], nn.Module] | None] = {
-            "value_head": partial(heads.critic, reads, hidden) if critic else None,
-            "noise_head": partial(heads.noise, width, self.action_dim) if noise_head == "expert" else None,
-        }
-        heads.attach(self, wanted, seed)
+        reads, width = self.state_proj.out_features, self.action_in_proj.out_features
+        heads.on_expert(self, reads, (1024, 512, 256), width, critic_too=critic, noise_head=noise_head, seed=seed)
         return self
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
@@ -147,11 +139,7 @@ class SmolVLA(nn.Module):
         """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
         device, text = self.state_proj.weight.device, self._vlm["text_model"]
         x, valid = self._embed(observation, device)
-        kept: list[tuple[Tensor, Tensor]] = []
-        positions, mask = positions_of(valid), valid[:, None, None]
-        for layer in text["layers"]:
-            attention = partial(self_attention, layer=layer, positions=positions, mask=mask, kept=kept)
-            x = decoder_layer(layer, x, attention)
+        x, kept = prefix(text["layers"], x, valid)
         # Nothing else sees the state, so it goes last and alone: what it is projected by can be trained, and no
         # gradient passes through the rest.
         state = self._state(observation, device)[:, None].to(x.dtype)
@@ -204,8 +192,7 @@ class SmolVLA(nn.Module):
         return encoder["model"]
 
     def _state(self, observation: Batch, device: torch.device) -> Tensor:
-        name = next(name for name, own in self.robot.vectors.items() if own == STATE)
-        numbers = lerobot.padded(self.robot.vector(observation, name, device), self.config.max_state_dim, name)
+        numbers = self.robot.state(observation, device, self.config.max_state_dim)
         state: Tensor = self.state_proj(numbers.to(self.state_proj.weight.dtype))
         return state
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,16 @@ def decoder_layer(
     normed, gate = _norm(layer.post_attention_layernorm, x, condition)
     passed: Tensor = layer.mlp(normed.to(layer.mlp.up_proj.weight.dtype))
     return x + gate * passed.to(x.dtype)
+
+
+def prefix(layers: Any, x: Tensor, valid: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """x [B, T, W] through the layers, every token attending to those that are there (bool [B, T]); and each layer's
+    rotated keys and values, for others to attend to."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    positions, mask = positions_of(valid), valid[:, None, None]
+    for layer in layers:
+        x = decoder_layer(layer, x, partial(self_attention, layer=layer, positions=positions, mask=mask, kept=kept))
+    return x, kept
 
 
 class AdaptiveNorm(nn.Module):
