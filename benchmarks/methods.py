@@ -201,20 +201,21 @@ def train(folder: Path, methods: dict[str, Method], seeds: list[int]) -> None:
     for seed in seeds:
         for name, method in methods.items():
             run = Run(folder / f"{name}-{seed}")
-            if finished(run):
-                store(name, seed, run, method)
-                continue
-            resume = checkpoint.latest(run.checkpoints) is not None
-            if resume:
-                command = ["resume", str(run.folder)]
-            else:
-                shutil.rmtree(run.folder, ignore_errors=True)
-                changes = [*method.changes, *second_scorer(method), f"seed={seed}", f"output={run.folder}"]
-                command = ["train", method.config, *changes, "checkpoint.keep=1", "trackers=[]"]
-            cpu_s = run_genrl(command)
-            if not resume:  # else what it had cost before is not known
-                write_atomic(cost_of(run), json.dumps({"cpu_s": cpu_s}) + "\n")
+            changes = [*method.changes, *second_scorer(method), f"seed={seed}", f"output={run.folder}"]
+            complete(run, ["train", method.config, *changes, "checkpoint.keep=1", "trackers=[]"])
             store(name, seed, run, method)
+
+
+def complete(run: Run, command: list[str]) -> None:
+    """Make the run that `genrl ...` begins, or go on with what was left of it; a finished one stays as it is."""
+    if finished(run):
+        return
+    resume = checkpoint.latest(run.checkpoints) is not None
+    if not resume:
+        shutil.rmtree(run.folder, ignore_errors=True)
+    cpu_s = run_genrl(["resume", str(run.folder)] if resume else command)
+    if not resume:  # else what it had cost before is not known
+        write_atomic(cost_of(run), json.dumps({"cpu_s": cpu_s}) + "\n")
 
 
 def run_genrl(arguments: list[str]) -> float:

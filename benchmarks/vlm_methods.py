@@ -1,0 +1,145 @@
+"""The presets of `configs/vlm` on the embedded vision-language model, several seeds each, in one table.
+
+    python -m benchmarks.vlm_methods train runs/vlm                        # every method and seed that is not done yet
+    python -m benchmarks.vlm_methods train runs/vlm --methods quickstart --seeds 0 1 2
+    python -m benchmarks.vlm_methods report > docs/vlm_results.md          # and docs/img/vlm_methods.svg
+
+A run is `genrl train configs/vlm/NAME.yaml` as it stands, in a process of its own with one thread; `train` can be
+stopped and started again. What the page needs of a finished run goes to benchmarks/vlm_methods.json, and `report` reads
+that alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.methods import change, complete, cost_of, panels
+from genrl.config import VLMConfig, load
+from genrl.runtime.run import Run, read_metrics, write_atomic
+
+METHODS = {
+    "quickstart": "DAPO's loss",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "DAPO, with resampling",
+    "gspo": "GSPO",
+    "cispo": "CISPO",
+    "sapo": "SAPO",
+    "rloo": "RLOO",
+    "dcpo": "DCPO",
+    "ngrpo": "NGRPO",
+    "vppo": "VPPO",
+    "tw_grpo": "TW-GRPO",
+    "g2rpo": "G2RPO",
+    "grpo_care": "GRPO-CARE",
+    "reg_grpo": "Reg-GRPO",
+    "q_hawkeye": "Q-Hawkeye",
+}
+FIGURE = Path("docs/img/vlm_methods.svg")
+RESULTS = Path(__file__).with_suffix(".json")
+HEAD = """
+# Presets for vision-language models: what was measured
+
+Every row is a configuration of `configs/vlm/` as it stands, run to its end on one thread of a shared CPU; a mean ±
+sample standard deviation stands where there are several seeds, and then each of them. All start from the same embedded
+model, so seeds differ in questions and drawn answers alone. **Right** is the share of 256 held-out questions that are
+answered rightly, most probable tokens, on pictures arranged as no training picture is: the standard error of one figure
+is at most 0.031. **Reward** is the weighted sum that is trained on, of the same answers. Tokens are those of all drawn
+answers, left-out groups included; CPU seconds are of the process, loading and evaluations included (a dash: the run was
+interrupted). Settings are the presets' own with one learning rate for all, not searched over.
+"""
+AFTER = """
+![share of right answers over thousands of drawn tokens](img/vlm_methods.svg)
+
+Share of right answers at each evaluation over thousands of drawn tokens, one line per seed.
+
+Made by `python -m benchmarks.vlm_methods` (`train`, then `report`) from `benchmarks/vlm_methods.json`.
+"""
+
+Summary = dict[str, Any]
+
+
+def train(folder: Path, methods: list[str], seeds: list[int]) -> None:
+    """Make every run that is not there, and go on with those that were left."""
+    for seed in seeds:
+        for name in methods:
+            run = Run(folder / f"{name}-{seed}")
+            changes = [f"seed={seed}", f"output={run.folder}", "checkpoint.keep=1", "trackers=[]"]
+            complete(run, ["train", f"configs/vlm/{name}.yaml", *changes])
+            kept = stored()
+            kept[f"{name}-{seed}"] = summary(run)
+            write_atomic(RESULTS, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def summary(run: Run) -> Summary:
+    """What the page says of one run; curves are over thousands of drawn tokens."""
+    config = load(run.config)
+    assert isinstance(config, VLMConfig)
+    answers = config.generation.prompts_per_iteration * config.generation.group_size
+    rows, tokens = read_metrics(run.metrics), 0.0
+    curves: dict[str, list[tuple[float, float]]] = {"accuracy": [], "total": []}
+    for row in rows:
+        tokens += answers * row.get("rollout/rounds", 0.0) * row.get("rollout/tokens_mean", 0.0) / 1000
+        for name, points in curves.items():
+            if (value := row.get(f"eval/{name}_mean")) is not None:
+                points.append((round(tokens, 2), round(value, 4)))
+    return {
+        "curves": curves,
+        "iterations": rows[-1]["step"],
+        "thousand_tokens": round(tokens, 1),
+        "cpu_s": round(json.loads(cost_of(run).read_text())["cpu_s"], 1) if cost_of(run).exists() else None,
+    }
+
+
+def stored() -> dict[str, Summary]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def page(results: dict[str, list[Summary]]) -> str:
+    lines = [
+        "| configuration | right, start → end ± sd (each seed) | reward, start → end ± sd | iterations "
+        "| thousand tokens | CPU seconds |",
+        "| --- " * 6 + "|",
+    ]
+    for name, title in METHODS.items():
+        runs = results[name]
+        if not runs:
+            continue
+        known = [run["cpu_s"] for run in runs if run["cpu_s"]]
+        cells = [
+            f"`{name}.yaml`: {title}",
+            change(runs, "accuracy"),
+            change(runs, "total").partition(" (")[0],
+            str(runs[0]["iterations"]),
+            f"{mean(run['thousand_tokens'] for run in runs):.0f}",
+            f"{mean(known):.0f}" if known else "–",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n\n".join([HEAD.strip(), "\n".join(lines), AFTER.strip()]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("train", help="make the runs")
+    runs.add_argument("folder", type=Path)
+    runs.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    runs.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    commands.add_parser("report", help="print the page, write the figure")
+    given = parser.parse_args()
+    if given.command == "train":
+        train(given.folder, given.methods, given.seeds)
+        return
+    kept = stored()
+    results = {name: [kept[key] for key in sorted(kept) if key.rpartition("-")[0] == name] for name in METHODS}
+    print(page(results), end="")
+    shown = [(title, [run["curves"]["accuracy"] for run in results[n]]) for n, title in METHODS.items() if results[n]]
+    write_atomic(FIGURE, panels(shown, 230, 150, 4, "share of right answers over thousands of drawn tokens"))
+
+
+if __name__ == "__main__":
+    main()
