@@ -9,17 +9,19 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image, ImageFilter
 
-from genrl.vlm.processor import Prompt, open_image
+from genrl.vlm.processor import Parts, Prompt, open_image
 
 Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 
 def with_pictures(prompt: Prompt, change: Change, rng: np.random.Generator) -> Prompt:
     """The same question about changed pictures of the same size."""
-    parts = tuple(
-        part if isinstance(part, str) else change(open_image(part, prompt.where), rng) for part in prompt.parts
-    )
-    return replace(prompt, parts=parts)
+
+    def spoilt(parts: Parts) -> Parts:
+        return tuple(part if isinstance(part, str) else change(open_image(part, prompt.where), rng) for part in parts)
+
+    before = tuple(turn._replace(parts=spoilt(turn.parts)) for turn in prompt.before)
+    return replace(prompt, before=before, parts=spoilt(prompt.parts))
 
 
 def masked(share: float, patch: int) -> Change:

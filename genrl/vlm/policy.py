@@ -61,12 +61,13 @@ class Encoded:
 class Replay:
     """log_prob [B, T] float32 (float64 for a float64 model), 0 where masked; entropy [B, T] without gradient, or None.
 
-    positions: how many token positions the language model computed for it, padding included; images: how many prompts
-    went through the vision tower.
+    states: [B, T, H] that predict each token, which a critic reads. positions: how many token positions the language
+    model computed for it, padding included; images: how many prompts went through the vision tower.
     """
 
     log_prob: Tensor
     entropy: Tensor | None
+    states: Tensor
     positions: int
     images: int
 
@@ -252,7 +253,7 @@ class Policy:
             entropy=entropy,
             chunk=chunk,
         )
-        return Replay(scores.log_prob, scores.entropy, positions, images)
+        return Replay(scores.log_prob, scores.entropy, hidden, positions, images)
 
     @torch.no_grad()
     def divergence(

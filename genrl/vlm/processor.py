@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from PIL import Image
@@ -32,17 +32,30 @@ PLACEHOLDERS = tuple(
 _Mixin: Any = ProcessorMixin  # its signatures are typed in part only
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
 
+Parts = tuple[str | Image.Image | Path, ...]
+
+
+class Turn(NamedTuple):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant"]
+    parts: Parts
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """One user turn. `parts`: texts and images (PIL, or a file's path) in the order in which the model gets them.
+    """What is to be answered. `parts`: texts and images (PIL, or a file's path) in the order in which the model gets
+    them.
 
-    where: file and row that the prompt comes from; errors name it.
+    where: file and row that the prompt comes from; errors name it. before: the turns of the conversation that it ends,
+    the user's and the model's. begun: how the answer begins; it is not the model's choice.
     """
 
-    parts: tuple[str | Image.Image | Path, ...]
+    parts: Parts
     system: str | None = None
     where: str = "prompt"
+    before: tuple[Turn, ...] = ()
+    begun: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,19 +169,21 @@ def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str]) -> Tokens
     per_token: names of the [P] tensors beside the ids that the model reads.
     Raises ValueError for unreadable images, and for a text that holds the token of a place for an image.
     """
-    for text in [prompt.system or "", *(part for part in prompt.parts if isinstance(part, str))]:
+    turns = [*prompt.before, Turn("user", prompt.parts)]
+    parts = [part for turn in turns for part in turn.parts]
+    for text in [prompt.system or "", *(part for part in parts if isinstance(part, str))]:
         held = [token for token in placeholder_tokens(processor) if token in text]
         if held:
             raise ValueError(
                 f"{prompt.where}: the text holds {held[0]!r}, which stands for an image: put images in parts"
             )
-    pictures = [open_image(part, prompt.where) for part in prompt.parts if not isinstance(part, str)]
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in prompt.parts]
-    chat: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    pictures = [open_image(part, prompt.where) for part in parts if not isinstance(part, str)]
+    chat: list[dict[str, Any]] = [{"role": turn.role, "content": _content(turn.parts)} for turn in turns]
     if prompt.system is not None:
         chat.insert(0, {"role": "system", "content": [{"type": "text", "text": prompt.system}]})
     # not the class's own: SmolVLM's asks the video half for its defaults
     text = _Mixin.apply_chat_template(processor, chat, add_generation_prompt=True, tokenize=False)
+    text += prompt.begun
     begin = processor.tokenizer.bos_token  # many templates write it; those that do not leave it to the tokenizer
     made = processor(
         text=[text],
@@ -180,6 +195,10 @@ def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str]) -> Tokens
     ids = made.pop("input_ids")[0]
     kinds = {name: made.pop(name)[0] for name in PER_TOKEN if name in made}
     return Tokens(ids, {name: kind for name, kind in kinds.items() if name in per_token}, made)
+
+
+def _content(parts: Parts) -> list[dict[str, str]]:
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
 
 
 def join_pixels(prompts: Sequence[Tokens]) -> dict[str, Tensor]:
