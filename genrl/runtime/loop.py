@@ -146,6 +146,13 @@ class Loop:
         if not self.updates and any_rank(self.stop.requested, self.accelerator):
             raise Abandoned
 
+    def advance_or_leave(self, count: float) -> None:
+        """`advance`; a process that is alone then leaves if it is asked to. Several must leave together, which costs a
+        word to each other: they do so at the end of the phase."""
+        self.advance(count)
+        if self.accelerator.num_processes == 1:
+            self.leave_if_asked()
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()

@@ -87,7 +87,7 @@ class Session:
                     self.opened,
                     [self.questions[number] for number in numbers],
                     (config.seed, "answers", loop.iteration, first),
-                    advance=self._advance,
+                    advance=loop.advance_or_leave,
                 )
             loop.leave_if_asked()
             loop.memory["questions"] = first + wanted
@@ -101,11 +101,6 @@ class Session:
         own = joined(kept)
         answers = own.chosen(list(range(max(0, min(mine[rank], room - before)))))
         return answers, self._answered(joined(drawn), len(drawn), min(sum(mine), wanted) / (wanted * len(drawn)))
-
-    def _advance(self, answers: int) -> None:
-        self.loop.advance(answers)
-        if self.loop.accelerator.num_processes == 1:
-            self.loop.leave_if_asked()
 
     def _answered(self, drawn: Answers, rounds: int, share: float) -> dict[str, float]:
         config = self.config

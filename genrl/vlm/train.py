@@ -162,18 +162,13 @@ class Judge:
             self.questions,
             numbers[loop.accelerator.process_index].tolist(),
             blind=blind,
-            advance=self._advance,
+            advance=loop.advance_or_leave,
         )
         every = gather_object([mine])
         found: Judged = every[0]
         for part in every[1:]:
             found = found.joined(part)
         return found
-
-    def _advance(self, answers: int) -> None:
-        self.loop.advance(answers)
-        if self.loop.accelerator.num_processes == 1:
-            self.loop.leave_if_asked()
 
     def _write(self, found: Judged, iteration: int) -> None:
         lines = [
