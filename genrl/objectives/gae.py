@@ -18,7 +18,7 @@ ChunkMode = Literal["chunk", "smdp"]
 
 
 class Estimate(NamedTuple):
-    """advantages [T, B] and returns [T, B] = advantages + values, the critic's target; float64."""
+    """advantages and returns = advantages + values, the critic's target: [T, B], of actions [T, B, C]; float64."""
 
     advantages: Tensor
     returns: Tensor
@@ -86,15 +86,11 @@ def chunk_rewards(rewards: Tensor, n_executed: Tensor, *, gamma: float, mode: Ch
     for n executed actions, the exact discount of a semi-Markov process (RL-100). Rewards after n do not count.
     Raises ValueError where n_executed is not in 0 .. C.
     """
-    size = rewards.shape[-1]
-    if bool(((n_executed < 0) | (n_executed > size)).any()):
-        found = [int(n_executed.min()), int(n_executed.max())]
-        raise ValueError(f"of chunks of {size} actions between {found[0]} and {found[1]} cannot have been executed")
-    paid = torch.where(executed_mask(n_executed, size), rewards.double(), 0.0)
+    paid = torch.where(_executed(rewards, n_executed), rewards.double(), 0.0)
     if mode == "chunk":
         return ChunkReward(paid.sum(-1), torch.full(paid.shape[:-1], gamma, dtype=torch.float64, device=paid.device))
     if mode == "smdp":
-        place = torch.arange(size, dtype=torch.float64, device=rewards.device)
+        place = torch.arange(rewards.shape[-1], dtype=torch.float64, device=rewards.device)
         return ChunkReward((paid * gamma**place).sum(-1), gamma ** n_executed.double())
     raise ValueError(f"mode must be 'chunk' or 'smdp', got {mode!r}")
 
@@ -114,6 +110,45 @@ def chunk_gae(
     """`gae` over decisions: rewards [T, B, C], the rest [T, B]. With one action per decision it is plain GAE."""
     chunk = chunk_rewards(rewards, n_executed, gamma=gamma, mode=mode)
     return gae(chunk.reward, terminated, truncated, values, next_values, discount=chunk.discount, lam=lam)
+
+
+def action_gae(
+    rewards: Tensor,
+    n_executed: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> Estimate:
+    """GAE whose steps are the executed actions of chunks, gamma per action (pi_RL's action level): [T, B, C].
+
+    rewards and values [T, B, C], values[..., j] that of going on with action j of the chunk, having seen what came
+    before the chunk alone; the rest [T, B]: flags of the last executed action, next_values of the observation after it.
+    Actions that were not executed have advantage and return 0. With chunks of one action it is `gae`.
+    Raises ValueError for shapes that differ, and where n_executed is not in 0 .. C.
+    """
+    shapes = {tuple(t.shape) for t in (n_executed, terminated, truncated, next_values)}
+    if rewards.shape != values.shape or shapes != {tuple(rewards.shape[:-1])} or rewards.dim() != 3:
+        found = [list(rewards.shape), list(values.shape), sorted(shapes)]
+        raise ValueError(f"rewards and values must be [T, B, C], flags and next_values [T, B]; got {found}")
+    there = _executed(rewards, n_executed)
+    paid, now = rewards.double(), values.detach().double()
+    done = terminated.bool() | truncated.bool()
+    advantages = torch.zeros_like(paid)
+    ahead = torch.zeros_like(paid[0, :, 0])
+    for t in reversed(range(len(paid))):
+        ahead = torch.where(done[t], 0.0, ahead)
+        following = torch.where(terminated[t].bool(), 0.0, next_values[t].detach().double())
+        for j in reversed(range(paid.shape[-1])):
+            advantage = paid[t, :, j] + gamma * following - now[t, :, j] + gamma * lam * ahead
+            ahead = torch.where(there[t, :, j], advantage, ahead)
+            following = torch.where(there[t, :, j], now[t, :, j], following)
+            advantages[t, :, j] = advantage
+    advantages = torch.where(there, advantages, 0.0)
+    return Estimate(advantages, torch.where(there, advantages + now, 0.0))
 
 
 def fold_bootstrap(
@@ -171,3 +206,11 @@ def scale_rewards(
     squares = scale.variance * before + returns.var(correction=0) * new + shift**2 * before * new / total
     merged = ReturnScale(scale.mean + shift * new / total, squares / (total - 1.0), total, running)
     return (rewards.double() / (merged.variance + 1e-8).sqrt()).clamp(-clip, clip), merged
+
+
+def _executed(rewards: Tensor, n_executed: Tensor) -> Tensor:
+    size = rewards.shape[-1]
+    if bool(((n_executed < 0) | (n_executed > size)).any()):
+        found = [int(n_executed.min()), int(n_executed.max())]
+        raise ValueError(f"of chunks of {size} actions between {found[0]} and {found[1]} cannot have been executed")
+    return executed_mask(n_executed, size)

@@ -17,8 +17,10 @@ from genrl.mdp.noise import generator
 from genrl.objectives import episodes
 from genrl.objectives.gae import (
     Estimate,
+    action_gae,
     chunk_gae,
     chunk_rewards,
+    executed_mask,
     fold_bootstrap,
     gae,
     new_return_scale,
@@ -56,7 +58,24 @@ def pi_rl_gae(case: Case) -> Errors:
         "returns": (error(returns, case["returns"]), 2e-5),
         "advantages": (error(normalise_advantages(raw, valid, eps=1e-5), case["advantages"]), 2e-5),
     }
+    if by_action:
+        result |= executed_only(case, raw, returns)
     return result | (check_mask(case, done) if valid is not None else {})
+
+
+def executed_only(case: Case, raw: Tensor, returns: Tensor) -> Errors:
+    """The same by `action_gae`, as far as chunks were executed: to the first end in them."""
+    rewards, done, values = case["rewards"], case["dones"][1:], case["values"]
+    count = (done.long().cumsum(-1) == 0).sum(-1).add(1).clamp(max=rewards.shape[-1])
+    ended = done.any(-1)
+    flags = ended, torch.zeros_like(ended)
+    how = {"gamma": case.params["gamma"], "lam": case.params["lam"]}
+    ours = action_gae(rewards, count, *flags, values[:-1], values[1:, :, 0], **how)
+    there = executed_mask(count, rewards.shape[-1])
+    return {
+        "executed": (error(ours.advantages[there], raw[there]), 2e-5),
+        "executed returns": (error(ours.returns[there], returns[there]), 2e-5),
+    }
 
 
 def check_mask(case: Case, done: Tensor, name: str = "loss_mask") -> Errors:
@@ -256,6 +275,87 @@ def test_with_one_action_per_decision_chunks_are_steps(r, gamma: float, lam: flo
     step = gae(r["rewards"][..., 0], *flags, *values, discount=gamma, lam=lam)
     for mode in ("chunk", "smdp"):
         torch.testing.assert_close(estimate(r, gamma, lam, mode).advantages, step.advantages)
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+def test_with_one_action_per_decision_both_levels_are_equal(r, gamma: float, lam: float) -> None:
+    r = r | {"rewards": r["rewards"][..., :1], "n_executed": torch.ones_like(r["n_executed"])}
+    expected = estimate(r, gamma, lam, "chunk")
+    for ours, theirs in zip(by_action(r, r["values"][..., None], gamma, lam), expected, strict=True):
+        torch.testing.assert_close(ours[..., 0], theirs, rtol=1e-12, atol=1e-12)
+
+
+def by_action(r: dict[str, Tensor], values: Tensor, gamma: float, lam: float) -> Estimate:
+    rest = (r[name] for name in ("n_executed", "terminated", "truncated"))
+    return action_gae(r["rewards"], *rest, values, r["next_values"], gamma=gamma, lam=lam)
+
+
+def values_of_actions(r: dict[str, Tensor]) -> Tensor:
+    """That of the observation, and others for the later actions."""
+    later = torch.randn(r["rewards"].shape, generator=generator(len(r["values"])), dtype=torch.float64)
+    return torch.cat([r["values"][..., None], later[..., 1:]], -1)
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0))
+def test_at_lambda_one_the_first_actions_return_is_the_chunks(r, gamma: float) -> None:
+    """Exactly discounted: the values of later actions cancel."""
+    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
+    ours, theirs = by_action(r, values_of_actions(r), gamma, 1.0), estimate(r, gamma, 1.0, "smdp")
+    torch.testing.assert_close(ours.returns[..., 0][valid], theirs.returns[valid])
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+def test_executed_actions_one_by_one_are_plain_gae(r, gamma: float, lam: float) -> None:
+    """Each environment's executed actions as rows of their own, without the others, column by column."""
+    values, found = values_of_actions(r), by_action(r, values_of_actions(r), gamma, lam)
+    for b in range(r["values"].shape[1]):
+        rows: list[list[float]] = []
+        places = []
+        for t in range(len(r["values"])):
+            count = int(r["n_executed"][t, b])
+            for j in range(count):
+                last = j == count - 1
+                after = r["next_values"][t, b] if last else values[t, b, j + 1]
+                flags = [float(last and r[name][t, b]) for name in ("terminated", "truncated")]
+                rows.append([float(r["rewards"][t, b, j]), *flags, float(values[t, b, j]), float(after)])
+                places.append((t, j))
+        reward, terminated, truncated, value, after = torch.tensor(rows, dtype=torch.float64).T[..., None]
+        plain = gae(reward, terminated > 0, truncated > 0, value, after, discount=gamma, lam=lam)
+        for k, (t, j) in enumerate(places):
+            assert found.advantages[t, b, j].item() == pytest.approx(plain.advantages[k, 0].item(), rel=1e-9, abs=1e-9)
+            assert found.returns[t, b, j].item() == pytest.approx(plain.returns[k, 0].item(), rel=1e-9, abs=1e-9)
+    there = executed_mask(r["n_executed"], r["rewards"].shape[-1])
+    assert not found.advantages[~there].any() and not found.returns[~there].any()
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+def test_actions_of_rows_that_only_reset_change_nothing(r, gamma: float, lam: float) -> None:
+    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
+    values = values_of_actions(r)
+    before = by_action(r, values, gamma, lam).advantages
+    spoilt = r | {name: torch.where(valid, r[name], 1e6) for name in ("next_values",)}
+    spoilt |= {"rewards": torch.where(valid[..., None], r["rewards"], 1e6)}
+    spoilt |= {"n_executed": torch.where(valid, r["n_executed"], 0)}
+    after = by_action(spoilt, torch.where(valid[..., None], values, 1e6), gamma, lam).advantages
+    assert torch.equal(before[valid], after[valid])
+
+
+def test_a_chunk_that_is_cut_short_is_bootstrapped_from_its_final_observation() -> None:
+    """By hand: three actions, the second is the last; gamma .5, lambda .5."""
+    rewards, values = torch.tensor([[[1.0, 2.0, 50.0]]]), torch.tensor([[[3.0, 4.0, 60.0]]])
+    n, yes, no, after = torch.tensor([[2]]), torch.tensor([[True]]), torch.tensor([[False]]), torch.tensor([[8.0]])
+    cut = action_gae(rewards, n, no, yes, values, after, gamma=0.5, lam=0.5)
+    assert cut.advantages.flatten().tolist() == pytest.approx([1 + 0.5 * 4 - 3 + 0.25 * 2, 2 + 0.5 * 8 - 4, 0])
+    over = action_gae(rewards, n, yes, no, values, after, gamma=0.5, lam=0.5)
+    assert over.advantages.flatten().tolist() == pytest.approx([1 + 0.5 * 4 - 3 + 0.25 * -2, 2 - 4, 0])
+    with pytest.raises(ValueError, match="cannot have been executed"):
+        action_gae(rewards, torch.tensor([[4]]), no, yes, values, after, gamma=0.5, lam=0.5)
+    with pytest.raises(ValueError, match=r"must be \[T, B, C\]"):
+        action_gae(rewards, n, no, yes, values[..., 0], after, gamma=0.5, lam=0.5)
 
 
 def test_a_time_limit_is_bootstrapped_and_success_is_not() -> None:
