@@ -17,7 +17,7 @@ from genrl.config.plans import is_flow_grpo, most_micro_batches
 from genrl.config.rollout_rules import rollout_rules
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config
+    from genrl.config.schema import Config, FlowGRPO
 
 Finding = tuple[tuple[str, ...], str]
 
@@ -198,12 +198,29 @@ def _policy(config: Config) -> Iterator[Finding]:
     low, _ = config.trainer.clip_bounds
     if low >= 1:
         yield ("trainer.clip_range",), f"the ratio would be kept above 1 - {low:g} <= 0, which clips nothing; use 1e-4"
+    yield from _kept_graph(config, config.trainer)
     kernel, kl = config.trainer.kernel, config.trainer.kl
     if config.trainer.kl_weight > 0 and kl == "gaussian_dt" and kernel in ("ddim", "flow_cps"):
         # It takes the transition std s for b sqrt(dt), b the diffusion coefficient of an SDE. flow_ddim is one step of
         # such an SDE (b -> eta sqrt(2 sigma / (1 - sigma)) as dt -> 0); the s of flow_cps does not shrink with dt.
         reason = "its steps are alpha-bars" if kernel == "ddim" else "its noise does not shrink with the step"
         yield ("trainer.kl", "trainer.kernel"), f"{kernel} has no dt to weight by ({reason}); use gaussian"
+
+
+def _kept_graph(config: Config, trainer: FlowGRPO) -> Iterator[Finding]:
+    if not trainer.keep_graph:
+        return
+    updates = trainer.updates_per_iteration * trainer.inner_epochs
+    if updates > 1:
+        keys = ("trainer.keep_graph", "trainer.updates_per_iteration", "trainer.inner_epochs")
+        yield keys, f"activations of sampling serve one update, and there are {updates} per iteration; use 1, or false"
+    for key, value, text in (
+        ("trainer.guidance_in_training", not trainer.guidance_in_training, "training makes other model calls"),
+        ("model.gradient_checkpointing", config.model.gradient_checkpointing, "activations are not kept at all"),
+        ("distributed.fsdp", config.distributed.fsdp, "sharded weights are gathered for one pass at a time"),
+    ):
+        if value:
+            yield ("trainer.keep_graph", key), f"{text}; write trainer.keep_graph: false"
 
 
 def _objective(config: Config) -> Iterator[Finding]:

@@ -326,6 +326,9 @@ class FlowGRPO(Section):
     """Optimiser steps per inner epoch (Flow-GRPO: 2); at most the number of micro-batches."""
     inner_epochs: Count = 1
     """Passes over the samples of one iteration (Flow-GRPO: 1)."""
+    keep_graph: Flag = False
+    """Keep the activations of the trained steps from sampling and go backward from there, instead of running these
+    steps again: the same gradient, for one update per iteration and where they fit into memory together."""
 
     @property
     def clip_bounds(self) -> tuple[float, float]:

@@ -70,6 +70,7 @@ def drawing(session: Session, settings: FlowGRPO, plan: SamplingPlan) -> Draw:
         kernel=choose_kernel(session, settings, plan),
         batch_size=session.config.sampling.batch_size,
         beat=session.pulse,
+        keep_graph=settings.keep_graph,
     )
 
 
@@ -108,7 +109,7 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
                     if settings.kl_weight > 0:
                         with torch.no_grad(), weights.reference():
                             reference = policy.replay(trajectory, i, batch)
-                    new = policy.replay(trajectory, i, batch)
+                    new = trajectory.graphs.pop(i) if settings.keep_graph else policy.replay(trajectory, i, batch)
                     old_mean = old_means.setdefault((id(piece), i), new.mean.detach()) if settings.guard else None
                     next_state = trajectory.next_states[i]
                     surrogate = policy_loss(settings, new, next_state, old_log_prob, old_mean, advantage)

@@ -63,15 +63,16 @@ def roll_out(
     kernel: Kernel,
     batch_size: int,
     beat: Callable[[], None] = lambda: None,
+    keep_graph: bool = False,
 ) -> Drawn:
     """The trees (of shape `tree`, grown from `plan`) that begin at these roots.
 
     batch: the roots, with the keys of their initial noise; slots: their slots. kernel: the transition, whose levels are
     those of the plan. batch_size: rows of one model call. Deterministic steps are the ODE's; the tail of the plan, if
     it has one, is DPM-Solver++'s of second order on a grid that ends at sigma 0. `beat` is called after each segment of
-    `batch_size` rows.
+    `batch_size` rows. keep_graph: of the recorded steps, for an update under the very weights that drew them.
     """
-    forest = _Forest(policy, batch, slots, tree, plan, kernel, batch_size, beat)
+    forest = _Forest(policy, batch, slots, tree, plan, kernel, batch_size, beat, keep_graph)
     for segment in tree.segments():
         forest.run(segment)
     return forest.drawn()
@@ -90,9 +91,10 @@ class _Forest:
         kernel: Kernel,
         batch_size: int,
         beat: Callable[[], None],
+        keep_graph: bool,
     ) -> None:
         self.policy, self.tree, self.plan, self.kernel, self.batch_size = policy, tree, plan, kernel, batch_size
-        self.beat = beat
+        self.beat, self.keep_graph = beat, keep_graph
         roots = {int(tree.first_leaf[node]): node for node in tree.level(0)}
         self.nodes = [roots[slot % tree.num_slots] for slot in slots]
         self.offsets = [slot - slot % tree.num_slots for slot in slots]
@@ -152,6 +154,7 @@ class _Forest:
             stop=stop,
             state=None if self.states is None else self._states_of(rows),
             children=branching,
+            keep_graph=self.keep_graph,
         )
         return Piece(trajectory, {i: recorded[i] for i in trajectory.log_probs})
 

@@ -153,6 +153,8 @@ class Trajectory:
     children: Children | None = None
     predicted: Tensor | None = None
     """The clean sample predicted at the last step run, where asked for: float32 [B, ...]."""
+    graphs: dict[int, Replayed] = field(default_factory=dict)
+    """Step index i -> what `replay` would give before the first update, where its graph was kept."""
 
     def rows(self, index: int) -> Tensor | None:
         """Row of the state that each action of this step was drawn from, where they are not one to one."""
@@ -300,6 +302,7 @@ class Policy:
         state: Tensor | None = None,
         children: Children | None = None,
         predict: bool = False,
+        keep_graph: bool = False,
     ) -> Trajectory:
         """Run steps [start, stop) of the schedule, from `state` (x_start, float32 [B, ...]) or from fresh noise.
 
@@ -307,7 +310,8 @@ class Policy:
         step whose transition has no variance is never recorded: the last one of flow_cps and flow_ddim. That of the
         SDE kernels has one, and is deterministic only because trainers leave it out of `stochastic`. With `children`
         the last step branches: each is drawn from its row's transition, and the call is left there. With `predict` the
-        trajectory holds the clean sample that the last step's model output stands for.
+        trajectory holds the clean sample that the last step's model output stands for. With `keep_graph` the graphs of
+        recorded steps are kept (`Trajectory.graphs`): gradients go into their model calls, not through states.
         """
         states: dict[int, Tensor] = {}
         next_states: dict[int, Tensor] = {}
@@ -315,6 +319,7 @@ class Policy:
         initial: Tensor | None = None
         final: Tensor | None = state
         predicted: Tensor | None = None
+        graphs: dict[int, Replayed] = {}
         seen = 0
 
         def on_step(step: Step) -> Tensor:
@@ -324,16 +329,19 @@ class Policy:
             i = step.index
             self._check_shape(step)
             transition = self._transition(step, kernel if i in stochastic else ODE)
-            final = transition.mean
+            final = transition.mean.detach()
             if predict:
                 predicted = self._predicted_clean(step)
             branching = children if stop is not None and i == stop - 1 else None
             if i in stochastic and bool((transition.std > 0).all()):
-                if branching is not None:
-                    transition = _of_rows(transition, branching.parent_row)
+                rows = None if branching is None else branching.parent_row
+                drawn = transition if rows is None else _of_rows(transition, rows)
                 noise = _noise(step.state.shape[1:], i, batch.keys, branching)
-                final = sample(transition.mean, transition.std, noise)
-                log_probs[i] = log_prob(final, transition.mean, transition.std, self.reduction)
+                final = sample(drawn.mean.detach(), drawn.std, noise)
+                recorded = self._replayed(step, drawn, final, rows)
+                log_probs[i] = recorded.log_prob.detach()
+                if keep_graph:
+                    graphs[i] = recorded
                 states[i], next_states[i] = step.state, final
                 if branching is None:
                     states[i + 1] = final
@@ -341,9 +349,12 @@ class Policy:
                 raise ValueError(f"step {i} branches, but its transition has no variance: its children would be equal")
             if branching is not None:
                 raise _Leave  # the loop goes on with as many rows as it began with
+            if keep_graph:  # of the next model call, which the pipeline makes from here
+                torch.set_grad_enabled(i + 1 in stochastic)
             return final
 
-        self._call(batch, Request(start, stop, on_step=on_step), state=state)
+        with torch.set_grad_enabled(keep_graph and start in stochastic):
+            self._call(batch, Request(start, stop, on_step=on_step), state=state, grad=keep_graph)
         length = len(self.head.full_timesteps)
         end = length if stop is None else stop
         if seen != end - start or initial is None or final is None:
@@ -353,7 +364,7 @@ class Policy:
             )
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
         return Trajectory(
-            batch, kernel, states, next_states, log_probs, final, sigmas, end, initial, children, predicted
+            batch, kernel, states, next_states, log_probs, final, sigmas, end, initial, children, predicted, graphs
         )
 
     def replay(self, trajectory: Trajectory, index: int, batch: Batch | None = None) -> Replayed:
@@ -364,9 +375,11 @@ class Policy:
         """
         next_state, rows = trajectory.next_states[index], trajectory.rows(index)
         step = self._leave_at(batch or trajectory.batch, Request(index, index + 1), trajectory.states[index])
-        transition, output = self._transition(step, trajectory.kernel), step.model_output
-        if rows is not None:
-            transition, output = _of_rows(transition, rows), output[rows.to(output.device)]
+        transition = self._transition(step, trajectory.kernel)
+        return self._replayed(step, transition if rows is None else _of_rows(transition, rows), next_state, rows)
+
+    def _replayed(self, step: Step, transition: Transition, next_state: Tensor, rows: Tensor | None) -> Replayed:
+        output = step.model_output if rows is None else step.model_output[rows.to(step.model_output.device)]
         logp = log_prob(next_state, transition.mean, transition.std, self.reduction)
         return Replayed(logp, transition.mean, transition.std, output, step)
 

@@ -195,6 +195,66 @@ def test_gradient_of_a_later_update_with_clip_and_divergence(folder: Path, model
     assert relative(seen.updates[3].gradient, plain) > 1e-3  # the divergence is part of it
 
 
+# -- the update without running steps again ---------------------------------------------------------------------------
+
+TREE = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"at": "window", "ways": 2}}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "lora"),
+    [
+        ({}, {"rank": 4, "alpha": 8}),
+        ({"kl_weight": 0.1, "kl": "velocity"}, {"rank": 4, "alpha": 8}),
+        ({"kl_weight": 0.1}, None),
+        ({"guard": True}, {"rank": 4, "alpha": 8}),
+        (TREE, {"rank": 4, "alpha": 8}),
+    ],
+    ids=["plain", "kl", "kl-full", "guard", "tree"],
+)
+def test_kept_graphs_give_the_same_update_without_the_calls(
+    folder: Path, model: Path, trainer: dict[str, Any], lora: Any
+) -> None:
+    """Bit for bit over two iterations: pictures, gradients, weights."""
+    seen = []
+    for keep in (False, True):
+        (folder / f"{keep}").mkdir()
+        runs.write_folder(folder / f"{keep}")
+        chosen = {**GRPO, **trainer, "keep_graph": keep}
+        sampling = {**EIGHT, "num_inference_steps": 4}
+        config = runs.config(
+            folder / f"{keep}", model, lora=lora, trainer=chosen, sampling=sampling, iterations=2, **QUIET
+        )
+        seen.append((run(config), read_metrics(Path(config.output) / "metrics.jsonl")))
+    (again, again_rows), (kept, kept_rows) = seen
+    assert len(kept.updates) == 2
+    for one, other in zip(again.updates, kept.updates, strict=True):
+        assert one.gradient.keys() == other.gradient.keys()
+        assert all(torch.equal(g, other.gradient[key]) for key, g in one.gradient.items())
+        assert any(bool(g.any()) for g in one.gradient.values())
+    assert all(torch.equal(w, kept.weights[key]) for key, w in again.weights.items())
+    assert not any(piece.trajectory.graphs for one in kept.rollouts[1].mine.values() for piece in one.pieces)
+    for one, other in zip(again_rows, kept_rows, strict=True):
+        assert one["model_calls/sample"] == other["model_calls/sample"]
+        left = one["model_calls/train"] / 2 if "kl_weight" in trainer else 0  # those of the reference
+        assert one["model_calls/train"] > 0 and other["model_calls/train"] == left
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"trainer": {**GRPO, "keep_graph": True, "updates_per_iteration": 2}}, "trainer.updates_per_iteration"),
+        ({"trainer": {**GRPO, "keep_graph": True, "inner_epochs": 2}}, "trainer.inner_epochs"),
+        ({"trainer": {**GRPO, "keep_graph": True, "guidance_in_training": False}}, "trainer.guidance_in_training"),
+        ({"trainer": {**GRPO, "keep_graph": True}, "distributed": {"fsdp": True}}, "distributed.fsdp"),
+    ],
+)
+def test_kept_graphs_are_refused_where_they_are_not_those_of_training(
+    folder: Path, model: Path, changes: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ValueError, match=key):
+        runs.config(folder, model, **changes)
+
+
 # -- batch geometry --------------------------------------------------------------------------------------------------
 
 
