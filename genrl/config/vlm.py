@@ -24,14 +24,20 @@ from genrl.config.schema import (
     Tracker,
     Whole,
 )
+from genrl.config.vlm_agents import Critic, Environment
 from genrl.config.vlm_rules import refuse_impossible
 
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "luspo", "cispo", "sapo", "vespo", "rloo",
     "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
     "off_policy_mask", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine", "para_grpo",
-    "reg_grpo", "real", "dmpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan", "vrag_rl", "time_master",
+    "reg_grpo", "real", "dmpo", "dpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan", "vrag_rl", "time_master",
     "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
+]  # fmt: skip
+
+TaskName = Literal[
+    "count", "colour", "shapes", "jigsaw", "jigsaw_pair", "box", "point", "quality", "better", "series", "key_frames",
+    "what", "scenes", "sums", "captions",
 ]  # fmt: skip
 
 Choice = Text | dict[str, Any]
@@ -53,7 +59,10 @@ class VLM(Section):
     """Which vision-language model is trained, and what of it."""
 
     path: Text
-    """Folder or hub id of a transformers image-text-to-text model with its processor."""
+    """Folder or hub id of a transformers image-text-to-text model with its processor; for other outputs as
+    docs/sequence_policies.md says."""
+    output: Literal["text", "image"] = "text"
+    """What it answers: text about pictures; a picture by tokens (Janus)."""
     lora: VLMLoRA | None = None
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -63,7 +72,7 @@ class VLM(Section):
 class Task(Section):
     """The questions: a generated task, or data."""
 
-    name: Literal["count", "colour", "shapes"] | None = None
+    name: TaskName | None = None
     """A task that needs no download (`genrl.vlm.tasks`); null = `train`."""
     rows: Count = 4096
     """Training questions of a generated task."""
@@ -92,6 +101,9 @@ class Generation(Section):
     """Of drawing and of the log-probabilities that are trained."""
     batch_size: Count | None = None
     """Answers drawn side by side, whole groups; null = all of a process."""
+    guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
+    """vlm.output image: scale of classifier-free guidance, in drawing and in the log-probabilities that are trained; 1
+    = none, null = the model's own."""
 
 
 class VLMReward(Section):
@@ -121,6 +133,8 @@ class VLMTrainer(Section):
     """Factors per token: top_entropy, top_dependency, divergence ..."""
     surrogate: Choice | None = None
     """Ratio and clip rule: clip, sequence_clip, cispo, sapo, reinforce ..."""
+    group_loss: Choice | None = None
+    """A loss of whole groups, in its place: preference (DPO), regression, classification, distribution_matching."""
     aggregation: (
         Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm", "balanced"] | None
     ) = None
@@ -140,6 +154,8 @@ class VLMTrainer(Section):
     always 1 (NGRPO)."""
     resample: Whole = 0
     """Most further rounds of drawing while `filter` leaves too few groups (DAPO); 0 = train on what is left."""
+    critic: Critic | None = None
+    """The value function of vl_dac and poad; null = as its defaults."""
     ema_decay: Share = 0.995
     """GRPO-CARE: of the moving average that says how likely an answer is."""
     ema_every: Count = 10
@@ -177,12 +193,14 @@ class VLMConfig(Section):
 
     vlm: VLM
     """Which model is trained."""
-    task: Task
+    task: Task = Task()
     """The questions."""
+    environment: Environment | None = None
+    """Instead of a task: where the model acts, in several turns."""
     generation: Generation = Generation()
     """How answers are drawn."""
-    rewards: Annotated[tuple[VLMReward, ...], Field(min_length=1)]
-    """What answers are worth; the first one decides what is right in evaluation."""
+    rewards: tuple[VLMReward, ...] = ()
+    """What answers are worth; the first one decides what is right in evaluation. An environment has its own."""
     trainer: VLMTrainer = VLMTrainer()
     """The method."""
     optimizer: VLMOptimizer = VLMOptimizer()

@@ -10,15 +10,19 @@ from genrl.config.combinations import Finding, ImpossibleConfig
 if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
 
-EPISODES = "learns from episodes with a critic, and this run asks single questions"
 MASKED = "is of masked diffusion language models, and this run trains autoregressive ones"
-ELSEWHERE = {"vl_dac": EPISODES, "poad": EPISODES, "bgpo": MASKED, "just_grpo": MASKED}
+ELSEWHERE = {"bgpo": MASKED, "just_grpo": MASKED}
 """Presets whose loss is there, but not what it is trained on here."""
+PICTURED = ("vppo", "q_hawkeye", "tw_grpo", "grpo_care")
+"""Presets that change the pictures of questions, or read the words of answers."""
+CRITICS = ("vl_dac", "poad")
+"""Presets that learn from episodes, with a critic."""
 
 
 def refuse_impossible(config: VLMConfig) -> None:
     """Raise ImpossibleConfig with everything that cannot work together."""
-    found = [*_questions(config), *_updates(config), *_groups(config)]
+    asked = _questions(config) if config.environment is None else _episodes(config)
+    found = [*asked, *_outputs(config), *_updates(config), *_groups(config)]
     if found:
         raise ImpossibleConfig(found)
 
@@ -33,6 +37,35 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
     if task.train is not None and task.train == task.eval:
         yield ("task.eval", "task.train"), "held-out questions must be others than those trained on"
+    if not config.rewards:
+        yield ("rewards",), "answers are worth nothing: write at least one, such as [{name: exact}]"
+    if config.trainer.preset in CRITICS:
+        text = f"{config.trainer.preset} learns from episodes: write environment in place of task; nearest here: grpo"
+        yield ("trainer.preset", "task"), text
+
+
+def _episodes(config: VLMConfig) -> Iterator[Finding]:
+    trainer, critic, place = config.trainer, config.trainer.preset in CRITICS, config.environment
+    if config.task != type(config.task)():
+        yield ("task", "environment"), "write one of them: questions, or an environment to act in"
+    if config.rewards:
+        yield ("rewards", "environment"), "an environment has a reward of its own; leave rewards out"
+    if trainer.filter != "none" or trainer.resample:
+        yield ("trainer.filter", "environment"), "groups of episodes are not left out; write filter: none, resample: 0"
+    if trainer.critic is not None and not critic:
+        yield ("trainer.critic", "trainer.preset"), f"{trainer.preset} has no critic; leave it out, or write vl_dac"
+    if critic and place is not None and trainer.updates > place.parallel * place.steps:
+        yield ("trainer.updates", "environment.steps"), "an update needs a step; write fewer updates or more steps"
+
+
+def _outputs(config: VLMConfig) -> Iterator[Finding]:
+    output, preset = config.vlm.output, config.trainer.preset
+    if output != "text" and config.environment is not None:
+        yield ("vlm.output", "environment"), f"a model whose output is {output} does not act; write text"
+    if output != "text" and preset in PICTURED:
+        yield ("trainer.preset", "vlm.output"), f"{preset} looks at the pictures of questions; nearest here: grpo"
+    if output == "text" and config.generation.guidance_scale is not None:
+        yield ("generation.guidance_scale", "vlm.output"), "only pictures are drawn with guidance; leave it out"
 
 
 def _updates(config: VLMConfig) -> Iterator[Finding]:
@@ -40,7 +73,7 @@ def _updates(config: VLMConfig) -> Iterator[Finding]:
     if trainer.preset in ELSEWHERE:
         text = f"{trainer.preset} {ELSEWHERE[trainer.preset]}; nearest: grpo"
         yield ("trainer.preset",), text
-    if trainer.updates > generation.prompts_per_iteration:
+    if trainer.updates > generation.prompts_per_iteration and trainer.preset not in CRITICS:
         text = f"{trainer.updates} updates need a group each; there are {generation.prompts_per_iteration}"
         yield ("trainer.updates", "generation.prompts_per_iteration"), text
     if trainer.resample and trainer.filter == "none":
@@ -51,7 +84,7 @@ def _updates(config: VLMConfig) -> Iterator[Finding]:
 
 
 def _groups(config: VLMConfig) -> Iterator[Finding]:
-    if all(reward.weight == 0 for reward in config.rewards):
+    if config.rewards and all(reward.weight == 0 for reward in config.rewards):
         yield ("rewards",), "all weights are 0: nothing is trained"
     if config.generation.group_size < 2 and config.trainer.filter == "spread":
         yield ("trainer.filter", "generation.group_size"), "one answer has no spread; write 2 or more (8 is usual)"
