@@ -375,7 +375,7 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[_Wrong]:
         known = ", ".join(("minitable", *SIMULATORS))
         text = f"no environment {name!r}{hint}; there are {known}, gymnasium ids and path/file.py:function"
         yield _Wrong(("environment", "name"), text)
-    if workers == "ray" and importlib.util.find_spec("ray") is None:
+    if workers in ("ray", "ray_simulators") and importlib.util.find_spec("ray") is None:
         yield _Wrong(("environment", "workers"), "the package ray is not installed: pip install 'genrl[ray]'")
 
 

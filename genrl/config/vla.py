@@ -82,8 +82,9 @@ class Environment(Section):
     """Actions of a chunk that are executed before the policy is asked again; null = all of them."""
     max_steps: Count | None = None
     """Actions after which an episode is cut off; null = the environment's own limit."""
-    workers: Whole | Literal["ray"] = 0
-    """Processes that the simulators run in; 0 = this one; ray = Ray actors."""
+    workers: Whole | Literal["ray", "ray_simulators"] = 0
+    """Processes that the simulators run in; 0 = this one; ray = Ray actors, which act with copies of the policy;
+    ray_simulators = Ray actors, and the policy stays here."""
     timeout_s: Positive = 60.0
     """Seconds after which a worker that does not answer is restarted and its episodes are dropped."""
     reward: Literal["success", "environment"] = "success"

@@ -485,6 +485,12 @@ _SIMULATION = {
         "The cost that success curves are drawn over.",
         "actions",
     ),
+    "rollout/log_prob_off": MetricDoc(
+        "largest difference between log-probabilities of the first decisions as they were drawn and as the trainer "
+        "scores them before any update",
+        "0 on the CPU. More than 1e-6 of the largest one ends the run.",
+        "nats",
+    ),
     "rollout/dropped": MetricDoc(
         "episodes of the iteration that a simulator lost: it died, hung or raised",
         "0. They are not trained on; the log says why.",

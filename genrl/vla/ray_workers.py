@@ -1,11 +1,12 @@
 """Simulators on Ray actors, on this machine or on many: `workers.Worker` by another road.
 
-Every actor has one CPU of the cluster and is placed on the node with the most room. genrl and the simulator must be
-installed on all nodes. Messages stream back one by one, so timeouts mean what they mean for processes.
+There is at most one actor per CPU of the cluster, placed on the node with the most room. genrl and the simulator must
+be installed on all nodes. Messages stream back one by one, so timeouts mean what they mean for processes.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,14 +26,20 @@ def connected() -> Any:
 
 
 def actors(wanted: int) -> int:
-    """How many actors there can be: `wanted`, or with 0 one per CPU of the cluster.
+    """How many actors there can be: `wanted`, or with 0 one per CPU of the cluster, shared by the processes of a run.
 
     Raises ValueError for more than there are CPUs: they would wait for ever.
     """
-    cpus = int(connected().cluster_resources().get("CPU", 0))
+    cpus = int(connected().cluster_resources().get("CPU", 0)) // int(os.environ.get("WORLD_SIZE", "1"))
     if wanted > cpus:
         raise ValueError(f"ray_actors: {wanted} actors of one CPU each, the Ray cluster has {cpus}")
     return wanted or max(1, cpus)
+
+
+def placement(gpus: float = 0.0) -> dict[str, Any]:
+    """Options of an actor: half of a CPU, since those of rollouts and those of evaluations take turns; Ray does not
+    restart it: its episodes are gone with it."""
+    return {"num_cpus": 0.5, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
 
 
 class Remote:
@@ -59,7 +66,7 @@ class Remote:
 
 
 class Actor:
-    """The host in a Ray actor, which is not restarted by Ray: its episodes are gone with it."""
+    """The host in a Ray actor."""
 
     inline = False
 
@@ -68,8 +75,7 @@ class Actor:
 
     def start(self) -> None:
         """Ask for an actor; it begins where and when there is room."""
-        kind = connected().remote(Remote).options(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")
-        self.actor = kind.remote(self.description, self.slots)
+        self.actor = connected().remote(Remote).options(**placement()).remote(self.description, self.slots)
 
     def do(self, work: Run | Draw) -> Iterator[Message]:
         """See `workers.Worker`."""

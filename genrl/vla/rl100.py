@@ -44,7 +44,7 @@ from genrl.vla.offline import (
     train_iql,
 )
 from genrl.vla.policy import STATE, Batch, Policy, rows
-from genrl.vla.rollout import ChunkRollout, collect, training_rows
+from genrl.vla.rollout import ChunkRollout, training_rows
 from genrl.vla.sampling import LearnedNoise, Sampler, act, draw, replay, sample
 from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.tiny_flow import TinyFlowConfig, TinyFlowVLA
@@ -391,8 +391,7 @@ def acted(session: Session, sampler: Sampler, iteration: int, turn: int) -> Chun
     if decisions is None:
         raise ValueError("environment.max_steps: the simulator does not say how long an episode can be; write it")
     loop.phase("acting", decisions)
-    return collect(
-        session.env,
+    return session.acted(
         session.policy,
         sampler,
         decisions=decisions,

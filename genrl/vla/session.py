@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from genrl.runtime.loop import Loop
 from genrl.vla.environments import Environment
 from genrl.vla.minibatches import Minibatch, minibatches
 from genrl.vla.policy import KeepsFeatures, Policy
+from genrl.vla.ray_rollout import RayRollouts
 from genrl.vla.rollout import ChunkRollout, collect, episode_returns, training_rows
 from genrl.vla.sampling import Frozen, draw, replay, sample
 from genrl.vla.scores import context_of
@@ -36,9 +38,10 @@ class Session:
     policy: Any
     frozen: Any
     """DPPO's policy before fine-tuning, which does the first denoising steps; None for other samplers."""
-    env: Environment
+    env: Environment | RayRollouts
     first_slot: int = 0
     _dropped: int = 0
+    _off: float = 0.0
 
     def collect(self, settings: PPO | GRPO) -> ChunkRollout:
         """The rollout of this iteration, on this process."""
@@ -50,8 +53,7 @@ class Session:
         loop.phase("acting", decisions or 0)
         waited, dropped = self.env.waited_s, self.env.dropped
         with loop.timed("rollout"):
-            rollout = collect(
-                self.env,
+            rollout = self.acted(
                 self.policy,
                 sampler_of(config, self.policy, loop.iteration),
                 decisions=decisions or 1_000_000,
@@ -61,18 +63,19 @@ class Session:
                 first_slot=self.first_slot,
                 keep_contexts=self.keeps_features,
                 frozen=self.frozen,
-                advance=self._advance,
+                advance=partial(loop.advance_or_leave, 1),
             )
         loop.timings["simulator"] = self.env.waited_s - waited
         self._dropped = self.env.dropped - dropped
         loop.leave_if_asked()
-        check_on_policy(self.policy, rollout)
+        parts = self.env.parts if isinstance(self.env, RayRollouts) else [torch.arange(len(rollout.group))]
+        self._off = max(check_on_policy(self.policy, rollout, slots) for slots in parts)
         return rollout
 
-    def _advance(self) -> None:
-        self.loop.advance(1)
-        if self.loop.accelerator.num_processes == 1:
-            self.loop.leave_if_asked()
+    @property
+    def acted(self) -> Callable[..., ChunkRollout]:
+        """`rollout.collect` in the environments of this process: here, or on its Ray actors."""
+        return self.env.collect if isinstance(self.env, RayRollouts) else partial(collect, self.env)
 
     @property
     def keeps_features(self) -> bool:
@@ -132,6 +135,7 @@ class Session:
             "rollout/dropped": float(sum(one["dropped"] for one in every)),
             "rollout/env_steps": float(loop.memory["env_steps"]),
             "rollout/action_std": spread,
+            "rollout/log_prob_off": max(gather_object([self._off])),
             "env_steps_per_s": steps / max(one["seconds"] for one in every),
             "lr": loop.optimizer.param_groups[0]["lr"],
         }
@@ -148,13 +152,14 @@ def _mixed(every: list[dict[str, Any]], *, by_group: bool) -> float:
 
 
 @torch.no_grad()
-def check_on_policy(policy: Any, rollout: ChunkRollout) -> None:
-    """Raise RuntimeError unless the policy scores the first decisions as it did when it drew them.
+def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
+    """How far the policy scores the first decisions of some slots from what it did when it drew them, log-probability.
 
-    Before the first update the ratio is 1: anything else is dropout, another normalisation, or a sampler that does
-    not do what is scored (ReinFlow as released). The batch is the rollout's own, so equal weights give equal bits.
+    Raises RuntimeError beyond rounding: before the first update the ratio is 1, and anything else is dropout, another
+    normalisation, old weights, or a sampler that does not do what is scored (ReinFlow as released). slots: those that
+    were drawn in one batch, so that equal weights give equal bits.
     """
-    rows = training_rows(rollout, torch.arange(rollout.valid.shape[1]))
+    rows = training_rows(rollout, slots)
     context = context_of(policy, rows.observation, rows.context)
     again = replay(policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index)
     off = float((again.log_prob.cpu() - rows.log_prob).abs().max())
@@ -163,6 +168,7 @@ def check_on_policy(policy: Any, rollout: ChunkRollout) -> None:
             f"the policy scores its own chunks otherwise than when it drew them: log-probabilities are {off:.2g} off "
             "before any update. Look for dropout, statistics that change, or another device or precision."
         )
+    return off
 
 
 @torch.no_grad()

@@ -42,6 +42,7 @@ from genrl.vla.policy import (
     tokenise,
     vocabulary,
 )
+from genrl.vla.ray_rollout import RayRollouts
 from genrl.vla.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
 from genrl.vla.tiny_flow import NoiseHead, TinyFlowConfig, TinyFlowVLA
 
@@ -219,33 +220,47 @@ def freeze(config: VLAConfig, policy: Any) -> None:
 
 def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size: int = 1) -> Environment:
     """The environment of the configuration, showing what the policy reads."""
+    workers = config.environment.workers
+    told = _environment(config, policy, num_envs=num_envs, group_size=group_size)
+    opened = open_environment(**told, workers="ray" if workers == "ray_simulators" else workers)
+    if longest_episode(opened) is None:
+        opened.close()
+        name = config.environment.name
+        raise ValueError(f"environment.max_steps: {name} has no time limit of its own; say after how many actions")
+    return opened
+
+
+def open_rollouts(config: VLAConfig, policy: nn.Module, *, num_envs: int, group_size: int) -> RayRollouts:
+    """The environment of the configuration on Ray actors that act by themselves, on GPUs if the policy is on one."""
+    told = _environment(config, policy, num_envs=num_envs, group_size=group_size)
+    cuda = next(policy.parameters()).is_cuda
+    return RayRollouts(told, cuda=cuda, timeout_s=config.environment.timeout_s)
+
+
+def _environment(config: VLAConfig, policy: Any, *, num_envs: int, group_size: int) -> dict[str, Any]:
+    """Arguments of `open_environment`, all but the workers."""
     env = config.environment
     image_size = getattr(policy, "image_size", 0)
     chunk = policy.horizon if env.chunk is None else env.chunk
     if chunk > policy.horizon:
         raise ValueError(f"environment.chunk: {chunk} actions cannot be executed of chunks of {policy.horizon}")
-    opened = open_environment(
-        env.name,
-        num_envs=num_envs,
-        chunk=chunk,
-        tasks=env.tasks or (),
-        group_size=group_size,
-        workers=env.workers,
-        timeout_s=env.timeout_s,
-        image_size=image_size if IMAGE in policy.inputs else 0,
-        max_steps=env.max_steps,
-        seed=config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
-        reward=env.reward,
-        goals=env.goals,
-        instruction=env.instruction or "",
-        success_key=env.success_key,
-        proprioception=env.proprioception,
-        settings=env.args,
-    )
-    if longest_episode(opened) is None:
-        opened.close()
-        raise ValueError(f"environment.max_steps: {env.name} has no time limit of its own; say after how many actions")
-    return opened
+    return {
+        "name": env.name,
+        "num_envs": num_envs,
+        "chunk": chunk,
+        "tasks": env.tasks or (),
+        "group_size": group_size,
+        "timeout_s": env.timeout_s,
+        "image_size": image_size if IMAGE in policy.inputs else 0,
+        "max_steps": env.max_steps,
+        "seed": config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
+        "reward": env.reward,
+        "goals": env.goals,
+        "instruction": env.instruction or "",
+        "success_key": env.success_key,
+        "proprioception": env.proprioception,
+        "settings": env.args,
+    }
 
 
 def untrained(policy: nn.Module, frozen: nn.Module | None) -> str:
@@ -271,7 +286,7 @@ def side_by_side(config: VLAConfig, episodes: int) -> int:
     return max(1, min(episodes, config.evaluation.num_envs or config.environment.num_envs))
 
 
-def longest_episode(env: Environment) -> int | None:
+def longest_episode(env: Environment | RayRollouts) -> int | None:
     """Decisions of the longest episode; None where the simulator does not say."""
     limit: int | None = getattr(env, "max_steps", None)
     return None if limit is None else -(-limit // env.chunk)

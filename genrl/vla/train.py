@@ -6,6 +6,7 @@ import copy
 import logging
 import shutil
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from genrl.vla.setup import (
     load_trained,
     new_policy,
     noise_head_of,
+    open_rollouts,
     open_tables,
     parameter_groups,
     sampler_of,
@@ -162,10 +164,11 @@ def open_session(
     """Environments, optimiser and log of one process; `stack` closes them."""
     processes, rank = accelerator.num_processes, accelerator.process_index
     own = config.environment.num_envs // processes
-    env = open_tables(config, policy, num_envs=own, group_size=config.environment.group_size)
+    acts_there = config.environment.workers == "ray" and isinstance(config.trainer, PPO | GRPO | RL100)
+    opened = open_rollouts if acts_there and not isinstance(config.trainer, DiWA) else open_tables
+    env = opened(config, policy, num_envs=own, group_size=config.environment.group_size)
     stack.callback(env.close)
     frozen = frozen_of(config, policy)
-    judge = Judge(config, policy, frozen, accelerator, run, progress, watchdog, stack)
     settings, rates = config.optimizer, {"policy": config.optimizer.lr}
     if isinstance(config.trainer, PPO):
         rates["critic"] = settings.critic_lr
@@ -181,10 +184,10 @@ def open_session(
         watchdog=watchdog,
         stop=stop,
         every=config.evaluation.every,
-        evaluate=judge,
+        evaluate=lambda iteration: {},
     )
     stack.callback(loop.log.finish)
-    judge.loop = loop
+    loop.evaluate = Judge(config, policy, frozen, loop, stack)
     return Session(config, loop, policy, frozen, env, first_slot=rank * own)
 
 
@@ -240,41 +243,33 @@ def show(found: Judged, run: Run, iteration: int) -> None:
         save_png(contact_sheet(found.clips), run.samples / f"{name}.png")
 
 
+@dataclass
 class Judge:
-    """Evaluation of the policy as it is, shared out to the processes."""
+    """Evaluation of the policy as it is, shared out to the processes. The stack closes its environments."""
 
-    def __init__(
-        self,
-        config: VLAConfig,
-        policy: Any,
-        frozen: Any,
-        accelerator: Accelerator,
-        run: Run,
-        progress: Progress,
-        watchdog: Watchdog,
-        stack: ExitStack,
-    ) -> None:
-        self.config, self.policy, self.frozen, self.accelerator, self.run = config, policy, frozen, accelerator, run
-        self.progress, self.watchdog, self.stack = progress, watchdog, stack
-        self.env: Environment | None = None
-        self.loop: Loop | None = None
+    config: VLAConfig
+    policy: Any
+    frozen: Any
+    loop: Loop
+    stack: ExitStack
+    env: Environment | None = None
+    """Made when it is first needed, and kept."""
 
     def __call__(self, iteration: int) -> dict[str, float]:
         found = self.judge(iteration)
-        if self.accelerator.is_main_process:
-            show(found, self.run, iteration)
+        if self.loop.is_main:
+            show(found, self.loop.run, iteration)
         return success_rates(found)
 
     def judge(self, iteration: int) -> Judged:
         """All episodes, in their order; the same in all processes."""
-        config, settings = self.config, self.config.evaluation
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        config, settings, accelerator = self.config, self.config.evaluation, self.loop.accelerator
+        processes, rank = accelerator.num_processes, accelerator.process_index
         shares = [len(part) for part in np.array_split(np.arange(settings.episodes), processes)]
-        if self.env is None:  # made when it is first needed, and kept
+        if self.env is None:
             self.env = open_tables(config, self.policy, num_envs=side_by_side(config, shares[rank]))
             self.stack.callback(self.env.close)
-        self.progress.phase("evaluating", settings.episodes)
-        self.watchdog.beat("evaluating", iteration)
+        self.loop.phase("evaluating", settings.episodes)
         mine = evaluate(
             self.policy,
             sampler_of(config, self.policy, iteration),
@@ -284,18 +279,12 @@ class Judge:
             first=sum(shares[:rank]),
             frozen=self.frozen,
             clips=settings.videos if rank == 0 else 0,
-            advance=self._advance,
+            advance=self.loop.advance_or_leave,
         )
         joined = Judged([], [], [], [], [])
         for part in gather_object([mine]):
             joined = joined.joined(part)
         return joined
-
-    def _advance(self, episodes: int) -> None:
-        self.progress.advance(episodes)
-        self.watchdog.beat("evaluating", 0 if self.loop is None else self.loop.iteration)
-        if self.loop is not None and self.accelerator.num_processes == 1:
-            self.loop.leave_if_asked()
 
 
 def finish(session: Session) -> None:

@@ -15,12 +15,10 @@ import pytest
 import torch
 from frail import FINE, HANG, KILL, RAISE
 from test_vla_workers import actions, same, walk
-from tiny_policies import SEES, TOLD, flow
+from tiny_policies import TOLD, flow
 
 from genrl.vla.environments import open_environment
-from genrl.vla.policy import STATE
-from genrl.vla.ray_rollout import RayRollouts
-from genrl.vla.rollout import collect, episode_returns, joined
+from genrl.vla.rollout import collect
 from genrl.vla.sampling import FlowSteps
 
 if importlib.util.find_spec("ray") is None:
@@ -108,45 +106,3 @@ def test_a_node_that_goes(cluster: Any) -> None:
     env.step(actions(*[FINE] * 4))
     assert (env.step(actions(*[FINE] * 4))[4]["n_executed"] > 0).any() and len(nodes_of(env)) == 1
     env.close()
-
-
-def test_rollouts_with_their_policy_on_actors(cluster: Any) -> None:
-    """As collected here: the same episodes, also later ones, the same noise; rounding apart. An actor is lost once."""
-    import ray
-
-    where = {"name": "minitable", "num_envs": 8, "chunk": 4, "group_size": 2, "max_steps": 8}
-    policy, how = flow(TOLD, critic=True), {"decisions": 7, "seed": 3, "iteration": 2}
-    local = collect(open_environment(**where), policy, FlowSteps(), **how)
-    far = RayRollouts(where, actors=2)
-    for _ in range(2):
-        found = far.collect(policy, FlowSteps(), **how)
-        for name, value in local._asdict().items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                torch.testing.assert_close(getattr(found, name), value, rtol=1e-3, atol=1e-3, msg=name)
-            elif isinstance(value, torch.Tensor):
-                assert torch.equal(getattr(found, name), value), name
-        assert found.observations.keys() == local.observations.keys() and found.env_seed == local.env_seed
-        assert found.instruction == local.instruction and np.array_equal(found.first_episodes, local.first_episodes)
-        assert found.episode.max() > 1 and 0 < far.waited_s
-        ray.kill(far._actors[0])
-    assert far.restarts == 1
-    with pytest.raises(ValueError, match="the policy reads"):
-        far.collect(flow(SEES), FlowSteps(), **how)
-    far.close()
-
-
-def test_parts_of_different_lengths() -> None:
-    """One episode each, over actors whose last episode ends at different decisions."""
-    where = {"name": "minitable", "num_envs": 4, "chunk": 4, "group_size": 2}
-    how = {"decisions": 20, "seed": 5, "iteration": 0, "one_episode": True}
-    parts = []
-    for begin, steps in ((0, 12), (2, 20)):
-        env = open_environment(**(where | {"num_envs": 2, "max_steps": steps}))
-        parts.append(collect(env, flow(TOLD, critic=True), FlowSteps(), first_slot=begin, **how))
-    assert len(parts[0].valid) < len(parts[1].valid)
-    both = joined(parts)
-    count = len(parts[0].valid)
-    assert torch.equal(both.valid[:count, :2], parts[0].valid) and not both.valid[count:, :2].any()
-    assert torch.equal(both.valid[:, 2:], parts[1].valid) and both.group.tolist() == [0, 0, 1, 1]
-    assert len(both.observations[STATE]) == len(both.valid) + 1
-    assert (both.episode[count:, :2] == 1).all() and torch.equal(episode_returns(both)[2:], episode_returns(parts[1]))

@@ -206,7 +206,8 @@ def test_a_policy_with_dropout_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="otherwise than when it drew them.*Look for dropout"):
             session.collect(config.trainer)
         session.policy.eval()
-        check_on_policy(session.policy, session.collect(config.trainer))
+        rollout = session.collect(config.trainer)
+        assert check_on_policy(session.policy, rollout, torch.arange(len(rollout.group))) == 0.0
 
 
 def test_another_sampler_than_the_one_that_drew_is_seen(tmp_path: Path) -> None:
@@ -214,11 +215,12 @@ def test_another_sampler_than_the_one_that_drew_is_seen(tmp_path: Path) -> None:
     config = setup(tmp_path, "flow_noise")
     with vla_runs.session(config) as session:
         rollout = session.collect(config.trainer)
+        slots = torch.arange(len(rollout.group))
         other = rollout._replace(step_index=(rollout.step_index + 1).clamp(max=2))
         with pytest.raises(RuntimeError, match="before any update"):
-            check_on_policy(session.policy, other)
+            check_on_policy(session.policy, other, slots)
         with pytest.raises(RuntimeError, match="nan off"):
-            check_on_policy(session.policy, rollout._replace(log_prob=rollout.log_prob * math.nan))
+            check_on_policy(session.policy, rollout._replace(log_prob=rollout.log_prob * math.nan), slots)
 
 
 # -- one update ------------------------------------------------------------------------------------------------------
