@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
+from genrl.vlm import tasks
 from genrl.vlm.generation import Sampling, generate
 from genrl.vlm.policy import Policy
 from genrl.vlm.tasks import shapes
+from genrl.vlm.tasks.rows import Split
 from genrl.world import SIZE, Scene, draw
 from rewards.shapes import COLOURS
 from rewards.verifiable import exact
@@ -56,9 +59,9 @@ CHAT = (
 LAYERS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words, white space between them."""
-    words = dict.fromkeys([*SPECIAL, *TAGS, *map(str, range(10)), *COLOURS, *QUESTION])
+def make_tokenizer(words: Iterable[str], longest: int = 64) -> PreTrainedTokenizerFast:
+    """Whole words, white space between them. longest: tokens of a text."""
+    words = dict.fromkeys([*SPECIAL, *TAGS, *words])
     backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # joins words by spaces
@@ -68,24 +71,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<|end|>",
         unk_token="<unk>",
         additional_special_tokens=["<image>", "<|user|>", "<|assistant|>", "<|system|>"],
-        model_max_length=64,
+        model_max_length=longest,
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
+def make_model(tokenizer: PreTrainedTokenizerFast, patch: int = 16, layers: int = 2) -> LlavaForConditionalGeneration:
     """SigLIP of three layers (nine patches of 16 pixels), Llama of two."""
     model = LlavaForConditionalGeneration(
         LlavaConfig(
             vision_config=SiglipVisionConfig(
-                **LAYERS, num_hidden_layers=3, image_size=shapes.PICTURE, patch_size=16, vision_use_head=False
+                **LAYERS, num_hidden_layers=3, image_size=shapes.PICTURE, patch_size=patch, vision_use_head=False
             ),
             text_config={
                 **LAYERS,
                 "model_type": "llama",
-                "num_hidden_layers": 2,
+                "num_hidden_layers": layers,
                 "num_key_value_heads": 4,
                 "vocab_size": len(tokenizer),
-                "max_position_embeddings": 64,
+                "max_position_embeddings": tokenizer.model_max_length,
                 "tie_word_embeddings": False,
                 "pad_token_id": tokenizer.pad_token_id,
                 "bos_token_id": None,
@@ -99,6 +102,14 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGenerat
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model
+
+
+def make_processor(tokenizer: PreTrainedTokenizerFast, patch: int = 16) -> LlavaProcessor:
+    """Of pictures of `shapes.PICTURE` pixels."""
+    images = SiglipImageProcessorPil(size={"height": shapes.PICTURE, "width": shapes.PICTURE})
+    return LlavaProcessor(
+        images, tokenizer, patch_size=patch, vision_feature_select_strategy="full", chat_template=CHAT
+    )
 
 
 def colours_of(scene: Scene) -> str:
@@ -140,11 +151,11 @@ def encoded(processor: LlavaProcessor, lessons: list[tuple[np.ndarray, str, str]
     return pixels, ids, labels
 
 
-def right(policy: Policy, split: shapes.Split, number: int) -> dict[str, float]:
+def right(policy: Policy, split: Split, number: int) -> dict[str, float]:
     """Share of right greedy answers to the two kinds of question."""
     found = {}
     for task in ("count", "colour"):
-        rows = [shapes.row(task, split, k) for k in range(number)]
+        rows = [tasks.row(task, split, k) for k in range(number)]
         prompts = [policy.encode(row.prompt) for row in rows]
         answers = generate(policy, prompts, 1, Sampling(12, temperature=0), [(0, k) for k in range(number)])
         found[task] = float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows])))
@@ -157,13 +168,8 @@ def main() -> None:
     parser.add_argument("--enough", type=float, default=ENOUGH)
     args = parser.parse_args()
     torch.manual_seed(SEED)
-    tokenizer = make_tokenizer()
-    size = {"height": shapes.PICTURE, "width": shapes.PICTURE}
-    processor = LlavaProcessor(
-        SiglipImageProcessorPil(size=size), tokenizer,
-        patch_size=16, vision_feature_select_strategy="full", chat_template=CHAT,
-    )  # fmt: skip
-    model = make_model(tokenizer)
+    tokenizer = make_tokenizer([*map(str, range(10)), *COLOURS, *QUESTION])
+    processor, model = make_processor(tokenizer), make_model(tokenizer)
 
     def save() -> Policy:
         processor.save_pretrained(args.out)
@@ -174,7 +180,7 @@ def main() -> None:
     policy = save()
     print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
     pixels, ids, labels = encoded(processor, [lesson(number) for number in range(POOL)])
-    check = policy.encode(shapes.row("count", "train", 0).prompt).tokens.ids
+    check = policy.encode(tasks.row("count", "train", 0).prompt).tokens.ids
     asked = "<|user|>" + "<image>" * 9 + "how many shapes are there ?<|end|><|assistant|>"
     assert check.tolist() == tokenizer(asked).input_ids, "lessons are written as the chat template writes questions"
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)

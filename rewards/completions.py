@@ -20,7 +20,7 @@ from rewards.loading import EMPTY, Origin, load, resolve, with_options
 GIVEN = ("prompts", "completions", "completion_ids", "group")
 RULES = (
     *("exact", "numeric", "choice", "iou", "point_in_box", "ordering", "words", "tag_format", "majority"),
-    *("diversity", "rouge"),
+    *("indices", "rating", "diversity", "rouge"),
 )
 """The functions of `rewards.verifiable`, by name."""
 

@@ -206,6 +206,42 @@ def ordering(
     return scores
 
 
+def indices(completions: list[str], answer: list[Sequence[int] | str], tag: str = "answer") -> list[float | None]:
+    """Intersection over union of the written set of whole numbers and the expected one: key frames by their numbers."""
+    scores: list[float | None] = []
+    for completion, expected in zip(completions, answer, strict=True):
+        truth = set(numbers_in(expected) if isinstance(expected, str) else map(float, expected))
+        written = set(numbers_in(answer_in(completion, tag) or ""))
+        scores.append(len(truth & written) / len(truth | written) if truth else None)
+    return scores
+
+
+def rating(
+    completions: list[str],
+    answer: list[float],
+    tag: str = "answer",
+    scale: float = 0.3,
+    low: float = 1.0,
+    high: float = 5.0,
+) -> list[float | None]:
+    """exp(-|written - expected| / scale), both clipped to [low, high]; 0 for anything but one number: Q-Hawkeye.
+
+    Raises ValueError where an expected answer is no number.
+    """
+    scores: list[float | None] = []
+    for row, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
+        truth = number_in(str(expected))
+        if str(expected) == "":
+            scores.append(None)
+            continue
+        if truth is None:
+            raise ValueError(f"rating: the answer of row {row} is {expected!r}, which is not one number")
+        written = number_in(answer_in(completion, tag) or "")
+        near, far = min(max(truth, low), high), None if written is None else min(max(written, low), high)
+        scores.append(0.0 if far is None else math.exp(-abs(far - near) / scale))
+    return scores
+
+
 def _neighbours(pieces: Sequence[int], columns: int) -> set[tuple[int, int, str]]:
     right = {(a, pieces[k + 1], "right") for k, a in enumerate(pieces[:-1]) if (k + 1) % columns}
     return right | {(a, pieces[k + columns], "below") for k, a in enumerate(pieces[:-columns])}

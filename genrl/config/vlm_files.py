@@ -17,8 +17,14 @@ from rewards.completions import GIVEN, resolve_text
 from rewards.contract import nearest
 
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-GENERATED = ("answer", "question")
-"""Columns of the generated tasks."""
+GENERATED = ("answer", "question", "level")
+"""Columns of the generated tasks; some have more."""
+FURTHER = {
+    "box": ("box",),
+    "point": ("box",),
+    "key_frames": ("frames", "about", "truth"),
+    "scenes": ("caption",),
+}
 
 Finding = tuple[KeyPath, str]
 
@@ -26,7 +32,9 @@ Finding = tuple[KeyPath, str]
 def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     """What is wrong, each with its key; remarks that stop nothing go to `notes`."""
     yield from _model(config, notes)
-    columns: list[tuple[str, list[str]]] = [("name", list(GENERATED))] if config.task.name else []
+    columns: list[tuple[str, list[str]]] = []
+    if config.task.name:
+        columns.append(("name", [*GENERATED, *FURTHER.get(config.task.name, ())]))
     for name, source in (("train", config.task.train), ("eval", config.task.eval)):
         if source is None:
             continue

@@ -11,7 +11,8 @@ from genrl.config.vlm import VLMConfig
 from genrl.prompts import PromptError
 from genrl.prompts import read as read_prompts
 from genrl.vlm.processor import Prompt
-from genrl.vlm.tasks.shapes import Row, Split, row
+from genrl.vlm.tasks import row
+from genrl.vlm.tasks.rows import Row, Split
 
 
 class Questions:

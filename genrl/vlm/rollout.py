@@ -14,7 +14,7 @@ from genrl.mdp.noise import generator
 from genrl.objectives import group_filters
 from genrl.vlm.generation import Sampling, generate
 from genrl.vlm.policy import Encoded, Policy
-from genrl.vlm.tasks.shapes import Row
+from genrl.vlm.tasks.rows import Row
 from rewards.completions import load_text, score_completions
 from rewards.contract import Reward, Scores
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
+from golden_cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -217,3 +220,28 @@ def test_retrieved_pages_count_by_their_place() -> None:
     assert v.ndcg_of(["a", "x", "b"], ["a", "b"]) == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
     assert v.ndcg_of(["b", "a"], ["a", "b"]) == 1.0 and v.ndcg_of(["a", "a", "b"], ["a", "b"]) == 1.0
     assert v.ndcg_of(["x"], ["a"]) == 0.0 == v.ndcg_of(["x"], [])
+
+
+def test_key_frames_by_overlap_and_ratings_by_distance() -> None:
+    texts = ["<answer> 2 3 </answer>", "<answer> 3, 4 </answer>", "<answer> none </answer>", "2 3"]
+    assert v.indices(texts, ["2 3"] * 4) == [1.0, 1 / 3, 0.0, 0.0]
+    assert v.indices(["<answer> 1 </answer>"], [""]) == [None] and v.indices(["<answer> 1 </answer>"], [[1, 2]]) == [
+        0.5
+    ]
+    texts = ["<answer> 3.5 </answer>", "<answer> 9 </answer>", "<answer> good </answer>"]
+    assert v.rating(texts, [3.2, 5, 5]) == pytest.approx([math.exp(-1), 1.0, 0.0])
+    assert v.rating(texts[:1], [""]) == [None]
+    with pytest.raises(ValueError, match="the answer of row 0 is 'bad', which is not one number"):
+        v.rating(texts[:1], ["bad"])
+
+
+def test_ratings_are_those_of_the_golden_arrays(golden: Callable[[str], Mapping[str, np.ndarray]]) -> None:
+    checked = 0
+    for case in cases(golden("vlm_q_hawkeye")):
+        if "scores" in case:
+            scores = case["scores"]
+            truth = case["gt"].repeat_interleave(scores.numel() // len(case["gt"])).tolist()
+            texts = [f"<answer> {value!r} </answer>" for value in scores.flatten().tolist()]  # nan: no number
+            assert v.rating(texts, truth) == pytest.approx(case["reward"].flatten().tolist(), abs=1e-9)
+            checked += 1
+    assert checked

@@ -12,22 +12,24 @@ import vlm_runs
 from PIL import Image
 from run_folders import rows
 
+from genrl.vlm import tasks
 from genrl.vlm.data import Questions
 from genrl.vlm.pictures import black, degraded, masked, with_pictures
 from genrl.vlm.processor import open_image
 from genrl.vlm.tasks import shapes
+from genrl.vlm.tasks.rows import Row
 from genrl.vlm.train import train
 from genrl.world import Scene
 
 
-def pixels(row: shapes.Row) -> np.ndarray:
+def pixels(row: Row) -> np.ndarray:
     (picture,) = [part for part in row.prompt.parts if isinstance(part, Image.Image)]
     return np.array(picture)
 
 
 class TestShapes:
     def test_a_row_is_a_function_of_its_number(self) -> None:
-        first, again, other = (shapes.row("shapes", "train", k) for k in (3, 3, 4))
+        first, again, other = (tasks.row("shapes", "train", k) for k in (3, 3, 4))
         assert first.columns == again.columns and np.array_equal(pixels(first), pixels(again))
         assert not np.array_equal(pixels(first), pixels(other))
 
@@ -57,7 +59,7 @@ def written(folder: Path, number: int, name: str) -> str:
     """A .jsonl file of generated questions, pictures beside it."""
     lines = []
     for k in range(number):
-        row = shapes.row("count", "train", k)
+        row = tasks.row("count", "train", k)
         Image.fromarray(pixels(row)).save(folder / f"{name}-{k}.png")
         lines.append(
             json.dumps(
@@ -76,7 +78,7 @@ def test_a_run_on_a_file(tmp_path: Path) -> None:
 
 
 def test_a_data_set_with_pictures(tmp_path: Path) -> None:
-    made = [shapes.row("count", "train", k) for k in range(3)]
+    made = [tasks.row("count", "train", k) for k in range(3)]
     columns = {
         "prompt": [str(row.columns["question"]) for row in made],
         "image": [Image.fromarray(pixels(row)) for row in made],
@@ -106,7 +108,7 @@ def test_a_prompt_longer_than_the_model_is_named(tmp_path: Path) -> None:
 
 
 def test_spoilt_pictures_keep_their_size() -> None:
-    prompt, rng = shapes.row("count", "train", 0).prompt, np.random.default_rng(0)
+    prompt, rng = tasks.row("count", "train", 0).prompt, np.random.default_rng(0)
     before = np.array(prompt.parts[0])
     for change in (masked(0.5, 16), degraded, black):
         spoilt = with_pictures(prompt, change, rng).parts[0]

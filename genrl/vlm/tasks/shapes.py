@@ -1,39 +1,27 @@
 """Questions about coloured shapes on a grid of 3 x 3 cells: how many there are, and which colour most of them have.
 
-A row is a pure function of its split, its task and its number. A picture's *arrangement* is the set of cells in which
+A picture's *arrangement* is the set of cells in which
 it has a shape; every fourth arrangement is held out, so held-out pictures are arranged as no training picture is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from PIL import Image
 
-from genrl.mdp.noise import derive_seed
-from genrl.vlm.processor import Prompt
+from genrl.vlm.tasks.rows import Drawn, Split
 from genrl.world import SIZE, Scene, Thing, draw
 from rewards.shapes import COLOURS, SHAPES
 
-Split = Literal["train", "eval"]
 Task = Literal["count", "colour", "shapes"]
 
 PICTURE = 48  # pixels
 CELLS = 3  # a side
 MOST = 6  # shapes in a picture
-
-
-@dataclass(frozen=True)
-class Row:
-    """One question. `columns` are for the rewards; they have at least `answer`. `name` is its key, within its split."""
-
-    name: str
-    prompt: Prompt
-    columns: dict[str, Any]
 
 
 def held_out(cells: tuple[int, ...]) -> bool:
@@ -88,9 +76,7 @@ QUESTIONS: dict[str, Callable[[np.random.Generator, Split], tuple[Scene, str, st
 """By name of the task; "shapes" asks both kinds of question, mixed evenly."""
 
 
-def row(task: Task, split: Split, number: int) -> Row:
-    """The question of this number. Its picture is `PICTURE` pixels wide and high."""
-    name = f"{task}/{split}/{number}"
-    drawn, question, answer = QUESTIONS[task](np.random.default_rng(derive_seed(name)), split)
-    picture = Image.fromarray(draw(drawn, PICTURE))
-    return Row(name, Prompt((picture, question), where=name), {"answer": answer, "question": question})
+def drawn(task: Task, rng: np.random.Generator, split: Split) -> Drawn:
+    """A picture of `PICTURE` pixels with its question. The more shapes, the higher the level."""
+    found, question, answer = QUESTIONS[task](rng, split)
+    return Drawn((Image.fromarray(draw(found, PICTURE)), question), answer, len(found.things))
