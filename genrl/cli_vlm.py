@@ -65,21 +65,22 @@ def evaluate(model: Path, config: VLMConfig, *, questions: int | None, out: Path
 
     from genrl.cli_tables import console, safe
     from genrl.runtime.progress import Progress
+    from genrl.vlm import artefacts
     from genrl.vlm.data import Questions
     from genrl.vlm.evaluate import figures, judge
-    from genrl.vlm.folder import load_trained
-    from genrl.vlm.policy import Policy
+    from genrl.vlm.folder import load_trained, open_policy
     from genrl.vlm.rollout import open_rewards
 
     if questions is not None:
         config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"questions": questions})})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     is_run = (model / "config.yaml").is_file()
-    policy = load_trained(config, model, device=device) if is_run else Policy(str(model), device=device)
+    policy = load_trained(config, model, device=device) if is_run else open_policy(config, device, str(model))
     asked = Questions(config, "eval")
     with Progress(1, unit="answers") as progress:
         progress.phase("evaluating", len(asked))
-        found = judge(policy, config, open_rewards(config), asked, range(len(asked)), advance=progress.advance)
+        ask = judge if config.vlm.output == "text" else artefacts.judge
+        found = ask(policy, config, open_rewards(config), asked, range(len(asked)), advance=progress.advance)
     scores = figures(config, found)
     table = Table("", "mean", "95 % interval", title=safe(f"{model}, {len(asked)} questions"), title_justify="left")
     low, high = scores["eval/accuracy_low"], scores["eval/accuracy_high"]

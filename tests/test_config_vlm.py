@@ -17,7 +17,7 @@ from genrl.cli import app
 from genrl.config import ConfigError, VLMConfig, check_files, dump, json_schema, load, load_located
 from genrl.config import vlm as sections
 from genrl.config.messages import all_keys
-from genrl.config.vlm_rules import ELSEWHERE
+from genrl.config.vlm_rules import CRITICS, MASKED
 from genrl.vlm import recipe
 from genrl.vlm.compose import preset_of
 from genrl.vlm.presets import PRESETS
@@ -87,7 +87,7 @@ class TestShipped:
 class TestNames:
     def test_the_presets_are_those_of_the_table(self) -> None:
         assert get_args(sections.PresetName) == tuple(PRESETS)
-        assert set(ELSEWHERE) < set(PRESETS)
+        assert set(MASKED) < set(PRESETS)
 
     def test_the_rules_are_all_of_the_verifiable_rewards(self) -> None:
         public = [
@@ -98,7 +98,7 @@ class TestNames:
         taking = [n for n in public if not n.startswith("_") and n not in HELPERS]
         assert sorted(taking) == sorted(RULES)
 
-    @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ELSEWHERE])
+    @pytest.mark.parametrize("name", [name for name in PRESETS if name not in (*CRITICS, *MASKED)])
     def test_a_preset_is_itself(self, name: str, tmp_path: Path) -> None:
         epochs = 2 if name == "reg_grpo" else 1
         found = preset_of(made(tmp_path, trainer={"preset": name, "epochs": epochs}))

@@ -61,12 +61,23 @@ class VLM(Section):
     path: Text
     """Folder or hub id of a transformers image-text-to-text model with its processor; for other outputs as
     docs/sequence_policies.md says."""
-    output: Literal["text", "image"] = "text"
-    """What it answers: text about pictures; a picture by tokens (Janus)."""
+    output: Literal["text", "image", "masked_text"] = "text"
+    """What it answers: text about pictures; a picture by tokens (Janus); text, as a masked diffusion model."""
     lora: VLMLoRA | None = None
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and passes; log-probabilities and LoRA weights are always float32."""
+
+
+class Curriculum(Section):
+    """Easy questions first."""
+
+    column: Text = "level"
+    """Column with a number that grows with difficulty; generated tasks have `level`."""
+    start: Share = 0.25
+    """Share of the questions, the easiest ones, that the first iteration takes its own from."""
+    over: Count = 100
+    """Iterations over which the share grows to all."""
 
 
 class Task(Section):
@@ -82,10 +93,16 @@ class Task(Section):
     """Held-out data, same formats; needed while evaluation.every is above 0. Generated tasks have their own."""
     prompt: Text = "prompt"
     """Column with the question."""
-    image: Text = "image"
-    """Column with the picture: a file beside the .jsonl file, or a data set's picture, or a list of pictures."""
+    image: Text | None = "image"
+    """Column with the picture: a file beside the .jsonl file, or a data set's picture, or a list of pictures; null =
+    questions without any."""
     system: Text | None = None
     """System message before every question; null = none."""
+    curriculum: Curriculum | None = None
+    """Easy questions first (Jigsaw-R1); null = all from the start."""
+    passes: Annotated[int, Field(strict=True, ge=2)] | None = None
+    """Ask every training question so many times before training, and leave out those that the model never or always
+    answers rightly (MedVLThinker: 16); null = leave out none."""
 
 
 class Generation(Section):
@@ -104,6 +121,10 @@ class Generation(Section):
     guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
     """vlm.output image: scale of classifier-free guidance, in drawing and in the log-probabilities that are trained; 1
     = none, null = the model's own."""
+    elbo_samples: Count = 16
+    """BGPO: estimates of the bound that stands for an answer's log-probability (BGPO: 16)."""
+    denoising_steps: Count | None = None
+    """BGPO: steps in which an answer's places are filled; null = one place at a step."""
 
 
 class VLMReward(Section):

@@ -38,7 +38,7 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     for name, source in (("train", config.task.train), ("eval", config.task.eval)):
         if source is None:
             continue
-        if Path(source).suffix == ".jsonl":
+        if Path(source).suffix == ".jsonl" or (Path(source).suffix == ".txt" and config.vlm.output != "text"):
             try:
                 found = read_prompts(source, config.task.prompt)
             except PromptError as error:
@@ -46,7 +46,8 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
                 continue
             notes += [f"task.{name}: skipped {row}" for row in found.skipped[:10]]
             columns.append((name, found.column_names))
-            yield from _images(config, name, source, found)
+            if config.vlm.output == "text":
+                yield from _images(config, name, source, found)
         elif ":" in source:
             notes.append(f"task.{name}: {source} is a data set; it is read when training starts")
         else:
@@ -104,7 +105,14 @@ def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: lis
             notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
         declared = rewards.declaration(origin)
         pictures = [name for name in declared.takes if name in ("images", "pil_images", "pairs")]
-        if pictures:
+        if config.vlm.output == "image":
+            if not pictures:
+                yield (
+                    ("rewards", index, "name"),
+                    f"{reward.name} scores no pictures, and this model makes them; write shapes",
+                )
+                continue
+        elif pictures:
             text = f"{reward.name} scores {pictures[0]} of a sampler; here completions are scored"
             yield ("rewards", index, "name"), f"{text}; write exact, numeric, choice or a function of your own"
             continue

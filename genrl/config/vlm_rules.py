@@ -10,9 +10,8 @@ from genrl.config.combinations import Finding, ImpossibleConfig
 if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
 
-MASKED = "is of masked diffusion language models, and this run trains autoregressive ones"
-ELSEWHERE = {"bgpo": MASKED, "just_grpo": MASKED}
-"""Presets whose loss is there, but not what it is trained on here."""
+MASKED = ("bgpo", "just_grpo")
+"""Presets of masked diffusion language models."""
 PICTURED = ("vppo", "q_hawkeye", "tw_grpo", "grpo_care")
 """Presets that change the pictures of questions, or read the words of answers."""
 CRITICS = ("vl_dac", "poad")
@@ -64,15 +63,17 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         yield ("vlm.output", "environment"), f"a model whose output is {output} does not act; write text"
     if output != "text" and preset in PICTURED:
         yield ("trainer.preset", "vlm.output"), f"{preset} looks at the pictures of questions; nearest here: grpo"
-    if output == "text" and config.generation.guidance_scale is not None:
+    if output != "masked_text" and preset in MASKED:
+        text = f"{preset} is of masked diffusion language models; write output: masked_text, or preset: grpo"
+        yield ("trainer.preset", "vlm.output"), text
+    if output == "masked_text" and config.vlm.lora is not None:
+        yield ("vlm.lora", "vlm.output"), "all weights of a masked language model are trained; leave it out"
+    if output != "image" and config.generation.guidance_scale is not None:
         yield ("generation.guidance_scale", "vlm.output"), "only pictures are drawn with guidance; leave it out"
 
 
 def _updates(config: VLMConfig) -> Iterator[Finding]:
     trainer, generation = config.trainer, config.generation
-    if trainer.preset in ELSEWHERE:
-        text = f"{trainer.preset} {ELSEWHERE[trainer.preset]}; nearest: grpo"
-        yield ("trainer.preset",), text
     if trainer.updates > generation.prompts_per_iteration and trainer.preset not in CRITICS:
         text = f"{trainer.updates} updates need a group each; there are {generation.prompts_per_iteration}"
         yield ("trainer.updates", "generation.prompts_per_iteration"), text

@@ -16,15 +16,19 @@ from genrl.vlm import recipe
 from genrl.vlm.presets import PRESETS
 from genrl.vlm.recipe import Preset
 
-ONE: dict[str, tuple[type, ...]] = {"advantage": get_args(recipe.Advantage), "surrogate": get_args(recipe.Surrogate)}
+ONE: dict[str, tuple[type, ...]] = {
+    "advantage": get_args(recipe.Advantage),
+    "surrogate": get_args(recipe.Surrogate),
+    "group_loss": get_args(recipe.GroupLoss),
+}
 SEVERAL: dict[str, tuple[type, ...]] = {
     "transforms": get_args(recipe.Transform),
     "weights": get_args(recipe.TokenWeight),
     "regularisers": get_args(recipe.Regulariser),
     "reward_terms": get_args(recipe.RewardTerm),
 }
-NOT_HERE = (recipe.CriticAdvantage, recipe.LinearBound, recipe.ValueLoss)
-"""Choices that need a critic or a masked diffusion model."""
+NOT_HERE = (recipe.CriticAdvantage, recipe.ValueLoss)
+"""Choices that need a critic."""
 
 
 class _Wrong(Exception):
@@ -60,8 +64,10 @@ def _composed(config: VLMConfig) -> Preset:
             changes[key] = tuple(
                 _choice(one, kinds, ("trainer", key, k), _named(one, found)) for k, one in enumerate(written)
             )
-    if settings.surrogate is not None and base.group_loss is not None:
+    if settings.surrogate is not None and settings.group_loss is None and base.group_loss is not None:
         changes["group_loss"] = None
+    if settings.group_loss is not None and settings.surrogate is None and base.surrogate is not None:
+        changes["surrogate"] = None
     if settings.aggregation is not None:
         changes["aggregation"] = settings.aggregation
     advantage = changes.get("advantage", base.advantage)
@@ -122,6 +128,9 @@ def _impossible(config: VLMConfig, preset: Preset) -> Iterator[tuple[KeyPath, st
     if preset.group_loss is not None and micro is not None and micro < size:
         text = f"{preset.group_loss.name!r} is a loss of whole groups; write {size} (generation.group_size) or more"
         yield ("trainer", "micro_batch"), text
+    if isinstance(preset.surrogate, recipe.LinearBound) and config.vlm.output != "masked_text":
+        text = "its columns are bounds of a masked diffusion model; write vlm.output: masked_text, or surrogate: clip"
+        yield ("trainer", "surrogate"), text
     if isinstance(preset.advantage, recipe.NormaliseThenSum) and len(preset.advantage.weights) != len(config.rewards):
         text = f"{len(preset.advantage.weights)} weights for {len(config.rewards)} rewards; write one each"
         yield ("trainer", "advantage", "weights"), text

@@ -27,7 +27,7 @@ class Questions:
             self.number = task.rows if split == "train" else config.evaluation.questions
             return
         assert self.source is not None, "vlm_rules asks for it"
-        if Path(self.source).suffix == ".jsonl":
+        if Path(self.source).suffix in (".jsonl", ".txt"):
             try:
                 self.rows = read_prompts(self.source, task.prompt).rows
             except PromptError as error:
@@ -54,6 +54,8 @@ class Questions:
             where = f"{self.source}:{one.line}"
             columns = {key: value for key, value in one.columns.items() if key != task.image}
             pictures, text = one.columns.get(task.image), one.text
+        if self.config.vlm.output != "text":  # what is asked for is made, not looked at
+            return Row(where, Prompt((text,), system=task.system, where=where), columns)
         several = pictures if isinstance(pictures, list) else [pictures]
         if not several or any(picture is None for picture in several):
             raise ValueError(f"{where}: there is no picture in the column {task.image!r}")

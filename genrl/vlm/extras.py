@@ -111,9 +111,11 @@ def replayed(
     *,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probabilities, entropies) of all answers, [B, T] on the CPU, computed part by part (int64 rows)."""
-    found = torch.zeros(answers.tokens.shape)
-    entropies = torch.zeros(answers.tokens.shape) if entropy else None
+    """(log-probabilities, entropies) of all answers, [B, T] on the CPU, computed part by part (int64 rows); as wide as
+    the policy's log-probabilities are, which may be estimates of a bound (BGPO)."""
+    width = getattr(policy, "samples", None) or answers.tokens.shape[1]
+    found = torch.zeros(len(answers.tokens), width)
+    entropies = torch.zeros(found.shape) if entropy else None
     for rows in parts:
         one = policy.log_probs(
             prompts,

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime import checkpoint
 from genrl.runtime.loop import put_back
+from genrl.vlm.compose import preset_of
+from genrl.vlm.image_tokens import ImagePolicy
+from genrl.vlm.masked_text import MaskedPolicy
 from genrl.vlm.policy import ATTENTION, Lora, Policy
+from genrl.vlm.recipe import LinearBound
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -20,6 +25,22 @@ def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str
     settings = config.vlm.lora
     lora = None if settings is None else Lora(settings.rank, settings.alpha, settings.targets or ATTENTION)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.vlm.dtype]
+    if config.vlm.output == "image":
+        guidance = config.generation.guidance_scale
+        common: dict[str, Any] = {"lora": lora, "dtype": dtype, "device": device, "seed": config.seed}
+        drawing: Any = ImagePolicy(path or config.vlm.path, guidance=guidance, **common)
+        return drawing  # used as a Policy where both can the same
+    if config.vlm.output == "masked_text":
+        bounds = isinstance(preset_of(config).surrogate, LinearBound)
+        masked: Any = MaskedPolicy(
+            path or config.vlm.path,
+            length=config.generation.max_new_tokens,
+            samples=config.generation.elbo_samples if bounds else None,
+            steps=config.generation.denoising_steps,
+            dtype=dtype,
+            device=device,
+        )
+        return masked
     return Policy(path or config.vlm.path, lora=lora, dtype=dtype, device=device, seed=config.seed)
 
 
@@ -57,6 +78,8 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
         for file in Path(source).iterdir():
             if file.is_file() and not file.name.endswith(WEIGHTS) and not (out / file.name).exists():
                 shutil.copy(file, out / file.name)
+    elif isinstance(policy, MaskedPolicy):
+        policy.tokenizer.save_pretrained(out)
     else:
         policy.tokenizer.save_pretrained(out)
         policy.processor.image_processor.save_pretrained(out)

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from genrl.objectives import group_losses, token_surrogates, token_weights
+from genrl.objectives.advantages import best_and_worst
 from genrl.objectives.masked_diffusion import linear_bound_loss
 from genrl.objectives.policy_losses import SurrogateOutput, kl_k2, kl_k3
+from genrl.objectives.preference import dpo_loss
 from genrl.objectives.token_aggregation import aggregate
 from genrl.objectives.token_regularisers import (
     clipped_value_loss,
@@ -26,7 +28,7 @@ from genrl.objectives.token_regularisers import (
     perception_loss,
     sampled_entropy,
 )
-from genrl.objectives.tokens import masked, mean_log_ratio, row_mean, sequence_log_ratio, token_mean
+from genrl.objectives.tokens import masked, mean_log_ratio, row_mean, row_sum, sequence_log_ratio, token_mean
 from genrl.vlm import recipe
 from genrl.vlm.estimate import band_tokens
 from genrl.vlm.recipe import Preset
@@ -155,6 +157,14 @@ def _group_loss(choice: recipe.GroupLoss, batch: TokenBatch, log_prob: Tensor, o
             score = row_mean(masked(log_prob, batch.mask), batch.mask)
             rewards = given(batch, "rewards", "distribution matching")
             return group_losses.distribution_matching_loss(score, rewards, batch.group, tau=tau).sum() / batch.groups
+        case recipe.Preference(beta):
+            sign = best_and_worst(given(batch, "rewards", "the preference"), batch.group)
+            best, worst = (
+                (sign == side).nonzero()[:, 0] for side in (1, -1)
+            )  # by group, since rows of one are together
+            own = row_sum(log_prob, batch.mask)
+            ref = row_sum(given(batch, "ref_log_prob", "the preference"), batch.mask)
+            return dpo_loss(own[best], own[worst], ref[best], ref[worst], beta=beta).loss.sum() / batch.groups
 
 
 def _regulariser(

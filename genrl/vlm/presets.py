@@ -31,6 +31,7 @@ from genrl.vlm.recipe import (
     NormaliseThenSum,
     OffPolicyMask,
     Perception,
+    Preference,
     Preset,
     RankQuantiles,
     Regression,
@@ -217,6 +218,14 @@ REAL = Preset(_Z, None, "seq_mean", group_loss=Classification(), source="REAL; g
 DMPO = Preset(
     _Z, None, "seq_mean", group_loss=DistributionMatching(), source="abstract", notes="experimental: inferred"
 )
+DPO = Preset(
+    _Z,
+    None,
+    "seq_mean",
+    group_loss=Preference(),
+    source="arXiv 2305.18290; on pairs of its own drawings as in the study of Janus-Pro, arXiv 2505.17017",
+    notes="the best and the worst of each group are the pair; the reference is the model before training",
+)
 
 # --- agents with a critic: advantages come from genrl.objectives.token_credit, run over episodes
 
@@ -331,6 +340,7 @@ PRESETS: dict[str, Preset] = {
     "reg_grpo": REG_GRPO,
     "real": REAL,
     "dmpo": DMPO,
+    "dpo": DPO,
     "vl_dac": VL_DAC,
     "poad": POAD,
     "bgpo": BGPO,

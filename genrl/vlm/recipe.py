@@ -399,7 +399,16 @@ class DistributionMatching:
     name: Literal["distribution_matching"] = "distribution_matching"
 
 
-GroupLoss = Regression | Classification | DistributionMatching
+@dataclass(frozen=True)
+class Preference:
+    """`preference.dpo_loss` of the best and the worst row of each group, l summed over the row, against `ref_log_prob`:
+    DPO on pairs that the policy has just drawn. A group without spread has no pair, and counts in the mean."""
+
+    beta: float = 0.1
+    name: Literal["preference"] = "preference"
+
+
+GroupLoss = Regression | Classification | DistributionMatching | Preference
 
 # --- regularisers, added
 
@@ -522,9 +531,10 @@ class ExtraForward:
 def extra_forwards(preset: Preset) -> tuple[ExtraForward, ...]:
     """The further forwards that the preset's choices read, each once."""
     wanted = []
-    for choice in (*preset.reward_terms, *preset.transforms, *preset.weights, *preset.regularisers):
+    choices = (*preset.reward_terms, *preset.transforms, *preset.weights, *preset.regularisers, preset.group_loss)
+    for choice in choices:
         match choice:
-            case Kl() | KlInReward():
+            case Kl() | KlInReward() | Preference():
                 wanted.append(ExtraForward("ref", model="ref"))
             case TopDependency() | TrajectoryDependency():
                 wanted.append(ExtraForward("masked_image", image="masked"))

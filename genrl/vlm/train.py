@@ -14,10 +14,11 @@ from accelerate.utils import gather_object, set_seed
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.loop import Abandoned, Loop, adamw, begin, claim, logger_of, make_accelerator, say_end
 from genrl.runtime.metrics import check_trackers
+from genrl.runtime.pictures import save_samples
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, write_atomic
 from genrl.runtime.signals import Stop, Watchdog
-from genrl.vlm import trainer
+from genrl.vlm import artefacts, trainer
 from genrl.vlm.compose import preset_of
 from genrl.vlm.data import Questions
 from genrl.vlm.evaluate import Judged, figures, judge
@@ -133,11 +134,12 @@ class Judge:
     def __init__(self, config: VLMConfig, policy: Policy, opened: dict[str, Reward], loop: Loop) -> None:
         self.config, self.policy, self.opened, self.loop = config, policy, opened, loop
         self.questions: Questions | None = None
+        self.shown = artefacts.Shown()
 
     def __call__(self, iteration: int) -> dict[str, float]:
         found = self._asked(blind=False)
         row = figures(self.config, found)
-        if iteration == 0 and self.config.evaluation.blind:
+        if iteration == 0 and self.config.evaluation.blind and self.config.vlm.output == "text":
             blind = figures(self.config, self._asked(blind=True))["eval/accuracy_mean"]
             row["eval/accuracy_blind"] = blind
             if row["eval/accuracy_mean"] - blind < SEEN:
@@ -155,15 +157,18 @@ class Judge:
             self.questions = Questions(self.config, "eval")
         numbers = np.array_split(np.arange(len(self.questions)), loop.accelerator.num_processes)
         loop.phase("evaluating", len(self.questions))
-        mine = judge(
+        asked = (
             self.policy,
             self.config,
             self.opened,
             self.questions,
             numbers[loop.accelerator.process_index].tolist(),
-            blind=blind,
-            advance=loop.advance_or_leave,
         )
+        if self.config.vlm.output == "text":
+            mine = judge(*asked, blind=blind, advance=loop.advance_or_leave)
+        else:
+            self.shown = artefacts.Shown()
+            mine = artefacts.judge(*asked, shown=self.shown, advance=loop.advance_or_leave)
         every = gather_object([mine])
         found: Judged = every[0]
         for part in every[1:]:
@@ -176,6 +181,11 @@ class Judge:
             for k, (name, text) in enumerate(zip(found.names[:SHOWN], found.texts, strict=False))
         ]
         self.loop.run.samples.mkdir(parents=True, exist_ok=True)
+        if self.shown.images:
+            number = len(self.shown.images)
+            scores = {label: values[:number] for label, values in found.scores.items()}
+            sheet = save_samples(self.loop.run.samples, iteration, self.shown.images, found.names[:number], scores)
+            self.loop.log.log_picture(iteration, "samples/grid", sheet)
         write_atomic(self.loop.run.samples / f"step-{iteration:06d}.jsonl", "\n".join(lines) + "\n")
 
 

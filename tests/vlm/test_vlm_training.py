@@ -13,7 +13,7 @@ import vlm_runs
 from run_folders import differences, rows, start_ranks, wait
 from torch import Tensor
 
-from genrl.config.vlm_rules import ELSEWHERE
+from genrl.config.vlm_rules import CRITICS, MASKED
 from genrl.vlm import trainer
 from genrl.vlm.data import Questions
 from genrl.vlm.evaluate import figures, judge
@@ -24,7 +24,7 @@ from genrl.vlm.rollout import Answers, open_rewards, order
 from genrl.vlm.session import Session
 from genrl.vlm.train import train
 
-RUNS = [name for name in PRESETS if name not in ELSEWHERE]
+RUNS = [name for name in PRESETS if name not in (*CRITICS, *MASKED)]
 
 
 def naive_log_probs(policy: Policy, answers: Answers) -> Tensor:
