@@ -12,6 +12,7 @@ from torch import Tensor
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
 from genrl.objectives import group_filters
+from genrl.vlm.dealing import padded
 from genrl.vlm.generation import Sampling, generate
 from genrl.vlm.policy import Encoded, Policy
 from genrl.vlm.tasks.rows import Row
@@ -80,11 +81,6 @@ def joined(parts: Sequence[Answers]) -> Answers:
         torch.cat([part.cut for part in parts]),
         {label: torch.cat([part.scores[label] for part in parts]) for label in parts[0].scores},
     )
-
-
-def padded(values: Tensor, length: int) -> Tensor:
-    """[B, T] -> [B, length], with zeros on the right."""
-    return torch.nn.functional.pad(values, (0, length - values.shape[1]))
 
 
 def order(number: int, seed: int, first: int, count: int) -> list[int]:

@@ -3,46 +3,28 @@ processes, and what is measured of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
 
 from genrl.config.vlm import VLMConfig
-from genrl.mdp.noise import generator
 from genrl.runtime.loop import Loop
+from genrl.vlm import artefacts
 from genrl.vlm.data import Questions
+from genrl.vlm.dealing import Update, dealt, everyones, ours
 from genrl.vlm.estimate import Estimate, estimate
 from genrl.vlm.extras import Average, Needed, computed
 from genrl.vlm.policy import Policy
-from genrl.vlm.recipe import Preset
-from genrl.vlm.rollout import Answers, draw, joined, order, padded, totals, worth
-from genrl.vlm.token_batch import TokenBatch, micro_batches
+from genrl.vlm.recipe import LinearBound, Preset
+from genrl.vlm.rollout import Answers, draw, joined, order, totals, worth
+from genrl.vlm.token_batch import TokenBatch
 from rewards.contract import Reward
 
 SAMPLER_GAP = 0.1
 """Mean difference of log-probabilities between sampler and trainer above which something is wrong (spec 6.3)."""
-
-
-PER_TOKEN = ("mask", "sampler", "old", "ref", "entropy", "masked_image", "ema", "answer_mask", "divergence")
-"""Tensors [B, T]; others have a row's numbers."""
-
-
-class Update(NamedTuple):
-    """One optimiser step's share of an iteration.
-
-    parts: int64 rows of this process, micro-batch by micro-batch. passes: those of the process that has most.
-    rows, tokens, groups: of all processes together.
-    """
-
-    parts: list[Tensor]
-    passes: int
-    rows: int
-    tokens: int
-    groups: int
 
 
 class Estimated(NamedTuple):
@@ -68,6 +50,11 @@ class Session:
     opened: Mapping[str, Reward]
     questions: Questions
 
+    @property
+    def bounds(self) -> bool:
+        """Whether the columns of the log-probabilities are estimates of a bound instead of tokens: BGPO."""
+        return isinstance(self.preset.surrogate, LinearBound)
+
     def draw(self) -> tuple[Answers, dict[str, float]]:
         """This process's groups of the iteration, and figures of all processes' answers, those left out included."""
         config, loop = self.config, self.loop
@@ -81,7 +68,7 @@ class Session:
             first = loop.memory.get("questions", 0)
             numbers = order(len(self.questions), config.seed, first, wanted)[rank * share : (rank + 1) * share]
             with loop.timed("rollout"):
-                found = draw(
+                found = (draw if config.vlm.output == "text" else artefacts.draw)(
                     self.policy,
                     config,
                     self.opened,
@@ -131,83 +118,45 @@ class Session:
         counts = gather_object([len(answers.rows)])
         if sum(counts) == 0:
             return None
-        parts, updates = self._dealt(answers, counts)
+        size, settings = config.generation.group_size, config.trainer
+        sizes = {"updates": settings.updates, "micro": settings.micro_batch}
+        updates = dealt(self.preset, answers.mask, size, **sizes, seed=config.seed, loop=loop)
+        parts = [part for update in updates for part in update.parts]
         loop.phase("estimating", 0)
         with loop.timed("estimate"):
             mine: dict[str, Any] = computed(
                 self.policy, self.reference, self.average, answers, parts, self.need, config, loop.iteration
             )
-        mine |= {"mask": answers.mask, "sampler": answers.sampler_log_prob, "rewards": totals(config, answers.scores)}
-        every = gather_object([{"tensors": mine, "prompts": [row.name for row in answers.rows]}])
-        longest = max(one["tensors"]["mask"].shape[1] for one in every)
-        whole = {
-            name: torch.cat([padded(v, longest) if name in PER_TOKEN else v for v in values])
-            for name in mine
-            if (values := [one["tensors"][name] for one in every])
-        }
-        size = config.generation.group_size
+        mine |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}
+        if self.bounds:
+            mine["mask"] = torch.ones(mine["old"].shape, dtype=torch.bool)
+        else:
+            mine["sampler"] = answers.sampler_log_prob
+        whole = everyones(mine)
         batch = TokenBatch(
             mask=whole.pop("mask"),
             group=torch.arange(sum(counts)).repeat_interleave(size),
             rewards=whole.pop("rewards"),
             old_log_prob=whole.pop("old"),
-            sampler_log_prob=whole.pop("sampler"),
+            sampler_log_prob=whole.pop("sampler", None),
             ref_log_prob=whole.pop("ref", None),
             extra=whole,
         )
-        prompts = [name for one in every for name in one["prompts"]]
+        prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
         found = estimate(self.preset, batch, prompts=prompts, visits=visits)
         if found.visits:
             loop.memory["visits"] = {name: list(entry) for name, entry in found.visits.items()}
-        gap = found.metrics["sampler_gap_mean"]
-        if loop.iteration == 0 and not gap <= SAMPLER_GAP:
-            raise RuntimeError(
-                f"the trainer scores the sampler's tokens otherwise: log-probabilities differ by {gap:.3g} on average "
-                "before any training. Look for another resizing of pictures, chat template, position ids or precision."
-            )
-        first = sum(counts[:rank]) * size
-        own = found.batch.select(torch.arange(first, first + counts[rank] * size))
-        length = answers.mask.shape[1]
-        own = _cut(own, length)
-        rows = torch.arange(counts[rank] * size)
-        return Estimated(replace(own, extra={**own.extra, "row": rows}), found, updates)
-
-    def _dealt(self, answers: Answers, counts: Sequence[int]) -> tuple[list[Tensor], list[Update]]:
-        """This process's rows in micro-batches, and the updates that they belong to: whole groups each, in an order
-        that the seed decides, the same for any number of processes."""
-        config, rank, size = self.config, self.loop.accelerator.process_index, self.config.generation.group_size
-        bare = TokenBatch(answers.mask, answers.group, extra={"row": torch.arange(len(answers.texts))})
-        lengths = gather_object([answers.mask.sum(1).reshape(len(answers.rows), size).sum(1)])  # tokens of each group
-        tokens = torch.cat(lengths)
-        ends = torch.tensor(counts).cumsum(0)
-        shuffled = torch.randperm(sum(counts), generator=generator(config.seed, "updates", self.loop.iteration))
-        updates = []
-        for some in shuffled.tensor_split(min(config.trainer.updates, sum(counts))):
-            owner = torch.bucketize(some, ends, right=True)
-            own = (some[owner == rank] - sum(counts[:rank])).sort().values
-            rows = (own[:, None] * size + torch.arange(size)).flatten()
-            micro = config.trainer.micro_batch or len(some) * size
-            made = [p.extra["row"] for p in micro_batches(self.preset, bare.select(rows), micro)] if len(rows) else []
-            updates.append(Update(made, 0, len(some) * size, int(tokens[some].sum()), len(some)))
-        most = [max(lengths) for lengths in zip(*gather_object([[len(u.parts) for u in updates]]), strict=True)]
-        updates = [update._replace(passes=passes) for update, passes in zip(updates, most, strict=True)]
-        return [part for update in updates for part in update.parts], updates
+        if loop.iteration == 0 and not self.bounds:
+            check_gap(found.metrics["sampler_gap_mean"])
+        own = ours(found.batch, [count * size for count in counts], rank, mine["mask"].shape[1])
+        return Estimated(own, found, updates)
 
 
-def _cut(batch: TokenBatch, length: int) -> TokenBatch:
-    """Without the padding that other processes' longer answers brought."""
-
-    def short(value: Tensor | None) -> Tensor | None:
-        return value[:, :length] if value is not None and value.dim() == 2 else value  # [B, 1] stays as it is
-
-    return replace(
-        batch,
-        mask=batch.mask[:, :length],
-        old_log_prob=short(batch.old_log_prob),
-        sampler_log_prob=short(batch.sampler_log_prob),
-        ref_log_prob=short(batch.ref_log_prob),
-        advantage=short(batch.advantage),
-        weight=short(batch.weight),
-        extra={name: value[:, :length] if name in PER_TOKEN else value for name, value in batch.extra.items()},
-    )
+def check_gap(gap: float) -> None:
+    """Raise RuntimeError where sampler and trainer do not see the same."""
+    if not gap <= SAMPLER_GAP:
+        raise RuntimeError(
+            f"the trainer scores the sampler's tokens otherwise: log-probabilities differ by {gap:.3g} on average "
+            "before any training. Look for another resizing of pictures, chat template, position ids or precision."
+        )

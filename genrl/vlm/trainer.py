@@ -11,12 +11,13 @@ from torch import Tensor
 
 from genrl.objectives import decay
 from genrl.vlm import recipe
+from genrl.vlm.dealing import Update
 from genrl.vlm.extras import degraded_prompts
 from genrl.vlm.policy import Encoded
 from genrl.vlm.policy_loss import policy_loss
 from genrl.vlm.recipe import Preset
 from genrl.vlm.rollout import Answers
-from genrl.vlm.session import Estimated, Session, Update
+from genrl.vlm.session import Estimated, Session
 
 ON_POLICY = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """How far a log-probability may be from that before the update where nothing was trained yet."""
@@ -42,7 +43,7 @@ def train(session: Session) -> None:
             found = ready.found.metrics
             row |= {"advantage/abs_mean": found["advantage_abs_mean"]}
             row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
-            row |= {"sampler/gap_mean": found["sampler_gap_mean"], "sampler/gap_max": found["sampler_gap_max"]}
+            row |= {f"sampler/{n}": found[f"sampler_{n}"] for n in ("gap_mean", "gap_max") if not session.bounds}
             row |= learn(session, answers, ready)
         row["lr"] = session.loop.optimizer.param_groups[0]["lr"]
         session.loop.finish(row)
