@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -505,6 +506,8 @@ def save_half(pipeline: StableDiffusion3Pipeline | StableDiffusionPipeline, fold
     for config in temporary.glob("text_encoder*/config.json"):
         # transformers 5 loads in the dtype named here, diffusers in float32: without this a plain call mixes the two
         config.write_text(config.read_text().replace('"dtype": "float16"', '"dtype": "float32"'))
+    for config in temporary.rglob("*.json"):  # where it was built is nobody's business
+        config.write_text(re.sub(r'^ *"_name_or_path": ".*",\n', "", config.read_text(), flags=re.MULTILINE))
     index = temporary / "model_index.json"  # transformers 5 writes its new name of the class; 4 knows the old one only
     index.write_text(index.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
     shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -153,3 +155,9 @@ def test_the_tokenizer_has_one_token_per_grammar_word_and_letters_for_the_rest(r
     for caption in longest:
         assert len(tokenizer(caption).input_ids) <= tokenizer.model_max_length == 16
         assert AutoTokenizer.from_pretrained(folder)(caption).input_ids == tokenizer(caption).input_ids
+
+
+def test_embedded_models_do_not_say_where_they_were_built() -> None:
+    configs = [path for path in Path("assets").rglob("*.json") if path.parent != Path("assets")]
+    assert len(configs) > 20
+    assert not [path for path in configs if '"/' in path.read_text(encoding="utf-8")]

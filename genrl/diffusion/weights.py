@@ -86,7 +86,7 @@ class Weights:
     def use(self, name: str) -> Iterator[None]:
         """Within the block the models run with snapshot `name`; by pointer, without copies, unless sharded.
 
-        Not to be entered between a forward pass whose gradients are still wanted and its backward pass.
+        To be left before the backward pass of a forward pass that was made outside of it.
         """
         kept = self.snapshots[name]
         if self.is_sharded:  # FSDP gathers from memory of its own, which a change of pointer does not reach
