@@ -721,9 +721,25 @@ _LANGUAGE = {
         "nats",
     ),
     "sampler/gap_max": MetricDoc("its largest value", "As `sampler/gap_mean`.", "nats"),
+    "sampler/gap_k3": MetricDoc(
+        "mean over tokens of exp(d) - d - 1, d = log-prob of the trainer - log-prob of the sampler: estimates the KL "
+        "from the sampler's distribution to the trainer's",
+        "Beside `kl` and the clip range: how far off the policy that drew is.",
+        "nats",
+    ),
+    "sampler/corrected": MetricDoc(
+        "tokens whose importance weight the limits of `engine_mismatch` changed / tokens",
+        "Near 0. High: sampler and trainer differ too much for the correction; find out why.",
+        "share 0..1",
+    ),
     "entropy/sampled": MetricDoc(
         "mean of -log-prob over the tokens of the answers; mean over updates",
         "How much is still tried out. Below 0.05 while answers are wrong: lower the learning rate.",
+        "nats",
+    ),
+    "ratio/drift": MetricDoc(
+        "mean of (log-prob when sampled - log-prob now) over the tokens, before each update; mean over updates",
+        "Estimates how far the updates of an iteration have moved (KL of old to new). POAD stops at 0.02.",
         "nats",
     ),
     "ratio/max": MetricDoc(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.objectives import decay
+from genrl.runtime.loop import Loop
 from genrl.vlm import recipe
 from genrl.vlm.dealing import Update
 from genrl.vlm.extras import degraded_prompts
@@ -18,6 +20,7 @@ from genrl.vlm.policy_loss import policy_loss
 from genrl.vlm.recipe import Preset
 from genrl.vlm.rollout import Answers
 from genrl.vlm.session import Estimated, Session
+from genrl.vlm.token_batch import TokenBatch
 
 ON_POLICY = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """How far a log-probability may be from that before the update where nothing was trained yet."""
@@ -30,8 +33,11 @@ NAMES = {
     "kl_k2": "kl",
     "kl_k3": "kl",
     "kl_k3_clamped": "kl",
+    "drift": "ratio/drift",
 }
 """From what `policy_loss` measures to the catalogue of metrics."""
+NORMS = {"policy": "grad_norm", "critic": "grad_norm/critic"}
+"""The same, from groups of parameters to the norms of their gradients."""
 
 
 def train(session: Session) -> None:
@@ -43,7 +49,8 @@ def train(session: Session) -> None:
             found = ready.found.metrics
             row |= {"advantage/abs_mean": found["advantage_abs_mean"]}
             row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
-            row |= {f"sampler/{n}": found[f"sampler_{n}"] for n in ("gap_mean", "gap_max") if not session.bounds}
+            gaps = {name.replace("_", "/", 1): value for name, value in found.items() if name.startswith("sampler_")}
+            row |= {} if session.bounds else gaps
             row |= learn(session, answers, ready)
         row["lr"] = session.loop.optimizer.param_groups[0]["lr"]
         session.loop.finish(row)
@@ -56,46 +63,63 @@ def learn(session: Session, answers: Answers, ready: Estimated) -> dict[str, flo
     spoilt = (
         degraded_prompts(session.policy, answers, session.config, loop.iteration) if session.need.degraded else None
     )
+
+    def scored(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        log_prob = forward(session, answers.prompts, answers, rows, entropy=session.need.entropy)
+        if spoilt is None:
+            return log_prob, {}
+        with torch.no_grad():
+            return log_prob, {"degraded": forward(session, spoilt, answers, rows).cpu()}
+
     figures: dict[str, list[float]] = defaultdict(list)
+    info = {"trainer": settings.model_dump(mode="json")}
     loop.phase("training", settings.epochs * len(answers.texts))
     with loop.timed("train"):
         for _ in range(settings.epochs):
             for one in ready.updates:
-                for name, value in update(session, preset, answers, ready, one, spoilt).items():
+                dtype = session.policy.model.dtype
+                found = update(loop, preset, ready.batch, one, scored, dtype=dtype, info=info)
+                if session.average is not None:
+                    session.average.step()
+                for name, value in found.items():
                     figures[name].append(value)
     return {name: sum(values) / len(values) for name, values in figures.items()}
 
 
 def update(
-    session: Session,
+    loop: Loop,
     preset: Preset,
-    answers: Answers,
-    ready: Estimated,
+    batch: TokenBatch,
     one: Update,
-    spoilt: list[Encoded] | None,
+    scored: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]],
+    *,
+    dtype: torch.dtype,
+    info: Mapping[str, object],
+    groups: Sequence[str] = ("policy",),
 ) -> dict[str, float]:
-    """One optimiser step. The loss is the sum of those of the micro-batches of all processes."""
-    loop, fresh = session.loop, session.loop.updates == 0
+    """One optimiser step. The loss is the sum of those of the micro-batches of all processes.
+
+    batch: this process's rows, estimated. scored: log-probabilities [b, T] of some of its rows under the weights as
+    they are, and what else the loss reads of them. info: for a dump. groups: of parameters that are stepped.
+    """
+    fresh = loop.updates == 0
     sums: dict[str, float] = defaultdict(float)
     most, error, seen = 0.0, 0.0, 0
     for k in range(one.passes):
         loss, evidence = torch.zeros(()), {}
         if k < len(one.parts):  # else it is another process that has the last ones
             rows = one.parts[k]
-            part = ready.batch.select(rows)
-            part = replace(part, rows=one.rows, tokens=one.tokens, groups=one.groups)
-            log_prob = forward(session, answers.prompts, answers, rows, entropy=session.need.entropy)
-            extra = {}
-            if spoilt is not None:
-                with torch.no_grad():
-                    extra["degraded"] = forward(session, spoilt, answers, rows).cpu()
+            part = replace(batch.select(rows), rows=one.rows, tokens=one.tokens, groups=one.groups)
+            log_prob, extra = scored(rows)
             part = part.with_log_prob(log_prob.cpu(), extra)
             result = policy_loss(preset, part)
             loss = result.loss
             assert part.old_log_prob is not None and part.log_prob is not None
             number = int(part.mask.sum())
-            if fresh and number:
-                error = max(error, float((part.log_prob.detach() - part.old_log_prob)[part.mask].abs().max()))
+            if number:
+                apart = (part.log_prob.detach() - part.old_log_prob)[part.mask]
+                error = max(error, float(apart.abs().max()) if fresh else 0.0)
+                sums["drift"] -= float(apart.sum())
             for name, value in result.metrics.items():
                 if name == "ratio_max":
                     most = max(most, float(value))
@@ -105,14 +129,12 @@ def update(
             sums["loss"] += float(loss.detach())
             evidence = {"log_prob": part.log_prob.detach(), "old_log_prob": part.old_log_prob}
             evidence |= {} if part.advantage is None else {"advantage": part.advantage}
-        loop.backward(loss, evidence=evidence, info={"trainer": session.config.trainer.model_dump(mode="json")})
+        loop.backward(loss, evidence=evidence, info=info)
         loop.advance(0 if k >= len(one.parts) else len(one.parts[k]))
     found = _joint(sums, most, error, seen)
-    check_on_policy(found.pop("error"), session.policy.model.dtype)
-    norms = loop.step(["policy"])
-    if session.average is not None:
-        session.average.step()
-    return found | {"grad_norm": norms["policy"]}
+    check_on_policy(found.pop("error"), dtype)
+    norms = loop.step(groups)
+    return found | {NORMS[name]: norm for name, norm in norms.items()}
 
 
 def forward(
