@@ -35,6 +35,7 @@ def examine() -> Report:
         "packages": {name: _version(name) for name in REQUIRED},
         "optional": {name: _version(name) for name in OPTIONAL},
         "torch": _torch(),
+        "kernels": _kernels(),
         "threads": _threads(),
         "trackers": {name: importlib.util.find_spec(name) is not None for name in TRACKERS},
         "hub": _hub(),
@@ -96,6 +97,16 @@ def _torch() -> Finding:
         text = f"{properties.name}, {properties.total_memory / 2**30:.1f} GB, bfloat16 {torch.cuda.is_bf16_supported()}"
         found[f"cuda:{index}"] = text
     return found
+
+
+def _kernels() -> Finding:
+    """What `kernels.backend: auto` and each name of kernels.attention would run here, in half precision."""
+    import torch
+
+    from genrl.kernels import backend, joint_attention
+
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
+    return {**backend.summary(), "joint_attention": ", ".join(joint_attention.usable(like))}
 
 
 def _collectives() -> list[str]:

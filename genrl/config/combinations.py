@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from genrl.config.direct_rules import DIRECT, direct_rules
+from genrl.config.kernel_rules import kernel_rules
 from genrl.config.plans import is_flow_grpo, most_micro_batches
 from genrl.config.rollout_rules import rollout_rules
 
@@ -87,6 +88,7 @@ def refuse_impossible(config: Config) -> None:
         _evaluation,
         _monitor,
         _precision,
+        kernel_rules,
         _model,
         _optimizer,
         _run,

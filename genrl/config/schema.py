@@ -29,6 +29,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 AdvantageScale = Literal["group", "global", "none"]
 Kernel = Literal["flow_sde", "dance_sde", "wan_sde", "flow_cps", "flow_ddim", "ddim"]
 ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity", "x_prediction", "k2"]
+Attention = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
 Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
 
 # The names of attention projections in diffusers, over all model families: what an adapter is put on by default.
@@ -74,6 +75,21 @@ class Model(Section):
     """Recompute activations in the backward pass: much less memory, about a third more time."""
     offload_text_encoders: Flag = False
     """Move the text encoders off the device once the prompts are encoded."""
+
+
+class Kernels(Section):
+    """Fused kernels and attention back-ends (docs/kernels.md). All are off: none has been timed on a GPU yet."""
+
+    fused: tuple[Literal["qk_norm_rope", "adaln", "step"], ...] = ()
+    """What runs in one pass: norm and rotation of queries and keys; gate, residual, norm and modulation (both in SD3.5,
+    FLUX, Qwen-Image and Wan); a stochastic step and its log-probability (flow models)."""
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """What computes them: auto = Triton on a GPU, else the torch functions that define them; a name = that or an
+    error."""
+    attention: Attention | None = None
+    """Back-end of the joint attention: auto = torch chooses; a name = that or an error; null = diffusers' own."""
+    evaluation_attention: Attention | Literal["sage"] | None = None
+    """Another one for evaluation, where no ratio depends on it; null = as in training."""
 
 
 class Prompts(Section):
@@ -849,6 +865,8 @@ class Config(Section):
     """When the state is saved."""
     distributed: Distributed = Distributed()
     """Several processes."""
+    kernels: Kernels = Kernels()
+    """Fused kernels and attention back-ends."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
     """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 300

@@ -24,9 +24,12 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
+from genrl.diffusion.blocks import Switches
 from genrl.diffusion.encoding import memoise_encode_prompt
 from genrl.diffusion.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.sharding import is_sharded
+from genrl.kernels.backend import Backend
+from genrl.kernels.sde_step import sde_step
 from genrl.mdp import kernels
 from genrl.mdp.gaussian import Reduction, log_prob, sample
 from genrl.mdp.kernels import Transition
@@ -264,6 +267,9 @@ class Policy:
         memoise_encode_prompt(pipe, offload=offload_text_encoders)
         if autocast is not None:
             _decode_in_own_precision(pipe)
+        self.fused_step: Backend | None = None
+        """Back-end of the fused stochastic step and log-probability (`genrl.kernels.sde_step`); None: apart."""
+        self.switches = Switches()
         self._injected: Tensor | None = None
         self._broadcasts_timesteps: dict[tuple[tuple[str, Any], ...], bool] = {}
         self._wrap_prepare_latents()
@@ -337,8 +343,11 @@ class Policy:
                 rows = None if branching is None else branching.parent_row
                 drawn = transition if rows is None else _of_rows(transition, rows)
                 noise = _noise(step.state.shape[1:], i, batch.keys, branching)
-                final = sample(drawn.mean.detach(), drawn.std, noise)
-                recorded = self._replayed(step, drawn, final, rows)
+                if self.fused_step is None:
+                    final = sample(drawn.mean.detach(), drawn.std, noise)
+                    recorded = self._replayed(step, drawn, final, rows)
+                else:
+                    final, recorded = self._fused(self.fused_step, step, kernel, rows, noise=noise)
                 log_probs[i] = recorded.log_prob.detach()
                 if keep_graph:
                     graphs[i] = recorded
@@ -375,6 +384,8 @@ class Policy:
         """
         next_state, rows = trajectory.next_states[index], trajectory.rows(index)
         step = self._leave_at(batch or trajectory.batch, Request(index, index + 1), trajectory.states[index])
+        if self.fused_step is not None:
+            return self._fused(self.fused_step, step, trajectory.kernel, rows, taken=next_state)[1]
         transition = self._transition(step, trajectory.kernel)
         return self._replayed(step, transition if rows is None else _of_rows(transition, rows), next_state, rows)
 
@@ -382,6 +393,27 @@ class Policy:
         output = step.model_output if rows is None else step.model_output[rows.to(step.model_output.device)]
         logp = log_prob(next_state, transition.mean, transition.std, self.reduction)
         return Replayed(logp, transition.mean, transition.std, output, step)
+
+    def _fused(
+        self, backend: Backend, step: Step, kernel: Kernel, rows: Tensor | None, *, noise: Tensor | None = None,
+        taken: Tensor | None = None,
+    ) -> tuple[Tensor, Replayed]:  # fmt: skip
+        """A stochastic step and its log-probability by `genrl.kernels.sde_step`: (next state, as `replay` gives it).
+
+        A flow's transition is linear in state and velocity, so its coefficients are the means at (1, 0) and (0, 1).
+        """
+        x, output = step.state, step.model_output
+        if rows is not None:
+            x, output = x[rows.to(x.device)], output[rows.to(output.device)]
+        unit = torch.ones(len(x), 1, dtype=torch.float64)
+        on_state, on_velocity = (
+            self._transition(replace(step, state=state, model_output=velocity), kernel)
+            for state, velocity in ((unit, 0.0 * unit), (0.0 * unit, unit))
+        )
+        coefficients = (t.flatten() for t in (on_state.mean, on_velocity.mean, on_state.std))
+        found = sde_step(x, output, *coefficients, noise=noise, taken=taken, reduction=self.reduction, backend=backend)
+        std = on_state.std.to(found.mean).view(-1, *[1] * (x.dim() - 1))
+        return found.next, Replayed(found.log_prob, found.mean, std, output, step)
 
     def velocity(self, batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
         """The model output at any state, float32 [B, ...]. Gradients are kept where they are enabled.

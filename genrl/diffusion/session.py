@@ -518,7 +518,8 @@ class Session:
             return {}
         self.phase("evaluating", len(self.eval_prompts) * (1 if self.rewrite is None else 2))
         self._seed_globals("evaluation")
-        with self.timed("eval"), self.averaged(), self.policy.uncounted():
+        attention = self.policy.switches.attending(self.config.kernels.evaluation_attention)
+        with self.timed("eval"), self.averaged(), self.policy.uncounted(), attention:
             held_out = partial(
                 evaluate_held_out,
                 self.config,

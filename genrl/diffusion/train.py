@@ -27,6 +27,7 @@ from genrl.config import (
     DiffusionNFT,
     Draft,
     FlowGRPO,
+    Kernels,
     OfflineDPO,
     PromptRL,
     Talk2Move,
@@ -49,6 +50,7 @@ from genrl.diffusion import (
     spo,
     talk2move,
 )
+from genrl.diffusion.blocks import install
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.export import check_lora_loader, save_lora, write_card
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
@@ -192,6 +194,7 @@ def open_session(
         reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
         offload_text_encoders=config.model.offload_text_encoders,
     )
+    use_kernels(policy, config.kernels)
     if config.model.lora is not None:
         check_lora_loader(policy)
     weights = Weights(policy.denoisers, config.model.lora, seed=config.seed, sharded=config.distributed.fsdp)
@@ -217,6 +220,22 @@ def open_session(
         watchdog=watchdog,
         stop=stop,
     )
+
+
+def use_kernels(policy: Policy, kernels: Kernels) -> None:
+    """Set the fused kernels and attention back-ends that a configuration asks for, saying what; nothing by default.
+
+    Raises ValueError where the model does not fit.
+    """
+    switches = policy.switches
+    switches.qk_norm_rope, switches.adaln = "qk_norm_rope" in kernels.fused, "adaln" in kernels.fused
+    switches.backend, switches.attention = kernels.backend, kernels.attention
+    if kernels.attention is None and kernels.evaluation_attention is not None:
+        switches.attention = "auto"  # diffusers' processors cannot be told to use another one
+    if switches.processors or switches.adaln:
+        logger.info("kernels: %s", install(policy.denoisers.values(), switches))
+    if "step" in kernels.fused:
+        policy.fused_step = kernels.backend
 
 
 def finish(session: Session) -> None:

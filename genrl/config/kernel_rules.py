@@ -1,0 +1,36 @@
+"""Combinations of kernels with other settings that cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+
+Finding = tuple[tuple[str, ...], str]
+HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
+
+
+def kernel_rules(config: Config) -> Iterator[Finding]:
+    """Kernels that have nothing to do, or cannot do it in this precision."""
+    kernels, trainer, model = config.kernels, config.trainer, config.model
+    fused, duplicate = kernels.fused, len(set(kernels.fused)) < len(kernels.fused)
+    if duplicate:
+        yield ("kernels.fused",), "names a kernel twice; name each once"
+    if kernels.backend != "auto" and not fused:
+        yield ("kernels.backend", "kernels.fused"), "nothing is fused, so nothing has a back-end; write auto"
+    if "step" in fused:
+        kernel = getattr(trainer, "kernel", None)
+        if kernel is None:
+            text = f"{trainer.algorithm} takes no stochastic step with a log-probability; leave step out"
+            yield ("kernels.fused", "trainer.algorithm"), text
+        elif kernel == "ddim":
+            text = "step is for flow models, whose mean is linear in state and velocity; leave it out with ddim"
+            yield ("kernels.fused", "trainer.kernel"), text
+    if model.dtype == "float32" and model.autocast is None:
+        for key in ("attention", "evaluation_attention"):
+            name = getattr(kernels, key)
+            if name in HALF_ONLY:
+                text = f"{name} attends in bfloat16 or float16; set model.dtype or model.autocast, or use auto"
+                yield (f"kernels.{key}", "model.dtype"), text

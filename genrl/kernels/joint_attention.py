@@ -1,0 +1,110 @@
+"""Joint attention of a diffusion transformer by a chosen library. One function, no mathematics of our own:
+
+    o = softmax(q k^T / sqrt(D)) v
+
+A back-end that is named runs or is an error; `auto` is torch's own choice among its exact kernels. Two back-ends differ
+by rounding, which clip ranges of 1e-4 notice: one runs in sampling and replay alike. SageAttention quantises, so that
+its policy is another one: for evaluation alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+AttentionBackend = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers", "sage"]
+"""auto: torch chooses; math, efficient, cudnn, flash: that kernel of torch; flash2, flash3, xformers, sage: packages
+flash-attn, flash-attn 3 (flash_attn_interface), xformers, sageattention."""
+
+OF_TORCH = {
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+}
+PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers", "sage": "sageattention"}
+WITHOUT_MASK = ("flash", "flash2", "flash3", "sage")
+HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
+
+
+def attention_problem(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, masked: bool) -> str | None:
+    """Why `backend` cannot attend with tensors of this kind, None where it can; ValueError for an unknown name."""
+    if backend not in get_args(AttentionBackend):
+        raise ValueError(f"attention back-end must be one of {', '.join(get_args(AttentionBackend))}, not {backend!r}")
+    if backend in ("auto", "math"):
+        return None
+    package = PACKAGES.get(backend)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"its package {package} is not installed"
+    if device.type != "cuda" and not (backend == "flash" and device.type == "cpu"):
+        return f"it needs a GPU and the tensors are on {device.type}"
+    if backend in HALF_ONLY and dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')} (see model.dtype)"
+    if masked and backend in WITHOUT_MASK:
+        return "it takes no mask, and this model pads its texts"
+    return None
+
+
+def joint_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, backend: AttentionBackend = "auto"
+) -> Tensor:
+    """query, key, value [B, S, H, D] -> [B, S, H, D]; mask bool, broadcastable to [B, H, S, S], or None.
+
+    Raises ValueError where a named back-end cannot run on these tensors, with the reason and what can.
+    """
+    problem = attention_problem(backend, query.device, query.dtype, mask is not None)
+    if problem is not None:
+        raise ValueError(
+            f"attention back-end {backend}: {problem}; that can run here: {', '.join(usable(query, mask))} "
+            "(kernels.attention)"
+        )
+    if backend in PACKAGES:
+        return _library(backend)(query, key, value, mask)
+    with nullcontext() if backend == "auto" else sdpa_kernel(OF_TORCH[backend]):
+        heads_first = (t.transpose(1, 2) for t in (query, key, value))
+        return functional.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+
+
+def usable(like: Tensor, mask: Tensor | None = None) -> list[str]:
+    """Back-ends that can attend with tensors such as `like`."""
+    names = get_args(AttentionBackend)
+    return [name for name in names if attention_problem(name, like.device, like.dtype, mask is not None) is None]
+
+
+@functools.cache
+def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """The call of a package; all but SageAttention have a backward."""
+    if backend == "flash2":
+        from flash_attn import flash_attn_func
+
+        return lambda q, k, v, mask: flash_attn_func(q, k, v)
+    if backend == "flash3":
+        from flash_attn_interface import flash_attn_func as flash3
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            found = flash3(q, k, v)
+            return found[0] if isinstance(found, tuple) else found  # with the log-sum-exp, in its first releases
+
+        return attend
+    if backend == "xformers":
+        from xformers.ops import memory_efficient_attention
+
+        def efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            if mask is None:
+                return memory_efficient_attention(q, k, v)
+            shape = (len(q), q.shape[2], q.shape[1], k.shape[1])
+            bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+            return memory_efficient_attention(q, k, v, attn_bias=bias.expand(shape).contiguous())
+
+        return efficient
+    from sageattention import sageattn
+
+    return lambda q, k, v, mask: sageattn(q, k, v, tensor_layout="NHD")

@@ -1,0 +1,171 @@
+"""Attention of many rows that continue few prefixes, each prefix kept once: answers to one prompt, actions of one
+observation, cross-attention to one text.
+
+Row r of prefix n = row_of[r], its query q at place t:
+
+    o = softmax(scale q [K_n ; K_r]^T) [V_n ; V_r]
+
+over the prefix's valid tokens and the row's own up to t (`causal`), all of its own, or none (key None). Exact wherever
+the keys and values of the prefix do not depend on what follows: causal language models, VLA suffixes, cross-attention.
+NOT for the joint attention of MMDiT (SD3.5, FLUX, Qwen-Image): there the text attends to the image, so that its keys
+and values differ from sample to sample and from step to step.
+
+Backward of softmax attention, with p the weights and delta = sum(do * o) (FlashAttention-2, arXiv 2307.08691):
+
+    dp = do V^T,   ds = p (dp - delta),   dq = scale ds K,   dk = scale ds^T q,   dv = p^T do
+
+where dk and dv of a prefix are sums over all its rows, always in the order of the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from genrl.kernels.backend import choose, compiled, say_once
+
+PrefixBackend = Literal["auto", "torch", "sdpa", "flex", "triton"]
+
+
+def prefix_attention_torch(
+    query: Tensor, key: Tensor | None, value: Tensor | None, prefix_key: Tensor, prefix_value: Tensor, row_of: Tensor,
+    prefix_mask: Tensor | None, causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    """The definition: every row with its own copy of its prefix, scores and weights in float32 (float64)."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys, values = prefix_key[row_of], prefix_value[row_of]
+    rows, length = query.shape[0], query.shape[2]
+    seen = query.new_ones(rows, 1, length, keys.shape[2], dtype=torch.bool)
+    if prefix_mask is not None:
+        seen = seen & prefix_mask[row_of][:, None, None]
+    if key is not None and value is not None:
+        own = query.new_ones(length, key.shape[2], dtype=torch.bool)
+        seen = torch.cat([seen, (own.tril() if causal else own).expand(rows, 1, -1, -1)], 3)
+        keys, values = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (t.to(wide).repeat_interleave(groups, 1) for t in (keys, values))
+    scores = (query.to(wide) @ keys.transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ values).to(query.dtype)
+
+
+def prefix_attention(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    *,
+    row_of: Tensor,
+    prefix_mask: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    backend: PrefixBackend = "auto",
+) -> Tensor:
+    """Outputs [R, H, T, D] in the dtype of query.
+
+    query [R, H, T, D]; key, value [R, H', T, D], or None where rows attend to the prefix alone; prefix_key,
+    prefix_value [N, H', P, D] with H a multiple of H'; row_of int64 [R], the prefix of each row; prefix_mask bool
+    [N, P], which tokens are there (None: all; every query must see one). scale: default 1 / sqrt(D).
+    backend: auto = Triton where it runs, else sdpa; sdpa and flex pack the rows of a prefix into one sequence, so that
+    its keys are there once, sdpa under a mask of [R/N T, P + R/N T] per prefix, flex skipping what the mask leaves out.
+    Raises ValueError for shapes that do not fit, and as `backend.choose`.
+    """
+    rows, heads, length, size = query.shape
+    kept, inner = prefix_key.shape[0], prefix_key.shape[1]
+    if prefix_value.shape != prefix_key.shape or prefix_key.shape[3] != size or heads % inner:
+        raise ValueError(
+            f"query {list(query.shape)} does not fit prefix_key {list(prefix_key.shape)} and prefix_value "
+            f"{list(prefix_value.shape)}: equal last dimensions, and heads a multiple of theirs"
+        )
+    for name, own in (("key", key), ("value", value)):
+        if (key is None) != (value is None) or (own is not None and own.shape != (rows, inner, length, size)):
+            raise ValueError(f"{name} must be {[rows, inner, length, size]}, or key and value both None")
+    if row_of.shape != (rows,) or (prefix_mask is not None and prefix_mask.shape != (kept, prefix_key.shape[2])):
+        raise ValueError(f"row_of must be [{rows}], prefix_mask None or {[kept, prefix_key.shape[2]]}")
+    if backend not in ("auto", "torch", "sdpa", "flex", "triton"):
+        raise ValueError(
+            f"kernel prefix_attention: back-end must be auto, torch, sdpa, flex or triton, not {backend!r}"
+        )
+    if backend == "flex" and query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
+        raise ValueError("kernel prefix_attention: FlexAttention has no backward on the CPU; use sdpa, auto or torch")
+    scale = size**-0.5 if scale is None else scale
+    given = (query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal, scale)
+    if backend in ("sdpa", "flex"):
+        say_once(f"kernel prefix_attention: {backend} (asked for)")
+        return _packed(*given, flex=backend == "flex")
+    if choose("prefix_attention", query, backend) == "triton":
+        from genrl.kernels.prefix_attention_triton import attend
+
+        return attend(*given)
+    if backend == "torch":
+        return prefix_attention_torch(*given)
+    say_once("kernel prefix_attention: its torch form is one masked scaled_dot_product_attention per prefix (sdpa)")
+    return _packed(*given, flex=False)
+
+
+class Slots(NamedTuple):
+    """Rows of each prefix, [N, G] with G the most rows of one: `row` int64 (0 where there is none); and the place
+    n G + g of each row, [R]."""
+
+    row: Tensor
+    place: Tensor
+
+
+def slots(row_of: Tensor, prefixes: int) -> Slots:
+    """Where each row stands among those of its prefix."""
+    order = row_of.argsort(stable=True)
+    counts = torch.bincount(row_of, minlength=prefixes)
+    first = counts.cumsum(0) - counts
+    within = torch.empty_like(row_of)
+    within[order] = torch.arange(len(row_of), device=row_of.device) - first[row_of[order]]
+    most = int(counts.max())
+    place = row_of * most + within
+    row = row_of.new_zeros(prefixes * most).scatter(0, place, torch.arange(len(row_of), device=row_of.device))
+    return Slots(row.view(prefixes, most), place)
+
+
+def _packed(
+    query: Tensor, key: Tensor | None, value: Tensor | None, prefix_key: Tensor, prefix_value: Tensor, row_of: Tensor,
+    prefix_mask: Tensor | None, causal: bool, scale: float, *, flex: bool,
+) -> Tensor:  # fmt: skip
+    """The rows of a prefix side by side in one sequence of G T queries, over keys [prefix, row 1, ..., row G]."""
+    kept, prefix_length, length = prefix_key.shape[0], prefix_key.shape[2], query.shape[2]
+    where = slots(row_of, kept)
+
+    def pack(own: Tensor) -> Tensor:
+        """[R, h, T, D] -> [N, h, G T, D]"""
+        return own[where.row].transpose(1, 2).flatten(2, 3)
+
+    q, keys, values = pack(query), prefix_key, prefix_value
+    if key is not None and value is not None:
+        keys, values = torch.cat([keys, pack(key)], 2), torch.cat([values, pack(value)], 2)
+
+    def seen(n: Any, head: Any, at: Any, to: Any) -> Any:
+        """Whether query `at` of the packed sequence sees key `to`: of the prefix, or of its own row."""
+        own = to - prefix_length
+        same = (own >= 0) & (at // length == own // length)
+        same = same & (own <= at) if causal else same
+        before = to < prefix_length
+        if prefix_mask is not None:
+            before = before & prefix_mask[n, to.clamp(max=prefix_length - 1)]
+        return before | same
+
+    grouped = query.shape[1] != prefix_key.shape[1]
+    shape = (kept, None, q.shape[2], keys.shape[2])
+    if flex:
+        from torch.nn.attention import flex_attention as library
+
+        mask = library.create_block_mask(seen, *shape, device=query.device)
+        call = compiled(library.flex_attention) if query.is_cuda else library.flex_attention
+        packed = call(q, keys, values, block_mask=mask, scale=scale, enable_gqa=grouped)
+    else:
+        n, at, to = (torch.arange(m, device=query.device) for m in (shape[0], shape[2], shape[3]))
+        allowed = seen(n[:, None, None], 0, at[None, :, None], to[None, None, :])
+        packed = functional.scaled_dot_product_attention(
+            q, keys, values, attn_mask=allowed.expand(kept, -1, -1)[:, None], scale=scale, enable_gqa=grouped
+        )
+    most = where.row.shape[1]
+    return packed.unflatten(2, (most, length)).transpose(1, 2).flatten(0, 1)[where.place]

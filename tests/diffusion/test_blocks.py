@@ -1,0 +1,161 @@
+"""Our processors and block forwards beside diffusers' own, block by block, and whole pipelines whose ratio stays 1."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
+from diffusers.models.attention_processor import JointAttnProcessor2_0
+from families import FAMILIES
+from tiny_parts import Family
+
+from genrl.config import Kernels, Model
+from genrl.diffusion.blocks import BLOCKS, Switches, install
+from genrl.diffusion.loading import load_pipeline
+from genrl.diffusion.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.train import use_kernels
+
+NAMES = ("sd3", "flux", "qwen_image", "wan_t2v", "wan22")
+ALL = {"fused": ("qk_norm_rope", "adaln", "step"), "attention": "auto"}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+Recorded = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def batch_of(family: Family) -> Batch:
+    keys = [(7, 0, 0), (7, 0, 1)]
+    return Batch(["a red star", "two blue dogs"], keys, {"num_inference_steps": 4, **family.call}, inputs=family.inputs)
+
+
+def block_calls(policy: Policy, family: Family) -> list[Recorded]:
+    """Every block of the denoisers with the arguments of one of its calls in a rollout."""
+    found: dict[nn.Module, Recorded] = {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[module] = (module, args, kwargs)
+
+    blocks = [m for d in policy.denoisers.values() for m in d.modules() if type(m) in BLOCKS or hasattr(m, "processor")]
+    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in blocks]
+    policy.roll_out(batch_of(family))
+    for handle in handles:
+        handle.remove()
+    assert set(found) == set(blocks)
+    return list(found.values())
+
+
+def values_and_gradients(call: Recorded) -> list[Tensor]:
+    """Outputs, and the gradients of a projection of them to every floating input and parameter of the block."""
+    module, args, kwargs = call
+
+    def leaf(value: Any) -> Any:
+        fresh = isinstance(value, Tensor) and value.is_floating_point()
+        return value.detach().clone().requires_grad_() if fresh else value
+
+    args, kwargs = tuple(map(leaf, args)), {name: leaf(value) for name, value in kwargs.items()}
+    inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
+    outputs = module(*args, **kwargs)
+    outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None]
+    generator = torch.Generator().manual_seed(0)
+    total = sum((t * torch.randn(t.shape, generator=generator)).sum() for t in outputs)
+    wanted = [*inputs, *(p for p in module.parameters())]
+    gradients = torch.autograd.grad(total, wanted, allow_unused=True)
+    return [t.detach() for t in (*outputs, *(torch.zeros(()) if g is None else g for g in gradients))]
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image", "wan_t2v"])
+def test_every_block_is_diffusers_own_within_rounding(name: str, backend: str) -> None:
+    family = FAMILIES[name]()
+    policy = Policy(family.pipe)
+    policy.denoiser.requires_grad_(True)
+    calls = block_calls(policy, family)
+    before = [values_and_gradients(call) for call in calls]
+    install([policy.denoiser], Switches(qk_norm_rope=True, adaln=True, attention="math", backend=backend))
+    for call, own in zip(calls, before, strict=True):
+        assert call[0].processor.__module__ == "genrl.diffusion.blocks" if hasattr(call[0], "processor") else True
+        for ours, theirs in zip(values_and_gradients(call), own, strict=True):
+            scale = max(1.0, float(theirs.abs().max()))
+            torch.testing.assert_close(ours, theirs, atol=3e-5 * scale, rtol=1e-4, msg=lambda m, c=call: f"{c[0]}: {m}")
+
+
+def rolled(family: Family, kernels: Kernels) -> tuple[Policy, Trajectory]:
+    policy = Policy(family.pipe)
+    use_kernels(policy, kernels)
+    for denoiser in policy.denoisers.values():
+        denoiser.requires_grad_(True)
+    return policy, policy.roll_out(batch_of(family), Kernel("flow_sde", 0.7), (0, 1, 2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ratio_is_one_with_every_switch_on(name: str) -> None:
+    _, plain = rolled(FAMILIES[name](), Kernels())
+    policy, recorded = rolled(FAMILIES[name](), Kernels(**ALL))
+    torch.testing.assert_close(recorded.final, plain.final, atol=1e-3, rtol=1e-3)
+    for i in (0, 1, 2):
+        again = policy.replay(recorded, i)
+        assert torch.equal(again.log_prob.detach(), recorded.log_probs[i])
+    again.log_prob.sum().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for d in policy.denoisers.values() for p in d.parameters())
+
+
+@needs_triton
+def test_ratio_is_one_through_the_kernels(root: Any) -> None:
+    """The embedded model, its blocks and its steps computed by the interpreted kernels."""
+    pipe = load_pipeline(Model(path=str(root / "assets" / "tiny-t2i")))
+    policy = Policy(pipe)
+    use_kernels(policy, Kernels(**ALL, backend="triton"))
+    policy.denoiser.requires_grad_(True)
+    call = {"num_inference_steps": 3, "guidance_scale": 1.0, "max_sequence_length": 2, "height": 16, "width": 16}
+    batch = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], call)
+    recorded = policy.roll_out(batch, Kernel("flow_sde", 0.7), (1,), stop=2)
+    again = policy.replay(recorded, 1)
+    assert torch.equal(again.log_prob.detach(), recorded.log_probs[1])
+
+
+@pytest.fixture
+def sd15() -> Iterator[Policy]:
+    yield Policy(FAMILIES["sd15"]().pipe)
+
+
+@pytest.mark.parametrize("settings", [{"fused": ("qk_norm_rope",)}, {"attention": "auto"}, {"fused": ("adaln",)}])
+def test_a_model_of_another_family_is_refused(sd15: Policy, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="kernels.*Stable Diffusion 3 and 3.5, FLUX.1, Qwen-Image and Wan"):
+        use_kernels(sd15, Kernels(**settings))
+
+
+def test_a_processor_that_is_never_called_is_an_error() -> None:
+    family = FAMILIES["sd3"]()
+    policy = Policy(family.pipe)
+    install(policy.denoisers.values(), Switches(attention="auto"))
+    family.pipe.transformer.transformer_blocks[0].attn.set_processor(JointAttnProcessor2_0())  # behind our back
+    with pytest.raises(
+        RuntimeError, match="1 of 2 attention processors of SD3Transformer2DModel were set and not called"
+    ):
+        policy.roll_out(batch_of(family))
+
+
+def test_named_back_end_that_cannot_run_is_an_error() -> None:
+    family = FAMILIES["qwen_image"]()
+    policy = Policy(family.pipe)
+    use_kernels(policy, Kernels(attention="flash3"))
+    with pytest.raises(ValueError, match=r"attention back-end flash3: .*that can run here: auto, math"):
+        policy.roll_out(batch_of(family))
+
+
+def test_another_back_end_within_a_block() -> None:
+    switches = Switches(attention="auto")
+    with switches.attending("math"):
+        assert switches.attention == "math"
+    assert switches.attention == "auto"
+    with switches.attending(None):
+        assert switches.attention == "auto"
