@@ -11,9 +11,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
 from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_rules import CRITICS
 from genrl.config.yaml_source import KeyPath
 from genrl.vlm import recipe
-from genrl.vlm.presets import PRESETS
+from genrl.vlm.extras import needed
+from genrl.vlm.presets import MUSIC_RL, PRESETS
 from genrl.vlm.recipe import Preset
 
 ONE: dict[str, tuple[type, ...]] = {
@@ -27,8 +29,9 @@ SEVERAL: dict[str, tuple[type, ...]] = {
     "regularisers": get_args(recipe.Regulariser),
     "reward_terms": get_args(recipe.RewardTerm),
 }
-NOT_HERE = (recipe.CriticAdvantage, recipe.ValueLoss)
-"""Choices that need a critic."""
+
+BY_QUESTION = ("masked_image", "degraded", "ema", "divergence", "scores", "components")
+"""What `extras.needed` lists beside the reference and entropies."""
 
 
 class _Wrong(Exception):
@@ -51,7 +54,7 @@ def preset_of(config: VLMConfig, origins: Origins | None = None) -> Preset:
 
 
 def _composed(config: VLMConfig) -> Preset:
-    settings, base = config.trainer, PRESETS[config.trainer.preset]
+    settings, base = config.trainer, {**PRESETS, "music_rl": MUSIC_RL}[config.trainer.preset]
     changes: dict[str, Any] = {}
     for key, kinds in ONE.items():
         written = getattr(settings, key)
@@ -75,6 +78,10 @@ def _composed(config: VLMConfig) -> Preset:
         changes["advantage"] = replace(advantage, weights=tuple(reward.weight for reward in config.rewards))
     if changes.get("aggregation", base.aggregation) == "const":
         changes["length"] = config.generation.max_new_tokens
+    corrected = changes.get("group_loss", base.group_loss) is None and settings.weights is None
+    if config.generation.engine == "vllm" and corrected:  # TRL's default, unless trainer.weights says otherwise
+        own = [one for one in base.weights if not isinstance(one, recipe.EngineMismatch)]
+        changes["weights"] = base.weights if len(own) < len(base.weights) else (*own, recipe.EngineMismatch())
     try:
         return replace(base, **changes)
     except ValueError as error:
@@ -89,7 +96,7 @@ def _named(written: str | dict[str, Any], found: Mapping[type, Any]) -> Any:
 def _choice(written: str | dict[str, Any], kinds: tuple[type, ...], path: KeyPath, own: Any) -> Any:
     """One function with its constants; those that are not written are the preset's, where it has that function."""
     values = {"name": written} if isinstance(written, str) else dict(written)
-    known = {_name(kind): kind for kind in kinds if kind not in NOT_HERE}
+    known = {_name(kind): kind for kind in kinds}
     name = values.pop("name", None if own is None else own.name)
     if name is None:
         raise _Wrong(path, f"say which function is meant by `name`: one of {', '.join(known)}")
@@ -121,7 +128,19 @@ def _near(name: str, known: Mapping[str, object]) -> str:
 
 def _impossible(config: VLMConfig, preset: Preset) -> Iterator[tuple[KeyPath, str]]:
     size, micro = config.generation.group_size, config.trainer.micro_batch
-    alone = isinstance(preset.advantage, recipe.WhitenedReturns) and not preset.advantage.baseline
+    critic = isinstance(preset.advantage, recipe.CriticAdvantage)
+    alone = critic or (isinstance(preset.advantage, recipe.WhitenedReturns) and not preset.advantage.baseline)
+    if critic != any(isinstance(one, recipe.ValueLoss) for one in preset.regularisers):
+        text = "a critic's advantage and its loss go together: advantage {name: critic} and regulariser {name: value}"
+        yield ("trainer", "regularisers"), text
+    elif critic != (config.trainer.preset in CRITICS):
+        text = f"critics are those of {' and '.join(CRITICS)}; start from one of them"
+        yield ("trainer", "preset"), text
+    if config.environment is not None:
+        lacks = [name for name in BY_QUESTION if getattr(needed(preset), name)]
+        if lacks:
+            text = f"{config.trainer.preset} reads what only questions have ({lacks[0]}), not episodes; nearest: grpo"
+            yield ("trainer", "preset"), text
     if size < 2 and not alone:
         text = f"{preset.advantage.name!r} compares the answers of a group; write 2 or more (8 is usual)"
         yield ("generation", "group_size"), text

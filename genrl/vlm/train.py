@@ -6,8 +6,10 @@ import json
 import logging
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from torch import nn
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
@@ -18,7 +20,7 @@ from genrl.runtime.pictures import save_samples
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, write_atomic
 from genrl.runtime.signals import Stop, Watchdog
-from genrl.vlm import artefacts, trainer
+from genrl.vlm import artefacts, music_rl, trainer
 from genrl.vlm.compose import preset_of
 from genrl.vlm.data import Questions
 from genrl.vlm.evaluate import Judged, figures, judge
@@ -27,6 +29,8 @@ from genrl.vlm.folder import open_policy, save_model
 from genrl.vlm.policy import Policy
 from genrl.vlm.rollout import open_rewards
 from genrl.vlm.session import Session
+from genrl.vlm.synthesis import Synthesis
+from genrl.vlm.vllm_engine import open_sampler
 from rewards.contract import Reward
 
 SHOWN = 32
@@ -43,15 +47,19 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
     Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
     starts, SystemExit (130, 143) where the process was asked to end and has saved.
     """
+    if config.environment is not None:
+        return agents.train(config, resume)
     check_trackers(config.trackers)
-    preset_of(config)
+    for part in config.parts:
+        preset_of(part)
     accelerator = make_accelerator(config.distributed.timeout_s)
     check_processes(config, accelerator.num_processes)
     set_seed(config.seed)
     with ExitStack() as stack:
         claimed = claim(stack, config.output, resume, accelerator)
         policy = open_policy(config, accelerator.device)  # raises, as do these, before anything is written
-        check_questions(config, policy)
+        for part in config.parts:
+            check_questions(part, policy)
         stop, watchdog, progress = begin(stack, claimed, config, accelerator, unit="answers")
         session = open_session(config, accelerator, claimed.run, progress, watchdog, stop, policy, stack)
         if claimed.found:
@@ -60,7 +68,10 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
             session.loop.keep("average", session.average)
         stack.enter_context(watchdog)
         try:
-            trainer.train(session)
+            if session.baseline is None:
+                trainer.train(session)
+            else:
+                music_rl.train(session, session.baseline)
         except Abandoned:
             logger.info("the running iteration is done again on resume")
         finish(session)
@@ -76,6 +87,10 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
             f"generation.prompts_per_iteration: {config.generation.prompts_per_iteration} questions cannot be shared "
             f"out evenly to {num_processes} processes"
         )
+    if config.synthesis is not None and num_processes > 1:
+        raise ValueError("synthesis: descriptions that wait are kept by one process; start one, or write null")
+    if config.generation.engine == "vllm" and num_processes > 1:
+        raise ValueError("generation.engine: vLLM draws for one process; start one, or write transformers")
 
 
 def check_questions(config: VLMConfig, policy: Policy) -> None:
@@ -104,17 +119,27 @@ def open_session(
     """What one process trains with: reference, optimiser, log, rewards, questions; `stack` closes them."""
     preset = preset_of(config)
     need, opened = needed(preset), open_rewards(config)
+    needs = [needed(preset_of(part)) for part in config.parts]
     reference = None
-    if need.ref and policy.peft is None:
+    alone = config.trainer.preset == "music_rl"
+    if (alone or any(one.ref for one in needs)) and policy.peft is None:
         reference = open_policy(config, accelerator.device)
         reference.model.requires_grad_(False)
-    average = Average(policy.model, config.trainer.ema_decay, config.trainer.ema_every) if need.ema else None
+    average = None
+    if any(one.ema for one in needs):
+        average = Average(policy.model, config.trainer.ema_decay, config.trainer.ema_every)
+    model: Any = policy.model
+    groups, baseline = [{"params": policy.parameters, "name": "policy"}], None
+    if alone:
+        baseline = music_rl.Baseline(policy)
+        model = nn.ModuleDict({"policy": policy.model, "baseline": baseline})
+        groups.append({"params": list(baseline.parameters()), "name": "baseline"})
     loop = Loop(
         settings=config,
         accelerator=accelerator,
-        model=policy.model,
-        optimizer=adamw([{"params": policy.parameters, "name": "policy"}], config.optimizer),
-        rates={"policy": config.optimizer.lr},
+        model=model,
+        optimizer=adamw(groups, config.optimizer),
+        rates={"policy": config.optimizer.lr, "baseline": config.optimizer.lr},
         run=run,
         log=logger_of(run, config, accelerator, progress.start),
         progress=progress,
@@ -124,8 +149,15 @@ def open_session(
         evaluate=lambda iteration: {},
     )
     stack.callback(loop.log.finish)
+    if config.generation.engine == "vllm":
+        policy.sampler = open_sampler(config, policy, run.folder / "weights")
+        loop.optimizer.register_step_post_hook(lambda *_: policy.sampler.stepped())
     loop.evaluate = Judge(config, policy, opened, loop)
-    return Session(config, preset, need, loop, policy, reference, average, opened, Questions(config, "train"))
+    questions, synthesis = Questions(config, "train"), None
+    if config.synthesis is not None:
+        synthesis = Synthesis(config, questions, policy, loop)
+        stack.callback(synthesis.close)
+    return Session(config, preset, need, loop, policy, reference, average, opened, questions, synthesis, baseline=baseline)
 
 
 class Judge:
@@ -139,7 +171,7 @@ class Judge:
     def __call__(self, iteration: int) -> dict[str, float]:
         found = self._asked(blind=False)
         row = figures(self.config, found)
-        if iteration == 0 and self.config.evaluation.blind and self.config.vlm.output == "text":
+        if iteration == 0 and self.config.evaluation.blind and self._shows_pictures():
             blind = figures(self.config, self._asked(blind=True))["eval/accuracy_mean"]
             row["eval/accuracy_blind"] = blind
             if row["eval/accuracy_mean"] - blind < SEEN:
@@ -150,6 +182,11 @@ class Judge:
         if self.loop.is_main:
             self._write(found, iteration)
         return row
+
+    def _shows_pictures(self) -> bool:
+        """Whether there is anything to make black."""
+        assert self.questions is not None
+        return any(not isinstance(part, str) for part in self.questions[0].prompt.parts)
 
     def _asked(self, *, blind: bool) -> Judged:
         loop = self.loop
@@ -181,6 +218,8 @@ class Judge:
             for k, (name, text) in enumerate(zip(found.names[:SHOWN], found.texts, strict=False))
         ]
         self.loop.run.samples.mkdir(parents=True, exist_ok=True)
+        for name, sound in self.shown.sounds.items():
+            write_atomic(self.loop.run.samples / f"step-{iteration:06d}-{name}.wav", sound)
         if self.shown.images:
             number = len(self.shown.images)
             scores = {label: values[:number] for label, values in found.scores.items()}

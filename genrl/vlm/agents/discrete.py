@@ -94,8 +94,8 @@ class Discrete:
         reward = float(paid)
         if not math.isfinite(reward):
             raise ValueError(
-                f"{self.name} pays {reward} in step {self.elapsed} of the episode of seed {self.seed}, after the action "
-                f"{self.words[action]!r}: rewards must be numbers"
+                f"{self.name} pays {reward} in step {self.elapsed} of the episode of seed {self.seed}, after the "
+                f"action {self.words[action]!r}: rewards must be numbers"
             )
         told = [bool(info[key]) for key in SUCCESS if key in info]
         success = told[0] if told else bool(terminated) and reward > 0
@@ -109,8 +109,8 @@ class Discrete:
         if drawn.ndim != 3 or drawn.shape[2] != 3 or drawn.dtype != np.uint8:
             modes = ", ".join(self.env.metadata.get("render_modes") or []) or "none"
             raise Misuse(
-                f"{self.name} has no picture: it renders {drawn.dtype} {list(drawn.shape)} (its render modes: {modes}), "
-                "and a vision-language model needs uint8 [H, W, 3]; make it with render_mode='rgb_array'"
+                f"{self.name} has no picture: it renders {drawn.dtype} {list(drawn.shape)} (its render modes: {modes}),"
+                " and a vision-language model needs uint8 [H, W, 3]; make it with render_mode='rgb_array'"
             )
         return drawn
 

@@ -40,7 +40,9 @@ def open_environment(settings: Settings) -> Environment:
         wanted = ("layout", "help", "begun", "reset", "step", "render", "close")
         missing = [part for part in wanted if not hasattr(made, part)]
         if missing:
-            raise Misuse(f"{name} returns a {type(made).__name__} without {missing[0]!r}: see genrl.vlm.agents.contract")
+            raise Misuse(
+                f"{name} returns a {type(made).__name__} without {missing[0]!r}: see genrl.vlm.agents.contract"
+            )
         return cast(Environment, made)
     return Discrete(
         made,
