@@ -3,9 +3,10 @@
     python assets/build_tiny_janus.py     # assets/tiny-janus, about two minutes of one core
 
 Pictures have 32 x 32 pixels and show one or two of the world's shapes (`genrl.world`), large, in one of four places;
-an image token stands for 8 x 8 pixels, so there are 16 of them. Three stages: an autoencoder whose latents lie on a
-sphere (Janus's decoder normalises codes); the codes, by k-means of the latents, and the decoder again from codes; the
-language model from captions to codes, with one caption in ten left out for classifier-free guidance. The last stage
+an image token stands for 8 x 8 pixels, so there are 16 of them. There are fewer
+kinds of patches than codes, so each is a code. Three stages: the codes' vectors and the decoder, on pictures with a
+thing in every quarter; the encoder, towards these vectors; the language model from captions to codes, with one caption
+in ten left out for classifier-free guidance. The last one
 ends when `ENOUGH` of the pictures drawn for training captions are wholly right. Captions with a held-out combination
 (`world.held_out`) are among the lessons: which pictures belong to which words is learnt here, to draw them reliably is
 left to reinforcement, which sees the others only.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +28,8 @@ from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.tasks import captions
-from genrl.world import GRAMMAR, Scene, caption, draw
-from rewards.shapes import Shapes
+from genrl.world import GRAMMAR, Scene, Thing, caption, draw
+from rewards.shapes import COLOURS, SHAPES, Shapes
 from rewards.torchvision_compat import ensure
 
 ensure()
@@ -46,8 +48,8 @@ SEED = 0
 PIXELS, PATCH, CODES = 32, 8, 128
 HIDDEN, LAYERS = 96, 2
 POOL = 4000
-STAGES = {"autoencoder": 200, "codes": 200, "language": 800}  # optimiser steps, the last at most
-BATCH = {"autoencoder": 16, "codes": 16, "language": 64}
+STEPS = {"decoder": 700, "encoder": 150, "language": 800}  # of the optimiser, the last at most
+BATCH = {"decoder": 8, "encoder": 8, "language": 64}
 ENOUGH, EVERY, PROBE = 0.5, 50, 100
 UNCONDITIONAL = 0.1
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "unk": "<unk>"}
@@ -58,6 +60,23 @@ CHAT = "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{
 def sample(number: int) -> Scene:
     """The scene of this lesson, held-out combinations among them."""
     return captions.scene(np.random.default_rng(derive_seed("janus", SEED, number)), None)
+
+
+def crowd(number: int) -> tuple[Thing, ...]:
+    """A thing in every quarter, now and then none."""
+    rng = np.random.default_rng(derive_seed("crowd", SEED, number))
+    found = []
+    for corner in range(4):
+        shape, colour = SHAPES[rng.integers(len(SHAPES))], COLOURS[rng.integers(len(COLOURS))]
+        if rng.random() < 0.9:
+            x, y = 16.0 + 32 * (corner % 2), 16.0 + 32 * (corner // 2)
+            found.append(Thing(colour, shape, x, y, captions.RADIUS[shape]))
+    return tuple(found)
+
+
+def painted(scenes: list[Scene]) -> Tensor:
+    """Pictures [N, 3, H, W] in -1 to 1."""
+    return torch.from_numpy(np.stack([draw(scene, PIXELS) for scene in scenes])).permute(0, 3, 1, 2) / 127.5 - 1
 
 
 def make_processor() -> JanusProcessor:
@@ -107,7 +126,7 @@ def make_model(processor: JanusProcessor) -> JanusForConditionalGeneration:
                 num_embeddings=CODES,
                 latent_channels=32,
                 base_channels=32,
-                channel_multiplier=[1, 1, 1, 1],
+                channel_multiplier=[1, 1, 1, 2],
                 num_res_blocks=1,
                 projection_dim=HIDDEN,
                 image_token_embed_dim=HIDDEN,
@@ -123,60 +142,48 @@ def make_model(processor: JanusProcessor) -> JanusForConditionalGeneration:
     return model
 
 
-def train_codes(model: JanusForConditionalGeneration, pictures: Tensor) -> None:
-    """The first two stages. pictures: [N, 3, H, W] in -1 to 1."""
+def patches(pictures: Tensor) -> Tensor:
+    """Pictures [N, 3, H, W] as rows of patches [N T, 3 PATCH PATCH]."""
+    cut = pictures.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)  # [N, 3, h, w, PATCH, PATCH]
+    return cut.permute(0, 2, 3, 1, 4, 5).reshape(-1, 3 * PATCH * PATCH)
+
+
+def coded(pictures: Tensor, known: Tensor) -> Tensor:
+    """The numbers of their patches among the `known` ones, int64 [N, T]."""
+    return torch.cdist(patches(pictures), known).argmin(1).view(len(pictures), -1)
+
+
+def train_codes(model: JanusForConditionalGeneration, pictures: Tensor, codes: Tensor) -> None:
+    """A vector and a picture for every code: first the vectors and the decoder, then the encoder towards the vectors.
+
+    pictures: [N, 3, H, W] in -1 to 1, whose codes [N, T] are known.
+    """
     vq = model.model.vqmodel
     vq.requires_grad_(True)
-    for stage in ("autoencoder", "codes"):
-        if stage == "codes":
-            points = torch.cat([latents(vq, some) for some in pictures[:1000].split(200)])
-            vq.quantize.embedding.weight.data.copy_(centres(points))
-            codes = (points @ vq.quantize.embedding.weight.T).argmax(1).view(1000, -1)
-            pictures = pictures[:1000]
-        moved = [*vq.decoder.parameters(), *vq.post_quant_conv.parameters()]
-        if stage == "autoencoder":
-            moved += [*vq.encoder.parameters(), *vq.quant_conv.parameters()]
+    vectors = vq.quantize.embedding.weight
+    stages = {
+        "decoder": [vectors, *vq.post_quant_conv.parameters(), *vq.decoder.parameters()],
+        "encoder": [*vq.encoder.parameters(), *vq.quant_conv.parameters()],
+    }
+    for stage, moved in stages.items():
         optimizer = torch.optim.AdamW(moved, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-        steps = STAGES[stage]
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = 2e-3 * min((step + 1) / 20, 1.05 - step / steps)
-            generator = torch.Generator().manual_seed(step)
-            rows = torch.randint(len(pictures), (BATCH[stage],), generator=generator)
-            batch = pictures[rows]
-            if stage == "codes":
-                made = vq.decode(codes[rows])
+        for step in range(STEPS[stage]):
+            optimizer.param_groups[0]["lr"] = 2e-3 * min((step + 1) / 20, 1.02 - step / STEPS[stage])
+            rows = torch.randint(len(pictures), (BATCH[stage],), generator=torch.Generator().manual_seed(step))
+            if stage == "decoder":
+                loss = F.mse_loss(vq.decode(codes[rows]), pictures[rows])
             else:
-                made = vq.decoder(vq.post_quant_conv(F.normalize(vq.quant_conv(vq.encoder(batch)), dim=1)))
-            loss = F.mse_loss(made, batch)
+                found = F.normalize(vq.quant_conv(vq.encoder(pictures[rows])), dim=1).flatten(2).transpose(1, 2)
+                loss = F.cross_entropy(
+                    (found @ F.normalize(vectors.detach(), dim=1).T / 0.1).flatten(0, 1), codes[rows].flatten()
+                )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             if (step + 1) % EVERY == 0:
-                print(f"{stage} {step + 1}: squared error {float(loss.detach()):.4f}", flush=True)
-
-
-@torch.no_grad()
-def latents(vq: torch.nn.Module, pictures: Tensor) -> Tensor:
-    """Unit vectors [N h w, 8]."""
-    return F.normalize(vq.quant_conv(vq.encoder(pictures)), dim=1).permute(0, 2, 3, 1).reshape(-1, 8)
-
-
-def centres(points: Tensor) -> Tensor:
-    """Spherical k-means, begun at points far from those chosen before; unit vectors [CODES, 8]."""
-    generator = torch.Generator().manual_seed(SEED)
-    points = points[torch.randperm(len(points), generator=generator)[:8000]]
-    chosen = [points[0]]
-    nearest = points @ chosen[0]
-    while len(chosen) < CODES:
-        weights = (1 - nearest).clamp(min=0)
-        chosen.append(points[int(torch.multinomial(weights, 1, generator=generator))])
-        nearest = torch.maximum(nearest, points @ chosen[-1])
-    found = torch.stack(chosen)
-    for _ in range(15):
-        owner = (points @ found.T).argmax(1)
-        sums = torch.zeros_like(found).index_add(0, owner, points)
-        found = torch.where(sums.norm(dim=1, keepdim=True) > 0, F.normalize(sums, dim=1), found)
-    return found
+                print(f"{stage} {step + 1}: loss {float(loss.detach()):.4f}", flush=True)
+    with torch.no_grad():
+        vectors.copy_(F.normalize(vectors, dim=1))  # as the decoder reads them; the encoder's nearest is then right
 
 
 def train_language(
@@ -188,7 +195,7 @@ def train_language(
     kept = (processor.tokenizer.bos_token_id, processor.tokenizer.boi_token_id)
     moved = [p for n, p in model.named_parameters() if "vqmodel" not in n and "vision_model" not in n]
     optimizer = torch.optim.AdamW(moved, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    steps, started = STAGES["language"], time.process_time()
+    steps, started = STEPS["language"], time.process_time()
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 2e-3 * min((step + 1) / 40, 1.05 - step / steps)
         generator = torch.Generator().manual_seed(step)
@@ -241,14 +248,22 @@ def main() -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} numbers", flush=True)
     scenes = [sample(number) for number in range(POOL)]
     texts = [caption(scene) for scene in scenes]
-    pictures = torch.from_numpy(np.stack([draw(scene, PIXELS) for scene in scenes])).permute(0, 3, 1, 2) / 127.5 - 1
-    train_codes(model, pictures)
+    pictures = painted(scenes)
+    full = painted([replace(scene, things=crowd(number)) for number, scene in enumerate(scenes[:1000])])
+    known = torch.unique(patches(torch.cat([full, pictures[:500]])), dim=0)
+    assert len(known) <= CODES, f"{len(known)} kinds of patches need as many codes"
+    train_codes(model, torch.cat([full, pictures[:300]]), coded(torch.cat([full, pictures[:300]]), known))
+    codes = coded(pictures, known)
     with torch.no_grad():
         vq = model.model.vqmodel
-        codes = torch.cat([vq.encode(p).image_tokens.view(len(p), -1) for p in pictures.split(200)])
-        back = (vq.decode(codes[:500]) * 0.5 + 0.5).clamp(0, 1)
-        seen = float(np.mean(Shapes(strict=True)(back, texts[:500])[0]))
-    print(f"{len(codes.unique())} codes in use; of pictures back from their codes {seen:.3f} are right", flush=True)
+        seen = vq.encode(pictures[:200]).image_tokens.view(200, -1)
+        back = (vq.decode(codes[:200]) * 0.5 + 0.5).clamp(0, 1)
+        shown = float(np.mean(Shapes(strict=True)(back, texts[:200])[0]))
+    same = float((seen == codes[:200]).double().mean())
+    print(
+        f"{len(known)} kinds of patches; the encoder knows {same:.3f}, of decoded pictures {shown:.3f} are right",
+        flush=True,
+    )
     processor.save_pretrained(args.out)
     model.save_pretrained(args.out)
     train_language(model, processor, texts, codes, args.enough)

@@ -3,6 +3,8 @@ scores: what `rollout.draw` and `evaluate.judge` do for texts."""
 
 from __future__ import annotations
 
+import io
+import wave
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import rewards
 from genrl.config.vlm import VLMConfig
+from genrl.objectives.reward_shaping import over_views
 from genrl.vlm.evaluate import Judged
 from genrl.vlm.rollout import Answers, joined
 from genrl.vlm.tasks.rows import Row
@@ -77,7 +80,12 @@ def score(
     prompts = [text_of(row) for row in asked]
     found = {}
     for label, reward in opened.items():
-        if "images" in drawn.made:
+        if config.vlm.output == "voxels":
+            rule = next(r.views for r, name in zip(config.rewards, config.reward_labels, strict=True) if name == label)
+            made = drawn.made["images"]
+            coarse, fine = (_of_views(reward, made[:, step], prompts, columns, rule, label) for step in (0, -1))
+            found |= {label: fine, f"{label}/coarse": coarse}
+        elif "images" in drawn.made:
             found[label] = rewards.score(
                 reward, images=drawn.made["images"], prompts=prompts, columns=columns, group=list(group), name=label
             )
@@ -92,21 +100,55 @@ def score(
     return found
 
 
+def _of_views(
+    reward: Reward, images: Tensor, prompts: Sequence[str], columns: Mapping[str, list[Any]], rule: Any, label: str
+) -> Scores:
+    """One score of the six views [B, 6, 3, H, W] of each shape. A view without a score makes the shape's NaN."""
+
+    def each(values: Sequence[Any]) -> list[Any]:
+        return [value for value in values for _ in range(images.shape[1])]
+
+    one = rewards.score(
+        reward,
+        images=images.flatten(0, 1),
+        prompts=each(prompts),
+        columns={name: each(values) for name, values in columns.items()},
+        group=each(range(len(images))),
+        name=label,
+    )
+    scores = torch.tensor(one.values, dtype=torch.float64).view(images.shape[:2])
+    return Scores(over_views(scores, rule).tolist(), failures=one.failures)
+
+
 def text_of(row: Row) -> str:
     """The words of a prompt."""
     return " ".join(part for part in row.prompt.parts if isinstance(part, str))
 
 
 class Shown:
-    """What an evaluation shows: the first pictures of it, with their captions and scores."""
+    """What an evaluation shows: its first pictures (of a shape its six views, the last step's), or sounds as .wav."""
 
     def __init__(self, number: int = 16) -> None:
         self.number = number
         self.images: list[Tensor] = []
+        self.sounds: dict[str, bytes] = {}
 
     def add(self, drawn: Drawn) -> None:
-        images = drawn.made.get("images", [])
+        images = drawn.made.get("images", torch.zeros(0))
+        if images.dim() == 6:  # [B, steps, 6, 3, H, W] -> [B, 3, H, 6 W]
+            images = torch.cat(images[:, -1].unbind(1), -1)
         self.images += list(images[: self.number - len(self.images)])
+        for sound in drawn.made.get("audio", [])[: self.number - len(self.sounds)]:
+            self.sounds[f"{len(self.sounds):02d}"] = as_wav(sound, drawn.made["rate"][0])
+
+
+def as_wav(sound: Tensor, rate: int) -> bytes:
+    """A waveform [S] in [-1, 1] as a .wav file of 16 bits."""
+    stream = io.BytesIO()
+    with wave.open(stream, "wb") as file:
+        file.setparams((1, 2, rate, len(sound), "NONE", "not compressed"))
+        file.writeframes((sound.clamp(-1, 1) * 32767).short().numpy().tobytes())
+    return stream.getvalue()
 
 
 def judge(
@@ -130,7 +172,7 @@ def judge(
         if shown is not None:
             shown.add(drawn)
         scores = score(config, opened, rows, drawn, list(range(len(rows))))
-        values = {label: one.values for label, one in scores.items()}
+        values = {label: scores[label].values for label in opened}
         names = [row.name if config.vlm.output == "masked_text" else text_of(row) for row in rows]
         found = found.joined(Judged(names, drawn.texts, values))
         advance(len(rows))

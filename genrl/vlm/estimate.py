@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from genrl.objectives import reward_shaping, token_advantages, token_surrogates, token_weights
 from genrl.objectives.advantages import group_advantages, group_statistics
+from genrl.objectives.policy_losses import kl_k3
 from genrl.objectives.token_advantages import Visits
 from genrl.objectives.tokens import log_ratio, masked, sequence_log_ratio, token_count, token_mean
 from genrl.vlm import recipe
@@ -70,6 +72,12 @@ def estimate(
     if batch.sampler_log_prob is not None and batch.old_log_prob is not None:
         gap = log_ratio(batch.old_log_prob, batch.sampler_log_prob, batch.mask).abs()
         metrics |= {"sampler_gap_mean": float(token_mean(gap, batch.mask)), "sampler_gap_max": float(gap.max())}
+        k3 = kl_k3(batch.sampler_log_prob, batch.old_log_prob)
+        metrics["sampler_gap_k3"] = float(token_mean(masked(k3, batch.mask), batch.mask))
+        for choice in preset.weights:
+            if isinstance(choice, recipe.EngineMismatch):
+                changed = _mismatch(choice, batch) != _mismatch(replace(choice, low=0.0, high=math.inf), batch)
+                metrics["sampler_corrected"] = float(token_mean(changed.expand(batch.mask.shape).double(), batch.mask))
     return Estimate(ready, after, metrics)
 
 
@@ -123,6 +131,10 @@ def _advantage(
         components = given(batch, "components", "normalise_then_sum")
         weights, eps, rewhiten = choice.weights, choice.eps, choice.rewhiten
         return token_advantages.normalise_then_sum(components, weights, group, eps=eps, rewhiten=rewhiten), visits
+    if isinstance(choice, recipe.Hierarchical):
+        high, low, step = (given(batch, name, "the two steps of an answer") for name in ("high", "low", "step"))
+        own = token_advantages.hierarchical_advantages(high, low, group, share=choice.share, eps=choice.eps)
+        return torch.where(step == 0, own.high[:, None], own.low[:, None]), visits
     if isinstance(choice, recipe.WhitenedReturns):
         return _whitened_returns(choice, preset, batch, rewards), visits
     if rewards is None:
@@ -212,22 +224,27 @@ def _weight(preset: Preset, batch: TokenBatch) -> Tensor | None:
                 _, index = torch.unique(batch.group, return_inverse=True)
                 first = torch.stack([(index == slot).nonzero()[0, 0] for slot in range(int(index.max()) + 1)])
                 factor = token_weights.divergence_weights(rows[first], mask, batch.group, alpha=alpha)
-            case recipe.EngineMismatch(level, mode, low, high):
-                factor = token_weights.mismatch_weights(
-                    given(batch, "old_log_prob", "the engine's correction"),
-                    given(batch, "sampler_log_prob", "the engine's correction"),
-                    mask,
-                    level=level,
-                    mode=mode,
-                    low=low,
-                    high=high,
-                )
+            case recipe.EngineMismatch():
+                factor = _mismatch(choice, batch)
+            case recipe.StepMeans():
+                step = given(batch, "step", "the means of steps")
+                factor = torch.ones(mask.shape, dtype=torch.float64)
+                for number in step[mask.bool()].unique().tolist():
+                    own = mask.bool() & (step == number)
+                    factor[own] = float(mask.bool().sum() / own.sum())
             case recipe.OffPolicyMask():
                 continue
         product = factor if product is None else product * factor
     if product is not None and preset.renormalise:
         product = product / token_mean(product.expand(mask.shape), mask).clamp(min=1e-8)
     return product
+
+
+def _mismatch(choice: recipe.EngineMismatch, batch: TokenBatch) -> Tensor:
+    old = given(batch, "old_log_prob", "the engine's correction")
+    sampler = given(batch, "sampler_log_prob", "the engine's correction")
+    bounds = {"low": choice.low, "high": choice.high}
+    return token_weights.mismatch_weights(old, sampler, batch.mask, level=choice.level, mode=choice.mode, **bounds)
 
 
 def _entropy_bounds(preset: Preset, batch: TokenBatch) -> Tensor | None:

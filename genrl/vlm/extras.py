@@ -21,7 +21,7 @@ from genrl.vlm import recipe
 from genrl.vlm.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policy import Encoded, Policy
 from genrl.vlm.recipe import Preset, extra_forwards
-from genrl.vlm.rollout import Answers
+from genrl.vlm.rollout import Answers, totals
 from rewards.verifiable import answer_in, number_in
 
 
@@ -37,6 +37,7 @@ class Needed:
     divergence: bool
     scores: bool
     components: bool
+    steps: bool
 
 
 def needed(preset: Preset) -> Needed:
@@ -53,6 +54,7 @@ def needed(preset: Preset) -> Needed:
         divergence=any(isinstance(weight, recipe.Divergence) for weight in preset.weights),
         scores=any(isinstance(transform, recipe.Uncertainty) for transform in preset.transforms),
         components=isinstance(preset.advantage, recipe.NormaliseThenSum),
+        steps=isinstance(preset.advantage, recipe.Hierarchical),
     )
 
 
@@ -169,6 +171,11 @@ def computed(
     if need.scores:
         numbers = [number_in(answer_in(text) or "") for text in answers.texts]
         found["scores"] = torch.tensor([math.nan if n is None else n for n in numbers], dtype=torch.float64)
+    if need.steps:
+        coarse = {label: answers.scores[f"{label}/coarse"] for label in config.reward_labels}
+        found |= {"high": totals(config, coarse), "low": totals(config, answers.scores)}
+        shaped: Any = policy
+        found["step"] = shaped.kinds(answers.tokens)[1].cpu()
     if need.components:
         found["components"] = torch.stack([answers.scores[label] for label in config.reward_labels], 1)
     return found

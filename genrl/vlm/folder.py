@@ -11,6 +11,7 @@ import torch
 from genrl.config.vlm import VLMConfig
 from genrl.runtime import checkpoint
 from genrl.runtime.loop import put_back
+from genrl.vlm.codes import CODEC, CodePolicy
 from genrl.vlm.compose import preset_of
 from genrl.vlm.image_tokens import ImagePolicy
 from genrl.vlm.masked_text import MaskedPolicy
@@ -30,6 +31,11 @@ def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str
         common: dict[str, Any] = {"lora": lora, "dtype": dtype, "device": device, "seed": config.seed}
         drawing: Any = ImagePolicy(path or config.vlm.path, guidance=guidance, **common)
         return drawing  # used as a Policy where both can the same
+    if config.vlm.output in ("voxels", "audio"):
+        coded: Any = CodePolicy(path or config.vlm.path, lora=lora, dtype=dtype, device=device, seed=config.seed)
+        if coded.codec.kind != config.vlm.output:
+            raise ValueError(f"vlm.output: {config.vlm.output}, but {config.vlm.path} makes {coded.codec.kind}")
+        return coded  # type: ignore[no-any-return]
     if config.vlm.output == "masked_text":
         bounds = isinstance(preset_of(config).surrogate, LinearBound)
         masked: Any = MaskedPolicy(
@@ -58,7 +64,10 @@ def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: 
         )
     policy = open_policy(config, device)
     trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-    put_back(trained, checkpoint.load(found).tensors["weights"], found)
+    weights = checkpoint.load(found).tensors["weights"]
+    if any(name.startswith("baseline.") for name in weights):  # MusicRL trains two models
+        weights = {name.removeprefix("policy."): v for name, v in weights.items() if name.startswith("policy.")}
+    put_back(trained, weights, found)
     return policy
 
 
@@ -76,9 +85,10 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
     model.save_pretrained(out)
     if Path(source).is_dir():
         for file in Path(source).iterdir():
-            if file.is_file() and not file.name.endswith(WEIGHTS) and not (out / file.name).exists():
+            kept = file.name == CODEC or not file.name.endswith(WEIGHTS)
+            if file.is_file() and kept and not (out / file.name).exists():
                 shutil.copy(file, out / file.name)
-    elif isinstance(policy, MaskedPolicy):
+    elif isinstance(policy, MaskedPolicy | CodePolicy):
         policy.tokenizer.save_pretrained(out)
     else:
         policy.tokenizer.save_pretrained(out)

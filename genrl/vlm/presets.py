@@ -23,6 +23,7 @@ from genrl.vlm.recipe import (
     EntropyBand,
     EntropyPenalty,
     GroupAdvantage,
+    Hierarchical,
     Kl,
     KlInReward,
     LeaveOneOut,
@@ -41,6 +42,7 @@ from genrl.vlm.recipe import (
     SequenceTokenClip,
     SigmaFilter,
     SmoothedAdvantage,
+    StepMeans,
     TopDependency,
     TopEntropy,
     TrajectoryDependency,
@@ -226,6 +228,16 @@ DPO = Preset(
     source="arXiv 2305.18290; on pairs of its own drawings as in the study of Janus-Pro, arXiv 2505.17017",
     notes="the best and the worst of each group are the pair; the reference is the model before training",
 )
+HI_GRPO = Preset(
+    Hierarchical(0.5),
+    _DAPO_CLIP,
+    "token_mean_global",
+    weights=(StepMeans(),),
+    regularisers=(Kl(0.01),),
+    source="AR3D-R1, arXiv 2512.10949",
+    notes="each answer thinks and makes a coarse shape, then thinks and makes a fine one; rewards of six rendered "
+    "views (maximum, sum); G = 8; the paper keeps the KL and decouples the clip; share and both constants inferred",
+)
 
 # --- agents with a critic: advantages come from genrl.objectives.token_credit, run over episodes
 
@@ -341,6 +353,7 @@ PRESETS: dict[str, Preset] = {
     "real": REAL,
     "dmpo": DMPO,
     "dpo": DPO,
+    "hi_grpo": HI_GRPO,
     "vl_dac": VL_DAC,
     "poad": POAD,
     "bgpo": BGPO,
@@ -356,12 +369,19 @@ PRESETS: dict[str, Preset] = {
     "syn_grpo": SYN_GRPO,
 }
 
+MUSIC_RL = Preset(
+    CriticAdvantage("token", gamma=1.0, lam=1.0),
+    Reinforce(),
+    "seq_sum",
+    source="arXiv 2402.04229",
+    notes="what `genrl check` shows of the method; music_rl.py trains it, with a KL over the whole vocabulary",
+)
+
 NOT_PRESETS: dict[str, str] = {
     "rl_vlm_f": "an offline method: a model compares two observations, a Bradley-Terry reward "
     "(objectives.adversarial.preference_loss) is fitted to its answers, and IQL learns from a labelled data set; no "
     "tokens are sampled from a policy",
     "music_rl": "token-level REINFORCE with a value per token and a KL over the whole vocabulary: "
-    "objectives.audio_tokens.music_rl_loss reads log-softmax rows, not the log-prob of the chosen token",
-    "hi_grpo": "two losses for the two steps of a completion: a GRPO preset for each, on the advantages of "
-    "objectives.token_advantages.hierarchical_advantages",
+    "objectives.audio_tokens.music_rl_loss reads log-softmax rows, not the log-prob of the chosen token; its trainer "
+    "is music_rl.py",
 }

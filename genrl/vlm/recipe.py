@@ -96,6 +96,18 @@ class CriticAdvantage:
     name: Literal["critic"] = "critic"
 
 
+@dataclass(frozen=True)
+class Hierarchical:
+    """`token_advantages.hierarchical_advantages` of [high] and [low] [B], rewards of an answer's two steps: Hi-GRPO.
+
+    Tokens of the first step ([step] 0) have the one, those of the second the other.
+    """
+
+    share: float = 0.5
+    eps: float = 1e-8
+    name: Literal["hierarchical"] = "hierarchical"
+
+
 Advantage = (
     GroupAdvantage
     | LeaveOneOut
@@ -105,6 +117,7 @@ Advantage = (
     | RankQuantiles
     | NormaliseThenSum
     | CriticAdvantage
+    | Hierarchical
 )
 
 # --- added to the rewards before the estimator
@@ -250,7 +263,15 @@ class OffPolicyMask:
     name: Literal["off_policy_mask"] = "off_policy_mask"
 
 
-TokenWeight = TopEntropy | TopDependency | Divergence | EngineMismatch | OffPolicyMask
+@dataclass(frozen=True)
+class StepMeans:
+    """`tokens / tokens of this step`, by [step]: "token_mean_global" is then the sum of the steps' own token means, two
+    separate losses (Hi-GRPO)."""
+
+    name: Literal["step_means"] = "step_means"
+
+
+TokenWeight = TopEntropy | TopDependency | Divergence | EngineMismatch | OffPolicyMask | StepMeans
 
 # --- surrogates
 
@@ -418,11 +439,13 @@ class Kl:
     """`beta` times a KL estimate to `ref_log_prob` per token, added before aggregation (TRL) and not weighted.
 
     weighted: multiply it by the token weights too (TW-GRPO). In a group loss it is aggregated by the preset's rule.
+    corrected: multiply it by the ratio, so that its gradient is that of the KL itself (DeepSeek-V3.2, TRL's default).
     """
 
     beta: float = 0.04
     estimator: Literal["k2", "k3", "k3_clamped"] = "k3"
     weighted: bool = False
+    corrected: bool = False
     name: Literal["kl"] = "kl"
 
 
@@ -499,7 +522,7 @@ class Preset:
             raise ValueError("a preset needs a surrogate or a group_loss, and not both")
         if self.group_loss is not None and (self.weights or self.aggregation == "balanced"):
             raise ValueError("a group loss compares whole completions: token weights and 'balanced' do not apply to it")
-        per_token = isinstance(self.advantage, WhitenedReturns) or (
+        per_token = isinstance(self.advantage, WhitenedReturns | Hierarchical) or (
             isinstance(self.advantage, CriticAdvantage) and self.advantage.level == "token"
         )
         rowwise = isinstance(self.surrogate, SequenceClip | Vespo | LinearBound) or self.group_loss is not None

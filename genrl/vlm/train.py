@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
+from torch import nn
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.loop import Abandoned, Loop, adamw, begin, claim, logger_of, make_accelerator, say_end
@@ -157,7 +157,9 @@ def open_session(
     if config.synthesis is not None:
         synthesis = Synthesis(config, questions, policy, loop)
         stack.callback(synthesis.close)
-    return Session(config, preset, need, loop, policy, reference, average, opened, questions, synthesis, baseline=baseline)
+    session = Session(config, preset, need, loop, policy, reference, average, opened, questions, synthesis)
+    session.baseline = baseline
+    return session
 
 
 class Judge:

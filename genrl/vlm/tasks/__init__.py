@@ -12,7 +12,7 @@ import numpy as np
 
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.processor import Prompt
-from genrl.vlm.tasks import captions, clips, jigsaw, quality, scenes, series, shapes, sums
+from genrl.vlm.tasks import bodies, captions, clips, jigsaw, quality, scenes, series, shapes, sums, tunes
 from genrl.vlm.tasks.rows import Drawn, Row, Split
 
 DRAW: dict[str, Callable[[np.random.Generator, Split], Drawn]] = {
@@ -31,6 +31,8 @@ DRAW: dict[str, Callable[[np.random.Generator, Split], Drawn]] = {
     "scenes": scenes.number,
     "sums": sums.plus,
     "captions": captions.text,
+    "bodies": bodies.text,
+    "tunes": tunes.text,
 }
 """By the name that `task.name` has."""
 

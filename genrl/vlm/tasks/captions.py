@@ -12,7 +12,7 @@ from genrl.vlm.tasks.rows import Drawn, Split
 from genrl.world import Scene, Thing, caption, held_out
 from rewards.shapes import COLOURS, SHAPES, Group
 
-RADIUS = {"circle": 12.5, "square": 12.0, "triangle": 13.0, "star": 13.0}
+RADIUS = {"circle": 12.5, "square": 12.0, "triangle": 13.0, "star": 12.5}
 """Of 64 pixels: `rewards.shapes` still tells the shapes apart where these are drawn in 32."""
 
 
