@@ -133,6 +133,24 @@ BUILT_IN: dict[str, BuiltIn] = {
         doc="a vision-language model's yes or its written score; local, or on an OpenAI-compatible server",
         range="0 to 1",
     ),
+    "text_judge": BuiltIn(
+        module="rewards.answerer",
+        attribute="TextJudge",
+        doc="a language model's yes to a written answer, or its score; local, or on an OpenAI-compatible server",
+        range="0 to 1",
+    ),
+    "consistent": BuiltIn(
+        module="rewards.answerer",
+        attribute="Consistent",
+        doc="R1-Reward's: accuracy, more where reasoning and answer agree (by a rule or a judge), and format",
+        range="0 to 2",
+    ),
+    "answered": BuiltIn(
+        module="rewards.answerer",
+        attribute="Answered",
+        doc="does a frozen vision-language model answer rightly from the chosen frames (K-frames)",
+        range="0 or 1",
+    ),
     "edit_judge": BuiltIn(
         module="rewards.judge",
         attribute="EditJudge",

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from rewards.contract import to_uint8
+from rewards.verifiable import answer_in
 
 if TYPE_CHECKING:
     import torch
@@ -325,3 +326,13 @@ class Shapes:
             for name in PARTS:
                 parts[name].append(result[name])
         return parts["strict" if self.strict else "soft"], parts
+
+
+def same_number(completions: list[str], answer: list[str]) -> list[float]:
+    """1 where the answer is a caption of this world that asks for so many things: a description that keeps a count."""
+
+    def number(completion: str) -> int | None:
+        asked = parse(answer_in(completion) or "")
+        return None if asked is None or asked.relation else sum(group.count for group in asked.groups)
+
+    return [float(str(number(text)) == str(truth)) for text, truth in zip(completions, answer, strict=True)]

@@ -15,6 +15,7 @@ from genrl.config.schema import (
     Count,
     Distributed,
     Flag,
+    NonNegative,
     Number,
     Optimizer,
     Positive,
@@ -22,6 +23,7 @@ from genrl.config.schema import (
     Share,
     Text,
     Tracker,
+    Ways,
     Whole,
 )
 from genrl.config.vlm_agents import Critic, Environment
@@ -100,7 +102,7 @@ class Task(Section):
     """System message before every question; null = none."""
     curriculum: Curriculum | None = None
     """Easy questions first (Jigsaw-R1); null = all from the start."""
-    passes: Annotated[int, Field(strict=True, ge=2)] | None = None
+    passes: Ways | None = None
     """Ask every training question so many times before training, and leave out those that the model never or always
     answers rightly (MedVLThinker: 16); null = leave out none."""
 
@@ -235,6 +237,53 @@ class VLMConfig(Section):
     trackers: tuple[Tracker, ...] = ("tensorboard",)
     """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 200
+class Stage(Section):
+    """A part of a run with questions or a method of its own."""
+
+    iterations: Count
+    """How many of the run's iterations."""
+    task: Task | None = None
+    """Its questions to train on; null = those of the run. Evaluated are those of the run."""
+    trainer: VLMTrainer | None = None
+    """Its method; null = that of the run."""
+
+
+class Augmentation(Section):
+    """Questions changed by how hard they are for the model, and answered again (Reg-GRPO's augmentation)."""
+
+    window: Count = 10
+    """Iterations whose mean reward a question's own is compared with: the difference is d."""
+    noise: Positive = 64.0
+    """Easy question (d < 0): Gaussian noise on its pictures of noise * |d| levels of 255."""
+    hint: Positive = 1.0
+    """Hard question (d > 0): the first min(1, hint * d) of the words of the model's own best reasoning, found with the
+    right answer in the question, is put after the question."""
+    truth: Text = "{question} (The answer is {answer}.)"
+    """How a hard question is asked with its answer, from the column `answer`."""
+
+
+class Synthesis(Section):
+    """Pictures made during the run from descriptions that the model writes (Syn-GRPO)."""
+
+    pipeline: Text
+    """Folder or hub id of the diffusers pipeline that draws them, in a process of its own."""
+    ask: Text
+    """What the model is asked about a question's picture; the description is its answer in <answer> tags."""
+    check: Text
+    """A text reward that is 1 where a description keeps the answer (column `answer`); others are not drawn, and are
+    worth 0."""
+    questions: Count = 1
+    """Questions of an iteration that are described, group_size times each."""
+    delay: Count = 1
+    """Iterations later, the pictures stand in for those of as many questions, and the descriptions are trained on."""
+    weight: Positive = 1.0
+    """What a description is worth: this times the diversity (normalised entropy) of the answers to its picture."""
+    num_inference_steps: Count = 20
+    """Denoising steps."""
+    guidance_scale: NonNegative = 4.0
+    """Of the pipeline."""
+
+
     """Rounds of answering and training."""
     seed: Whole = 0
     """Seed of everything random: answers, the order of questions, adapters."""
@@ -250,8 +299,30 @@ class VLMConfig(Section):
             same = sum(label == base or label.startswith(f"{base}-") for label in labels)
             labels.append(f"{base}-{same + 1}" if same else base)
         return tuple(labels)
+    stages: tuple[Stage, ...] = ()
+    """Parts of the run one after the other (LMM-R1), whose iterations add up to `iterations`; [] = one."""
+    augmentation: Augmentation | None = None
+    """Questions changed by their difficulty (Reg-GRPO); null = asked as they are."""
+    synthesis: Synthesis | None = None
+    """New pictures during the run (Syn-GRPO); null = none."""
 
     @model_validator(mode="after")
     def _possible(self) -> VLMConfig:
         refuse_impossible(self)
         return self
+    def at(self, iteration: int) -> tuple[int, VLMConfig]:
+        """The number of the stage that an iteration belongs to, and the run as this stage has it."""
+        last = 0
+        for number, stage in enumerate(self.stages):
+            last += stage.iterations
+            if iteration < last or number == len(self.stages) - 1:
+                own = {"task": stage.task or self.task, "trainer": stage.trainer or self.trainer}
+                return number, self.model_copy(update=own)
+        return 0, self
+
+    @property
+    def parts(self) -> list[VLMConfig]:
+        """The run as each of its stages has it; without stages, itself."""
+        starts = [sum(stage.iterations for stage in self.stages[:k]) for k in range(max(1, len(self.stages)))]
+        return [self.at(start)[1] for start in starts]
+

@@ -46,7 +46,7 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
                 continue
             notes += [f"task.{name}: skipped {row}" for row in found.skipped[:10]]
             columns.append((name, found.column_names))
-            if config.vlm.output == "text":
+            if config.vlm.output == "text" and config.task.image is not None:
                 yield from _images(config, name, source, found)
         elif ":" in source:
             notes.append(f"task.{name}: {source} is a data set; it is read when training starts")
@@ -77,7 +77,7 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
 
 
 def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Iterator[Finding]:
-    column = config.task.image
+    column = str(config.task.image)
     without = next((row for row in found.rows if row.columns.get(column) is None), None)
     if without is not None:
         close = get_close_matches(column, found.column_names, n=1, cutoff=0.5)

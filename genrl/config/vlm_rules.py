@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ CRITICS = ("vl_dac", "poad")
 def refuse_impossible(config: VLMConfig) -> None:
     """Raise ImpossibleConfig with everything that cannot work together."""
     asked = _questions(config) if config.environment is None else _episodes(config)
-    found = [*asked, *_outputs(config), *_updates(config), *_groups(config)]
+    found = [*asked, *_outputs(config), *_updates(config), *_groups(config), *_strategies(config)]
     if found:
         raise ImpossibleConfig(found)
 
@@ -91,3 +92,29 @@ def _groups(config: VLMConfig) -> Iterator[Finding]:
         yield ("trainer.filter", "generation.group_size"), "one answer has no spread; write 2 or more (8 is usual)"
     if config.distributed.fsdp:
         yield ("distributed.fsdp",), "vision-language models are not sharded; write false"
+
+
+def _strategies(config: VLMConfig) -> Iterator[Finding]:
+    """Stages, and questions that are changed or made during the run."""
+    if config.stages:
+        total = sum(stage.iterations for stage in config.stages)
+        if total != config.iterations:
+            yield ("iterations", "stages"), f"the stages have {total} iterations together; write iterations: {total}"
+        for number, (stage, part) in enumerate(zip(config.stages, config.parts, strict=True)):
+            for keys, text in (*_questions(part), *_outputs(part), *_updates(part)):
+                section = keys[0].split(".")[0]
+                if getattr(stage, section, None) is not None:  # else it is the run's own, and said there
+                    yield (f"stages.{number}.{keys[0]}", *keys[1:]), text
+    for name in ("stages", "augmentation", "synthesis"):
+        if getattr(config, name) and (config.environment is not None or config.vlm.output != "text"):
+            yield (name,), "is for questions that are answered by text; leave it out"
+    if config.augmentation is not None and sorted(
+        re.findall(r"{.*?}", config.augmentation.truth)
+    ) != ["{answer}", "{question}"]:
+        yield ("augmentation.truth",), "write the places {question} and {answer} in it, and no others"
+    if config.synthesis is not None and config.synthesis.questions > config.generation.prompts_per_iteration:
+        yield ("synthesis.questions", "generation.prompts_per_iteration"), "there are not so many questions"
+    if config.synthesis is not None and (config.trainer.resample or config.augmentation is not None):
+        yield ("synthesis", "trainer.resample"), "questions are answered once; write resample: 0, augmentation: null"
+    if config.synthesis is not None and config.generation.group_size < 2:
+        yield ("synthesis", "generation.group_size"), "one answer has no diversity; write 2 or more"

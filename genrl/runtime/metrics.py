@@ -715,6 +715,16 @@ _LANGUAGE = {
         "Falls to 0 as all answers become right: there is nothing left to learn.",
         "share 0..1",
     ),
+    "synthesis/drawn": MetricDoc(
+        "descriptions that passed the check and were drawn / descriptions, of those that became due",
+        "The rest are worth 0. Falls: the model writes what the check cannot read.",
+        "share 0..1",
+    ),
+    "synthesis/diversity_mean": MetricDoc(
+        "mean over these descriptions of what they are worth: normalised entropy of the answers to their pictures",
+        "Up to 1, where all answers to a picture differ.",
+        "0 to 1",
+    ),
     "sampler/gap_mean": MetricDoc(
         "mean of |log-prob of the trainer - log-prob of the sampler| over tokens, before the update",
         "About 1e-7 in float32, 1e-3 in bfloat16. More: the two see different inputs.",

@@ -3,8 +3,9 @@ processes, and what is measured of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,18 @@ from accelerate.utils import gather_object
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.loop import Loop
 from genrl.vlm import artefacts
+from genrl.vlm.augment import augmented, gaps
+from genrl.vlm.compose import preset_of
 from genrl.vlm.data import Questions
 from genrl.vlm.dealing import Update, dealt, everyones, ours
 from genrl.vlm.estimate import Estimate, estimate
-from genrl.vlm.extras import Average, Needed, computed
+from genrl.vlm.extras import Average, Needed, computed, needed
+from genrl.vlm.passes import leave_out
 from genrl.vlm.policy import Policy
 from genrl.vlm.recipe import LinearBound, Preset
-from genrl.vlm.rollout import Answers, draw, joined, order, totals, worth
+from genrl.vlm.rollout import Answers, draw, joined, totals, worth
+from genrl.vlm.synthesis import Synthesis
+from genrl.vlm.tasks.rows import Row
 from genrl.vlm.token_batch import TokenBatch
 from rewards.contract import Reward
 
@@ -60,25 +66,45 @@ class Session:
         config, loop = self.config, self.loop
         wanted, processes = config.generation.prompts_per_iteration, loop.accelerator.num_processes
         share, rank = wanted // processes, loop.accelerator.process_index
+    def enter(self) -> None:
+        """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""
+        whole = self.loop.settings
+        assert isinstance(whole, VLMConfig)
+        number, config = whole.at(self.loop.iteration)
+        if number == self.stage:
+            return
+        self.stage, self.config, self.preset = number, config, preset_of(config)
+        self.need = needed(self.preset)
+        self.questions = Questions(config, "train")
+        leave_out(config, self.questions, self.policy, self.loop, number)
+
         drawn: list[Answers] = []
         kept: list[Answers] = []
+        self.enter()
         mine: list[int] = [0] * processes
         for _ in range(1 + config.trainer.resample):
             loop.phase("answering", share * config.generation.group_size)
-            first = loop.memory.get("questions", 0)
-            numbers = order(len(self.questions), config.seed, first, wanted)[rank * share : (rank + 1) * share]
+            numbers = self.questions.asked(loop.iteration, first, wanted)[rank * share : (rank + 1) * share]
+            rows = [self.questions[number] for number in numbers]
+            if self.synthesis is not None:
+                rows = self.synthesis.replaced(rows)
             with loop.timed("rollout"):
-                found = (draw if config.vlm.output == "text" else artefacts.draw)(
-                    self.policy,
-                    config,
-                    self.opened,
-                    [self.questions[number] for number in numbers],
-                    (config.seed, "answers", loop.iteration, first),
-                    advance=loop.advance_or_leave,
-                )
+        memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
+        described: Answers | None = None
+        first = loop.memory.get("questions", 0)
+                found = self._ask(rows, "answers", loop.iteration, first)
+                drawn.append(found)
+                if config.augmentation is not None:
+                    gap, memory = gaps(config, loop, found)
+                    if gap is not None:
+                        ask = partial(self._ask, iteration=loop.iteration, first=first)
+                        found = augmented(config, found, gap, ask, loop.iteration)
+                if self.synthesis is not None:
+                    chosen = numbers[-self.synthesis.settings.questions :]
+                    asked = [self.synthesis.described(number) for number in chosen]
+                    described = self._ask(asked, "describe", loop.iteration, first)
             loop.leave_if_asked()
-            loop.memory["questions"] = first + wanted
-            drawn.append(found)
+            first += wanted
             kept.append(found.chosen(worth(config, found)))
             mine = [a + b for a, b in zip(mine, gather_object([len(kept[-1].rows)]), strict=True)]
             if sum(mine) >= wanted:
@@ -87,7 +113,24 @@ class Session:
         before, room = sum(mine[:rank]), wanted
         own = joined(kept)
         answers = own.chosen(list(range(max(0, min(mine[rank], room - before)))))
-        return answers, self._answered(joined(drawn), len(drawn), min(sum(mine), wanted) / (wanted * len(drawn)))
+        row = self._answered(joined(drawn), len(drawn), min(sum(mine), wanted) / (wanted * len(drawn)))
+        if self.synthesis is not None and described is not None:
+            paid, figures = self.synthesis.paid(drawn[0])
+            self.synthesis.park(chosen, described)
+            answers, row = joined([answers, *paid]), row | figures
+        return answers, row
+
+    def _ask(self, rows: Sequence[Row], key: str, iteration: int, first: int) -> Answers:
+        """Groups of answers to these questions. key: of which kind, part of the samples' keys."""
+        return (draw if self.config.vlm.output == "text" else artefacts.draw)(
+            self.policy,
+            self.config,
+            self.opened,
+            rows,
+            (self.config.seed, key, iteration, first),
+            advance=self.loop.advance_or_leave,
+        )
+        loop.memory |= memory | {"questions": first}
 
     def _answered(self, drawn: Answers, rounds: int, share: float) -> dict[str, float]:
         config = self.config

@@ -1,0 +1,157 @@
+"""Make the embedded vision-language model of the further tasks: as `build_tiny_vlm.py`, of 1.0 million numbers.
+
+    python assets/build_tiny_vlm_tasks.py     # assets/tiny-vlm-tasks, about four minutes of one core
+
+It is taught by the training questions of `genrl/vlm/tasks`. Of the answers to the tasks that reinforcement is to teach
+(`WEAK`) half are another question's, so it learns what an answer looks like and weakly which one is right. Lessons that
+are always right teach it to see: colours in every cell, what a picture shows, which shape one frame shows. The last one
+makes it the frozen answerer of the key-frame task, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from build_tiny_vlm import colours_of, make_model, make_processor, make_tokenizer
+from PIL import Image
+
+from genrl.mdp.noise import derive_seed
+from genrl.vlm import tasks
+from genrl.vlm.generation import Sampling, generate
+from genrl.vlm.policy import Policy
+from genrl.vlm.tasks import scenes, shapes
+from genrl.vlm.tasks.rows import Split
+from genrl.world import SIZE, caption, draw
+from rewards.verifiable import exact
+
+from transformers import LlavaProcessor  # isort: skip  # after the policy
+
+ASSETS = Path(__file__).resolve().parent
+SEED = 0
+POOL, BATCH, RATE, WARMUP, STEPS = 10_000, 64, 2e-3, 40, 600
+PATCH, LAYERS, LONGEST = 12, 3, 160
+WRONG, UNTAGGED = 0.5, 0.1  # shares of the answers to `WEAK`
+WEAK = {
+    "jigsaw": 16, "jigsaw_pair": 5, "box": 5, "point": 3, "quality": 12, "better": 6, "series": 12, "key_frames": 14,
+    "scenes": 6, "sums": 3,
+}  # fmt: skip
+SURE = {"cells": 8, "describe": 8, "what": 8}
+"""Lessons by their shares, in parts of the whole."""
+DESCRIBE = "describe such a picture ."
+
+
+def lesson(name: str, number: int) -> tuple[list[Image.Image], str, str]:
+    """(pictures, question, right answer) of this task and number, of the training split."""
+    rng = np.random.default_rng(derive_seed("lesson", SEED, name, number))
+    if name == "cells":
+        scene, _, _ = shapes.QUESTIONS["count"](rng, "train")
+        return [Image.fromarray(draw(scene, shapes.PICTURE))], "list the colours in every cell .", colours_of(scene)
+    if name == "describe":
+        scene = scenes.scene(rng, "train")
+        return [Image.fromarray(draw(scene, SIZE))], DESCRIBE, caption(scene)
+    drawn = tasks.DRAW[name](rng, "train")
+    (question,) = [part for part in drawn.parts if isinstance(part, str)]
+    return [part for part in drawn.parts if not isinstance(part, str)], question, drawn.answer
+
+
+def taught(name: str, number: int) -> list[tuple[list[Image.Image], str, str]]:
+    """So many lessons, each with what is told as its answer."""
+    rng = np.random.default_rng(derive_seed("taught", SEED, name))
+    lessons = [lesson(name, k) for k in range(number)]
+    rows = []
+    for pictures, question, answer in lessons:
+        if name in WEAK and rng.random() < WRONG:
+            answer = lessons[rng.integers(number)][2]
+        bare = name in WEAK and rng.random() < UNTAGGED
+        told = answer if bare else f"<think> i see {answer} </think> <answer> {answer} </answer>"
+        rows.append((pictures, question, told))
+    return rows
+
+
+class Bucket:
+    """Lessons with equally many pictures: pixels [N * pictures, 3, H, W] as bytes, ids and labels [N, L]."""
+
+    def __init__(self, processor: LlavaProcessor, rows: list[tuple[list[Image.Image], str, str]]) -> None:
+        tokenizer, self.pictures = processor.tokenizer, len(rows[0][0])
+        marks = "<image>" * (shapes.PICTURE // PATCH) ** 2 * self.pictures
+        asked = [tokenizer(f"<|user|>{marks}{question}<|end|><|assistant|>").input_ids for _, question, _ in rows]
+        answered = [tokenizer(f"{answer}<|end|>").input_ids for _, _, answer in rows]
+        longest = max(len(a) + len(b) for a, b in zip(asked, answered, strict=True))
+        pad = [[tokenizer.pad_token_id] * (longest - len(a) - len(b)) for a, b in zip(asked, answered, strict=True)]
+        self.ids = torch.tensor([a + b + p for a, b, p in zip(asked, answered, pad, strict=True)])
+        labels = [[-100] * len(a) + b + [-100] * len(p) for a, b, p in zip(asked, answered, pad, strict=True)]
+        self.labels = torch.tensor(labels)
+        flat = [picture for pictures, _, _ in rows for picture in pictures]
+        self.pixels = processor.image_processor(flat, return_tensors="pt").pixel_values if flat else None
+
+    def batch(self, generator: torch.Generator, pad: int) -> dict[str, torch.Tensor]:
+        chosen = torch.randint(len(self.ids), (BATCH,), generator=generator)
+        ids = self.ids[chosen]
+        rows = {"input_ids": ids, "attention_mask": (ids != pad).long(), "labels": self.labels[chosen]}
+        if self.pixels is not None:
+            at = (chosen[:, None] * self.pictures + torch.arange(self.pictures)).flatten()
+            rows["pixel_values"] = self.pixels[at]
+        return rows
+
+
+def right(policy: Policy, split: Split, number: int) -> dict[str, float]:
+    """Share of right greedy answers to each kind of question, exactly as expected."""
+    found = {}
+    for name in [*WEAK, "what"]:
+        rows = [tasks.row(name, split, k) for k in range(number)]
+        prompts = [policy.encode(row.prompt) for row in rows]
+        answers = generate(policy, prompts, 1, Sampling(16, temperature=0), [(0, k) for k in range(number)])
+        found[name] = round(float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows]))), 3)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ASSETS / "tiny-vlm-tasks")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    args = parser.parse_args()
+    torch.manual_seed(SEED)
+    started, shares = time.process_time(), WEAK | SURE
+    lessons = {name: taught(name, POOL * share // sum(shares.values())) for name, share in shares.items()}
+    words = {word for rows in lessons.values() for _, *texts in rows for text in texts for word in text.split()}
+    tokenizer = make_tokenizer(sorted(words | {*map(str, range(19))}), LONGEST)
+    processor, model = make_processor(tokenizer, PATCH), make_model(tokenizer, PATCH, LAYERS)
+
+    def save() -> Policy:
+        processor.save_pretrained(args.out)
+        model.save_pretrained(args.out, state_dict={name: value.half() for name, value in model.state_dict().items()})
+        return Policy(str(args.out))
+
+    save()
+    rows: dict[int, list[tuple[list[Image.Image], str, str]]] = {}
+    for one in (one for some in lessons.values() for one in some):
+        rows.setdefault(len(one[0]), []).append(one)
+    buckets = {pictures: Bucket(processor, some) for pictures, some in rows.items()}
+    weight = torch.tensor([float(len(some)) for some in rows.values()])
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{count:,} numbers, {len(tokenizer)} words, {time.process_time() - started:.0f} s", flush=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    model.train()
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min((step + 1) / WARMUP, 1 - step / args.steps)
+        generator = torch.Generator().manual_seed(step)
+        bucket = list(buckets.values())[int(torch.multinomial(weight, 1, generator=generator))]
+        loss = model(**bucket.batch(generator, tokenizer.pad_token_id)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 100 == 0:
+            print(f"step {step + 1}, loss {loss:.3f}, {time.process_time() - started:.0f} s", flush=True)
+    policy = save()
+    print(f"train: {right(policy, 'train', 96)}", flush=True)
+    print(f"held out: {right(policy, 'eval', 96)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
+
+
+if __name__ == "__main__":
+    main()
