@@ -768,6 +768,9 @@ _LANGUAGE = {
     "tokens_per_s": MetricDoc(
         "tokens of the answers / seconds of drawing and scoring them", "Speed.", "tokens/s", False
     ),
+    "grad_norm/baseline": MetricDoc(
+        "norm of the gradient of MusicRL's value function, before clipping", "As `grad_norm`."
+    ),
     "timing/estimate_s": MetricDoc(
         "seconds of the forward passes before an update: old, reference and further log-probabilities",
         "About a third of `timing/train_s` for each.",

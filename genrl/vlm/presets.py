@@ -233,7 +233,7 @@ HI_GRPO = Preset(
     _DAPO_CLIP,
     "token_mean_global",
     weights=(StepMeans(),),
-    regularisers=(Kl(0.01),),
+    regularisers=(Kl(0.01, weighted=True),),
     source="AR3D-R1, arXiv 2512.10949",
     notes="each answer thinks and makes a coarse shape, then thinks and makes a fine one; rewards of six rendered "
     "views (maximum, sum); G = 8; the paper keeps the KL and decouples the clip; share and both constants inferred",

@@ -70,6 +70,9 @@ def rollout(seed: int = 0, *, junk: float = 0.0, pad: int = 0, masked: bool = Tr
             "task": group % 2,
             "components": draw(rows, 2),
             "credit": draw(rows),
+            "high": draw(rows),
+            "low": draw(rows),
+            "step": (torch.arange(LENGTH + pad) >= 2).long().expand(rows, -1),
         },
     )
 

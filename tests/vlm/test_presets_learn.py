@@ -56,6 +56,9 @@ def rewards_while_learning(preset: Preset, steps: int) -> list[float]:
                 "accuracy": right.mean(1),
                 "scores": 3.0 + noise[:, 0],
                 "components": right[:, :2],
+                "high": right[:, 0],
+                "low": right[:, 1:].mean(1),
+                "step": (torch.arange(LENGTH) >= 1).long().expand(len(group), -1),
             }
             batch = TokenBatch(
                 mask=torch.ones(len(group), LENGTH),
@@ -86,7 +89,7 @@ def test_it_raises_the_reward(name: str) -> None:
         preset = replace(preset, length=LENGTH)
     curve = rewards_while_learning(preset, 15)
     # from 1/6; the entropy masks update a fifth to a third of the tokens, DMPO aims at a soft distribution
-    slow = name in ("forking_tokens", "spine", "vppo", "dmpo")
+    slow = name in ("forking_tokens", "spine", "vppo", "dmpo", "dpo")  # DPO: two rows of a group
     assert sum(curve[-3:]) / 3 > sum(curve[:3]) / 3 + (0.05 if slow else 0.15), curve
 
 

@@ -24,7 +24,7 @@ from genrl.vlm.rollout import Answers, open_rewards, order
 from genrl.vlm.session import Session
 from genrl.vlm.train import train
 
-RUNS = [name for name in PRESETS if name not in (*CRITICS, *MASKED)]
+RUNS = [name for name in PRESETS if name not in (*CRITICS, *MASKED, "hi_grpo")]
 
 
 def naive_log_probs(policy: Policy, answers: Answers) -> Tensor:
