@@ -134,7 +134,7 @@ class TestTrain:
     def test_reinforces_a_runs_policy(self, folder: Path) -> None:
         run("train", "ppo.yaml")
         place = folder / "runs" / "ppo"
-        assert json.loads((place / "policy" / "config.json").read_text())["critic"] is True
+        assert json.loads((place / "policy" / "config.json").read_text())["critic"] == 1
         rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
         assert rows[0]["rollout/env_steps"] > 0
         assert "has done all of its 1 iterations" in words(run("resume", "runs/ppo"))

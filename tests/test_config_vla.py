@@ -215,6 +215,20 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "write episodes: first",
     ),
     (
+        "advantages of actions, a ratio of the chunk",
+        TRAINED,
+        {"trainer": {**PPO, "values": "action", "discount": "smdp"}},
+        "trainer.level (default), trainer.values",
+        "write level: action, or element",
+    ),
+    (
+        "advantages of actions, gamma of chunks",
+        TRAINED,
+        {"trainer": {**PPO, "values": "action", "level": "action"}},
+        "trainer.discount (default), trainer.values",
+        "write discount: smdp",
+    ),
+    (
         "noise bounds",
         TRAINED,
         {"sampler": {"kind": "flow_noise", "low": 0.7}},

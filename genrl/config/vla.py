@@ -229,6 +229,8 @@ class PPO(Update):
     """Discount, per decision or per action (`discount`)."""
     lam: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.95
     """Lambda of generalised advantage estimation."""
+    values: Literal["chunk", "action"] = "chunk"
+    """What has a value and an advantage: the chunk, or every action of it (pi_RL's action level)."""
     discount: Literal["chunk", "smdp"] = "chunk"
     """Gamma per decision (pi_RL, DPPO), or gamma^n for its n executed actions (exact)."""
     episodes: Literal["first", "all"] = "first"

@@ -125,6 +125,13 @@ def _updates(config: VLAConfig) -> Iterator[Finding]:
     if trainer.entropy_weight and sampler.kind not in ("flow_noise", "reinflow"):
         text = f"the noise of {sampler.kind} is not learned, its entropy has no gradient; write 0"
         yield ("trainer.entropy_weight", "sampler.kind"), text
+    if trainer.algorithm != "grpo" and trainer.values == "action":
+        if trainer.level == "chunk":
+            text = "a chunk's ratio has one advantage; write level: action, or element"
+            yield ("trainer.level", "trainer.values"), text
+        if trainer.discount == "chunk":
+            text = "where every action has a value, gamma is per action; write discount: smdp"
+            yield ("trainer.discount", "trainer.values"), text
     for key in ("element_clip", "log_prob_clip"):
         bounds = getattr(trainer, key)
         if bounds is not None and bounds[0] >= bounds[1]:

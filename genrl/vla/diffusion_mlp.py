@@ -17,6 +17,7 @@ from genrl.vla.encoder import (
     sinusoidal,
     value_head,
 )
+from genrl.vla.heads import critic_of
 from genrl.vla.normalise import normalise, unnormalise
 from genrl.vla.policy import ACTION, Batch, Statistics
 
@@ -25,12 +26,13 @@ _TIME, _HIDDEN, _CRITIC = 16, 512, 256
 
 @dataclass(frozen=True)
 class DiffusionMLPConfig:
-    """train_steps: K of the noise schedule, 20 in DPPO from states, 100 from pictures."""
+    """critic: values that it gives, 0 for none. train_steps: K of the noise schedule, 20 in DPPO from states, 100 from
+    pictures."""
 
     inputs: Inputs
     action_dim: int
     horizon: int
-    critic: bool = False
+    critic: int = 0
     train_steps: int = 20
 
 
@@ -53,7 +55,7 @@ class DiffusionMLP(nn.Module):
         self.body = ResidualMLP(numbers + _TIME + self.encoder.size, _HIDDEN, 1, nn.Mish())
         self.out = nn.Linear(_HIDDEN, numbers)
         if config.critic:
-            self.value_head = value_head(self.encoder.size, _CRITIC, 1, nn.Mish())
+            self.value_head = value_head(self.encoder.size, _CRITIC, 1, nn.Mish(), config.critic)
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         return self.encoder.tokenise(instructions)
@@ -72,9 +74,7 @@ class DiffusionMLP(nn.Module):
 
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy was made without a critic."""
-        if not self.critic:
-            raise ValueError("this policy has no critic: make it with critic=True")
-        values: Tensor = self.value_head(context["features"].detach())[:, 0]
+        values: Tensor = critic_of(self)(context["features"].detach())
         return values
 
     def normalised(self, actions: Tensor) -> Tensor:

@@ -106,17 +106,17 @@ class DiffusionPolicy(nn.Module):
         return self.diffusion["rgb_encoder"] if self.robot.pictures else nn.ModuleDict()
 
     @property
-    def critic(self) -> bool:
-        return "value_head" in self._modules
+    def critic(self) -> int:
+        return heads.values_of(self)
 
-    def with_heads(self, *, critic: bool, noise_head: NoiseHead, seed: int) -> DiffusionPolicy:
+    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> DiffusionPolicy:
         """This policy with or without a critic; a new one by the seed. Raises ValueError for a noise head."""
         if noise_head != "none":
             raise ValueError("the policy predicts noise, a learned std is one of flow policies")
         wanted: dict[str, Callable[[], nn.Module] | None] = {
-            "value_head": partial(heads.critic, self._features, (512, 256, 128)) if critic else None
+            "value_head": partial(heads.critic, self._features, (512, 256, 128), critic) if critic else None
         }
-        heads.attach(self, wanted, seed)
+        heads.attach(self, wanted, critic, seed)
         return self
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
@@ -152,9 +152,7 @@ class DiffusionPolicy(nn.Module):
 
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy has no critic."""
-        if not self.critic:
-            raise ValueError("this policy has no critic: see with_heads")
-        values: Tensor = self.value_head(context["features"].detach())[:, 0]
+        values: Tensor = heads.critic_of(self)(context["features"].detach())
         return values
 
     def normalised(self, actions: Tensor) -> Tensor:

@@ -64,9 +64,9 @@ class ResidualMLP(nn.Module):
         return x
 
 
-def value_head(inputs: int, width: int, blocks: int, activation: nn.Module) -> nn.Sequential:
-    """A critic on features [B, F]: [B, 1], 0 before training."""
-    last = nn.Linear(width, 1)
+def value_head(inputs: int, width: int, blocks: int, activation: nn.Module, values: int = 1) -> nn.Sequential:
+    """A critic on features [B, F]: [B, values], 0 before training."""
+    last = nn.Linear(width, values)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(ResidualMLP(inputs, width, blocks, activation), nn.LayerNorm(width), last)

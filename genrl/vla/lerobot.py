@@ -163,7 +163,9 @@ def add_heads(policy: Any, path: Path) -> None:
         return
     weights = load_file(file)
     has = {name.split(".")[0] for name in weights}
-    policy.with_heads(critic="value_head" in has, noise_head="expert" if "noise_head" in has else "none", seed=0)
+    last = max((name for name in weights if re.fullmatch(r"value_head\.\d\.bias", name)), default=None)
+    values = 0 if last is None else len(weights[last])
+    policy.with_heads(critic=values, noise_head="expert" if "noise_head" in has else "none", seed=0)
     own = {name for name in policy.state_dict() if name.startswith(HEADS)}
     try:
         policy.load_state_dict(weights, strict=False)

@@ -144,14 +144,14 @@ class PI0(nn.Module):
         return encoder
 
     @property
-    def critic(self) -> bool:
-        return "value_head" in self._modules
+    def critic(self) -> int:
+        return heads.values_of(self)
 
-    def with_heads(self, *, critic: bool, noise_head: NoiseHead, seed: int) -> PI0:
+    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> PI0:
         """This policy with exactly these heads; those it lacked are new. Raises ValueError for ReinFlow's."""
         own, language = GEMMA[self.config.action_expert_variant], GEMMA[self.config.paligemma_variant]
         reads, hidden = (language.width, (1024, 512, 256)) if self.config.adaptive else (own.width, (512, 256, 128))
-        heads.on_expert(self, reads, hidden, own.width, critic_too=critic, noise_head=noise_head, seed=seed)
+        heads.on_expert(self, reads, hidden, own.width, values=critic, noise_head=noise_head, seed=seed)
         return self
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
@@ -202,8 +202,7 @@ class PI0(nn.Module):
 
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy has no critic."""
-        if not self.critic:
-            raise ValueError("this policy has no critic: see with_heads")
+        head = heads.critic_of(self)
         if self.config.adaptive:
             seen = context["prefix"].detach()
         else:
@@ -211,7 +210,7 @@ class PI0(nn.Module):
             x = state.new_zeros(len(state), self.horizon, self.action_dim)
             with torch.no_grad():
                 seen = self._think(context, x, state.new_ones(len(state))).mean(1)
-        values: Tensor = self.value_head(seen)[:, 0]
+        values: Tensor = head(seen)
         return values
 
     def normalised(self, actions: Tensor) -> Tensor:

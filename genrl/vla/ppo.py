@@ -1,7 +1,8 @@
 """PPO on action chunks: pi_RL (Flow-SDE, Flow-Noise; arXiv 2510.25889), DPPO (2409.00588) and ReinFlow (2505.22094).
 
 What differs between them is the transition (`sampling`) and a few settings: a decision is one drawn denoising step of a
-chunk, or the whole chain. All decisions of a chunk have the advantage of its environment step.
+chunk, or the whole chain. All decisions of a chunk have the advantage of its environment step; or,
+with `values: action`, every action has one, and its ratios have that (pi_RL's action level).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config.vla import PPO
-from genrl.objectives.gae import Estimate, chunk_gae
+from genrl.objectives.gae import Estimate, action_gae, chunk_gae, executed_mask
 from genrl.vla.rollout import ChunkRollout
 from genrl.vla.scores import decisions, filtered
 from genrl.vla.session import Session
@@ -23,45 +24,52 @@ def train(session: Session, settings: PPO) -> None:
     for iteration in session.loop.iterations():
         rollout = session.collect(settings)
         found = estimate(rollout, settings)
-        kept = rollout.valid & filtered(rollout, settings)
+        rows = rollout.valid & filtered(rollout, settings)
+        kept = estimated(rollout, rows, settings)
         normalised = session.normalised(found.advantages, kept)
         weight = weights(rollout, kept, settings)
-        mean = session.summed({"weight": weight.sum(), "rows": kept.sum()})
-        weight = weight * max(1.0, mean["rows"]) / max(mean["weight"], 1e-9)
-        chosen = decisions(rollout._replace(valid=kept), normalised, found.returns, weight)
+        mean = session.summed({"weight": weight.sum(), "number": kept.sum()})
+        weight = weight * max(1.0, mean["number"]) / max(mean["weight"], 1e-9)
+        chosen = decisions(rollout._replace(valid=rows), normalised, found.returns, weight)
         figures = Figures()
         trains_policy = iteration >= settings.critic_warmup
         learn(session, rollout, chosen, settings, figures, policy=trains_policy, critic=True)
-        session.finish(rollout, figures, explained_variance(session, rollout, found, kept))
+        session.finish(rollout, figures, explained_variance(session, found, kept))
 
 
 def estimate(rollout: ChunkRollout, settings: PPO) -> Estimate:
-    """Advantages and returns [T, B]; a truncated episode is bootstrapped from its final observation."""
+    """Advantages and returns [T, B], of actions [T, B, C]; a truncated episode is bootstrapped from its final
+    observation."""
     assert rollout.values is not None and rollout.next_values is not None
-    return chunk_gae(
-        rollout.rewards,
-        rollout.n_executed,
-        rollout.terminated,
-        rollout.truncated,
-        rollout.values,
-        rollout.next_values,
-        gamma=settings.gamma,
-        lam=settings.lam,
-        mode=settings.discount,
-    )
+    rewards, following, gamma, lam = rollout.rewards, rollout.next_values, settings.gamma, settings.lam
+    flags = rollout.n_executed, rollout.terminated, rollout.truncated
+    if settings.values == "action":
+        return action_gae(rewards, *flags, rollout.values[..., : rewards.shape[-1]], following, gamma=gamma, lam=lam)
+    now = rollout.values[..., 0]
+    return chunk_gae(rewards, *flags, now, following, gamma=gamma, lam=lam, mode=settings.discount)
+
+
+def estimated(rollout: ChunkRollout, rows: Tensor, settings: PPO) -> Tensor:
+    """Which advantages of these rows, bool [T, B], count: theirs, or those of the actions that were executed."""
+    if settings.values == "chunk":
+        return rows
+    return rows[..., None] & executed_mask(rollout.n_executed, rollout.rewards.shape[-1])
 
 
 def weights(rollout: ChunkRollout, kept: Tensor, settings: PPO) -> Tensor:
-    """[T, B]: 1, or the inverse of the episode's length (pi_RL, with a mask), and 0 for rows that are not kept."""
+    """Shape of kept: 1, or the inverse of the number that the episode has of them (pi_RL, with a mask); 0 for those
+    that are not kept."""
     if settings.weighting == "decisions":
         return kept.double()
-    return kept.double() / rollout.valid.sum(0).clamp(min=1)
+    every = estimated(rollout, rollout.valid, settings)
+    slot = (0,) if every.dim() == 2 else (0, 2)
+    return kept.double() / every.sum(slot, keepdim=True).clamp(min=1)
 
 
-def explained_variance(session: Session, rollout: ChunkRollout, found: Estimate, kept: Tensor) -> dict[str, float]:
-    """`1 - var(R - V) / var(R)` of the critic that acted, over the decisions of all processes."""
-    assert rollout.values is not None
-    own = torch.stack([found.returns[kept], rollout.values.double()[kept]])
+def explained_variance(session: Session, found: Estimate, kept: Tensor) -> dict[str, float]:
+    """`1 - var(R - V) / var(R)` of the critic that acted, over what has an advantage, of all processes."""
+    values = found.returns - found.advantages  # of the critic that acted
+    own = torch.stack([found.returns[kept], values[kept]])
     returns, values = torch.cat(gather_object([own]), 1)
     spread = float(returns.var(correction=0)) if len(returns) else 0.0
     unexplained = float((returns - values).var(correction=0)) if len(returns) else 0.0

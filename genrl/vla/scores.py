@@ -14,14 +14,15 @@ from genrl.objectives.episodes import informative_groups
 from genrl.objectives.gae import executed_mask
 from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.vla.policy import Batch
-from genrl.vla.rollout import ChunkRollout, episode_returns, training_rows
+from genrl.vla.rollout import ChunkRollout, TrainingRows, episode_returns, training_rows
 from genrl.vla.sampling import Diffusion, Sampler, replay
 
 
 class Decisions(NamedTuple):
     """What a rollout teaches: n decisions, one for each ratio of a chunk.
 
-    row int64 [n], counted over [T B] of the rollout; step int64 [n], which of its M ratios; the rest float64 [n].
+    row int64 [n], counted over [T B] of the rollout; step int64 [n], which of its M ratios; the rest float64 [n], or
+    [n, C] where every action has an advantage of its own.
     """
 
     row: Tensor
@@ -35,7 +36,7 @@ class Decisions(NamedTuple):
 
 
 def decisions(rollout: ChunkRollout, advantage: Tensor, returns: Tensor, weight: Tensor) -> Decisions:
-    """All valid decisions of a rollout: advantage, returns and weight [T, B].
+    """All valid decisions of a rollout: advantage, returns and weight [T, B], or of actions [T, B, C].
 
     Slot by slot: processes have neighbouring slots, so that one after the other they number the decisions of whole
     episodes as one process would, and `minibatches` deals the same ones.
@@ -45,7 +46,7 @@ def decisions(rollout: ChunkRollout, advantage: Tensor, returns: Tensor, weight:
     ratios = rollout.log_prob.shape[2]
     at = row.repeat_interleave(ratios)
     step = torch.arange(ratios).repeat(len(row))
-    return Decisions(at, step, *(value.double().flatten()[at] for value in (advantage, returns, weight)))
+    return Decisions(at, step, *(value.double().flatten(0, 1)[at] for value in (advantage, returns, weight)))
 
 
 def filtered(rollout: ChunkRollout, settings: Update) -> Tensor:
@@ -71,6 +72,8 @@ class Scored(NamedTuple):
     """bool, shape of log_prob: an action that was executed."""
     context: Batch
     entropy: Tensor
+    rows: TrainingRows
+    """What was scored."""
 
 
 def score(policy: Any, rollout: ChunkRollout, chosen: Decisions, settings: Update) -> Scored:
@@ -90,7 +93,7 @@ def score(policy: Any, rollout: ChunkRollout, chosen: Decisions, settings: Updat
         there = executed_mask(executed, rollout.rewards.shape[-1]).to(now.device)
         counted = there if settings.level == "action" else there[..., None].expand(now.shape)
     reaching = chains.executed(again.stds, rollout.rewards.shape[-1], rollout.action_dim)
-    return Scored(now, then, counted, context, chains.entropy(reaching).flatten(1).mean(1))
+    return Scored(now, then, counted, context, chains.entropy(reaching).flatten(1).mean(1), rows)
 
 
 def at_level(elements: Tensor, rollout: ChunkRollout, executed: Tensor, settings: Update) -> Tensor:
@@ -125,29 +128,31 @@ class ActorLoss(NamedTuple):
 
 def actor_loss(scored: Scored, chosen: Decisions, settings: Update, sampler: Sampler, ratios: int) -> ActorLoss:
     """The clipped surrogate (PPO, eq. 7) on these decisions, summed; its entropy bonus apart."""
-    device = scored.log_prob.device
-    extra = (1,) * (scored.log_prob.dim() - 1)
-    advantage = chosen.advantage.to(device, torch.float32)
+    device, shape = scored.log_prob.device, scored.log_prob.shape
+
+    def spread_out(values: Tensor) -> Tensor:
+        """Of decisions or actions, to every ratio of them."""
+        found = values.to(device, torch.float32)
+        return found.view(*found.shape, *[1] * (len(shape) - found.dim())).expand(shape)
+
+    advantage = spread_out(chosen.advantage)
     low: Tensor | float = settings.clip_range
     if isinstance(settings, PPO) and isinstance(sampler, Diffusion):  # DPPO weighs its denoising steps
-        advantage = advantage * actor_critic.denoising_discount(chosen.step, ratios, settings.denoising_gamma).to(
-            advantage
-        )
+        discount = actor_critic.denoising_discount(chosen.step, ratios, settings.denoising_gamma)
+        advantage = advantage * spread_out(discount)
         if settings.clip_base is not None:
-            low = actor_critic.denoising_clip(
-                chosen.step, ratios, clip=settings.clip_range, base=settings.clip_base
-            ).to(advantage)
-            low = low.view(-1, *extra).expand(scored.log_prob.shape)
+            low = spread_out(
+                actor_critic.denoising_clip(chosen.step, ratios, clip=settings.clip_range, base=settings.clip_base)
+            )
     high = low if settings.clip_range_high is None else torch.full_like(scored.log_prob, settings.clip_range_high)
     if isinstance(high, Tensor) and not isinstance(low, Tensor):
         low = torch.full_like(high, low)
-    spread = advantage.view(-1, *extra).expand(scored.log_prob.shape)
-    found = clipped_surrogate(scored.log_prob, scored.old_log_prob, spread, low, high)
+    found = clipped_surrogate(scored.log_prob, scored.old_log_prob, advantage, low, high)
     loss = found.loss
     if settings.dual_clip is not None:
-        loss = actor_critic.dual_clip(loss, spread, settings.dual_clip)
+        loss = actor_critic.dual_clip(loss, advantage, settings.dual_clip)
     counted = scored.counted
-    weight = chosen.weight.to(device, torch.float32).view(-1, *extra)
+    weight = spread_out(chosen.weight)
 
     def total(values: Tensor) -> Tensor:
         return torch.where(counted, values, 0.0).sum()

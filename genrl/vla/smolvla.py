@@ -123,13 +123,13 @@ class SmolVLA(nn.Module):
         return encoder
 
     @property
-    def critic(self) -> bool:
-        return "value_head" in self._modules
+    def critic(self) -> int:
+        return heads.values_of(self)
 
-    def with_heads(self, *, critic: bool, noise_head: NoiseHead, seed: int) -> SmolVLA:
+    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> SmolVLA:
         """This policy with exactly these heads; those it lacked are new. Raises ValueError for ReinFlow's."""
         reads, width = self.state_proj.out_features, self.action_in_proj.out_features
-        heads.on_expert(self, reads, (1024, 512, 256), width, critic_too=critic, noise_head=noise_head, seed=seed)
+        heads.on_expert(self, reads, (1024, 512, 256), width, values=critic, noise_head=noise_head, seed=seed)
         return self
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
@@ -174,9 +174,7 @@ class SmolVLA(nn.Module):
 
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy has no critic."""
-        if not self.critic:
-            raise ValueError("this policy has no critic: see with_heads")
-        values: Tensor = self.value_head(context["prefix"].detach())[:, 0]
+        values: Tensor = heads.critic_of(self)(context["prefix"].detach())
         return values
 
     def normalised(self, actions: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from genrl.vla.encoder import (
     sinusoidal,
     value_head,
 )
+from genrl.vla.heads import critic_of
 from genrl.vla.normalise import normalise, unnormalise
 from genrl.vla.policy import ACTION, Batch, Statistics
 
@@ -28,13 +29,13 @@ _PREFIX, _EXPERT, _TIME = 128, 256, 64
 
 @dataclass(frozen=True)
 class TinyFlowConfig:
-    """noise_head: "expert", on the expert's hidden state (Flow-Noise); "context", on the context and the time alone,
-    apart from the expert (ReinFlow)."""
+    """critic: values that it gives, see `Policy.value`; 0 for none. noise_head: "expert", on the expert's hidden state
+    (Flow-Noise); "context", on the context and the time alone, apart from the expert (ReinFlow)."""
 
     inputs: Inputs
     action_dim: int
     horizon: int
-    critic: bool = False
+    critic: int = 0
     noise_head: NoiseHead = "none"
 
 
@@ -61,7 +62,7 @@ class TinyFlowVLA(nn.Module):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
         if config.critic:
-            self.value_head = value_head(self.encoder.size, _PREFIX, 2, nn.SiLU())
+            self.value_head = value_head(self.encoder.size, _PREFIX, 2, nn.SiLU(), config.critic)
         if config.noise_head != "none":
             seen = _EXPERT if config.noise_head == "expert" else _TIME + _PREFIX
             self.noise_head = nn.Sequential(
@@ -94,9 +95,7 @@ class TinyFlowVLA(nn.Module):
 
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy was made without a critic."""
-        if not self.critic:
-            raise ValueError("this policy has no critic: make it with critic=True")
-        values: Tensor = self.value_head(context["features"].detach())[:, 0]
+        values: Tensor = critic_of(self)(context["features"].detach())
         return values
 
     def normalised(self, actions: Tensor) -> Tensor:

@@ -105,8 +105,7 @@ def update(
                     parts["loss/value"] = value_loss(session.policy, rollout, scored, one, settings)
                     loss = loss + settings.value_weight * parts["loss/value"] / batch.total  # type: ignore[attr-defined]
                 sums = {name: value + parts[name].detach().cpu() for name, value in sums.items()}
-                evidence = {"log_prob": scored.log_prob, "old_log_prob": scored.old_log_prob}
-                evidence |= {"advantage": one.advantage}
+                evidence = evidence_of(scored, one)
             session.loop.backward(loss, evidence=evidence, info={"trainer": settings.model_dump(mode="json")})
             session.loop.advance(len(part))
     summed = session.summed(sums)
@@ -124,15 +123,25 @@ def update(
     return True
 
 
+def evidence_of(scored: Scored, chosen: Decisions) -> dict[str, torch.Tensor]:
+    """What a loss that is not finite was made from: all that `score` and `actor_loss` read but the weights."""
+    rows = scored.rows
+    named = {"log_prob": scored.log_prob, "old_log_prob": scored.old_log_prob, "states": rows.states}
+    named |= {"next_states": rows.next_states, "step_index": rows.step_index} | chosen._asdict()
+    return named | rows.observation | {f"context.{name}": value for name, value in rows.context.items()}
+
+
 def value_loss(policy: Any, rollout: ChunkRollout, scored: Scored, chosen: Decisions, settings: Update) -> torch.Tensor:
-    """The critic's loss on these decisions, summed, []."""
+    """The critic's loss on these decisions, summed, []; of several values of a decision, their mean over the chunk."""
     assert isinstance(settings, PPO) and rollout.values is not None
-    value = policy.value(scored.context)
+    size = rollout.rewards.shape[-1]  # actions beyond those that are executed have no value to learn
+    value: torch.Tensor = policy.value(scored.context)[:, :size]
     errors = actor_critic.value_loss(
         value,
-        chosen.returns.to(value),
-        old_values=rollout.values.flatten()[chosen.row].to(value),
+        chosen.returns.view(value.shape).to(value),
+        old_values=rollout.values.flatten(0, 1)[chosen.row, :size].to(value),
         clip=settings.value_clip,
         huber_delta=settings.huber_delta,
     )
-    return (errors * chosen.weight.to(value)).sum()
+    weight = chosen.weight.view(value.shape).to(value)
+    return (errors * weight).sum() / value.shape[1]

@@ -212,7 +212,7 @@ def test_one_observation_stands_for_the_history(folder) -> None:
 
 
 def test_rows_are_independent(folder) -> None:
-    policy = load_policy(folder).with_heads(critic=True, noise_head="none", seed=0)
+    policy = load_policy(folder).with_heads(critic=1, noise_head="none", seed=0)
     seen = observation()
     context = policy.encode(seen)
     together, values = policy.noise(context, chunk(), TIMES), policy.value(context)
@@ -237,7 +237,7 @@ def test_replay_is_the_sample_and_the_loss_moves_everything(folder) -> None:
     assert policy.actions(chosen).shape == (3, 8, 3) and chosen.abs().max() <= 1
     actions = policy.normalised(policy.actions(chosen))
     torch.testing.assert_close(actions, chosen, rtol=1e-4, atol=1e-5)
-    policy.with_heads(critic=True, noise_head="none", seed=0)
+    policy.with_heads(critic=1, noise_head="none", seed=0)
     bars = ddpm.cosine_alpha_bars(100)
     context = policy.encode(seen)
     noise_matching_loss(policy, context, actions, chunk(), TIMES, bars).backward()
@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path) -> None:
         with pytest.raises(ValueError, match=match):
             load_policy(tmp_path)
     with pytest.raises(ValueError, match="noise"):
-        load_policy(folder).with_heads(critic=False, noise_head="expert", seed=0)
+        load_policy(folder).with_heads(critic=0, noise_head="expert", seed=0)
     with pytest.raises(ValueError, match="has no critic"):
         load_policy(folder).value({})
     with pytest.raises(ValueError, match="takes no Adapt|rename names"):

@@ -235,7 +235,7 @@ def test_one_context_and_k_velocities_are_k_full_passes(adaptive: bool, folders)
 
 @BOTH
 def test_rows_are_independent_and_every_input_matters(adaptive: bool, folders) -> None:
-    policy = load_policy(folders[adaptive][0]).with_heads(critic=True, noise_head="none", seed=0)
+    policy = load_policy(folders[adaptive][0]).with_heads(critic=1, noise_head="none", seed=0)
     seen = observation(policy)
     context = policy.encode(seen)
     together, values = policy.velocity(context, chunk(), SIGMA), policy.value(context)
@@ -311,7 +311,7 @@ def test_pi05_writes_the_state_into_the_prompt(folders) -> None:
 
 @BOTH
 def test_replay_is_the_sample(adaptive: bool, folders) -> None:
-    policy = load_policy(folders[adaptive][0]).with_heads(critic=False, noise_head="expert", seed=0)
+    policy = load_policy(folders[adaptive][0]).with_heads(critic=0, noise_head="expert", seed=0)
     seen = observation(policy)
     with torch.no_grad():
         context = policy.encode(seen)
@@ -325,7 +325,7 @@ def test_replay_is_the_sample(adaptive: bool, folders) -> None:
 
 @BOTH
 def test_gradients_reach_the_expert_and_not_what_is_frozen(adaptive: bool, folders, tmp_path) -> None:
-    policy = load_policy(folders[adaptive][0]).with_heads(critic=True, noise_head="none", seed=0)
+    policy = load_policy(folders[adaptive][0]).with_heads(critic=1, noise_head="none", seed=0)
     seen = observation(policy)
     actions = policy.normalised(torch.randn(3, 6, 3))
     assert actions.shape == (3, 6, 32) and actions[..., 3:].abs().max() == 0
@@ -348,7 +348,7 @@ def test_gradients_reach_the_expert_and_not_what_is_frozen(adaptive: bool, folde
 
 @BOTH
 def test_new_heads_are_saved_beside_the_published_weights(adaptive: bool, folders, tmp_path) -> None:
-    policy = load_policy(folders[adaptive][0]).with_heads(critic=True, noise_head="expert", seed=0)
+    policy = load_policy(folders[adaptive][0]).with_heads(critic=1, noise_head="expert", seed=0)
     save_policy(policy, tmp_path)
     published = load_file(folders[adaptive][0] / "model.safetensors")
     assert load_file(tmp_path / "model.safetensors").keys() == published.keys()
@@ -366,7 +366,7 @@ def test_heads_are_a_function_of_the_seed_and_can_be_taken_away(adaptive: bool, 
     policy = load_policy(folders[adaptive][0])
     assert not policy.critic
     first, again, other = (
-        load_policy(folders[adaptive][0]).with_heads(critic=True, noise_head="expert", seed=seed) for seed in (0, 0, 1)
+        load_policy(folders[adaptive][0]).with_heads(critic=1, noise_head="expert", seed=seed) for seed in (0, 0, 1)
     )
     pairs = [dict(p.named_parameters()) for p in (first, again, other)]
     weights = [name for name in pairs[0] if name.startswith(("value_head", "noise_head")) and "weight" in name]
@@ -374,13 +374,16 @@ def test_heads_are_a_function_of_the_seed_and_can_be_taken_away(adaptive: bool, 
     assert all(torch.equal(pairs[0][name], pairs[1][name]) for name in weights)
     assert not any(torch.equal(pairs[0][name], pairs[2][name]) for name in weights)
     kept = first.value_head[0].weight.clone()
-    assert torch.equal(first.with_heads(critic=True, noise_head="none", seed=5).value_head[0].weight, kept)
+    assert torch.equal(first.with_heads(critic=1, noise_head="none", seed=5).value_head[0].weight, kept)
+    weight = first.with_heads(critic=6, noise_head="none", seed=5).value_head[0].weight
+    assert first.critic == 6 and not torch.equal(weight, kept)
     save_policy(first, tmp_path)
+    assert load_policy(tmp_path).critic == 6
     assert {name.split(".")[0] for name in load_file(tmp_path / "genrl_heads.safetensors")} == {"value_head"}
-    save_policy(first.with_heads(critic=False, noise_head="none", seed=0), tmp_path)
+    save_policy(first.with_heads(critic=0, noise_head="none", seed=0), tmp_path)
     assert not (tmp_path / "genrl_heads.safetensors").exists() and not load_policy(tmp_path).critic
     with pytest.raises(ValueError, match="use flow_noise"):
-        first.with_heads(critic=False, noise_head="context", seed=0)
+        first.with_heads(critic=0, noise_head="context", seed=0)
 
 
 def test_cameras_can_be_renamed_and_left_out(folders) -> None:

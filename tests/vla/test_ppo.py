@@ -10,8 +10,10 @@ import torch
 import vla_runs
 from torch import Tensor
 
+from genrl.runtime.guards import NonFiniteError, read_dump
 from genrl.vla import ppo
 from genrl.vla.rollout import ChunkRollout, episode_returns
+from genrl.vla.sampling import replay
 from genrl.vla.scores import decisions
 from genrl.vla.session import Session
 from genrl.vla.update import Figures, learn
@@ -28,6 +30,9 @@ def with_steps(session: Session) -> list[dict[str, Tensor]]:
 
     session.loop.step = watched  # type: ignore[method-assign, assignment]
     return found
+
+
+BY_ACTION: dict[str, Any] = {"values": "action", "level": "action", "discount": "smdp"}
 
 
 def last_row(session: Session) -> dict[str, Any]:
@@ -179,8 +184,8 @@ class TestEstimates:
         with vla_runs.session(config) as session:
             found = session.collect(config.trainer)  # type: ignore[arg-type]
             assert found.values is not None
-            values = 1.0 + torch.rand(len(found.values) + 1, 8, generator=torch.Generator().manual_seed(5))
-            return found._replace(values=values[:-1], next_values=values[1:])
+            values = 1.0 + torch.rand(len(found.values) + 1, 8, 4, generator=torch.Generator().manual_seed(5))
+            return found._replace(values=values[:-1], next_values=values[1:, :, 0])
 
     def settings(self, tmp_path: Path, **trainer: Any) -> Any:
         return vla_runs.config(tmp_path, trainer=trainer).trainer
@@ -201,6 +206,48 @@ class TestEstimates:
                 value = float(rollout.rewards[t, slot].sum()) + 0.9 * value
                 assert float(found.returns[t, slot]) == pytest.approx(value, abs=1e-5)
         assert min(ended.values()) > 0
+
+    def test_actions_of_partial_chunks_by_hand(self, rollout: ChunkRollout, tmp_path: Path) -> None:
+        """Every executed action's return is its rewards, discounted per action, and the value of what it was left in;
+        actions after an end have none, and no weight."""
+        settings = self.settings(tmp_path, **BY_ACTION, gamma=0.9, lam=1.0)
+        found, partial = ppo.estimate(rollout, settings), 0
+        for slot in range(8):
+            last = int(rollout.valid[:, slot].sum()) - 1
+            ended = rollout.terminated[last, slot]
+            value = 0.0 if ended else float(rollout.next_values[last, slot])
+            for t in range(last, -1, -1):
+                count = int(rollout.n_executed[t, slot])
+                partial += count < 4
+                for j in range(count - 1, -1, -1):
+                    value = float(rollout.rewards[t, slot, j]) + 0.9 * value
+                    assert float(found.returns[t, slot, j]) == pytest.approx(value, abs=1e-5)
+                assert not found.returns[t, slot, count:].any() and not found.advantages[t, slot, count:].any()
+        kept = ppo.estimated(rollout, rollout.valid, settings)
+        assert partial and int(kept.sum()) == int((rollout.n_executed * rollout.valid).sum())
+        even = ppo.weights(rollout, kept, settings.model_copy(update={"weighting": "episodes"}))
+        torch.testing.assert_close(even.sum((0, 2)), torch.ones(8, dtype=torch.float64))
+        assert not even[~kept].any() and torch.equal(ppo.weights(rollout, kept, settings), kept.double())
+
+    def test_with_one_action_per_chunk_both_levels_teach_the_same(self, tmp_path: Path) -> None:
+        """Estimates and the gradient of an update, to the bit but for the order of sums."""
+        changes: dict[str, Any] = {"epochs": 1, "minibatch": 999, "value_clip": 0.2}
+        config = vla_runs.config(tmp_path, trainer={**BY_ACTION, **changes}, environment={"chunk": 1})
+        whole = self.settings(tmp_path, **changes)
+        with vla_runs.session(config) as session:
+            rng = torch.Generator().manual_seed(3)
+            torch.nn.init.normal_(session.policy.value_head[-1].weight, std=0.3, generator=rng)
+            rollout, gradients = session.collect(whole), with_steps(session)
+            assert rollout.values is not None and rollout.values.std() > 0 and rollout.rewards.shape[2] == 1
+            session.loop.rates = {"policy": 0.0, "critic": 0.0}
+            for settings in (config.trainer, whole):
+                found = ppo.estimate(rollout, settings)  # type: ignore[arg-type]
+                kept = ppo.estimated(rollout, rollout.valid, settings)  # type: ignore[arg-type]
+                chosen = decisions(rollout, session.normalised(found.advantages, kept), found.returns, kept)
+                learn(session, rollout, chosen, settings, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-5, atol=1e-9, msg=name)
+        assert any(g.abs().max() > 0 for name, g in gradients[0].items() if name.startswith("value_head"))
 
     def test_every_episode_may_weigh_the_same(self, rollout: ChunkRollout, tmp_path: Path) -> None:
         settings = self.settings(tmp_path, weighting="episodes")
@@ -239,14 +286,10 @@ class TestEstimates:
         with vla_runs.session(vla_runs.config(tmp_path)) as session:
             settings = session.config.trainer
             found = ppo.estimate(rollout, settings)  # type: ignore[arg-type]
-            sure = rollout._replace(values=found.returns.float())
-            assert ppo.explained_variance(session, sure, found, rollout.valid)[
-                "critic/explained_variance"
-            ] == pytest.approx(1.0, abs=1e-6)
-            none = rollout._replace(values=torch.zeros_like(rollout.values))
-            assert ppo.explained_variance(session, none, found, rollout.valid)[
-                "critic/explained_variance"
-            ] == pytest.approx(0.0)
+            none = torch.zeros_like(found.returns)
+            for advantages, wanted in ((none, 1.0), (found.returns, 0.0)):  # values that are the returns; that are 0
+                told = ppo.explained_variance(session, found._replace(advantages=advantages), rollout.valid)
+                assert told["critic/explained_variance"] == pytest.approx(wanted)
 
 
 class TestRollouts:
@@ -294,6 +337,26 @@ class TestRollouts:
                     float((rollout.n_executed * (rollout.episode == 0)).sum(0).double().mean())
                 )
                 assert row["rollout/dropped"] == 0 and 0 < row["rollout/action_std"] < 1
+
+
+def test_a_loss_that_is_not_finite_leaves_what_it_was_made_from(tmp_path: Path) -> None:
+    """The dump alone, with the weights, gives its log-probabilities again."""
+    config = vla_runs.config(tmp_path, sampler="diffusion", trainer={"epochs": 1, "minibatch": 9})
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)  # type: ignore[arg-type]
+        nothing = torch.full(rollout.valid.shape, float("nan"))
+        chosen = decisions(rollout, nothing, nothing, torch.ones_like(nothing))
+        with pytest.raises(NonFiniteError, match="loss is not finite.*look there") as stopped:
+            learn(session, rollout, chosen, config.trainer, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
+        assert stopped.value.dump is not None
+        found = read_dump(stopped.value.dump).batch
+        observation = {name: found[name] for name in session.policy.inputs}
+        place = torch.arange(len(found["row"])), found["step"]
+        steps = [found[name][place][:, None] for name in ("states", "next_states", "step_index")]
+        again = replay(session.policy, rollout.sampler, session.policy.encode(observation), *steps)
+        now = again.log_prob[:, 0, :4, :3].detach()
+        there = torch.arange(4) < rollout.n_executed.flatten()[found["row"]][:, None]
+        torch.testing.assert_close(torch.where(there[..., None], now, 0.0).sum((1, 2)), found["log_prob"])
 
 
 def test_learn_counts_a_decision_by_its_weight(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from genrl.vla.train import train
 STATE3 = {"type": "STATE", "shape": [3]}
 
 
-def made(kind: str, folder):
+def made(kind: str, folder, values: int = 1):
     """A tiny policy that sees MiniTable's one camera and reads its three numbers."""
     features = {"observation.state": STATE3, "observation.images.base_0_rgb": {"type": "VISUAL", "shape": [3, 32, 32]}}
     if kind == "diffusion":
@@ -37,7 +37,7 @@ def made(kind: str, folder):
         camera: {"mean": torch.full((3,), 0.5), "std": torch.full((3,), 0.25)},
     }
     policy = load_policy(folder, adapt=Adapt(rename={IMAGE: camera}, stats=stats))
-    return policy.with_heads(critic=True, noise_head="none", seed=0)
+    return policy.with_heads(critic=values, noise_head="none", seed=0)
 
 
 STATS = {"mean": 0.0, "std": 0.5, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}
@@ -45,11 +45,12 @@ STATS = {"mean": 0.0, "std": 0.5, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1
 
 @pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla", "diffusion"])
 def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(kind: str, tmp_path) -> None:
-    policy = made(kind, tmp_path / "a")
+    values = {"pi0": 6, "smolvla": 6}.get(kind, 1)
+    policy = made(kind, tmp_path / "a", values)
     env = MiniTable(4, chunk=4, image_size=policy.image_size)
     sampler = Diffusion(100, 3, 3) if kind == "diffusion" else FlowSteps(steps=2)
     rollout = collect(env, policy, sampler, decisions=2, seed=0, iteration=0)
-    assert rollout.values.shape == (2, 4) and rollout.values.std() > 0
+    assert rollout.values.shape == (2, 4, values) and rollout.values.std() > 0
     assert all(name in rollout.observations for name in policy.inputs)
     batch = training_rows(rollout, torch.arange(4))
     context = policy.encode(batch.observation)

@@ -38,12 +38,15 @@ def setup(folder: Path, name: str, **changes: Any) -> Any:
     return config.model_copy(update={"sampler": type(config.sampler).model_validate(SAMPLERS[name])})
 
 
-def taught(rollout: ChunkRollout, seed: int = 0) -> Decisions:
-    """All its decisions, with arbitrary advantages, returns and weights."""
+def taught(rollout: ChunkRollout, seed: int = 0, values: str = "chunk") -> Decisions:
+    """All its decisions, with arbitrary advantages, returns and weights; with those of executed actions."""
     rng = torch.Generator().manual_seed(seed)
-    shape = rollout.valid.shape
+    shape = rollout.valid.shape if values == "chunk" else rollout.rewards.shape
     advantage, returns = torch.randn(shape, generator=rng), torch.rand(shape, generator=rng)
-    return decisions(rollout, advantage, returns, 0.5 + torch.rand(shape, generator=rng))
+    weight = 0.5 + torch.rand(shape, generator=rng)
+    if values == "action":
+        weight = weight * (torch.arange(shape[-1]) < rollout.n_executed[..., None])
+    return decisions(rollout, advantage, returns, weight)
 
 
 def stir(policy: nn.Module, std: float) -> None:
@@ -240,6 +243,8 @@ def update_gradient(session: Session, rollout: ChunkRollout, chosen: Decisions, 
     return found
 
 
+BY_ACTION: dict[str, Any] = {"values": "action", "level": "action", "discount": "smdp"}
+
 UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     "flow_sde": ("flow_sde", {}),
     "flow_sde all": ("flow_sde all", {}),
@@ -256,6 +261,12 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     "element": ("flow_sde", {"level": "element"}),
     "value clip": ("flow_sde", {"value_clip": 0.05, "huber_delta": 0.1, "value_weight": 2.0}),
     "microbatches": ("diffusion", {"microbatch": 7}),
+    "values of actions": ("flow_sde", {**BY_ACTION, "value_clip": 0.05, "huber_delta": 0.1}),
+    "values of actions, elements": ("flow_sde", {**BY_ACTION, "level": "element"}),
+    "values of actions, dppo": (
+        "diffusion",
+        {**BY_ACTION, "reduction": "mean", "clip_range": 0.02, "clip_base": 0.001, "denoising_gamma": 0.9},
+    ),
 }
 
 
@@ -267,7 +278,7 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
     with vla_runs.session(config) as session:
         policy, rollout = session.policy, session.collect(p)
         stir(policy, 0.004)
-        chosen = taught(rollout)
+        chosen = taught(rollout, values=p.values)
         found = update_gradient(session, rollout, chosen, p)
 
         elements = by_hand(policy, rollout, chosen)
@@ -283,31 +294,36 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
                 there.any(2).any(1) if p.level == "chunk" else there[..., 0],
             )
             if p.reduction == "mean":
-                elements, old = elements / 12, old / 12
+                count = 12 if p.level == "chunk" else 3
+                elements, old = elements / count, old / count
         ratio = (elements - old).exp()
         shape = (-1,) + (1,) * (ratio.dim() - 1)
         advantage, low = chosen.advantage.float(), torch.full((len(chosen.row),), p.clip_range)
         if kind == "diffusion":
-            advantage = advantage * p.denoising_gamma ** (ratios - 1 - chosen.step)
+            inner = p.denoising_gamma ** (ratios - 1 - chosen.step)
+            advantage = advantage * inner.view(-1, *[1] * (advantage.dim() - 1))
             if p.clip_base is not None:
                 rise = (torch.exp(3.0 * chosen.step / (ratios - 1)) - 1) / (math.e**3 - 1)
                 low = p.clip_base + (p.clip_range - p.clip_base) * rise
         high = low if p.clip_range_high is None else torch.full_like(low, p.clip_range_high)
-        a, low, high = advantage.view(shape), low.view(shape), high.view(shape)
+        low, high = low.view(shape), high.view(shape)
+        own = shape if p.values == "chunk" else (-1, 4) + (1,) * (ratio.dim() - 2)  # action j has advantage j
+        a = advantage.view(own)
         loss = torch.maximum(-a * ratio, -a * torch.minimum(torch.maximum(ratio, 1 - low), 1 + high))
         clipped = float((loss > -a * ratio).float().mean())
         assert name != "dual clip" or bool((loss > 1.01 * a.abs()).any())
         if p.dual_clip is not None:
             loss = torch.minimum(loss, p.dual_clip * a.abs())
         assert name == "reinflow" or 0.02 < clipped < 0.9  # the clip matters
-        total = torch.where(there, loss * chosen.weight.float().view(shape), 0.0).sum() / loss.numel()
+        total = torch.where(there, loss * chosen.weight.float().view(own), 0.0).sum() / loss.numel()
         value = torch.cat(
             [policy.value(policy.encode(training_rows(rollout, r[None]).observation)) for r in chosen.row]
         )
-        before = rollout.values.flatten()[chosen.row]
+        before = rollout.values.flatten(0, 1)[chosen.row]
+        returns = chosen.returns.float().view(value.shape)
 
         def error(v: Tensor) -> Tensor:
-            e = (v - chosen.returns.float()).abs()
+            e = (v - returns).abs()
             return (
                 0.5 * e**2
                 if p.huber_delta is None
@@ -317,7 +333,7 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
         values = error(value)
         if p.value_clip is not None:
             values = torch.maximum(values, error(before + (value - before).clamp(-p.value_clip, p.value_clip)))
-        total = total + p.value_weight * (values * chosen.weight.float()).mean()
+        total = total + p.value_weight * (values * chosen.weight.float().view(value.shape)).mean()
         if p.entropy_weight:
             stds = []
             for row in chosen.row:

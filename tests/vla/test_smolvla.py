@@ -157,7 +157,7 @@ def test_the_embedding_is_scaled(folder) -> None:
 
 
 def test_rows_are_independent_and_every_input_matters(folder) -> None:
-    policy = load_policy(folder).with_heads(critic=True, noise_head="none", seed=0)
+    policy = load_policy(folder).with_heads(critic=1, noise_head="none", seed=0)
     seen = observation(policy)
     context = policy.encode(seen)
     together, values = policy.velocity(context, chunk(), SIGMA), policy.value(context)
@@ -202,7 +202,7 @@ def test_actions_are_causal(folder) -> None:
 
 
 def test_replay_is_the_sample(folder) -> None:
-    policy = load_policy(folder).with_heads(critic=False, noise_head="expert", seed=0)
+    policy = load_policy(folder).with_heads(critic=0, noise_head="expert", seed=0)
     seen = observation(policy)
     with torch.no_grad():
         context = policy.encode(seen)
@@ -215,7 +215,7 @@ def test_replay_is_the_sample(folder) -> None:
 
 
 def test_gradients_reach_the_expert_and_the_state_and_not_what_is_frozen(folder, tmp_path) -> None:
-    policy = load_policy(folder).with_heads(critic=True, noise_head="none", seed=0)
+    policy = load_policy(folder).with_heads(critic=1, noise_head="none", seed=0)
     seen, actions = observation(policy), policy.normalised(torch.randn(3, 6, 3))
     context = policy.encode(seen)
     flow_matching_loss(policy, context, actions, chunk(), SIGMA).backward()
@@ -230,7 +230,7 @@ def test_gradients_reach_the_expert_and_the_state_and_not_what_is_frozen(folder,
 
 
 def test_new_heads_are_saved_beside_the_published_weights(folder, tmp_path) -> None:
-    policy = load_policy(folder).with_heads(critic=True, noise_head="expert", seed=0)
+    policy = load_policy(folder).with_heads(critic=1, noise_head="expert", seed=0)
     save_policy(policy, tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
     again = load_policy(tmp_path)

@@ -151,7 +151,7 @@ def test_a_policy_acts_in_dreams_and_replays_with_ratio_one() -> None:
     stats = frame_statistics({STATE: keyed_noise((9, 12), 1), ENVIRONMENT: keyed_noise((9, 6), 2)})
     stats[ACTION] = frame_statistics({ACTION: keyed_noise((9, 3), 3)})[ACTION]
     torch.manual_seed(0)
-    policy = DiffusionMLP(DiffusionMLPConfig(inputs, 3, 4, critic=True), stats)
+    policy = DiffusionMLP(DiffusionMLPConfig(inputs, 3, 4, critic=1), stats)
     sampler = Diffusion(steps=5, ft_denoising_steps=5)
     rollout = collect(dreams(), policy, sampler, decisions=4, seed=0, iteration=0)
     row = training_rows(rollout, torch.arange(6))

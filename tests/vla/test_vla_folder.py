@@ -14,9 +14,9 @@ from genrl.vla.folder import load_policy, save_policy
 from genrl.vla.policy import ACTION, rows
 
 POLICIES = {
-    "flow": lambda: flow(SEES, critic=True, noise_head="context"),
+    "flow": lambda: flow(SEES, critic=1, noise_head="context"),
     "flow from states": lambda: flow(TOLD),
-    "diffusion": lambda: diffusion(SEES, critic=True, train_steps=100),
+    "diffusion": lambda: diffusion(SEES, critic=1, train_steps=100),
 }
 
 

@@ -19,14 +19,14 @@ def parameters(module: torch.nn.Module) -> int:
 def test_the_flow_policy_has_half_a_million_parameters() -> None:
     for inputs in (SEES, TOLD):
         for head in ("none", "expert", "context"):
-            assert 0.45e6 < parameters(flow(inputs, critic=True, noise_head=head)) < 0.62e6
+            assert 0.45e6 < parameters(flow(inputs, critic=1, noise_head=head)) < 0.62e6
 
 
 def observation(count: int = 5):
     return {name: value[:count] for name, value in frames().items() if name != ACTION}
 
 
-@pytest.mark.parametrize("make", [lambda: flow(SEES, critic=True), lambda: diffusion(SEES, critic=True)])
+@pytest.mark.parametrize("make", [lambda: flow(SEES, critic=1), lambda: diffusion(SEES, critic=1)])
 def test_every_input_reaches_the_context_and_rows_are_independent(make) -> None:
     policy, seen = make(), observation()
     assert set(policy.inputs) == {STATE, IMAGE, TOKENS}
@@ -45,10 +45,10 @@ def test_every_input_reaches_the_context_and_rows_are_independent(make) -> None:
 
 
 def test_the_critic_leaves_the_encoder_alone_and_begins_at_zero() -> None:
-    policy = flow(SEES, critic=True, stir=False)
+    policy = flow(SEES, critic=1, stir=False)
     value = policy.value(policy.encode(observation()))
-    assert value.shape == (5,) and value.abs().max() == 0
-    policy = flow(SEES, critic=True)
+    assert value.shape == (5, 1) and value.abs().max() == 0
+    policy = flow(SEES, critic=1)
     policy.value(policy.encode(observation())).sum().backward()
     assert all(p.grad is None for p in policy.encoder.parameters())
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in policy.value_head.parameters())

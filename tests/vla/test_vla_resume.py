@@ -24,6 +24,7 @@ COSINE = {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 3}}
 TRAINERS: dict[str, dict[str, Any]] = {
     **{f"ppo {sampler}": {"sampler": sampler} for sampler in vla_runs.SAMPLERS},
     "ppo after a warm-up": {"trainer": {"critic_warmup": 2, "episodes": "all", "decisions": 6}},
+    "ppo with values of actions": {"trainer": {"values": "action", "level": "action", "discount": "smdp"}},
     "ppo of the encoder, too": {"policy": {"freeze": "nothing"}},
     "grpo": vla_runs.GRPO,
     "sft": vla_runs.SFT,

@@ -18,7 +18,7 @@ from genrl.vla.sampling import Diffusion, FlowSteps, LearnedNoise, replay
 class Expert:
     """A policy that says where the expert's chunk is, whatever the noise: its velocity leads there in one step."""
 
-    horizon, action_dim, critic = 6, 3, True
+    horizon, action_dim, critic = 6, 3, 1
     inputs = (STATE, ENVIRONMENT, TOKENS)
 
     def __init__(self, env: MiniTable) -> None:
@@ -34,7 +34,7 @@ class Expert:
         return (x - context["chunk"]) / sigma[:, None, None]
 
     def value(self, context: Batch) -> torch.Tensor:
-        return context["state"].sum(1)
+        return context["state"].sum(1, keepdim=True)
 
     def normalised(self, actions: torch.Tensor) -> torch.Tensor:
         return actions
@@ -53,7 +53,7 @@ def tensors(rollout: ChunkRollout) -> dict[str, torch.Tensor]:
 
 
 def test_a_rollout_is_a_function_of_seed_iteration_and_slot() -> None:
-    policy, how = flow(TOLD, critic=True), {"decisions": 5, "seed": 3, "iteration": 2}
+    policy, how = flow(TOLD, critic=1), {"decisions": 5, "seed": 3, "iteration": 2}
     first = collect(told(), policy, FlowSteps(), **how)
     used = told()
     collect(used, policy, FlowSteps(), decisions=3, seed=9, iteration=9)
@@ -69,7 +69,7 @@ def test_a_rollout_is_a_function_of_seed_iteration_and_slot() -> None:
 
 
 def test_shapes_and_types() -> None:
-    policy = flow(SEES, critic=True, noise_head="expert")
+    policy = flow(SEES, critic=4, noise_head="expert")
     rollout = collect(MiniTable(6), policy, LearnedNoise(), decisions=3, seed=0, iteration=0, keep_contexts=True)
     assert set(rollout.observations) == {STATE, IMAGE, TOKENS}
     assert rollout.observations[IMAGE].shape == (4, 6, 32, 32, 3)
@@ -77,15 +77,16 @@ def test_shapes_and_types() -> None:
     assert rollout.states.shape == rollout.next_states.shape == (3, 6, 4, 4, 3)
     assert rollout.step_index.shape == (3, 6, 4) and rollout.log_prob.shape == (3, 6, 1, 4, 3)
     assert rollout.rewards.shape == (3, 6, 4) and rollout.rewards.dtype == torch.float32
-    for name in ("n_executed", "terminated", "truncated", "success", "values", "next_values", "valid", "episode"):
+    for name in ("n_executed", "terminated", "truncated", "success", "next_values", "valid", "episode"):
         assert tensors(rollout)[name].shape == (3, 6), name
+    assert rollout.values.shape == (3, 6, 4)
     assert set(rollout.contexts) == {"features", "prefix"} and rollout.contexts["prefix"].shape == (3, 6, 128)
     assert not any(value.requires_grad for value in tensors(rollout).values())
 
 
 @pytest.mark.parametrize(
     ("policy", "sampler", "frozen"),
-    [(flow(SEES, critic=True), FlowSteps(), None), (diffusion(SEES, critic=True), Diffusion(), diffusion(SEES))],
+    [(flow(SEES, critic=4), FlowSteps(), None), (diffusion(SEES, critic=1), Diffusion(), diffusion(SEES))],
 )
 def test_its_rows_replay_with_ratio_one(policy, sampler, frozen) -> None:
     rollout = collect(MiniTable(6), policy, sampler, decisions=4, seed=0, iteration=0, frozen=frozen)
@@ -150,7 +151,7 @@ def test_next_values_are_of_the_true_next_observation() -> None:
     assert final[1] > begun[1] + 0.2  # an episode ends at a zone and begins near the front edge
     estimate = chunk_gae(
         *(rollout.rewards, rollout.n_executed, rollout.terminated, rollout.truncated),
-        *(rollout.values, rollout.next_values),
+        *(rollout.values[..., 0], rollout.next_values),
         gamma=0.99,
         lam=1.0,
         mode="chunk",

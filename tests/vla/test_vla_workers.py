@@ -80,7 +80,7 @@ def test_a_rollout_does_not_depend_on_the_number_of_workers() -> None:
 
 def test_minitable_over_workers_is_the_native_one() -> None:
     native = MiniTable(6, group_size=2, max_steps=12)
-    policy, how = flow(SEES, critic=True), {"decisions": 9, "seed": 3, "iteration": 2}
+    policy, how = flow(SEES, critic=1), {"decisions": 9, "seed": 3, "iteration": 2}
     expected = collect(native, policy, FlowSteps(), **how)
     for workers in (0, 2):
         with opened(
@@ -290,7 +290,7 @@ def test_what_cannot_be_is_refused() -> None:
 class Walker:
     """A policy of fixed actions; `modes` says for every decision how each slot fails."""
 
-    horizon, action_dim, critic, image_size = 2, 2, True, 0
+    horizon, action_dim, critic, image_size = 2, 2, 1, 0
     inputs = (STATE,)
 
     def __init__(self, modes: list[tuple[float, ...]], move: float = 0.1) -> None:
@@ -308,7 +308,7 @@ class Walker:
         return (x - context["chunk"]) / sigma[:, None, None]
 
     def value(self, context) -> torch.Tensor:
-        return context["state"].sum(1)
+        return context["state"].sum(1, keepdim=True)
 
     def normalised(self, chunk):
         return chunk

@@ -27,7 +27,7 @@ def frames(count: int = 8, image: int = 32, horizon: int = 4) -> Batch:
 
 
 def flow(
-    inputs: Inputs = TOLD, *, critic: bool = False, noise_head: NoiseHead = "none", seed: int = 0, stir: bool = True
+    inputs: Inputs = TOLD, *, critic: int = 0, noise_head: NoiseHead = "none", seed: int = 0, stir: bool = True
 ) -> TinyFlowVLA:
     """stir: the last layers, zero at the start, get numbers, so that everything has an effect."""
     with torch.random.fork_rng():
@@ -41,7 +41,7 @@ def flow(
         return policy
 
 
-def diffusion(inputs: Inputs = TOLD, *, critic: bool = False, train_steps: int = 20, seed: int = 0) -> DiffusionMLP:
+def diffusion(inputs: Inputs = TOLD, *, critic: int = 0, train_steps: int = 20, seed: int = 0) -> DiffusionMLP:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = DiffusionMLPConfig(inputs, 3, 4, critic=critic, train_steps=train_steps)
