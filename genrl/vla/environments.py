@@ -65,6 +65,7 @@ def open_environment(
     timeout_s: float = 60.0,
     start_timeout_s: float = 120.0,
     image_size: int = 0,
+    cameras: Sequence[str] = (),
     render_size: int = 128,
     max_steps: int | None = None,
     reward: Literal["success", "environment"] = "success",
@@ -83,8 +84,9 @@ def open_environment(
     with as `task`; where empty: put, all fifty, libero_spatial, PickCube-v1. group_size: consecutive slots that see the
     same episodes. workers: processes, 0 for this one, or "ray" with `ray_actors` actors (0: one per CPU of the
     cluster). timeout_s: the longest one environment may take for a chunk, start_timeout_s for beginning an episode, for
-    which it may have to be made. image_size: pixels of a square picture, 0 for none. max_steps: actions until
-    truncation (None: the simulator's own limit). reward: 1 at success, or the environment's. goals, seed: number of
+    which it may have to be made. image_size: pixels of a square picture, 0 for none. cameras: those whose pictures are
+    shown, each as "pixels/<camera>"; where there are none, one as "pixels". max_steps: actions until truncation (None:
+    the simulator's own limit). reward: 1 at success, or the environment's. goals, seed: number of
     fixed starts of each task, drawn by the seed; 0 for a new one per episode. instruction, success_key, proprioception,
     settings are for gymnasium environments: the sentence (if the environment has no `task_description`), the entry of
     info that says success, how many of the first numbers of the observation are `agent_pos`, and keyword arguments of
@@ -94,7 +96,9 @@ def open_environment(
     described, count, limit = _described(
         name,
         tuple(tasks),
-        Reading(chunk, instruction, success_key, reward, max_steps, image_size, proprioception, goals, seed),
+        Reading(
+            chunk, instruction, success_key, reward, max_steps, image_size, tuple(cameras), proprioception, goals, seed
+        ),
         dict(settings or {}),
     )
     if workers == "ray":
@@ -121,6 +125,11 @@ def _described(
     name: str, tasks: tuple[str, ...], how: Reading, settings: dict[str, Any]
 ) -> tuple[Description, int, int | None]:
     """What workers host, the number of tasks, the time limit if it is known."""
+    if name in ("minitable", "metaworld", "maniskill") and how.cameras:
+        raise ValueError(
+            f"{name} has one camera, observation.image; the policy reads {list(how.cameras)}: write policy.rename "
+            f"{{observation.image: observation.images.{how.cameras[0]}}}, which leaves others empty"
+        )
     if name in ("minitable", "metaworld") and settings:
         raise ValueError(f"{name} has no settings, got {sorted(settings)}")
     if name == "minitable" and (how.goals or how.instruction or how.proprioception):

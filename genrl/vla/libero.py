@@ -1,4 +1,4 @@
-"""LIBERO (arXiv 2306.03310) through the package hf-libero: its tasks, sentences, lists of starts, and one camera.
+"""LIBERO (arXiv 2306.03310) through the package hf-libero: its tasks, sentences, lists of starts, and two cameras.
 
 Tasks are "suite/number" ("libero_spatial/3") or whole suites. What the package does not hold are the scenes' meshes and
 textures: it downloads them from the hub when it first makes an environment, unless `assets` names a folder with them.
@@ -30,6 +30,8 @@ SUITES = {
     "libero_90": (90, 400),
 }
 """Number of tasks, and the time limit that pi_RL uses (libero_90: openpi's)."""
+CAMERAS = {"image": "agentview", "image2": "robot0_eye_in_hand"}
+"""LeRobot's names of the camera before the table, and of that at the hand."""
 SETTLE = 10
 REST = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 """Actions at the start of an episode, while objects fall into place: none, gripper open."""
@@ -63,6 +65,8 @@ class LiberoEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.float32
     Observation: "agent_pos" [8], the hand's position, its axis times angle, and the two fingers, as openpi and LeRobot
     have it. Actions [7] in [-1, 1]: move, turn, grip. Reward 1 at success; info["is_success"].
     """
+
+    cameras = tuple(CAMERAS)
 
     def __init__(self, task: str, *, assets: str = "") -> None:
         suite, _, number = task.partition("/")
@@ -107,9 +111,9 @@ class LiberoEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.float32
         success = bool(self.env.check_success())
         return {"agent_pos": state(seen)}, float(success), success, False, {"is_success": success}
 
-    def picture(self, size: int) -> NDArray[np.uint8]:
-        """The camera before the table, turned by 180 degrees as openpi and LeRobot do; uint8 [size, size, 3]."""
-        drawn = self.env.sim.render(width=size, height=size, camera_name="agentview")
+    def picture(self, size: int, camera: str = "image") -> NDArray[np.uint8]:
+        """One of `cameras`, turned by 180 degrees as openpi and LeRobot do; uint8 [size, size, 3]."""
+        drawn = self.env.sim.render(width=size, height=size, camera_name=CAMERAS[camera])
         return np.ascontiguousarray(drawn[::-1, ::-1])
 
     def close(self) -> None:

@@ -24,6 +24,8 @@ Statistics = dict[str, dict[str, Tensor]]
 
 IMAGE = "observation.image"
 """uint8 [B, S, S, 3], as rollouts store it."""
+IMAGES = "observation.images."
+"""Before the name of a camera, where a policy has several: the same."""
 STATE = "observation.state"
 """Proprioception, float32 [B, P], as the robot has it (not normalised)."""
 ENVIRONMENT = "observation.environment_state"
@@ -36,8 +38,8 @@ ACTION = "action"
 class Policy(Protocol):
     """What every policy has. `inputs`: the entries of an observation that it reads, and a rollout must store.
 
-    `critic`: whether `value` works. `image_size`: side of the pictures it reads, 0 for none. `encoder`: what sees and
-    reads, which may be frozen.
+    `critic`: how many values `value` gives, 0 without critic. `image_size`: side of the pictures it reads, 0 for none.
+    `encoder`: what sees and reads, which may be frozen.
     """
 
     @property
@@ -47,7 +49,7 @@ class Policy(Protocol):
     @property
     def inputs(self) -> tuple[str, ...]: ...
     @property
-    def critic(self) -> bool: ...
+    def critic(self) -> int: ...
     @property
     def image_size(self) -> int: ...
     @property
@@ -62,7 +64,8 @@ class Policy(Protocol):
         ...
 
     def value(self, context: Batch) -> Tensor:
-        """Expected return from each context, float32 [B]; does not move the encoder."""
+        """Expected return from each context, float32 [B, 1]; or, [B, H], from each action of the chunk on, before the
+        chunk is known. Does not move the encoder."""
         ...
 
     def normalised(self, actions: Tensor) -> Tensor:

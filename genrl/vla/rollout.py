@@ -23,11 +23,11 @@ from torch import Tensor
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives import episodes
 from genrl.objectives.gae import executed_mask
-from genrl.vla.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, KeepsFeatures, Policy, rows
+from genrl.vla.policy import ENVIRONMENT, IMAGE, IMAGES, STATE, TOKENS, Batch, KeepsFeatures, Policy, rows
 from genrl.vla.sampling import Frozen, Sampler, draw, sample
 
 ENVIRONMENT_NAMES = {"pixels": IMAGE, "agent_pos": STATE, "environment_state": ENVIRONMENT}
-"""LeRobot's names of an observation, in environments and in policies."""
+"""LeRobot's names of an observation, in environments and in policies; cameras: `policy_name`."""
 
 
 class Tables(Protocol):
@@ -61,8 +61,8 @@ class ChunkRollout(NamedTuple):
     observations: name -> [T + 1, B, ...]. contexts: the same of the contexts [T, B, ...], empty unless kept.
     states, next_states [T, B, N, H, A], step_index int64 [T, B, N], log_prob float32 [T, B, M, H, A]: see `sampling`.
     rewards float32 [T, B, C], n_executed int64, terminated, truncated, success, dropped bool [T, B].
-    values, next_values float32 [T, B], of the observation and of the true next one, the final one where an episode
-    ended; None for a policy without critic.
+    values float32 [T, B, V], of the observation: see `Policy.value`; next_values [T, B], the first one of the true next
+    observation, the final one where an episode ended; None for a policy without critic.
     valid bool [T, B]: the row is a decision of an episode (not a reset, nor after the only one that is wanted, nor of
     an episode that was dropped with its simulator: `dropped` where it ended, so its sum counts them).
     episode int64 [T, B]: number of the episode in its slot. What it began from: `first_episodes` (uint64 [B]) for 0,
@@ -191,7 +191,7 @@ def collect(
         observations=_stack(seen),
         contexts=_stack(contexts) if contexts else {},
         values=None if value is None else value[:-1],
-        next_values=None if value is None else value[1:],
+        next_values=None if value is None else value[1:, :, 0],
         valid=valid,
         episode=done.long().cumsum(0) - done.long(),
         group=torch.from_numpy(groups),
@@ -274,12 +274,17 @@ def _dropped_episodes(dropped: Tensor, done: Tensor) -> Tensor:
     return torch.stack(rows[::-1])
 
 
+def policy_name(name: str) -> str | None:
+    """LeRobot's name in a policy of what an environment calls so: "pixels/top" is observation.images.top."""
+    return IMAGES + name.removeprefix("pixels/") if name.startswith("pixels/") else ENVIRONMENT_NAMES.get(name)
+
+
 def observe(raw: dict[str, NDArray[Any]], env: Tables, policy: Policy, decision: int) -> Batch:
     """The policy's inputs of what an environment shows."""
-    named = {ENVIRONMENT_NAMES[name]: value for name, value in raw.items() if name in ENVIRONMENT_NAMES}
+    named = {own: value for name, value in raw.items() if (own := policy_name(name)) is not None}
     missing = [name for name in policy.inputs if name not in named and name != TOKENS]
     if missing:
-        raise ValueError(f"the policy reads {missing}; the environment shows {sorted(raw)}")
+        raise ValueError(f"the policy reads {missing}; the environment shows {sorted(named)}: see policy.rename")
     observation = {name: torch.from_numpy(np.array(named[name])) for name in policy.inputs if name != TOKENS}
     for name, value in observation.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):

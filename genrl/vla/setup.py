@@ -33,6 +33,7 @@ from genrl.vla.policy import (
     ACTION,
     ENVIRONMENT,
     IMAGE,
+    IMAGES,
     STATE,
     TOKENS,
     Batch,
@@ -80,6 +81,14 @@ def noise_head_of(config: VLAConfig) -> NoiseHead:
     return heads.get(config.sampler.kind, "none") if config.trainer.algorithm != "sft" else "none"
 
 
+def critic_values(config: VLAConfig, policy: Policy) -> int:
+    """How many values the critic gives: one of the chunk, or one for every action of it."""
+    trainer = config.trainer
+    if not isinstance(trainer, settings.PPO):
+        return 0
+    return policy.horizon if trainer.values == "action" else 1
+
+
 def load_trained(
     path: str | Path,
     *,
@@ -92,7 +101,7 @@ def load_trained(
     Raises ValueError for a run without such a checkpoint.
     """
     folder = Path(path)
-    if not (folder / "run.json").is_file():
+    if policy_folder(folder) == folder:
         return load_policy(folder, device=device, adapt=Adapt(rename=rename) if rename else None)
     found = checkpoint.latest(folder / "checkpoints")
     if not (folder / "policy").is_dir() or found is None:
@@ -107,14 +116,20 @@ def load_trained(
     return policy
 
 
+def policy_folder(path: Path) -> Path:
+    """Where the policy of a run is, or of a folder as LeRobot saves it: the folder itself."""
+    return path / "policy" if (path / "run.json").is_file() else path
+
+
 def put_back_trained(policy: nn.Module, path: Path) -> None:
     """Copy the weights that a checkpoint holds into a policy; it may lack some that were not trained."""
     saved = checkpoint.load(path).tensors["weights"]
     put_back({name: p for name, p in policy.named_parameters() if name in saved}, saved, path)
 
 
-def with_heads(policy: Any, *, critic: bool, noise_head: NoiseHead, seed: int) -> Any:
-    """The policy with a critic and a noise head where they are asked for; those it lacked begin anew, by the seed.
+def with_heads(policy: Any, *, critic: int, noise_head: NoiseHead, seed: int) -> Any:
+    """The policy with a critic of so many values (0: none) and a noise head where it is asked for; heads that it lacked
+    begin anew, by the seed.
 
     Raises ValueError for a policy that has none to give.
     """
@@ -130,13 +145,15 @@ def with_heads(policy: Any, *, critic: bool, noise_head: NoiseHead, seed: int) -
 
 
 def _moved(policy: Any, kind: Any, config: Any, seed: int) -> Any:
-    """A policy of another configuration with the weights that the two share; a noise head in another place is new."""
+    """A policy of another configuration with the weights that the two share; a noise head in another place is new, and
+    a critic of another number of values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "heads") % 2**32)
         new = kind(config, policy.stats)
     there, old = new.state_dict(), policy.state_dict()
-    if getattr(policy.config, "noise_head", None) != getattr(config, "noise_head", None):
-        old = {name: value for name, value in old.items() if not name.startswith("noise_head.")}
+    for setting, head in (("noise_head", "noise_head."), ("critic", "value_head.")):
+        if getattr(policy.config, setting, None) != getattr(config, setting, None):
+            old = {name: value for name, value in old.items() if not name.startswith(head)}
     new.load_state_dict(there | {name: value for name, value in old.items() if name in there})
     return new.to(next(policy.parameters()).device)
 
@@ -176,16 +193,20 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
         wanted = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
         inputs, told = (wanted, partial(tokenise, words=words)) if policy is None else (policy.inputs, policy.tokenise)
         columns = [source.camera if name == IMAGE else name for name in inputs]
-        if IMAGE in inputs and source.camera not in dataset.cameras:
-            text = f"{source.dataset} has no pictures named {source.camera!r}, only {dataset.cameras}"
-            raise ValueError(f"demonstrations.camera: {text}")
+        pictures = [name for name in columns if name == source.camera or name.startswith(IMAGES)]
+        lost = [name for name in pictures if name not in dataset.cameras]
+        if lost:
+            key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
+            raise ValueError(f"{key}: {source.dataset} has no pictures named {lost}, only {dataset.cameras}")
         rest = MINITABLE_REST if small else None
         width = len(dataset.stats["action"]["mean"])
         if rest is not None and width != len(rest):
             text = f"{source.dataset} has actions of {width} numbers, minitable's have {len(rest)}"
             raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
         frames = dataset_frames(dataset, told, inputs=columns, horizon=reader.horizon, rest=rest)
-        return {IMAGE if name == source.camera else name: value for name, value in frames.items()}, words
+        if IMAGE in inputs:
+            frames[IMAGE] = frames.pop(source.camera)
+        return frames, words
     assert source.expert is not None
     if env.name == "minitable":
         tasks = minitable_tasks(env.tasks or ())
@@ -241,6 +262,7 @@ def _environment(config: VLAConfig, policy: Any, *, num_envs: int, group_size: i
     """Arguments of `open_environment`, all but the workers."""
     env = config.environment
     image_size = getattr(policy, "image_size", 0)
+    cameras = [name.removeprefix(IMAGES) for name in policy.inputs if name.startswith(IMAGES)]
     chunk = policy.horizon if env.chunk is None else env.chunk
     if chunk > policy.horizon:
         raise ValueError(f"environment.chunk: {chunk} actions cannot be executed of chunks of {policy.horizon}")
@@ -251,7 +273,8 @@ def _environment(config: VLAConfig, policy: Any, *, num_envs: int, group_size: i
         "tasks": env.tasks or (),
         "group_size": group_size,
         "timeout_s": env.timeout_s,
-        "image_size": image_size if IMAGE in policy.inputs else 0,
+        "image_size": image_size if IMAGE in policy.inputs or cameras else 0,
+        "cameras": cameras,
         "max_steps": env.max_steps,
         "seed": config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
         "reward": env.reward,

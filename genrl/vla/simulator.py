@@ -10,6 +10,7 @@ Episode e is of task `e mod tasks`, and begins from a start that is a function o
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -107,6 +108,7 @@ class Reading:
     reward: Literal["success", "environment"] = "success"
     max_steps: int | None = None
     image_size: int = 0
+    cameras: tuple[str, ...] = ()
     proprioception: int = 0
     goals: int = 0
     seed: int = 0
@@ -151,7 +153,9 @@ class Simulator:
     Observations: a dict by LeRobot's names ("pixels", "agent_pos", "environment_state") is taken as it is; another dict
     (of a goal environment, say) is flattened in alphabetical order; a picture is "pixels"; a vector is "agent_pos", or
     with `proprioception` p: its first p numbers are, and all are "environment_state". Pictures that are asked for and
-    not there are drawn: by the environment's `picture(size)`, or else by `render()`, once per chunk.
+    not there are drawn: by the environment's `picture(size)`, or else by `render()`, once per chunk. With `cameras`
+    pictures are "pixels/<camera>": of the dict that the observation has as "pixels", or drawn by `picture(size,
+    camera)` of an environment whose `cameras` are so named.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:
@@ -173,10 +177,19 @@ class Simulator:
         raw, _, terminated, truncated, info = self.env.step(chunk)
         return self._outcome(raw, info, terminated, truncated)
 
-    def picture(self, size: int) -> NDArray[np.uint8]:
-        """The scene as it is, uint8 [size, size, 3]."""
-        own = getattr(self.env.unwrapped, "picture", None)
-        return as_picture(self.env.render() if own is None else own(size), size, str(self.env.unwrapped))
+    def picture(self, size: int, camera: str = "") -> NDArray[np.uint8]:
+        """The scene as it is, uint8 [size, size, 3], as the environment shows it or as one of its cameras sees it."""
+        bare: Any = self.env.unwrapped
+        own, known = getattr(bare, "picture", None), tuple(getattr(bare, "cameras", ()))
+        if camera and camera not in known:
+            near = difflib.get_close_matches(camera, known, n=1)
+            hint = f" (the nearest is {near[0]!r})" if near else ""
+            raise Misuse(
+                f"{bare} has no camera {camera!r}{hint}, its cameras are {list(known)}: give the policy's pictures the "
+                "names of those by policy.rename {observation.images.<camera>: observation.images.<the policy's>}"
+            )
+        drawn = bare.picture(size, camera) if camera else self.env.render() if own is None else own(size)
+        return as_picture(drawn, size, str(bare))
 
     def _outcome(self, raw: Any, info: dict[str, Any], terminated: bool, truncated: bool) -> Outcome:
         shown = {name: value[None] for name, value in self._observe(raw).items()}
@@ -194,15 +207,24 @@ class Simulator:
         )
 
     def _observe(self, raw: Any) -> Observation:
-        shown = named(raw, self.reading.proprioception, str(self.env.unwrapped))
+        who, size, cameras = str(self.env.unwrapped), self.reading.image_size, self.reading.cameras
+        found = named(raw, self.reading.proprioception, who)
+        pictures = {name: found.pop(name) for name in list(found) if name.startswith("pixels")}
+        if not size:
+            return found
+        if not cameras and len(pictures) > 1:
+            several = [name.removeprefix("pixels/") for name in pictures]
+            raise Misuse(
+                f"{who} shows the cameras {sorted(several)}, and the policy reads one picture, observation.image: name "
+                "those that it has by policy.rename {observation.images.<camera>: observation.images.<the policy's>}"
+            )
+        if not cameras:
+            return found | {"pixels": self._sized(next(iter(pictures.values()), None), "")}
+        return found | {f"pixels/{name}": self._sized(pictures.get(f"pixels/{name}"), name) for name in cameras}
+
+    def _sized(self, shown: NDArray[Any] | None, camera: str) -> NDArray[np.uint8]:
         size = self.reading.image_size
-        if size and "pixels" in shown:
-            shown["pixels"] = as_picture(shown["pixels"], size, str(self.env.unwrapped))
-        elif size:
-            shown["pixels"] = self.picture(size)
-        else:
-            shown.pop("pixels", None)
-        return shown
+        return self.picture(size, camera) if shown is None else as_picture(shown, size, str(self.env.unwrapped))
 
 
 class SlotHost:
@@ -273,15 +295,16 @@ def headless() -> None:
 
 
 def named(raw: Any, proprioception: int, who: str) -> Observation:
-    """An observation by LeRobot's names: see `Simulator`. Raises Misuse for what is neither numbers nor a picture."""
+    """An observation by LeRobot's names, a picture of several as "pixels/<camera>": see `Simulator`.
+
+    Raises Misuse for what is neither numbers nor a picture.
+    """
     names = ("pixels", "agent_pos", "environment_state")
     if isinstance(raw, Mapping) and any(name in raw for name in names):
         found = {name: raw[name] for name in names if name in raw}
         if isinstance(found.get("pixels"), Mapping):
-            if len(found["pixels"]) > 1:
-                raise Misuse(f"{who} shows the cameras {sorted(found['pixels'])}: show one, as 'pixels'")
-            found["pixels"] = next(iter(found["pixels"].values()))
-        return {n: np.asarray(v, np.uint8 if n == "pixels" else np.float32) for n, v in found.items()}
+            found |= {f"pixels/{camera}": picture for camera, picture in found.pop("pixels").items()}
+        return {n: np.asarray(v, np.uint8 if n.startswith("pixels") else np.float32) for n, v in found.items()}
     parts = [raw[name] for name in sorted(raw)] if isinstance(raw, Mapping) else [raw]
     arrays = [np.asarray(part) for part in parts]
     if len(arrays) == 1 and arrays[0].ndim == 3 and arrays[0].dtype == np.uint8:

@@ -35,9 +35,8 @@ def test_axis_angle() -> None:
 
 class Sim:
     def render(self, *, width: int, height: int, camera_name: str) -> np.ndarray:
-        assert camera_name == "agentview"
         picture = np.zeros((height, width, 3), dtype=np.uint8)
-        picture[0, 0] = 255
+        picture[0, 0] = {"agentview": 255, "robot0_eye_in_hand": 99}[camera_name]
         return picture
 
 
@@ -98,6 +97,15 @@ def test_an_episode() -> None:
     assert outcome.success[0] and executed == round((0.5 - start) / 0.1)
     starts = {float(simulator.begin(number).observation["agent_pos"][0, 0]) for number in range(40)}
     assert len(starts) == 5, "every listed start, and no other"
+
+
+def test_two_cameras_by_lerobots_names() -> None:
+    how = Reading(chunk=4, image_size=8, cameras=("image", "image2"))
+    shown = Simulator(Doubled(), how).begin(3).observation
+    assert set(shown) == {"agent_pos", "pixels/image", "pixels/image2"}
+    assert [int(shown[f"pixels/{name}"][0, 7, 7, 0]) for name in ("image", "image2")] == [255, 99]
+    with pytest.raises(Misuse, match=r"no camera 'image3'.*nearest is 'image2?'"):
+        Simulator(Doubled(), Reading(chunk=4, image_size=8, cameras=("image3",))).begin(3)
 
 
 def test_starts_are_read_without_unpickling_anything_else(tmp_path: Path) -> None:
