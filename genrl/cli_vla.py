@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,11 +113,13 @@ def _table(found: Judged, title: str) -> object:
 
 
 def export(run: Path, out: Path, step: int | None) -> Path:
-    """The policy of a run's checkpoint as a folder in LeRobot's layout."""
-    from genrl.vla.folder import save_policy
+    """The policy of a run's checkpoint as a folder in LeRobot's layout; DPPO's frozen half in its `first_steps`."""
+    from genrl.vla.folder import FIRST_STEPS, save_policy
     from genrl.vla.setup import load_trained
 
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: give a new folder")
     save_policy(load_trained(run, step=step), out)
+    if (run / "policy" / FIRST_STEPS).is_dir():
+        shutil.copytree(run / "policy" / FIRST_STEPS, out / FIRST_STEPS)
     return out

@@ -5,6 +5,8 @@ model.safetensors                the weights
 policy_preprocessor.json         the normaliser's step, with the name of its statistics
 policy_preprocessor_step_0_normalizer_processor.safetensors      "<feature>.<statistic>", e.g. "action.min"
 policy_postprocessor.json, policy_postprocessor_step_0_unnormalizer_processor.safetensors      the same, back
+first_steps/                     of DPPO: the policy that does the first denoising steps, a folder like this one, with
+first_steps/sampler.json         "steps" and "ft_denoising_steps", of which the outer policy does the last
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 EmbeddedPolicy = TinyFlowVLA | DiffusionMLP
 
+FIRST_STEPS = "first_steps"
 TYPES = ("tiny_flow_vla", "diffusion_mlp", "pi0", "pi05", "smolvla", "diffusion")
 _FLOW, _DIFFUSION = "tiny_flow_vla", "diffusion_mlp"
 _PROCESSORS = {"policy_preprocessor": "normalizer_processor", "policy_postprocessor": "unnormalizer_processor"}
@@ -66,6 +69,32 @@ def save_policy(policy: EmbeddedPolicy | PublishedPolicy, folder: Path) -> None:
         steps = [{"registry_name": step, "config": how, "state_file": state}]
         write(folder / f"{processor}.json", {"name": processor, "steps": steps})
     write(folder / "config.json", config | kept)
+
+
+def save_first_steps(policy: EmbeddedPolicy | PublishedPolicy, folder: Path, steps: int, trained: int) -> None:
+    """Beside the policy of a folder, that which does all but the last `trained` of its denoising steps (DPPO)."""
+    save_policy(policy, folder / FIRST_STEPS)
+    write(folder / FIRST_STEPS / "sampler.json", {"steps": steps, "ft_denoising_steps": trained})
+
+
+def load_first_steps(
+    folder: Path, steps: int, trained: int, *, device: torch.device | str = "cpu"
+) -> EmbeddedPolicy | PublishedPolicy | None:
+    """What `save_first_steps` wrote; None where a folder has none.
+
+    Raises ValueError where the policy of the folder was trained to do another part of the chain.
+    """
+    place = folder / FIRST_STEPS
+    if not place.is_dir():
+        return None
+    told = json.loads(existing(place, "sampler.json").read_text())
+    if (told["steps"], told["ft_denoising_steps"]) != (steps, trained):
+        raise ValueError(
+            f"{folder} does the last {told['ft_denoising_steps']} of {told['steps']} denoising steps, and "
+            f"{place} the first ones; write sampler.steps: {told['steps']} and sampler.ft_denoising_steps: "
+            f"{told['ft_denoising_steps']}, found {steps} and {trained}"
+        )
+    return load_policy(place, device=device)
 
 
 def load_policy(
@@ -102,10 +131,10 @@ def load_policy(
     policy: EmbeddedPolicy
     if kind == _FLOW:
         head = config["noise_head"]
-        policy = TinyFlowVLA(TinyFlowConfig(inputs, action, horizon, config["critic"], head), stats)
+        policy = TinyFlowVLA(TinyFlowConfig(inputs, action, horizon, int(config["critic"]), head), stats)
     else:
         steps = int(config["train_steps"])
-        policy = DiffusionMLP(DiffusionMLPConfig(inputs, action, horizon, config["critic"], steps), stats)
+        policy = DiffusionMLP(DiffusionMLPConfig(inputs, action, horizon, int(config["critic"]), steps), stats)
     weights = load_file(existing(folder, "model.safetensors"))
     try:
         policy.load_state_dict(weights)

@@ -26,9 +26,10 @@ from genrl.runtime.signals import Stop, Watchdog
 from genrl.vla import diwa, fisor, grpo, ppo, rl100, rl_vlm_f, sft
 from genrl.vla.environments import Environment
 from genrl.vla.evaluate import Judged, evaluate, success_rates
-from genrl.vla.folder import save_policy
+from genrl.vla.folder import load_first_steps, save_first_steps, save_policy
 from genrl.vla.session import Session
 from genrl.vla.setup import (
+    critic_values,
     frames_of,
     freeze,
     load_trained,
@@ -37,6 +38,7 @@ from genrl.vla.setup import (
     open_rollouts,
     open_tables,
     parameter_groups,
+    policy_folder,
     sampler_of,
     side_by_side,
     untrained,
@@ -82,7 +84,7 @@ def train(config: VLAConfig, resume: Path | None = None) -> Path:
                     "hold them. Put back what was there, or begin a new run"
                 )
         elif accelerator.is_main_process:
-            save_policy(session.policy, run.folder / "policy")  # what a checkpoint's weights belong to
+            save(session)  # what a checkpoint's weights belong to
         session.loop.memory["untrained"] = begun
         stack.enter_context(watchdog)
         try:
@@ -143,8 +145,9 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     else:
         frames, words = frames_of(config, None)
         policy = new_policy(config, frames, words)
-    critic = isinstance(config.trainer, PPO)
-    policy = with_heads(policy, critic=critic, noise_head=noise_head_of(config), seed=config.seed)
+    policy = with_heads(
+        policy, critic=critic_values(config, policy), noise_head=noise_head_of(config), seed=config.seed
+    )
     sampler_of(config, policy)  # raises, as does this; nothing is started before the first reset
     open_tables(config, policy, num_envs=1).close()
     freeze(config, policy)
@@ -206,21 +209,33 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
         env = open_tables(config, policy, num_envs=side_by_side(config, settings.episodes))
         stack.callback(env.close)
         progress.phase("evaluating", settings.episodes)
-        before = config.policy.path  # of DPPO: who does the first denoising steps
         return evaluate(
             policy,
             sampler_of(config, policy, config.iterations),
             env,
             episodes=settings.episodes,
             seed=settings.seed,
-            frozen=_on_device(config, Path(before)) if before and fine_tunes_last(config) else None,
+            frozen=_first_steps(config, model),
             clips=settings.videos,
             advance=progress.advance,
         )
 
 
 def _on_device(config: VLAConfig, model: Path) -> Any:
-    return load_trained(model, rename=config.policy.rename).to("cuda" if torch.cuda.is_available() else "cpu")
+    return load_trained(model, rename=config.policy.rename).to(_device())
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _first_steps(config: VLAConfig, model: Path) -> Any:
+    """Of DPPO: who does the first denoising steps, that of the folder, or what the configuration begins with."""
+    if not isinstance(config.sampler, Diffusion) or not fine_tunes_last(config):
+        return None
+    done = config.sampler.steps, config.sampler.ft_denoising_steps
+    found = load_first_steps(policy_folder(model), *done, device=_device())
+    return found if found or config.policy.path is None else _on_device(config, Path(config.policy.path))
 
 
 def fine_tunes_last(config: VLAConfig) -> bool:
@@ -231,8 +246,23 @@ def fine_tunes_last(config: VLAConfig) -> bool:
 
 
 def frozen_of(config: VLAConfig, policy: Any) -> Any:
-    """DPPO's policy before fine-tuning, where it does the first denoising steps; else None."""
-    return copy.deepcopy(policy).requires_grad_(False) if fine_tunes_last(config) else None
+    """DPPO's policy before fine-tuning, where it does the first denoising steps; else None. One that was fine-tuned
+    before goes on with that which has done them."""
+    if not isinstance(config.sampler, Diffusion) or not fine_tunes_last(config):
+        return None
+    begun = None
+    if config.policy.path is not None:
+        done = config.sampler.steps, config.sampler.ft_denoising_steps
+        begun = load_first_steps(policy_folder(Path(config.policy.path)), *done)
+    if begun is None:
+        return copy.deepcopy(policy).requires_grad_(False)
+    own, other = policy.encoder.state_dict(), begun.encoder.state_dict()
+    if config.policy.frozen and config.policy.keep_features:
+        if not all(torch.equal(value.cpu(), other[name].to(value.dtype)) for name, value in own.items()):
+            raise ValueError(
+                "policy.keep_features: the first denoising steps have an encoder of their own; write false"
+            )
+    return begun.to(next(policy.parameters()).device).requires_grad_(False)
 
 
 def show(found: Judged, run: Run, iteration: int) -> None:
@@ -287,12 +317,20 @@ class Judge:
         return joined
 
 
+def save(session: Session) -> Path:
+    """The policy's folder, with DPPO's frozen half."""
+    folder, sampler = session.loop.run.folder / "policy", session.config.sampler
+    save_policy(session.policy, folder)
+    if session.frozen is not None and isinstance(sampler, Diffusion):
+        save_first_steps(session.frozen, folder, sampler.steps, sampler.ft_denoising_steps)
+    return folder
+
+
 def finish(session: Session) -> None:
     """The end of a run, complete or not: last checkpoint, the policy's folder, report, and where they are."""
     loop = session.loop
     loop.save()
     if not loop.is_main:
         return
-    folder = loop.run.folder / "policy"
-    save_policy(session.policy, folder)
+    folder = save(session)
     say_end(loop, "success", pictures="curves and films", result=f"the policy, in LeRobot's layout: {folder}")

@@ -9,13 +9,17 @@ import torch
 import vla_runs
 from published import pi_folder
 from test_published_rollout import STATE3
-from tiny_policies import flow
+from tiny_policies import flow, frames
 
+from genrl.cli_vla import export
 from genrl.runtime.progress import Progress
 from genrl.vla import train
-from genrl.vla.evaluate import evaluate
+from genrl.vla.evaluate import evaluate, success_rates
+from genrl.vla.folder import load_first_steps, load_policy
 from genrl.vla.minitable import MiniTable
-from genrl.vla.sampling import FlowSteps
+from genrl.vla.policy import ACTION
+from genrl.vla.sampling import FlowSteps, Frozen, act
+from genrl.vla.setup import load_trained, sampler_of
 
 
 def test_it_tells_of_every_decision_and_of_every_episode() -> None:
@@ -43,6 +47,41 @@ def test_the_judge_has_the_policy_before_fine_tuning_on_its_own_device(
     with Progress(1, enabled=False) as progress:
         train.judge_policy(config, vla_runs.policy_of("diffusion"), progress)
     assert len(loaded) == 2 and seen == loaded
+
+
+def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
+    """Both halves are in the folder: the run's figure and actions, to the bit, without what the run began with."""
+    evaluation = {"every": 1, "episodes": 6, "num_envs": 3}
+    config = vla_runs.config(tmp_path, sampler="diffusion", evaluation=evaluation, optimizer={"lr": 1e-2})
+    run = train.train(config)
+    out = export(run, tmp_path / "out", None)
+    lone = config.model_copy(update={"policy": config.policy.model_copy(update={"path": str(tmp_path / "gone")})})
+    last = vla_runs.rows(run)[-1]
+    with Progress(1, enabled=False) as progress:
+        for model in (run, out):
+            for name, value in success_rates(train.judge_policy(lone, model, progress)).items():
+                assert value == last[name], name
+    base, trained, exported = load_policy(vla_runs.policy_of("diffusion")), load_trained(run), load_policy(out)
+    first = load_first_steps(out, 5, 3)
+    observation = {name: value[:5] for name, value in frames(image=0).items() if name != ACTION}
+    noise, sampler = torch.randn(5, 4, 3), sampler_of(config, base)
+    with torch.no_grad():
+        acted = [
+            act(who, sampler, who.encode(observation), noise, frozen=Frozen(before, before.encode(observation)))
+            for who, before in ((trained, base), (exported, first), (exported, exported))
+        ]
+    assert torch.equal(acted[0], acted[1]) and not torch.equal(acted[0], acted[2])
+
+    on = config.model_copy(update={"policy": config.policy.model_copy(update={"path": str(out)})})
+    frozen = train.frozen_of(on, exported)
+    assert vla_runs.moved(frozen, {**frozen.state_dict(), **base.state_dict()}) == set()
+    other = on.model_copy(update={"sampler": config.sampler.model_copy(update={"ft_denoising_steps": 2})})
+    with pytest.raises(ValueError, match="does the last 3 of 5 denoising steps.*found 5 and 2"):
+        train.frozen_of(other, exported)
+    with torch.no_grad():
+        next(exported.encoder.parameters()).add_(1.0)
+    with pytest.raises(ValueError, match="an encoder of their own; write false"):
+        train.frozen_of(on, exported)
 
 
 def test_a_policy_that_does_not_act_alone_is_refused(tmp_path: Path) -> None:

@@ -7,9 +7,13 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_policies import diffusion, frames
 
 from genrl.config import check_files, load
+from genrl.vla.folder import save_first_steps, save_policy
 from genrl.vla.lerobot_dataset import open_dataset
+from genrl.vla.policy import ACTION
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,10 +23,17 @@ def test_the_code_on_the_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-policy").symlink_to(ROOT / "assets" / "tiny-vla")
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "vla.md").read_text(encoding="utf-8"), re.DOTALL)
+    page = (ROOT / "docs" / "vla.md").read_text(encoding="utf-8")
+    block, dppo = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(compile(block, "docs/vla.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 10 and any("True" in line for line in printed)
+    save_policy(diffusion(seed=1), tmp_path / "dppo")
+    save_first_steps(diffusion(seed=2), tmp_path / "dppo", 20, 10)
+    observation = {name: value[:4] for name, value in frames().items() if name != ACTION}
+    names = {"folder": tmp_path / "dppo", "observation": observation, "noise": torch.randn(4, 4, 3)}
+    exec(compile(dppo, "docs/vla.md", "exec"), names)
+    assert names["chunk"].shape == (4, 4, 3)
 
 
 def test_demonstrations_of_the_example_fit_the_files_on_the_page(
