@@ -14,6 +14,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis
 import numpy as np
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # kernels are interpreted: to be set before triton is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 hypothesis.settings.register_profile("busy", deadline=None)  # of a machine that does other things too
 hypothesis.settings.load_profile("busy")

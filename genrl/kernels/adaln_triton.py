@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from genrl.kernels.backend import FUSION
+
 
 @triton.jit
 def forward_kernel(
@@ -77,7 +79,7 @@ def backward_kernel(
 
 def shape(width: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    return {"W": width, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    return {"W": width, "BLOCK": block, "num_warps": min(16, max(1, block // 512)), **FUSION}
 
 
 class AdaLN(torch.autograd.Function):

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from genrl.kernels.backend import FUSION
+
 LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 """Shared memory of a block, in bytes."""
 ATTENTION = {"H": 16, "KEY_H": 2, "MASK": True, "CAST": False}
@@ -57,7 +59,12 @@ def cases() -> dict[str, tuple[Any, str, dict[str, Any]]]:
     found["sde_step"] = sde_step_triton.forward_kernel, f * 7 + i + "i32", block | {"SAMPLE": True}
     found["sde_step backward"] = sde_step_triton.backward_kernel, f * 6 + i + "i32", block | {"DMEAN": True}
     for size in (64, 128):
-        sizes = ATTENTION | prefix_attention_triton.tiles(size)._asdict() | {"D": size, "BLOCK_D": size, "CAUSAL": True}
+        sizes = (
+            ATTENTION
+            | prefix_attention_triton.tiles(size)._asdict()
+            | FUSION
+            | {"D": size, "BLOCK_D": size, "CAUSAL": True}
+        )
         name, mask, rows, tail = f"prefix_attention {size}", "*i8 ", "*i64 ", i * 2 + "fp32"
         own = sizes | {"OWN": True}
         found[name] = prefix_attention_triton.forward_kernel, b * 5 + mask + rows + b + f + tail, own

@@ -17,6 +17,9 @@ Backend = Literal["auto", "torch", "triton"]
 KERNELS = ("prefix_attention", "qk_norm_rope", "adaln", "sde_step")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+FUSION = {"enable_fp_fusion": True}
+"""Products and sums may be contracted, said to every compilation: the default differs between releases of Triton."""
+
 logger = logging.getLogger(__name__)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from genrl.kernels.backend import interprets
+from genrl.kernels.backend import FUSION, interprets
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -229,7 +229,7 @@ class PrefixAttention(torch.autograd.Function):
         output, lse = torch.empty_like(query), query.new_empty(rows, heads, length, dtype=torch.float32)
         ctx.settings = {
             "H": heads, "KEY_H": prefix_key.shape[1], "D": size, "BLOCK_D": max(16, triton.next_power_of_2(size)),
-            "CAST": interprets(), **shape._asdict(),
+            "CAST": interprets(), **shape._asdict(), **FUSION,
         }  # fmt: skip
         ctx.masked, ctx.own, ctx.causal, ctx.scale = prefix_mask is not None, key is not None, causal, scale
         forward_kernel[(triton.cdiv(length, shape.M), rows * heads)](

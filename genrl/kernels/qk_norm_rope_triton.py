@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from genrl.kernels.backend import FUSION
+
 
 @triton.jit
 def _pairs(rows, ROWS: tl.constexpr, PAIRS: tl.constexpr, W: tl.constexpr, count):
@@ -78,7 +80,7 @@ def backward_kernel(
 def shape(width: int) -> dict[str, int]:
     """Rows per program and padded pairs for rows of `width`: about 2,048 elements at a time."""
     pairs = triton.next_power_of_2(width // 2)
-    return {"W": width, "ROWS": max(1, 1024 // pairs), "PAIRS": pairs}
+    return {"W": width, "ROWS": max(1, 1024 // pairs), "PAIRS": pairs, **FUSION}
 
 
 class QKNormRope(torch.autograd.Function):

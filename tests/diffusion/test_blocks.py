@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
-
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from families import FAMILIES
 from tiny_parts import Family
+from torch import Tensor, nn
 
 from genrl.config import Kernels, Model
 from genrl.diffusion.blocks import BLOCKS, Switches, install

@@ -1,0 +1,77 @@
+"""What runs is chosen by rule and said in one line; what is named and cannot run is an error."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from kernel_errors import needs_triton
+
+from genrl.kernels import backend, joint_attention
+from genrl.kernels.backend import KERNELS, choose, summary
+
+
+@pytest.fixture(autouse=True)
+def unsaid() -> None:
+    backend._said.cache_clear()
+
+
+def test_auto_on_the_cpu_is_torch_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "genrl.kernels.backend"):
+        assert [choose("adaln", torch.zeros(1)) for _ in range(3)] == ["torch"] * 3
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("kernel adaln: torch (no Triton: ")
+
+
+def test_triton_is_an_error_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "triton_problem", lambda device: "triton is not installed")
+    with pytest.raises(ValueError, match="kernel adaln: the back-end triton was asked for, but triton is not installed"):
+        choose("adaln", torch.zeros(1), "triton")
+    assert choose("adaln", torch.zeros(1), "torch") == "torch"
+    assert summary() == {name: "torch (no Triton: triton is not installed)" for name in KERNELS}
+
+
+@needs_triton
+def test_triton_runs_interpreted_where_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("kernels are not interpreted beside a GPU")
+    with caplog.at_level(logging.INFO, "genrl.kernels.backend"):
+        assert choose("adaln", torch.zeros(1), "triton") == "triton"
+    assert caplog.messages == ["kernel adaln: triton (interpreted)"]
+    with pytest.raises(ValueError, match="computes in float32, and the tensors are float64"):
+        choose("adaln", torch.zeros(1, dtype=torch.float64), "triton")
+
+
+def test_unknown_back_end() -> None:
+    with pytest.raises(ValueError, match="must be auto, torch or triton, not 'cuda'"):
+        choose("adaln", torch.zeros(1), "cuda")  # type: ignore[arg-type]
+
+
+def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 7, 3, 8)
+    mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
+    scores = torch.einsum("bshd,bthd->bhst", q, k) / 8**0.5
+    exact = torch.einsum("bhst,bthd->bshd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+    for name in joint_attention.usable(q, mask):
+        found = joint_attention.joint_attention(q, k, v, mask=mask, backend=name)
+        torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("flash2", "not installed"), ("cudnn", "needs a GPU and the tensors are on cpu"), ("sage", "not installed")],
+)
+def test_a_named_attention_that_cannot_run_is_an_error(name: str, reason: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("what is missing here may be there")
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=rf"attention back-end {name}: .*{reason}.*; that can run here: auto, math"):
+        joint_attention.joint_attention(q, q, q, backend=name)  # type: ignore[arg-type]
+
+
+def test_flash_takes_no_mask() -> None:
+    problem = joint_attention.attention_problem("flash", torch.device("cpu"), torch.float32, masked=True)
+    assert problem == "it takes no mask, and this model pads its texts"
+    with pytest.raises(ValueError, match="must be one of auto, math, .* not 'fa2'"):
+        joint_attention.attention_problem("fa2", torch.device("cpu"), torch.float32, False)  # type: ignore[arg-type]
