@@ -485,6 +485,14 @@ _SIMULATION = {
         "The cost that success curves are drawn over.",
         "actions",
     ),
+    "rollout/invalid": MetricDoc(
+        "answers that say nothing the environment can do / answers; of a discrete environment they are random actions",
+        "Falls first. Not near 0: the model has not learnt the form; show it by examples, or supervised.",
+        "share 0..1",
+    ),
+    "rollout/episodes": MetricDoc(
+        "episodes that ended in the iteration, over all processes", "What the shares of the section are of.", "episodes"
+    ),
     "rollout/log_prob_off": MetricDoc(
         "largest difference between log-probabilities of the first decisions as they were drawn and as the trainer "
         "scores them before any update",
@@ -540,6 +548,11 @@ _SIMULATION = {
     "eval/success_mean": MetricDoc(
         "episodes of the evaluation's fixed list that succeeded / episodes; no exploration",
         "The figure of a policy.",
+        "share 0..1",
+    ),
+    "eval/success_blind": MetricDoc(
+        "the same with black pictures, before training",
+        "What can be had without seeing. Where `eval/success_mean` is no higher, reinforcement has little to work on.",
         "share 0..1",
     ),
     "eval/success_low": MetricDoc(
