@@ -33,13 +33,13 @@ PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "luspo", "cispo", "sapo", "vespo", "rloo",
     "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
     "off_policy_mask", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine", "para_grpo",
-    "reg_grpo", "real", "dmpo", "dpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan", "vrag_rl", "time_master",
-    "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
+    "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan", "vrag_rl",
+    "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo", "music_rl",
 ]  # fmt: skip
 
 TaskName = Literal[
     "count", "colour", "shapes", "jigsaw", "jigsaw_pair", "box", "point", "quality", "better", "series", "key_frames",
-    "what", "scenes", "sums", "captions",
+    "what", "scenes", "sums", "captions", "bodies", "tunes",
 ]  # fmt: skip
 
 Choice = Text | dict[str, Any]
@@ -63,8 +63,9 @@ class VLM(Section):
     path: Text
     """Folder or hub id of a transformers image-text-to-text model with its processor; for other outputs as
     docs/sequence_policies.md says."""
-    output: Literal["text", "image", "masked_text"] = "text"
-    """What it answers: text about pictures; a picture by tokens (Janus); text, as a masked diffusion model."""
+    output: Literal["text", "image", "masked_text", "voxels", "audio"] = "text"
+    """What it answers: text about pictures; a picture by tokens (Janus); text, as a masked diffusion model; a shape or
+    music, by the codes of a causal language model with a codec."""
     lora: VLMLoRA | None = None
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -107,8 +108,29 @@ class Task(Section):
     answers rightly (MedVLThinker: 16); null = leave out none."""
 
 
+class VLLMEngine(Section):
+    """vLLM as the sampler: beside the model in this process, or on a server."""
+
+    url: Text | None = None
+    """A server's address, http://host:8000 (docs/vlm.md says how to start it); null = in this process, on its GPU."""
+    weights: Text | None = None
+    """Folder in which a server gets new weights as a file, the same path for both; null = in the run folder."""
+    memory: Share = 0.4
+    """In this process: share of the GPU's memory for the engine, its copy of the weights included."""
+    context: Count | None = None
+    """In this process: most tokens of question and answer together; null = what the model can."""
+    sleep: Flag = True
+    """In this process: leave the memory to training after drawing; the weights are then copied before each drawing."""
+
+
 class Generation(Section):
     """How answers are drawn for training."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What draws: transformers' generate on the model that is trained, or vLLM (pip install 'genrl[vllm]'), whose
+    rounding the weight engine_mismatch then corrects unless trainer.weights says otherwise."""
+    vllm: VLLMEngine = VLLMEngine()
+    """vLLM as the sampler; read with engine: vllm."""
 
     prompts_per_iteration: Count = 8
     """Different questions in one iteration, over all processes."""
@@ -139,6 +161,8 @@ class VLMReward(Section):
     """Factor in the sum that is trained on; 0 = only logged."""
     args: dict[str, Any] = {}
     """Options of the function: its parameters with a default."""
+    views: Literal["max", "sum", "mean"] = "mean"
+    """vlm.output voxels: from the scores of the six rendered views to one (Hi-GRPO: HPSv2.1 max, UnifiedReward sum)."""
     conversational: Flag = False
     """Hand it prompts and completions as lists of messages, as TRL does for conversational data."""
 
@@ -179,6 +203,8 @@ class VLMTrainer(Section):
     """Most further rounds of drawing while `filter` leaves too few groups (DAPO); 0 = train on what is left."""
     critic: Critic | None = None
     """The value function of vl_dac and poad; null = as its defaults."""
+    alpha: Share = 0.05
+    """MusicRL: share of the KL in the loss; the rest is the policy's."""
     ema_decay: Share = 0.995
     """GRPO-CARE: of the moving average that says how likely an answer is."""
     ema_every: Count = 10
@@ -211,32 +237,6 @@ class VLMEvaluation(Section):
     """At the start, ask the questions with black pictures too: what is right then does not come from seeing."""
 
 
-class VLMConfig(Section):
-    """One training run of a vision-language model."""
-
-    vlm: VLM
-    """Which model is trained."""
-    task: Task = Task()
-    """The questions."""
-    environment: Environment | None = None
-    """Instead of a task: where the model acts, in several turns."""
-    generation: Generation = Generation()
-    """How answers are drawn."""
-    rewards: tuple[VLMReward, ...] = ()
-    """What answers are worth; the first one decides what is right in evaluation. An environment has its own."""
-    trainer: VLMTrainer = VLMTrainer()
-    """The method."""
-    optimizer: VLMOptimizer = VLMOptimizer()
-    """AdamW and its schedule."""
-    evaluation: VLMEvaluation = VLMEvaluation()
-    """When and how the model is judged."""
-    checkpoint: Checkpoint = Checkpoint()
-    """When the state is saved."""
-    distributed: Distributed = Distributed()
-    """Several processes."""
-    trackers: tuple[Tracker, ...] = ("tensorboard",)
-    """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
-    iterations: Count = 200
 class Stage(Section):
     """A part of a run with questions or a method of its own."""
 
@@ -284,6 +284,38 @@ class Synthesis(Section):
     """Of the pipeline."""
 
 
+class VLMConfig(Section):
+    """One training run of a vision-language model."""
+
+    vlm: VLM
+    """Which model is trained."""
+    task: Task = Task()
+    """The questions."""
+    environment: Environment | None = None
+    """Instead of a task: where the model acts, in several turns."""
+    generation: Generation = Generation()
+    """How answers are drawn."""
+    rewards: tuple[VLMReward, ...] = ()
+    """What answers are worth; the first one decides what is right in evaluation. An environment has its own."""
+    trainer: VLMTrainer = VLMTrainer()
+    """The method."""
+    stages: tuple[Stage, ...] = ()
+    """Parts of the run one after the other (LMM-R1), whose iterations add up to `iterations`; [] = one."""
+    augmentation: Augmentation | None = None
+    """Questions changed by their difficulty (Reg-GRPO); null = asked as they are."""
+    synthesis: Synthesis | None = None
+    """New pictures during the run (Syn-GRPO); null = none."""
+    optimizer: VLMOptimizer = VLMOptimizer()
+    """AdamW and its schedule."""
+    evaluation: VLMEvaluation = VLMEvaluation()
+    """When and how the model is judged."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When the state is saved."""
+    distributed: Distributed = Distributed()
+    """Several processes."""
+    trackers: tuple[Tracker, ...] = ("tensorboard",)
+    """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
+    iterations: Count = 200
     """Rounds of answering and training."""
     seed: Whole = 0
     """Seed of everything random: answers, the order of questions, adapters."""
@@ -299,17 +331,7 @@ class Synthesis(Section):
             same = sum(label == base or label.startswith(f"{base}-") for label in labels)
             labels.append(f"{base}-{same + 1}" if same else base)
         return tuple(labels)
-    stages: tuple[Stage, ...] = ()
-    """Parts of the run one after the other (LMM-R1), whose iterations add up to `iterations`; [] = one."""
-    augmentation: Augmentation | None = None
-    """Questions changed by their difficulty (Reg-GRPO); null = asked as they are."""
-    synthesis: Synthesis | None = None
-    """New pictures during the run (Syn-GRPO); null = none."""
 
-    @model_validator(mode="after")
-    def _possible(self) -> VLMConfig:
-        refuse_impossible(self)
-        return self
     def at(self, iteration: int) -> tuple[int, VLMConfig]:
         """The number of the stage that an iteration belongs to, and the run as this stage has it."""
         last = 0
@@ -326,3 +348,7 @@ class Synthesis(Section):
         starts = [sum(stage.iterations for stage in self.stages[:k]) for k in range(max(1, len(self.stages)))]
         return [self.at(start)[1] for start in starts]
 
+    @model_validator(mode="after")
+    def _possible(self) -> VLMConfig:
+        refuse_impossible(self)
+        return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
 import rewards
@@ -17,6 +18,7 @@ from rewards.completions import GIVEN, resolve_text
 from rewards.contract import nearest
 
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+CODEC = "codec.safetensors"
 GENERATED = ("answer", "question", "level")
 """Columns of the generated tasks; some have more."""
 FURTHER = {
@@ -32,6 +34,9 @@ Finding = tuple[KeyPath, str]
 def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     """What is wrong, each with its key; remarks that stop nothing go to `notes`."""
     yield from _model(config, notes)
+    if config.generation.engine == "vllm" and config.generation.vllm.url is None and find_spec("vllm") is None:
+        text = "vLLM is not installed: pip install 'genrl[vllm]', or write generation.vllm.url for a server's address"
+        yield ("generation", "engine"), text
     columns: list[tuple[str, list[str]]] = []
     if config.task.name:
         columns.append(("name", [*GENERATED, *FURTHER.get(config.task.name, ())]))
@@ -69,7 +74,9 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         return
     if not (path / "config.json").is_file() or "model_type" not in json.loads((path / "config.json").read_text()):
         yield key, f"{path} has no config.json with a model_type, so it is no saved transformers model"
-    elif not any((path / name).is_file() for name in PROCESSORS):
+    elif config.vlm.output in ("voxels", "audio") and not (path / CODEC).is_file():
+        yield key, f"{path} has no {CODEC}, by which codes are decoded; docs/sequence_policies.md says what is in it"
+    elif config.vlm.output in ("text", "image") and not any((path / name).is_file() for name in PROCESSORS):
         text = f"{path} has no image processor ({' or '.join(PROCESSORS)})"
         yield key, f"{text}; save the processor of the original model there"
     elif not (path / "tokenizer_config.json").is_file():
@@ -105,7 +112,7 @@ def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: lis
             notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
         declared = rewards.declaration(origin)
         pictures = [name for name in declared.takes if name in ("images", "pil_images", "pairs")]
-        if config.vlm.output == "image":
+        if config.vlm.output in ("image", "voxels"):
             if not pictures:
                 yield (
                     ("rewards", index, "name"),
@@ -117,7 +124,8 @@ def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: lis
             yield ("rewards", index, "name"), f"{text}; write exact, numeric, choice or a function of your own"
             continue
         for name, known in columns:
-            missing = [c for c in declared.columns if c not in known and c not in GIVEN]
+            made = ("audio", "rate") if config.vlm.output == "audio" else ()
+            missing = [c for c in declared.columns if c not in known and c not in (*GIVEN, *made)]
             if missing:
                 asks = (
                     f"reward {reward.name} asks for the column {missing[0]}; columns of every row: {', '.join(known)}"

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MASKED = ("bgpo", "just_grpo")
 """Presets of masked diffusion language models."""
+FUNCTIONS = {"advantage", "transforms", "weights", "surrogate", "group_loss", "aggregation", "regularisers"}
+FUNCTIONS |= {"reward_terms", "updates", "epochs"}
 PICTURED = ("vppo", "q_hawkeye", "tw_grpo", "grpo_care")
 """Presets that change the pictures of questions, or read the words of answers."""
 CRITICS = ("vl_dac", "poad")
@@ -67,8 +69,19 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
     if output != "masked_text" and preset in MASKED:
         text = f"{preset} is of masked diffusion language models; write output: masked_text, or preset: grpo"
         yield ("trainer.preset", "vlm.output"), text
-    if output == "masked_text" and config.vlm.lora is not None:
-        yield ("vlm.lora", "vlm.output"), "all weights of a masked language model are trained; leave it out"
+    for method, made in (("hi_grpo", "voxels"), ("music_rl", "audio")):
+        if preset == method and output != made:
+            yield ("trainer.preset", "vlm.output"), f"{method} is of models whose output is {made}; write it, or grpo"
+    if preset == "music_rl":
+        written = config.trainer.model_fields_set & FUNCTIONS
+        if written:
+            yield (f"trainer.{min(written)}",), "music_rl has a trainer of its own, with alpha alone; leave it out"
+    if config.vlm.lora is not None and (output == "masked_text" or preset == "music_rl"):
+        yield ("vlm.lora",), "all weights of this model are trained (preset, output); leave it out"
+    if config.generation.engine == "vllm" and (output != "text" or config.environment is not None):
+        yield ("generation.engine",), "vLLM draws answers to questions, as text; write transformers"
+    if config.generation.engine == "transformers" and config.generation.vllm != type(config.generation.vllm)():
+        yield ("generation.vllm", "generation.engine"), "these settings are read with engine: vllm; write it, or none"
     if output != "image" and config.generation.guidance_scale is not None:
         yield ("generation.guidance_scale", "vlm.output"), "only pictures are drawn with guidance; leave it out"
 

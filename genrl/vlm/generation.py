@@ -54,8 +54,8 @@ class Completions:
 def generate(
     policy: Policy, prompts: Sequence[Encoded], n: int, sampling: Sampling, keys: Sequence[Sequence[int | str]]
 ) -> Completions:
-    """n answers to each prompt. keys: one per prompt, such as (seed, iteration, name of the prompt); the sample's
-    number is added to it.
+    """n answers to each prompt, by the policy's sampler where it has one. keys: one per prompt, such as (seed,
+    iteration, name of the prompt); the sample's number is added to it.
 
     Raises ValueError, before any work, for a prompt that does not fit into the model's context with `max_new_tokens`,
     and for numbers that make no sense.
@@ -65,6 +65,8 @@ def generate(
     if len(keys) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many keys, got {len(keys)}")
     policy.check_room(prompts, sampling.max_new_tokens)
+    if policy.sampler is not None:
+        return policy.sampler.generate(prompts, n, sampling, keys)
 
     group = torch.arange(len(prompts)).repeat_interleave(n)
     cache, _ = policy.prefix(prompts)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 IMPOSSIBLE = -1e30  # a logit whose probability is exactly 0; -inf would make entropy 0 * inf
 
+LOGITS = 2**25  # that exist at a time: 128 MiB
+
 
 class TokenScores(NamedTuple):
     """log_prob [...]; entropy [...] of the whole distribution, without gradient, or None. Both 0 where masked."""
@@ -32,7 +34,7 @@ def completion_log_probs(
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
     entropy: bool = False,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> TokenScores:
     """`log softmax((h W^T + b) / temperature)` at the chosen tokens, in float32 (float64 for float64 states).
 
@@ -41,7 +43,8 @@ def completion_log_probs(
     mask [...]: nothing is computed for tokens with 0.
     temperature: that of sampling, so that the ratio compares the distributions that were sampled.
     forbidden: int64 ids that the sampler could not choose (image placeholders); both normalise over the others.
-    chunk: tokens whose logits [chunk, V] exist at a time. The result does not depend on it.
+    chunk: tokens whose logits [chunk, V] exist at a time; the result does not depend on it. None: 1,024, fewer where
+    these would be more than `LOGITS`.
     Raises ValueError for a temperature that is not positive, a chosen token that is forbidden, and shapes that differ.
     """
     if temperature <= 0:
@@ -51,6 +54,7 @@ def completion_log_probs(
             f"one state per token is needed: states {list(hidden.shape)}, tokens {list(tokens.shape)}, output layer "
             f"{list(weight.shape)}"
         )
+    chunk = max(1, min(1024, LOGITS // len(weight))) if chunk is None else chunk
     kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
     states, chosen = hidden[kept], tokens[kept]
     if forbidden is not None and bool(torch.isin(chosen, forbidden).any()):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,6 +114,8 @@ class Policy:
             raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
         self.room: int | None = getattr(text, "max_position_embeddings", None)
         """Positions of the language model: prompt and completion together; None where it says nothing."""
+        self.sampler: Any = None
+        """A `vllm_engine.Sampler` that draws in place of this model; None: transformers' generate on it."""
         self.peft: PeftModel | None = None
         if lora is None:
             self.model.requires_grad_(True)
@@ -161,7 +163,7 @@ class Policy:
                 )
                 positions = found[:, 0]
         kinds = {name: kind for name, kind in tokens.kinds.items() if name in self._per_token}
-        return Encoded(Tokens(ids, kinds, tokens.pixels), positions, int(positions.max()) + 1, prompt.where)
+        return Encoded(replace(tokens, kinds=kinds), positions, int(positions.max()) + 1, prompt.where)
 
     def check_room(self, prompts: Sequence[Encoded], new_tokens: int) -> None:
         """Raises ValueError where a prompt and `new_tokens` are more than the model's positions."""
@@ -219,13 +221,12 @@ class Policy:
         temperature: float = 1.0,
         entropy: bool = False,
         share_prefix: bool = True,
-        chunk: int = 1024,
     ) -> Replay:
         """Of completions `tokens` int64 [B, T] with `mask` [B, T], row b being an answer to prompts[group[b]].
 
         share_prefix: each prompt and its images are computed once for all its rows, which attend to its keys and
         values; otherwise once per row. The same numbers within rounding, in value and gradient.
-        temperature: that of sampling. No logits but those of `chunk` tokens exist at a time (`log_probs.py`).
+        temperature: that of sampling. Logits exist for a part of the tokens at a time (`log_probs.py`).
         """
         if tokens.shape != mask.shape or group.shape != tokens.shape[:1]:
             raise ValueError(
@@ -251,7 +252,6 @@ class Policy:
             temperature=temperature,
             forbidden=self.forbidden,
             entropy=entropy,
-            chunk=chunk,
         )
         return Replay(scores.log_prob, scores.entropy, hidden, positions, images)
 

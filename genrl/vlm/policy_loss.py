@@ -28,7 +28,7 @@ from genrl.objectives.token_regularisers import (
     perception_loss,
     sampled_entropy,
 )
-from genrl.objectives.tokens import masked, mean_log_ratio, row_mean, row_sum, sequence_log_ratio, token_mean
+from genrl.objectives.tokens import log_ratio, masked, mean_log_ratio, row_mean, row_sum, sequence_log_ratio, token_mean
 from genrl.vlm import recipe
 from genrl.vlm.estimate import band_tokens
 from genrl.vlm.recipe import Preset
@@ -178,12 +178,15 @@ def _regulariser(
     """(name, value) of one regulariser; its own measurements go to `metrics`."""
     mask, rows = batch.mask, batch.rows or len(batch.mask)
     match choice:
-        case recipe.Kl(beta, estimator, weighted):
+        case recipe.Kl(beta, estimator, weighted, corrected):
             new = masked(log_prob, mask)
             reference = masked(given(batch, "ref_log_prob", "the KL"), mask)
             estimates = {"k2": kl_k2, "k3": kl_k3, "k3_clamped": kl_k3_clamped}
             kl = estimates[estimator](new, reference)
             metrics[f"kl_{estimator}"] = token_mean(kl.detach(), mask)
+            if corrected:
+                old = log_prob.detach() if batch.old_log_prob is None else batch.old_log_prob
+                kl = kl * log_ratio(log_prob, old, mask).exp()
             return "kl", beta * _aggregated(preset, batch, kl * weight if weighted and weight is not None else kl)
         case recipe.EntropyPenalty(coefficient):
             total = aggregate(-masked(log_prob, mask), mask, "token_mean_global", tokens=batch.tokens)

@@ -64,11 +64,14 @@ class Tokens:
 
     ids int64 [P]; kinds: further tensors [P] that the model reads per token (`mm_token_type_ids`: 1 on image tokens);
     pixels: what the vision tower reads, with images (or rows of images, or patches) along dimension 0.
+    unexpanded, pictures: what an engine with a processor of its own is given: ids with one token per image, RGB images.
     """
 
     ids: Tensor
     kinds: dict[str, Tensor]
     pixels: dict[str, Tensor]
+    unexpanded: tuple[int, ...] = ()
+    pictures: tuple[Image.Image, ...] = ()
 
 
 class QwenPictures(transformers.Qwen2VLProcessor):
@@ -185,16 +188,19 @@ def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str]) -> Tokens
     text = _Mixin.apply_chat_template(processor, chat, add_generation_prompt=True, tokenize=False)
     text += prompt.begun
     begin = processor.tokenizer.bos_token  # many templates write it; those that do not leave it to the tokenizer
+    special = begin is None or not text.startswith(begin)
     made = processor(
         text=[text],
         images=[pictures] if pictures else None,
-        add_special_tokens=begin is None or not text.startswith(begin),
+        add_special_tokens=special,
         return_tensors="pt",
     )
     made = {name: value for name, value in made.items() if isinstance(value, Tensor) and name != "attention_mask"}
     ids = made.pop("input_ids")[0]
     kinds = {name: made.pop(name)[0] for name in PER_TOKEN if name in made}
-    return Tokens(ids, {name: kind for name, kind in kinds.items() if name in per_token}, made)
+    unexpanded = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
+    kinds = {name: kind for name, kind in kinds.items() if name in per_token}
+    return Tokens(ids, kinds, made, tuple(unexpanded), tuple(pictures))
 
 
 def _content(parts: Parts) -> list[dict[str, str]]:

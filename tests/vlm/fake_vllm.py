@@ -1,0 +1,94 @@
+"""A stand-in for the module `vllm`: the parts of its interface that `vllm_engine` uses, on a second copy of the model.
+
+Like the real one it has weights of its own that stay old until they are reloaded by checkpoint names, expands one token
+per image itself, and draws each answer of a request from seed + number. What it was asked is in `calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from genrl.vlm.generation import Sampling, generate
+from genrl.vlm.policy import Encoded, Policy
+from genrl.vlm.processor import Tokens
+from genrl.vlm.weights import checkpoint_weights
+
+IMAGE_TOKENS = 9  # of the embedded model
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The arguments that are used; others are errors, as in vLLM."""
+
+    n: int
+    seed: int
+    temperature: float
+    max_tokens: int
+    stop_token_ids: list[int]
+    bad_words: list[str]
+    logprobs: int
+
+
+class LLM:
+    """One engine."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.policy, self.settings, self.version = Policy(model), settings, "default"
+        self.calls: list[str] = []
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
+        self.calls.append(method)
+        if method == "reload_weights":
+            self._reload((kwargs or {})["weights_iterator"])
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own, given = checkpoint_weights(self.policy), dict(weights)
+        assert own.keys() == given.keys()
+        for name, value in own.items():
+            value.copy_(given[name])
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset_prefix_cache")
+        return True
+
+    def reset_mm_cache(self) -> None:
+        self.calls.append("reset_mm_cache")
+
+    def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake_up {tags[0]}")
+
+    def generate(self, prompts: list[dict[str, Any]], params: list[SamplingParams], use_tqdm: bool) -> list[Any]:
+        self.calls.append("generate")
+        return [self.one(*pair) for pair in zip(prompts, params, strict=True)]
+
+    def one(self, prompt: dict[str, Any], params: SamplingParams) -> Any:
+        policy = self.policy
+        pictures: list[Image.Image] = prompt.get("multi_modal_data", {}).get("image", [])
+        image = policy.tokenizer.convert_tokens_to_ids("<image>")
+        assert prompt["prompt_token_ids"].count(image) == len(pictures)  # not expanded
+        ids = [i for i in prompt["prompt_token_ids"] for _ in range(IMAGE_TOKENS if i == image else 1)]
+        pixels = dict(policy.processor.image_processor(pictures, return_tensors="pt")) if pictures else {}
+        encoded = Encoded(Tokens(torch.tensor(ids), {}, pixels), torch.arange(len(ids)), len(ids), "engine")
+        sampling = Sampling(params.max_tokens, params.temperature, tuple(params.stop_token_ids))
+        assert params.bad_words == ["<image>"] and params.logprobs == 0
+        outputs = []
+        for k in range(params.n):
+            made = generate(policy, [encoded], 1, sampling, [(params.seed + k,)])
+            tokens, chances = made.tokens[0][made.mask[0]].tolist(), made.log_prob[0][made.mask[0]].tolist()
+            each = [{t: SimpleNamespace(logprob=chance)} for t, chance in zip(tokens, chances, strict=True)]
+            spans = [SimpleNamespace(version=self.version)]
+            outputs.append(SimpleNamespace(index=k, token_ids=tokens, logprobs=each, weight_versions=spans))
+        return SimpleNamespace(prompt_token_ids=ids, outputs=outputs[::-1])  # the order is the index's, not the list's
