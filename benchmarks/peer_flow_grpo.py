@@ -1,0 +1,259 @@
+"""What each choice of the main job saves: Flow-GRPO by the usual loop, and by genrl with one choice more in each row.
+
+    python -m benchmarks.peer_flow_grpo [--rounds 5]
+
+The usual loop is a stand-in of our own, written for this comparison after what the public implementations have in
+common; it is nobody's code. It copies the pipeline's denoising loop, draws every step but the last from the SDE, calls
+the text encoders for every batch, wraps the model in DDP, and in training runs the model again at every step, with
+guidance. All rows share checkpoint, LoRA, prompts, group, steps, guidance, reward, batch and optimiser, and make one
+update an iteration. The rows take turns, iteration by iteration, and ratios are of neighbours. Prints the table and
+writes benchmarks/results/peer_flow_grpo.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import rewards
+from genrl import prompts as prompt_files
+from genrl.config import Config, FlowGRPO, load
+from genrl.diffusion import flow_grpo
+from genrl.diffusion.loading import load_pipeline
+from genrl.diffusion.old_policy import check_on_policy
+from genrl.diffusion.plans import sampling_plan
+from genrl.diffusion.train import open_session
+from genrl.runtime import run as run_folder
+from genrl.runtime.loop import make_accelerator
+from genrl.runtime.progress import Progress
+from genrl.runtime.signals import Stop, Watchdog
+
+COMMON = (
+    "sampling.prompts_per_iteration=2",
+    "sampling.group_size=12",
+    "sampling.batch_size=12",
+    "sampling.num_inference_steps=8",
+    "sampling.guidance_scale=4.5",
+    "trainer.window=null",
+    "trainer.advantage_scale=group",
+    "evaluation.every=0",
+    "checkpoint.every=1000000",
+    "trackers=[]",
+)
+WINDOW = ("trainer.window={size: 2, high: 5}",)
+PREFIX = ("trainer.tree={ways: 12, at: window_start}",)
+ROWS: dict[str, tuple[str, ...]] = {
+    "the same in genrl": (),
+    "+ graphs of sampling kept": ("trainer.keep_graph=true",),
+    "a window of 2 steps": WINDOW,
+    "+ graphs kept": (*WINDOW, "trainer.keep_graph=true"),
+    "window, no guidance in training": (*WINDOW, "trainer.guidance_in_training=false"),
+    "window, no guidance at all": (*WINDOW, "sampling.guidance_scale=1.0"),
+    "+ shared prefix": (*WINDOW, "sampling.guidance_scale=1.0", *PREFIX),
+    "+ graphs kept, too": (*WINDOW, "sampling.guidance_scale=1.0", *PREFIX, "trainer.keep_graph=true"),
+}
+"""Name -> changes to configs/flow_grpo.yaml beside COMMON."""
+
+Spent = dict[str, float]
+"""Of one iteration: seconds `sample` and `train`, model calls `sample_calls` and `train_calls`, counted per sample."""
+
+
+def usual_loop(config: Config) -> Iterator[Spent]:
+    """The stand-in, one iteration per item."""
+    settings, sampling = config.trainer, config.sampling
+    assert isinstance(settings, FlowGRPO) and config.model.lora is not None
+    pipe = load_pipeline(config.model)
+    for module in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2):
+        module.eval().requires_grad_(False)
+    rank, alpha = config.model.lora.rank, config.model.lora.alpha
+    layers = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+    pipe.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers))
+    model = DistributedDataParallel(pipe.transformer)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=config.optimizer.lr, weight_decay=0.0)
+    scorer = rewards.load(config.rewards[0].name, config.rewards[0].args)
+    rows = [row.text for row in prompt_files.load(config.prompts.train)]
+    guidance, level, steps = sampling.guidance_scale or 1.0, settings.noise_level or 0.0, sampling.num_inference_steps
+    calls = 0
+
+    def encode(texts: list[str]) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            text, empty, pooled, empty_pooled = pipe.encode_prompt(
+                prompt=texts, prompt_2=None, prompt_3=None, **sampling.pipeline_args
+            )
+        return torch.cat([empty, text]), torch.cat([empty_pooled, pooled])
+
+    def velocity(x: Tensor, sigma: Tensor, context: Tensor, pooled: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 2 * len(x)
+        made = model(
+            hidden_states=torch.cat([x, x]),
+            timestep=(1000 * sigma).expand(2 * len(x)),
+            encoder_hidden_states=context,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
+        unguided, guided = made.chunk(2)
+        return unguided + guidance * (guided - unguided)
+
+    def transition(x: Tensor, v: Tensor, s: Tensor, s_next: Tensor, s_max: Tensor) -> tuple[Tensor, Tensor]:
+        """Flow-GRPO's SDE (arXiv 2505.05470, eq. 9): mean and standard deviation."""
+        noise = level * torch.sqrt(s / (1 - torch.where(s == 1, s_max, s)))
+        dt = s_next - s
+        drift = 1 + noise**2 / (2 * s) * dt
+        return x * drift + v * (1 + noise**2 * (1 - s) / (2 * s)) * dt, noise * torch.sqrt(-dt)
+
+    def log_density(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        return (-((y - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)).mean(dim=(1, 2, 3))
+
+    generator = torch.Generator().manual_seed(config.seed)
+    while True:
+        started, calls = time.perf_counter(), 0
+        chosen = torch.randperm(len(rows), generator=generator)[: sampling.prompts_per_iteration].tolist()
+        texts = [rows[k] for k in chosen for _ in range(sampling.group_size)]
+        drawn, scores = [], []
+        for first in range(0, len(texts), sampling.batch_size):
+            batch = texts[first : first + sampling.batch_size]
+            context, pooled = encode(batch)
+            pipe.scheduler.set_timesteps(steps)
+            sigmas = pipe.scheduler.sigmas
+            size = pipe.transformer.config.sample_size
+            x = torch.randn(len(batch), pipe.transformer.config.in_channels, size, size, generator=generator)
+            states, logs = [x], []
+            with torch.no_grad():
+                for i in range(steps):
+                    v = velocity(x, sigmas[i], context, pooled)
+                    if i == steps - 1:
+                        x = x + (sigmas[i + 1] - sigmas[i]) * v
+                        break
+                    mean, std = transition(x, v, sigmas[i], sigmas[i + 1], sigmas[1])
+                    x = mean + std * torch.randn(x.shape, generator=generator)
+                    logs.append(log_density(x, mean, std))
+                    states.append(x)
+                latents = x / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
+                images = (pipe.vae.decode(latents, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
+            scores += rewards.score(scorer, images=images, prompts=batch).values
+            drawn.append((context, pooled, sigmas, states, logs))
+        group = torch.tensor(scores).view(-1, sampling.group_size)
+        advantages = ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)).flatten()
+        sampled, sample_calls, calls = time.perf_counter(), calls, 0
+        left = len(drawn) * (steps - 1)
+        for k, (context, pooled, sigmas, states, logs) in enumerate(drawn):
+            own = advantages[k * sampling.batch_size : (k + 1) * sampling.batch_size]
+            for i in range(steps - 1):
+                left -= 1
+                with model.no_sync() if left else nullcontext():
+                    v = velocity(states[i], sigmas[i], context, pooled)
+                    mean, std = transition(states[i], v, sigmas[i], sigmas[i + 1], sigmas[1])
+                    ratio = (log_density(states[i + 1], mean, std) - logs[i]).exp()
+                    if not torch.all((ratio.detach() - 1).abs() < 1e-6):
+                        raise RuntimeError("the stand-in does not replay what it sampled")
+                    low, high = settings.clip_bounds
+                    loss = torch.maximum(-own * ratio, -own * ratio.clamp(1 - low, 1 + high)).mean()
+                    (loss / (len(drawn) * (steps - 1))).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        ended = time.perf_counter()
+        yield {
+            "sample": sampled - started,
+            "train": ended - sampled,
+            "sample_calls": sample_calls,
+            "train_calls": calls,
+        }
+
+
+def ours(config: Config, stack: ExitStack) -> Iterator[Spent]:
+    """genrl's own, one iteration per item."""
+    settings = config.trainer
+    assert isinstance(settings, FlowGRPO)
+    run = run_folder.Run(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run")
+    watchdog = stack.enter_context(Watchdog(run, 3600))
+    accelerator = make_accelerator(config.distributed.timeout_s)
+    session = open_session(config, accelerator, run, Progress(1, enabled=False), watchdog, Stop())
+    stack.callback(session.log.finish)
+    for iteration in session.iterations():
+        started, calls = time.perf_counter(), session.policy.model_calls
+        plan = sampling_plan(config, settings, iteration)
+        rollouts = flow_grpo.collect(session, plan, flow_grpo.drawing(session, settings, plan))
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds))
+        sampled, sample_calls = time.perf_counter(), session.policy.model_calls - calls
+        metrics = flow_grpo.learn(session, settings, rollouts, plan)
+        train_calls = session.policy.model_calls - calls - sample_calls
+        session.finish(metrics)
+        ended = time.perf_counter()
+        yield {
+            "sample": sampled - started,
+            "train": ended - sampled,
+            "sample_calls": sample_calls,
+            "train_calls": train_calls,
+        }
+
+
+def measure(rounds: int) -> dict[str, dict[str, Any]]:
+    """Row -> medians over the rounds after the first, and the ratio of its whole iteration to the usual loop's."""
+    base = load("configs/flow_grpo.yaml", [*COMMON, f"iterations={rounds + 2}"])
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        stack.callback(dist.destroy_process_group)
+        loops: dict[str, Iterator[Spent]] = {"the usual loop (stand-in)": usual_loop(base)}
+        for name, changes in ROWS.items():
+            config = load("configs/flow_grpo.yaml", [*COMMON, *changes, f"iterations={rounds + 2}"])
+            loops[name] = ours(config, stack)
+        turns: list[dict[str, Spent]] = []
+        for _ in range(rounds + 1):
+            turns.append({name: next(loop) for name, loop in loops.items()})
+    first, found = next(iter(loops)), {}
+    pictures = base.sampling.images_per_iteration
+    for name in loops:
+        mine = [turn[name] for turn in turns[1:]]
+        ratios = [_seconds(turn[first]) / _seconds(turn[name]) for turn in turns[1:]]
+        found[name] = {
+            "sample_s": median(one["sample"] for one in mine),
+            "train_s": median(one["train"] for one in mine),
+            "sample_calls": mine[0]["sample_calls"] / pictures,
+            "train_calls": mine[0]["train_calls"] / pictures,
+            "times_faster": median(ratios),
+            "range": [min(ratios), max(ratios)],
+        }
+    return found
+
+
+def _seconds(spent: Spent) -> float:
+    return spent["sample"] + spent["train"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    found = measure(parser.parse_args().rounds)
+    print("| loop | calls per picture: sampling + training | sampling, s | training, s | times faster (range) |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, row in found.items():
+        low, high = row["range"]
+        print(
+            f"| {name} | {row['sample_calls']:.2f} + {row['train_calls']:.2f} | {row['sample_s']:.2f} "
+            f"| {row['train_s']:.2f} | {row['times_faster']:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    (results / "peer_flow_grpo.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""How many samples fit on the device together: found before training, by trying, and the same in all processes.
+
+A micro-batch is at its largest in training: one model call with its graph, beside gradients, optimiser states and the
+reward models. Memory grows linearly with the batch, m(n) = m(1) + (n - 1) (m(2) - m(1)); so two small trials say which
+sizes are not worth trying, and the largest that is left is tried for real, then half of it, until it fits everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from accelerate.utils import gather_object
+
+from genrl.config.combinations import WHOLE_GROUPS
+from genrl.diffusion.policy import Batch
+from genrl.diffusion.rollout import batch_inputs, call_arguments
+from genrl.diffusion.session import Session
+
+MARGIN = 0.92
+"""Share of the memory that may be in use: the rest is the allocator's, for pieces of other sizes."""
+
+
+def settle(session: Session) -> None:
+    """With `sampling.fit_batch`, make `sampling.batch_size` what fits; a resumed run has it from its checkpoint.
+
+    Raises RuntimeError where not even the smallest fits.
+    """
+    sampling = session.config.sampling
+    if not sampling.fit_batch:
+        return
+    if "batch_size" not in session.memory:
+        session.phase("finding the batch size", 0)
+        whole = sampling.group_size if session.config.trainer.algorithm in WHOLE_GROUPS else 1
+        sizes = halvings(sampling.batch_size, whole)
+        found = largest(sizes, lambda size: fits(session, size), lambda ok: all(gather_object([ok])))
+        session.memory["batch_size"] = found
+        session.progress.say(f"{found} samples fit in a micro-batch (sampling.batch_size is {sampling.batch_size})")
+    chosen = sampling.model_copy(update={"batch_size": session.memory["batch_size"]})
+    session.config = session.config.model_copy(update={"sampling": chosen})
+
+
+def halvings(most: int, multiple: int) -> list[int]:
+    """most, most / 2, ... as far as they are whole multiples, the largest first."""
+    sizes = [most]
+    while sizes[-1] % (2 * multiple) == 0:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def largest(sizes: list[int], fits: Callable[[int], bool], agreed: Callable[[bool], bool]) -> int:
+    """The first of these sizes that fits in all processes; each is tried by all of them."""
+    for size in sizes:
+        if agreed(fits(size)):
+            return size
+    raise RuntimeError(
+        f"a micro-batch of {sizes[-1]} samples does not fit into the device's memory; write a smaller "
+        "sampling.batch_size, model.gradient_checkpointing: true, model.dtype: bfloat16 or smaller pictures"
+    )
+
+
+def fits(session: Session, size: int) -> bool:
+    """Whether this process has room for a micro-batch of this size. Weights and gradients are as before afterwards."""
+    device = session.policy.device
+    if device.type == "cuda" and size > 2:
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info(device)[1]
+        one, two = (peak(session, n) for n in (1, 2))
+        if one is None or two is None or one + (size - 1) * (two - one) > MARGIN * total:
+            return False
+    return peak(session, size) is not None
+
+
+def peak(session: Session, size: int) -> int | None:
+    """Most bytes in use during a trial of this size (0 on a CPU); None where they did not suffice."""
+    device = session.policy.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        attempt(session, size)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        session.optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def attempt(session: Session, size: int) -> None:
+    """What a micro-batch asks for at most: its decoded pictures, and a model call with its backward pass beside room
+    for the optimiser's two moments of every trained number."""
+    config, policy = session.config, session.policy
+    rows = [session.prompts[k % len(session.prompts)] for k in range(size)]
+    keys = [("fit", k) for k in range(size)]
+    texts = [row.text for row in rows]
+    batch = Batch(texts, keys, call_arguments(config.sampling), inputs=batch_inputs(config.sampling.inputs, rows))
+    state = torch.randn(policy.state_shape(batch), generator=torch.Generator().manual_seed(0)).to(policy.device)
+    with policy.uncounted():
+        with torch.no_grad():
+            policy.decode(batch, state)
+        moments = [torch.empty_like(p) for p in session.weights.parameters for _ in range(2)]
+        sigma = torch.tensor(0.5 if policy.head.parametrisation == "flow" else 500)
+        policy.velocity(batch, state, sigma).square().sum().backward()
+    del moments

@@ -1,0 +1,105 @@
+"""The batch size that is found before training: by halving, in all processes, and once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+
+from genrl.diffusion import fit
+from genrl.diffusion.session import Session
+from genrl.diffusion.train import train
+from genrl.runtime.run import read_metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "fit_batch": True}
+
+
+def room_for(most: int, tried: list[int]) -> Any:
+    """A device that holds so many samples."""
+    whole = fit.attempt
+
+    def attempt(session: Session, size: int) -> None:
+        tried.append(size)
+        if size > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        whole(session, size)
+
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("most", "multiple", "sizes"), [(8, 1, [8, 4, 2, 1]), (24, 1, [24, 12, 6, 3]), (24, 6, [24, 12, 6]), (5, 1, [5])]
+)
+def test_sizes_that_are_tried(most: int, multiple: int, sizes: list[int]) -> None:
+    assert fit.halvings(most, multiple) == sizes
+
+
+def test_the_largest_that_fits_in_all_processes() -> None:
+    """A process without room goes on asking with the others."""
+    here, others = {8: False, 4: True, 2: True}, {8: True, 4: False, 2: True}
+    asked: list[tuple[int, bool]] = []
+
+    def fits(size: int) -> bool:
+        asked.append((size, here[size]))
+        return here[size]
+
+    assert fit.largest([8, 4, 2, 1], fits, lambda ok: ok and others[asked[-1][0]]) == 2
+    assert asked == [(8, False), (4, True), (2, True)]
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(RuntimeError, match=r"micro-batch of 3 samples does not fit.*sampling\.batch_size"):
+        fit.largest([6, 3], lambda size: False, lambda ok: ok)
+
+
+def test_a_run_takes_what_fits_and_keeps_it(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is that of the batch size written out, and a resumed one does not try again."""
+    tried: list[int] = []
+    monkeypatch.setattr(fit, "attempt", room_for(2, tried))
+    sampling = {**SAMPLING, "batch_size": 8}
+    config = runs.config(folder, model, sampling=sampling, iterations=1, evaluation={"every": 0})
+    found = train(config)
+    assert tried == [8, 4, 2]
+    (folder / "plain").mkdir()
+    runs.write_folder(folder / "plain")
+    plain = runs.config(
+        folder / "plain",
+        model,
+        sampling={"prompts_per_iteration": 2, "group_size": 4, "batch_size": 2},
+        iterations=1,
+        evaluation={"every": 0},
+    )
+    same = ("loss", "grad_norm", "reward/brightness_mean", "ratio/max_abs_dev")
+    (row,), (other,) = (read_metrics(run / "metrics.jsonl") for run in (found, train(plain)))
+    assert {key: row[key] for key in same if key in row} == {key: other[key] for key in same if key in other}
+    state = json.loads(next((found / "checkpoints").rglob("state.json")).read_text())
+    assert state["memory"]["batch_size"] == 2
+    longer = runs.config(folder, model, sampling=sampling, iterations=2, evaluation={"every": 0})
+    train(longer, found)
+    assert tried == [8, 4, 2]
+    assert len(read_metrics(found / "metrics.jsonl")) == 2
+
+
+def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
+    config = runs.config(folder, model, sampling={**SAMPLING, "batch_size": 4})
+    with runs.session(config) as session:
+        before = {key: p.detach().clone() for key, p in session.weights.named.items()}
+        calls = session.policy.model_calls
+        fit.settle(session)
+        assert session.config.sampling.batch_size == 4
+        assert all(torch.equal(p, before[key]) and p.grad is None for key, p in session.weights.named.items())
+        assert session.policy.model_calls == calls and not session.optimizer.state
+
+
+@pytest.mark.parametrize(
+    "changes", [{"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, {"distributed": {"fsdp": True}}]
+)
+def test_where_a_trial_would_say_nothing(folder: Path, model: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="sampling.fit_batch"):
+        runs.config(folder, model, sampling=SAMPLING, **changes)
