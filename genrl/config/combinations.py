@@ -81,6 +81,7 @@ def refuse_impossible(config: Config) -> None:
         _prompt_rl,
         direct_rules,
         _matching,
+        _fitted,
         _whole_groups,
         _rewards,
         _reward_rules,
@@ -396,6 +397,20 @@ def _matching(config: Config) -> Iterator[Finding]:
         if trainer.algorithm == "dgpo":
             keys = ("trainer.timesteps_per_sample", "trainer.first_steps")
         yield keys, f"{chosen} noise levels cannot be drawn from a grid of {available}; use {available} or less"
+
+
+def _fitted(config: Config) -> Iterator[Finding]:
+    """Where memory is not that of one model call with its graph, trying one says nothing."""
+    if not config.sampling.fit_batch:
+        return
+    if config.trainer.algorithm in DIRECT:
+        text = f"{config.trainer.algorithm} goes backward through the decoder too; find batch_size by hand"
+        yield ("sampling.fit_batch", "trainer.algorithm"), text
+    if is_flow_grpo(config.trainer) and config.trainer.keep_graph:
+        text = "kept graphs are those of all micro-batches, whatever their size; write false in one of them"
+        yield ("sampling.fit_batch", "trainer.keep_graph"), text
+    if config.distributed.fsdp:
+        yield ("sampling.fit_batch", "distributed.fsdp"), "sharded models are not tried; find batch_size by hand"
 
 
 def _whole_groups(config: Config) -> Iterator[Finding]:

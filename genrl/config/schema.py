@@ -176,6 +176,8 @@ class Sampling(Section):
     """Samples per prompt, compared with each other; at least 2 (Flow-GRPO: 24)."""
     batch_size: Count = 8
     """Samples per call of the denoiser, in rollout and in training alike."""
+    fit_batch: Flag = False
+    """Take batch_size as the most: before training find how many fit into memory, by halving, in all processes."""
     same_initial_noise: Flag = False
     """Start all samples of a group from one noise (DanceGRPO: true)."""
     pipeline_args: dict[str, Any] = {}

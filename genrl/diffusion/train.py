@@ -53,6 +53,7 @@ from genrl.diffusion import (
 from genrl.diffusion.blocks import install
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.export import check_lora_loader, save_lora, write_card
+from genrl.diffusion.fit import settle
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.monitor import ended_at
 from genrl.diffusion.policy import Policy
@@ -91,6 +92,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
         if claimed.found:
             session.restore(claimed.found)
         stack.enter_context(watchdog)  # from here on there is progress to watch; loading has none to tell
+        settle(session)
         try:
             match config.trainer:
                 case Talk2Move() as settings:
