@@ -136,7 +136,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"task": {}}, "task.name, task.train", "write one of them"),
     ({"task": {"train": "a.jsonl"}}, "task.eval, evaluation.every", "held-out data is needed"),
     ({"trainer": {"preset": "grpoo"}}, "trainer.preset", "grpo"),
-    ({"trainer": {"preset": "vl_dac"}}, "trainer.preset", "critic"),
+    ({"trainer": {"preset": "vl_dac"}}, "trainer.preset, task", "environment"),
     ({"trainer": {"preset": "bgpo"}}, "trainer.preset, vlm.output", "masked diffusion"),
     ({"trainer": {"preset": "hi_grpo"}}, "trainer.preset, vlm.output", "voxels"),
     ({"trainer": {"surrogate": "linear_bound"}}, "trainer.surrogate", "masked_text"),
