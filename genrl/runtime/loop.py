@@ -64,7 +64,8 @@ class Loop:
     """One process of one training run.
 
     rates: learning rate of each of the optimiser's parameter groups before its schedule, by the group's name; the
-    schedule follows the iterations, its warm-up the optimiser steps. every: iterations between evaluations, 0 = never.
+    schedule follows the iterations, its warm-up the optimiser steps of the group. every: iterations between evaluations,
+    0 = never.
     """
 
     settings: Settings
@@ -218,7 +219,8 @@ class Loop:
         settings, first = self.settings.optimizer, 0
         for group in chosen:
             norm = norms[group["name"]]
-            warm = min(self.optimizer_steps, settings.warmup_steps)  # a step of the warm-up, then an iteration
+            group["steps"] = group.get("steps", 0) + 1  # its own: others may be trained alone before; in the checkpoint
+            warm = min(group["steps"] - 1, settings.warmup_steps)  # a step of the warm-up, then an iteration
             step = warm if warm < settings.warmup_steps else warm + self.iteration
             total = settings.warmup_steps + self.settings.iterations
             group["lr"] = scheduled(self.rates[group["name"]], settings, step, total)

@@ -118,6 +118,20 @@ class TestStep:
         backward(one, policy=1.0)
         assert one.step(["policy"]) == pytest.approx({"policy": math.sqrt(3)})
 
+    def test_each_group_warms_up_by_its_own_steps(self, tmp_path: Path) -> None:
+        """A critic that is trained alone at first does not use up the policy's warm-up; a checkpoint knows both."""
+        settings = Settings(optimizer=Optimizer(lr=0.1, warmup_steps=4))
+        one = loop(tmp_path, settings)
+        for groups in (["critic"], ["critic"], ["policy", "critic"]):
+            backward(one, policy=1.0, critic=1.0)
+            one.step(groups)
+        rates = [group["lr"] for group in one.optimizer.param_groups]
+        assert rates == pytest.approx([RATES["policy"] / 4, RATES["critic"] * 3 / 4])
+        one.save()
+        again = loop(tmp_path, settings)
+        again.restore(one.run.checkpoints / "step-000000")
+        assert [group["steps"] for group in again.optimizer.param_groups] == [1, 3]
+
     def test_each_group_is_clipped_by_itself(self, tmp_path: Path) -> None:
         settings = Settings(optimizer=Optimizer(lr=0.1, max_grad_norm=1.0))
         one = loop(tmp_path, settings)
