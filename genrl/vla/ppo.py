@@ -1,8 +1,8 @@
 """PPO on action chunks: pi_RL (Flow-SDE, Flow-Noise; arXiv 2510.25889), DPPO (2409.00588) and ReinFlow (2505.22094).
 
 What differs between them is the transition (`sampling`) and a few settings: a decision is one drawn denoising step of a
-chunk, or the whole chain. All decisions of a chunk have the advantage of its environment step; or,
-with `values: action`, every action has one, and its ratios have that (pi_RL's action level).
+chunk, or the whole chain. All decisions of a chunk have the advantage of its environment step; or, with `values:
+action`, every action has one, and its ratios have that (pi_RL's action level).
 """
 
 from __future__ import annotations
