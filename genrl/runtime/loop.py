@@ -64,8 +64,8 @@ class Loop:
     """One process of one training run.
 
     rates: learning rate of each of the optimiser's parameter groups before its schedule, by the group's name; the
-    schedule follows the iterations, its warm-up the optimiser steps of the group. every: iterations between evaluations,
-    0 = never.
+    schedule follows the iterations, its warm-up the optimiser steps of the group. every: iterations between
+    evaluations, 0 = never.
     """
 
     settings: Settings
