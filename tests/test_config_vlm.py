@@ -141,7 +141,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"trainer": {"preset": "hi_grpo"}}, "trainer.preset, vlm.output", "voxels"),
     ({"trainer": {"surrogate": "linear_bound"}}, "trainer.surrogate", "masked_text"),
     ({"generation": {"guidance_scale": 2.0}}, "generation.guidance_scale, vlm.output", "only pictures"),
-    ({"vlm": {"path": "x", "output": "image"}, "trainer": {"preset": "vppo"}}, "trainer.preset, vlm.output", "grpo"),
+    ({"vlm": {"path": "x", "output": "image"}, "trainer": {"preset": "vppo"}}, "trainer.preset", "masked_image"),
     ({"vlm": {"path": "x", "output": "masked_text", "lora": {}}}, "vlm.lora", "leave it out"),
     (
         {"vlm": {"path": "x", "output": "audio"}, "trainer": {"preset": "music_rl", "updates": 2}},

@@ -15,8 +15,7 @@ MASKED = ("bgpo", "just_grpo")
 """Presets of masked diffusion language models."""
 FUNCTIONS = {"advantage", "transforms", "weights", "surrogate", "group_loss", "aggregation", "regularisers"}
 FUNCTIONS |= {"reward_terms", "updates", "epochs"}
-PICTURED = ("vppo", "q_hawkeye", "tw_grpo", "grpo_care")
-"""Presets that change the pictures of questions, or read the words of answers."""
+"""What MusicRL, which has a trainer of its own, has as it is."""
 CRITICS = ("vl_dac", "poad")
 """Presets that learn from episodes, with a critic."""
 
@@ -62,10 +61,10 @@ def _episodes(config: VLMConfig) -> Iterator[Finding]:
 
 def _outputs(config: VLMConfig) -> Iterator[Finding]:
     output, preset = config.vlm.output, config.trainer.preset
+    if output != "text" and config.vlm.prefix_attention is not None:
+        yield ("vlm.prefix_attention", "vlm.output"), f"{output} is computed without shared prompts; write null"
     if output != "text" and config.environment is not None:
         yield ("vlm.output", "environment"), f"a model whose output is {output} does not act; write text"
-    if output != "text" and preset in PICTURED:
-        yield ("trainer.preset", "vlm.output"), f"{preset} looks at the pictures of questions; nearest here: grpo"
     if output != "masked_text" and preset in MASKED:
         text = f"{preset} is of masked diffusion language models; write output: masked_text, or preset: grpo"
         yield ("trainer.preset", "vlm.output"), text
@@ -121,9 +120,10 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
     for name in ("stages", "augmentation", "synthesis"):
         if getattr(config, name) and (config.environment is not None or config.vlm.output != "text"):
             yield (name,), "is for questions that are answered by text; leave it out"
-    if config.augmentation is not None and sorted(
-        re.findall(r"{.*?}", config.augmentation.truth)
-    ) != ["{answer}", "{question}"]:
+    if config.augmentation is not None and sorted(re.findall(r"{.*?}", config.augmentation.truth)) != [
+        "{answer}",
+        "{question}",
+    ]:
         yield ("augmentation.truth",), "write the places {question} and {answer} in it, and no others"
     if config.synthesis is not None and config.synthesis.questions > config.generation.prompts_per_iteration:
         yield ("synthesis.questions", "generation.prompts_per_iteration"), "there are not so many questions"

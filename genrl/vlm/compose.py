@@ -16,7 +16,7 @@ from genrl.config.yaml_source import KeyPath
 from genrl.vlm import recipe
 from genrl.vlm.extras import needed
 from genrl.vlm.presets import MUSIC_RL, PRESETS
-from genrl.vlm.recipe import Preset
+from genrl.vlm.recipe import Preset, extra_forwards
 
 ONE: dict[str, tuple[type, ...]] = {
     "advantage": get_args(recipe.Advantage),
@@ -147,6 +147,13 @@ def _impossible(config: VLMConfig, preset: Preset) -> Iterator[tuple[KeyPath, st
     if preset.group_loss is not None and micro is not None and micro < size:
         text = f"{preset.group_loss.name!r} is a loss of whole groups; write {size} (generation.group_size) or more"
         yield ("trainer", "micro_batch"), text
+    pictured = {one.extra for one in extra_forwards(preset)} & {"masked_image", "degraded", "ema"}
+    pictured |= {one.name for one in preset.weights if isinstance(one, recipe.Divergence)}
+    if config.vlm.output != "text" and pictured:
+        text = f"it reads {min(pictured)}, of texts about pictures; this model's output is {config.vlm.output}"
+        yield ("trainer", "preset"), f"{text}; nearest: grpo"
+    if isinstance(preset.advantage, recipe.Hierarchical) and config.vlm.output != "voxels":
+        yield ("trainer", "advantage"), "only answers of two steps have it; write vlm.output: voxels, or group"
     if isinstance(preset.surrogate, recipe.LinearBound) and config.vlm.output != "masked_text":
         text = "its columns are bounds of a masked diffusion model; write vlm.output: masked_text, or surrogate: clip"
         yield ("trainer", "surrogate"), text

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from genrl.mdp.noise import generator
 from genrl.vlm.log_probs import TokenScores
 from genrl.vlm.policy import Encoded, Lora, _with_lora
-from genrl.vlm.processor import Prompt, Tokens
+from genrl.vlm.processor import Prompt, Tokens, load_processor
 from rewards.checkpoints import pretrained
 
 import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
@@ -66,13 +66,13 @@ class ImagePolicy:
     ) -> None:
         try:
             kind = transformers.AutoConfig.from_pretrained(path).model_type
-            self.processor: Any = transformers.AutoProcessor.from_pretrained(path)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path!r} is no checkpoint of a transformers model: {error}") from error
         if kind != "janus":
             raise ValueError(
                 f"{path!r} is a {kind!r} model; pictures are drawn by tokens with a Janus (vlm.output: image)"
             )
+        self.processor = load_processor(path, kind)
         self.tokenizer: Any = self.processor.tokenizer
         self.model: Any = pretrained(
             transformers.JanusForConditionalGeneration, path, types=(), reward="policy", dtype=dtype

@@ -54,7 +54,8 @@ def train(session: Session, baseline: Baseline) -> None:
 
 def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, float]:
     """The optimiser step of an iteration, and what it measured over the pieces of all processes."""
-    loop, config = session.loop, session.config
+    loop, config, alpha = session.loop, session.config, session.config.trainer.alpha
+    policy: Any = session.policy
     reward = totals(config, answers.scores).float()
     sizes = {"updates": 1, "micro": config.trainer.micro_batch}
     (update,) = dealt(session.preset, answers.mask, config.generation.group_size, **sizes, seed=config.seed, loop=loop)
@@ -63,16 +64,18 @@ def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, f
     with loop.timed("train"):
         for k in range(update.passes):
             loss, evidence = torch.zeros(()), {}
-            if k < len(update.parts):
-                rows = update.parts[k][~reward[update.parts[k]].isnan()]
+            rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
+            rows = rows[~reward[rows].isnan()]
+            if len(rows):
                 own, gap = scored(session, baseline, answers, rows, reward[rows])
                 share = len(rows) / update.rows
                 loss = share * (own.loss + own.value_loss)
                 evidence = {"reward": reward[rows]}
                 figures = {
                     "loss": loss / share,
-                    "loss/policy": -own.policy,
-                    "loss/kl": own.kl,
+                    "loss/policy": -(1 - alpha) * own.policy,
+                    "loss/kl": alpha * own.kl,
+                    "kl": own.kl / policy.codec.length,
                     "loss/value": own.value_loss,
                     "sampler/gap_mean": gap,
                 }
@@ -85,7 +88,6 @@ def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, f
         if loop.iteration == 0:
             check_gap(found["sampler/gap_mean"])
         norms = loop.step(["policy", "baseline"])
-    found["kl"] = found["loss/kl"] / answers.mask[0].sum().item()
     return found | {"grad_norm": norms["policy"], "grad_norm/baseline": norms["baseline"]}
 
 
