@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,8 +77,9 @@ class Session:
         self.begun = {slot: count for slot, count in self.loop.memory.get("begun", []) if slot in own}
         self.table.restore([one for one in self.loop.memory.get("episodes", []) if one[0] in own])
 
-    def remember(self) -> None:
-        """With a critic: the episodes that go on in the next iteration."""
+    def remember(self, row: Mapping[str, float]) -> None:
+        """How many steps were made (`row`: the iteration's metrics), and the episodes that go on in the next one."""
+        self.loop.memory["env_steps"] = row["rollout/env_steps"]
         if self.critic is not None:
             for name, mine in (("begun", [list(one) for one in self.begun.items()]), ("episodes", self.table.state())):
                 self.loop.memory[name] = [one for every in gather_object([mine]) for one in every]
@@ -130,7 +131,7 @@ class Session:
             "rollout/tokens_mean": mean(tokens),
             "rollout/cut": mean(cut),
             "rollout/invalid": 1.0 - mean(valid),
-            "rollout/env_steps": float(len(tokens)),
+            "rollout/env_steps": self.loop.memory.get("env_steps", 0.0) + len(tokens),
             "rollout/episodes": float(len(episodes)),
             "rollout/dropped": float(sum(one["lost"] for one in episodes)),
             "tokens_per_s": sum(tokens) / max(gather_object([self.loop.timings["rollout"]])),

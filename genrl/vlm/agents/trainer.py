@@ -26,7 +26,7 @@ def train(session: Session) -> None:
         row |= {"sampler/gap_mean": found["sampler_gap_mean"], "sampler/gap_max": found["sampler_gap_max"]}
         row |= learn(session, acted, ready)
         row["lr"] = session.loop.optimizer.param_groups[0]["lr"]
-        session.remember()
+        session.remember(row)
         session.loop.finish(row)
 
 

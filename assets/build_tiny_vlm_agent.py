@@ -1,0 +1,244 @@
+"""Make the embedded agent: a LLaVA of 0.7 million numbers that half knows how to act in a grid and with a crop tool.
+
+    python assets/build_tiny_vlm_agent.py     # assets/tiny-vlm-agent, about two minutes of one core
+
+It imitates training episodes alone (`genrl/vlm/agents/{grid,crop}.py`). In the grid it is told where the thing is that
+it has to reach, always rightly, which teaches it to see; the move that it is shown is a planner's with probability
+`PLANNED`, else a random one. With the tool, a share `DIRECT` of the first answers guess without looking, a share
+`ASTRAY` of the parts looked at are elsewhere, and a share `WRONG` of the answers after looking are drawn at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch import Tensor
+
+from genrl.config.vlm_agents import Environment as Settings
+from genrl.mdp.noise import derive_seed
+from genrl.vlm.agents import crop
+from genrl.vlm.agents.crop import PATTERNS, Crop
+from genrl.vlm.agents.episodes import Table
+from genrl.vlm.agents.grid import MOVES, Grid
+from genrl.vlm.agents.hosts import Local
+from genrl.vlm.policy import Policy
+from genrl.vlm.processor import Prompt, Turn
+from rewards.shapes import COLOURS, SHAPES
+
+from transformers import (  # isort: skip  # after the policy, which makes it importable beside any torchvision
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.siglip import SiglipVisionConfig  # isort: skip
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil  # isort: skip
+
+ASSETS = Path(__file__).resolve().parent
+SEED = 0
+STEPS, BATCH, RATE, WARMUP = 300, 32, 2e-3, 30
+GRID = 0.6  # share of the lessons
+PLANNED, DIRECT, ASTRAY, WRONG = 0.35, 0.3, 0.3, 0.5
+PICTURE, PATCH = 48, 8
+LAYERS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+
+SPECIAL = ("<pad>", "<|end|>", "<unk>", "<image>", "<|user|>", "<|assistant|>", "<|system|>")
+JSON = ('{"thoughts":"', '","action":"', '"}', '{"', '":', '"...",', '"', '"..."}')
+TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<bbox>", "</bbox>")
+SIGNS = ("[", "]", ",", ".", ":", "?", "...")
+WORDS = (
+    "go to the actions left right up down here answer with one of them thoughts action which pattern has look closer "
+    "by or end x1 y1 x2 y2 there is no box and larger i it"
+).split()
+SPLIT = r'\{"thoughts":"|","action":"|"\}|<\|\w+\|>|</?\w+>|\w+|,|[^\w\s<,]+,?'
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}"
+    "{{ c.text }}{% endif %}{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class Lesson(NamedTuple):
+    """A prompt, and how it is answered."""
+
+    prompt: Prompt
+    answer: str
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Whole words, tags, numbers and the pieces of a JSON answer."""
+    numbers = [str(number) for number in range(PICTURE + 1)]
+    words = dict.fromkeys([*SPECIAL, *JSON, *TAGS, *SIGNS, *numbers, *COLOURS, *SHAPES, *PATTERNS, *WORDS])
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(SPLIT), behavior="removed", invert=True)
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # joins words by spaces
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<|end|>",
+        unk_token="<unk>",
+        additional_special_tokens=["<image>", "<|user|>", "<|assistant|>", "<|system|>"],
+        model_max_length=320,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
+    """SigLIP of two layers (36 patches of 8 pixels: a cell of the grid each), Llama of two."""
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=SiglipVisionConfig(
+                **LAYERS, num_hidden_layers=2, image_size=PICTURE, patch_size=PATCH, vision_use_head=False
+            ),
+            text_config={
+                **LAYERS,
+                "model_type": "llama",
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 4,
+                "vocab_size": len(tokenizer),
+                "max_position_embeddings": 320,
+                "tie_word_embeddings": False,
+                "pad_token_id": tokenizer.pad_token_id,
+                "bos_token_id": None,
+                "eos_token_id": tokenizer.eos_token_id,
+            },
+            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+            vision_feature_select_strategy="full",
+            vision_feature_layer=-1,
+        )
+    )
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def where(grid: Grid) -> str:
+    """Where the thing is, seen from the agent."""
+    rows, columns = grid.goal[0] - grid.agent[0], grid.goal[1] - grid.agent[1]
+    found = ["up"] * (rows < 0) + ["down"] * (rows > 0) + ["left"] * (columns < 0) + ["right"] * (columns > 0)
+    return " ".join(found)
+
+
+def grid_lesson(table: Table, rng: np.random.Generator) -> Lesson:
+    """How a training episode begins, or goes on after steps of the planner, and a move."""
+    table.begin({0: int(rng.integers(2**31))}, "train")
+    grid: Grid = table.host.environments[0].env.unwrapped  # type: ignore[attr-defined]
+    said = ""
+    for k in range(1 + int(rng.integers(3))):
+        if k and grid.ways()[grid.agent] > 1:
+            table.say({0: f'{{"action":"{grid.shortest()[0]}"}}'})
+        words = grid.shortest() if rng.random() < PLANNED else list(MOVES)
+        said = f'{{"thoughts":" {where(grid)} ","action":" {words[rng.integers(len(words))]} "}}'
+    return Lesson(table.prompt(0), said)
+
+
+def crop_lesson(table: Table, rng: np.random.Generator) -> Lesson:
+    """A first turn, or a second one after a look that found the shape."""
+    table.begin({0: int(rng.integers(2**31))}, "train")
+    tool: Crop = table.host.environments[0]  # type: ignore[attr-defined]
+    first = rng.random() < 0.5
+    guess = PATTERNS[rng.integers(4)]
+    if first and rng.random() < DIRECT:
+        return Lesson(table.prompt(0), f"i look closer </think> <answer> {guess} </answer>")
+    cell = int(rng.integers(9)) if first and rng.random() < ASTRAY else tool.cell
+    side = PICTURE // crop.CELLS
+    left, top = side * (cell % crop.CELLS), side * (cell // crop.CELLS)
+    said = f"i look closer </think> <bbox> [ {left} , {top} , {left + side} , {top + side} ] </bbox>"
+    if first:
+        return Lesson(table.prompt(0), said)
+    table.say({0: said})
+    # what it sees it says rightly; what it answers is right half of the time
+    answer = guess if rng.random() < WRONG else tool.answer
+    return Lesson(table.prompt(0), f"it is {tool.answer} </think> <answer> {answer} </answer>")
+
+
+def encoded(tokenizer: PreTrainedTokenizerFast, lessons: list[Lesson]) -> dict[str, Tensor]:
+    """Arguments of the model, padded on the right; labels of the answers alone (-100: not learnt)."""
+    rows, targets, pictures = [], [], []
+    for prompt, answer in lessons:
+        text = ""
+        for turn in (*prompt.before, Turn("user", prompt.parts)):
+            text += f"<|{turn.role}|>"
+            for part in turn.parts:
+                if isinstance(part, str):
+                    text += part
+                else:
+                    text += "<image>" * (PICTURE // PATCH) ** 2
+                    pictures.append(np.asarray(part))
+            text += "<|end|>"
+        asked = tokenizer(f"{text}<|assistant|>{prompt.begun}").input_ids
+        told = tokenizer(f"{answer}<|end|>").input_ids
+        assert tokenizer.unk_token_id not in told, answer
+        rows.append(asked + told)
+        targets.append([-100] * len(asked) + told)
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (longest - len(row)) for row in targets])
+    pixels = torch.tensor(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    mask = (torch.arange(longest) < torch.tensor([[len(row)] for row in rows])).long()
+    return {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels, "labels": labels}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ASSETS / "tiny-vlm-agent")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    args = parser.parse_args()
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer()
+    size = {"height": PICTURE, "width": PICTURE}
+    processor = LlavaProcessor(
+        SiglipImageProcessorPil(size=size), tokenizer,
+        patch_size=PATCH, vision_feature_select_strategy="full", chat_template=CHAT,
+    )  # fmt: skip
+    model = make_model(tokenizer)
+
+    def save() -> Policy:
+        processor.save_pretrained(args.out)
+        half = {name: value.half() for name, value in model.state_dict().items()}
+        model.save_pretrained(args.out, state_dict=half)
+        return Policy(str(args.out))
+
+    policy = save()
+    print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
+    tables = [Table(settings, Local(settings)) for settings in (Settings(name="grid"), Settings(name="crop"))]
+    for teach, table in ((grid_lesson, tables[0]), (crop_lesson, tables[1])):
+        lesson = teach(table, np.random.default_rng(1))
+        rows, one = encoded(tokenizer, [lesson]), policy.encode(lesson.prompt)
+        assert one.tokens.ids.tolist() == rows["input_ids"][0, : one.length].tolist(), "lessons are written as prompts"
+        torch.testing.assert_close(one.tokens.pixels["pixel_values"], rows["pixel_values"])
+        print(policy.tokenizer.decode(one.tokens.ids).replace("<image> ", ""), "|", lesson.answer, flush=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    started, shown = time.process_time(), [0.0, 0.0]
+    model.train()
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min((step + 1) / WARMUP, 1 - step / args.steps)
+        rng = np.random.default_rng(derive_seed("agent lesson", SEED, step))
+        kind = int(rng.random() >= GRID)  # a batch is of one kind, since their lengths differ
+        teach = (grid_lesson, crop_lesson)[kind]
+        lessons = [teach(tables[kind], rng) for _ in range(BATCH // (1 + kind))]
+        loss = model(**encoded(tokenizer, lessons)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        shown[kind] += 0.1 * (float(loss.detach()) - shown[kind])
+        if (step + 1) % 25 == 0:
+            spent = time.process_time() - started
+            print(f"step {step + 1}, losses {shown[0]:.3f} {shown[1]:.3f}, {spent:.0f} CPU seconds", flush=True)
+        if (step + 1) % 100 == 0:
+            model.eval()
+            save()
+            model.train()
+    model.eval()
+    save()
+
+
+if __name__ == "__main__":
+    main()
