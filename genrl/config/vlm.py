@@ -70,6 +70,9 @@ class VLM(Section):
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights and passes; log-probabilities and LoRA weights are always float32."""
+    prefix_attention: Literal["auto", "sdpa", "flex", "triton"] | None = None
+    """Back-end by which answers attend to one copy of their prompt's keys in training (docs/kernels.md), text only;
+    null = a copy per answer, in the model's own attention."""
 
 
 class Curriculum(Section):

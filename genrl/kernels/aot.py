@@ -58,20 +58,16 @@ def cases() -> dict[str, tuple[Any, str, dict[str, Any]]]:
     block = {"BLOCK": sde_step_triton.BLOCK, **sde_step_triton.EXACT}
     found["sde_step"] = sde_step_triton.forward_kernel, f * 7 + i + "i32", block | {"SAMPLE": True}
     found["sde_step backward"] = sde_step_triton.backward_kernel, f * 6 + i + "i32", block | {"DMEAN": True}
-    for size in (64, 128):
-        sizes = (
-            ATTENTION
-            | prefix_attention_triton.tiles(size)._asdict()
-            | FUSION
-            | {"D": size, "BLOCK_D": size, "CAUSAL": True}
-        )
+    for size in (64, 128, 256):
+        sizes = ATTENTION | FUSION | {"D": size, "BLOCK_D": size, "CAUSAL": True}
+        forward, back = (sizes | prefix_attention_triton.tiles(2 * size, way)._asdict() for way in (False, True))
         name, mask, rows, tail = f"prefix_attention {size}", "*i8 ", "*i64 ", i * 2 + "fp32"
-        own = sizes | {"OWN": True}
-        found[name] = prefix_attention_triton.forward_kernel, b * 5 + mask + rows + b + f + tail, own
+        types = b * 5 + mask + rows + b + f + tail
+        found[name] = prefix_attention_triton.forward_kernel, types, forward | {"OWN": True}
         types = b * 5 + mask + rows + b + f * 2 + b + tail
-        found[f"{name} backward, queries"] = prefix_attention_triton.dq_kernel, types, own
+        found[f"{name} backward, queries"] = prefix_attention_triton.dq_kernel, types, back | {"OWN": True}
         types = b * 3 + mask + rows * 2 + b + f * 2 + b * 2 + tail
-        found[f"{name} backward, keys"] = prefix_attention_triton.dkv_kernel, types, sizes
+        found[f"{name} backward, keys"] = prefix_attention_triton.dkv_kernel, types, back
     return found
 
 

@@ -13,7 +13,7 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -67,10 +67,11 @@ def joint_attention(
             "(kernels.attention)"
         )
     if backend in PACKAGES:
-        return _library(backend)(query, key, value, mask)
+        found: Tensor = _library(backend)(query, key, value, mask)
+        return found
     with nullcontext() if backend == "auto" else sdpa_kernel(OF_TORCH[backend]):
-        heads_first = (t.transpose(1, 2) for t in (query, key, value))
-        return functional.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 def usable(like: Tensor, mask: Tensor | None = None) -> list[str]:
@@ -80,7 +81,7 @@ def usable(like: Tensor, mask: Tensor | None = None) -> list[str]:
 
 
 @functools.cache
-def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]:
     """The call of a package; all but SageAttention have a backward."""
     if backend == "flash2":
         from flash_attn import flash_attn_func
@@ -89,7 +90,7 @@ def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], 
     if backend == "flash3":
         from flash_attn_interface import flash_attn_func as flash3
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
             found = flash3(q, k, v)
             return found[0] if isinstance(found, tuple) else found  # with the log-sum-exp, in its first releases
 
@@ -97,7 +98,7 @@ def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], 
     if backend == "xformers":
         from xformers.ops import memory_efficient_attention
 
-        def efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        def efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
             if mask is None:
                 return memory_efficient_attention(q, k, v)
             shape = (len(q), q.shape[2], q.shape[1], k.shape[1])

@@ -93,7 +93,7 @@ def prefix_attention(
         raise ValueError("kernel prefix_attention: FlexAttention has no backward on the CPU; use sdpa, auto or torch")
     scale = size**-0.5 if scale is None else scale
     given = (query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal, scale)
-    if backend in ("sdpa", "flex"):
+    if backend == "sdpa" or backend == "flex":
         say_once(f"kernel prefix_attention: {backend} (asked for)")
         return _packed(*given, flex=backend == "flex")
     if choose("prefix_attention", query, backend) == "triton":
@@ -156,11 +156,11 @@ def _packed(
     grouped = query.shape[1] != prefix_key.shape[1]
     shape = (kept, None, q.shape[2], keys.shape[2])
     if flex:
-        from torch.nn.attention import flex_attention as library
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        mask = library.create_block_mask(seen, *shape, device=query.device)
-        call = compiled(library.flex_attention) if query.is_cuda else library.flex_attention
-        packed = call(q, keys, values, block_mask=mask, scale=scale, enable_gqa=grouped)
+        mask = create_block_mask(seen, *shape, device=query.device)
+        call: Any = compiled(flex_attention) if query.is_cuda else flex_attention
+        packed: Tensor = call(q, keys, values, block_mask=mask, scale=scale, enable_gqa=grouped)
     else:
         n, at, to = (torch.arange(m, device=query.device) for m in (shape[0], shape[2], shape[3]))
         allowed = seen(n[:, None, None], 0, at[None, :, None], to[None, None, :])
@@ -168,4 +168,5 @@ def _packed(
             q, keys, values, attn_mask=allowed.expand(kept, -1, -1)[:, None], scale=scale, enable_gqa=grouped
         )
     most = where.row.shape[1]
-    return packed.unflatten(2, (most, length)).transpose(1, 2).flatten(0, 1)[where.place]
+    found: Tensor = packed.view(kept, -1, most, length, packed.shape[-1]).transpose(1, 2).flatten(0, 1)[where.place]
+    return found

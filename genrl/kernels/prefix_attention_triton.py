@@ -196,11 +196,14 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def tiles(size: int) -> Tiles:
-    """By head dimension alone: no tuning at import, the same order of sums on every device."""
+def tiles(row: int, backward: bool) -> Tiles:
+    """By the bytes of a head's row alone: no tuning at import, the same order of sums on every device. Such that no
+    target of `aot.py` spills."""
     if interprets():
         return Tiles(16, 16, 4, 1)
-    return Tiles(64, 64, 4, 2) if size <= 128 else Tiles(32, 32, 8, 1)
+    if backward:
+        return Tiles(32, 32, 4, 1) if row <= 256 else Tiles(16, 32, 8, 1)
+    return Tiles(64, 64, 4, 2) if row <= 256 else Tiles(32, 32, 8, 1)
 
 
 def attend(
@@ -225,16 +228,18 @@ class PrefixAttention(torch.autograd.Function):
         own = (query, query) if key is None else (key.contiguous(), value.contiguous())
         mask = row_of if prefix_mask is None else prefix_mask.contiguous().to(torch.int8)
         rows, heads, length, size = query.shape
-        shape = tiles(size)
+        row = size * query.element_size()
+        shape = tiles(row, backward=False)
         output, lse = torch.empty_like(query), query.new_empty(rows, heads, length, dtype=torch.float32)
-        ctx.settings = {
+        sizes = {
             "H": heads, "KEY_H": prefix_key.shape[1], "D": size, "BLOCK_D": max(16, triton.next_power_of_2(size)),
-            "CAST": interprets(), **shape._asdict(), **FUSION,
+            "CAST": interprets(), **FUSION,
         }  # fmt: skip
+        ctx.settings = sizes | tiles(row, backward=True)._asdict()
         ctx.masked, ctx.own, ctx.causal, ctx.scale = prefix_mask is not None, key is not None, causal, scale
         forward_kernel[(triton.cdiv(length, shape.M), rows * heads)](
             query, *own, prefix_key, prefix_value, mask, row_of, output, lse, length, prefix_key.shape[2], scale,
-            MASK=ctx.masked, OWN=ctx.own, CAUSAL=causal, **ctx.settings,
+            MASK=ctx.masked, OWN=ctx.own, CAUSAL=causal, **sizes, **shape._asdict(),
         )  # fmt: skip
         ctx.save_for_backward(query, *own, prefix_key, prefix_value, row_of, mask, output, lse)
         return output

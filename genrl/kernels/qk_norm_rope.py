@@ -27,7 +27,7 @@ def qk_norm_rope_torch(x: Tensor, weight: Tensor | None, cos: Tensor | None, sin
         n = n * weight.to(wide.dtype).view(-1, x.shape[-1])
     if cos is not None and sin is not None:
         c, s = cos.to(wide.dtype)[:, None], sin.to(wide.dtype)[:, None]  # [S, 1, D/2], over the heads
-        even, odd = n.unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = n.view(*n.shape[:-1], -1, 2).unbind(-1)
         n = torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
     return n.to(x.dtype)
 
@@ -54,11 +54,11 @@ def qk_norm_rope(
         raise ValueError(f"weight must be [{size}] or [{heads * size}] for x {list(x.shape)}, got {list(weight.shape)}")
     for name, angles in (("cos", cos), ("sin", sin)):
         if (cos is None) != (sin is None) or (angles is not None and angles.shape != (x.shape[1], size // 2)):
-            found = None if angles is None else list(angles.shape)
-            raise ValueError(f"{name} must be [{x.shape[1]}, {size // 2}] for x {list(x.shape)}, got {found}")
+            given = None if angles is None else list(angles.shape)
+            raise ValueError(f"{name} must be [{x.shape[1]}, {size // 2}] for x {list(x.shape)}, got {given}")
     if choose("qk_norm_rope", x, backend) == "torch":
         return qk_norm_rope_torch(x, weight, cos, sin, eps)
     from genrl.kernels.qk_norm_rope_triton import QKNormRope
 
-    found: Tensor = QKNormRope.apply(x, weight, cos, sin, eps)
+    found: Tensor = QKNormRope.apply(x, weight, cos, sin, eps)  # type: ignore[no-untyped-call]
     return found

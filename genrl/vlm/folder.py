@@ -47,7 +47,9 @@ def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str
             device=device,
         )
         return masked
-    return Policy(path or config.vlm.path, lora=lora, dtype=dtype, device=device, seed=config.seed)
+    policy = Policy(path or config.vlm.path, lora=lora, dtype=dtype, device=device, seed=config.seed)
+    policy.prefix_attention = config.vlm.prefix_attention
+    return policy
 
 
 def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: str = "cpu") -> Policy:

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.token_weights import group_divergence
 from genrl.vlm.log_probs import completion_log_probs
+from genrl.vlm.prefix_sharing import prefix_shared, present
 from genrl.vlm.processor import PER_TOKEN, Prompt, Tokens, join_pixels, load_processor, placeholder_ids, tokenize
 from rewards.checkpoints import pretrained
 
@@ -135,6 +137,8 @@ class Policy:
             )
         pad = self.tokenizer.pad_token_id
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
+        self.prefix_attention: PrefixBackend | None = None
+        """Back-end by which answers attend to one copy of their prompts (`prefix_sharing`); None: to a copy each."""
         self._per_token = [name for name in PER_TOKEN if name in inspect.signature(self.model.forward).parameters]
 
     @property
@@ -298,11 +302,16 @@ class Policy:
         positions, first = longest * len(used), last[row_of, None]
         if tokens.shape[1] == 1:
             return first, positions, len(used)
-        cache.batch_select_indices(row_of)
         whole = self.inputs(rows, tokens[:, :-1], pixels=False)
-        new = {name: value[..., longest:] for name, value in whole.items() if name != "attention_mask"}
-        mask = whole["attention_mask"]
-        found = self.model.base_model(**new, attention_mask=mask, past_key_values=cache, use_cache=True)
+        mask = whole.pop("attention_mask")
+        new = {name: value[..., longest:] for name, value in whole.items()}
+        if self.prefix_attention is None:
+            cache.batch_select_indices(row_of)
+            found = self.model.base_model(**new, attention_mask=mask, past_key_values=cache, use_cache=True)
+        else:
+            lengths = torch.tensor([prompt.length for prompt in used], device=self.device)
+            with prefix_shared(self.model, cache, present(lengths), row_of, self.prefix_attention) as kept:
+                found = self.model.base_model(**new, past_key_values=kept, use_cache=True)
         return torch.cat([first, found.last_hidden_state], 1), positions + new["input_ids"].numel(), len(used)
 
 

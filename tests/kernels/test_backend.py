@@ -25,7 +25,7 @@ def test_auto_on_the_cpu_is_torch_and_says_so_once(caplog: pytest.LogCaptureFixt
 
 def test_triton_is_an_error_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "triton_problem", lambda device: "triton is not installed")
-    with pytest.raises(ValueError, match="kernel adaln: the back-end triton was asked for, but triton is not installed"):
+    with pytest.raises(ValueError, match="kernel adaln: .*triton was asked for, but triton is not installed"):
         choose("adaln", torch.zeros(1), "triton")
     assert choose("adaln", torch.zeros(1), "torch") == "torch"
     assert summary() == {name: "torch (no Triton: triton is not installed)" for name in KERNELS}
