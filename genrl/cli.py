@@ -234,7 +234,13 @@ def evaluate(
     if _is_vlm_run(settings):
         from genrl.cli_vlm import evaluate as ask
 
-        return ask(Path(model), settings, questions=num_prompts, out=out)
+        if settings.environment is None:
+            _refuse({"--episodes": episodes, "--videos": videos}, "a model that answers questions")
+            return ask(Path(model), settings, questions=num_prompts, out=out)
+        from genrl.cli_vlm import evaluate_agent
+
+        _refuse({"--num-prompts": num_prompts}, "an agent")
+        return evaluate_agent(Path(model), settings, episodes=episodes, out=out, films=videos)
     if settings is not None:
         given = {"--prompts": prompts, "--reward": reward, "--num-prompts": num_prompts, "--lora": lora}
         given |= {"--num-inference-steps": num_inference_steps, "--guidance-scale": guidance_scale}

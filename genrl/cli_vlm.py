@@ -21,15 +21,28 @@ def print_check(config: VLMConfig, origins: Origins, notes: list[str]) -> None:
 
     from genrl.cli_tables import console, safe
     from genrl.vlm.compose import preset_of
-    from genrl.vlm.recipe import extra_forwards
+    from genrl.vlm.recipe import CriticAdvantage, extra_forwards
 
     preset = preset_of(config, origins)
     console.print("[green]valid[/green]")
     for note in notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
     generation, trainer, table = config.generation, config.trainer, Table(title="one iteration", show_header=False)
-    answers = generation.prompts_per_iteration * generation.group_size
-    table.add_row("answers", f"{answers:,}", f"{generation.prompts_per_iteration} questions x {generation.group_size}")
+    answers, place = generation.prompts_per_iteration * generation.group_size, config.environment
+    if place is not None:
+        from genrl.vlm.agents.opening import open_environment
+
+        open_environment(place).close()  # raises for what cannot be opened
+    if place is not None and isinstance(preset.advantage, CriticAdvantage):
+        answers = place.parallel * place.steps
+        table.add_row("steps", f"{answers:,}", f"{place.parallel} episodes side by side x {place.steps}, {place.name}")
+    elif place is not None:
+        starts = generation.prompts_per_iteration
+        table.add_row("episodes", f"{answers:,}", f"{starts} starts x {generation.group_size}, {place.name}")
+    else:
+        table.add_row(
+            "answers", f"{answers:,}", f"{generation.prompts_per_iteration} questions x {generation.group_size}"
+        )
     table.add_row("tokens", f"{answers * generation.max_new_tokens:,} at most", f"{generation.max_new_tokens} of each")
     table.add_row("updates", f"{trainer.updates * trainer.epochs:,}", f"{trainer.epochs} passes")
     for forward in extra_forwards(preset):
@@ -37,7 +50,8 @@ def print_check(config: VLMConfig, origins: Origins, notes: list[str]) -> None:
     table.add_row("iterations", f"{config.iterations:,}", "")
     every = config.evaluation.every
     number = 1 + math.ceil(config.iterations / every) if every else 0
-    table.add_row("evaluations", f"{number:,}", f"of {config.evaluation.questions:,} questions" if every else "off")
+    asked = "questions" if place is None else "episodes"
+    table.add_row("evaluations", f"{number:,}", f"of {config.evaluation.questions:,} {asked}" if every else "off")
     console.print(table)
     method = Table(title=f"the method ({trainer.preset})", title_justify="left", show_header=False)
     for field in dataclasses.fields(preset):
@@ -94,6 +108,59 @@ def evaluate(model: Path, config: VLMConfig, *, questions: int | None, out: Path
         record = {"model": str(model), "task": config.task.model_dump(mode="json"), "questions": len(asked)}
         finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
         write_atomic(out, json.dumps(record | {"scores": finite}, indent=1) + "\n")
+
+
+def evaluate_agent(
+    model: Path, config: VLMConfig, *, episodes: int | None, out: Path | None, films: Path | None
+) -> None:
+    """Success of a model (a run's newest, or a folder's) in held-out episodes, with its interval; strips of pictures of
+    the first ones go into the folder `films`."""
+    import torch
+    from rich.table import Table
+
+    from genrl.cli_tables import console, safe
+    from genrl.runtime.pictures import save_png
+    from genrl.runtime.progress import Progress
+    from genrl.vlm.agents.episodes import Table as Slots
+    from genrl.vlm.agents.evaluate import FILMED, figures_of, judge
+    from genrl.vlm.agents.hosts import open_host
+    from genrl.vlm.agents.train import settings_of
+    from genrl.vlm.folder import load_trained
+    from genrl.vlm.policy import Policy
+
+    settings, number = settings_of(config), episodes or config.evaluation.questions
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    is_run = (model / "config.yaml").is_file()
+    policy = load_trained(config, model, device=device) if is_run else Policy(str(model), device=device)
+    host = open_host(settings)
+    try:
+        with Progress(1, unit="episodes") as progress:
+            progress.phase("acting", number)
+            shown = FILMED if films else 0
+            slots = Slots(settings, host)
+            found = judge(policy, config, slots, range(number), films=shown, advance=progress.advance)
+    finally:
+        host.close()
+    scores = figures_of(found)
+    table = Table("", "mean", "95 % interval", title=safe(f"{model}, {number} episodes"), title_justify="left")
+    table.add_row(
+        "success",
+        f"{scores['eval/success_mean']:.3f}",
+        f"{scores['eval/success_low']:.3f} to {scores['eval/success_high']:.3f}",
+    )
+    for name, value in scores.items():
+        if name.endswith("_mean") and name != "eval/success_mean":
+            table.add_row(safe(name.removeprefix("eval/").removesuffix("_mean")), f"{value:.3f}", "")
+    console.print(table)
+    for place, (film, _) in enumerate(found.films):
+        assert films is not None
+        films.mkdir(parents=True, exist_ok=True)
+        save_png(film, films / f"episode-{place:02d}.png")
+    if out:
+        from genrl.runtime.run import write_atomic
+
+        record = {"model": str(model), "environment": settings.model_dump(mode="json"), "episodes": number}
+        write_atomic(out, json.dumps(record | {"scores": scores}, indent=1) + "\n")
 
 
 def is_model(path: Path) -> bool:
