@@ -26,7 +26,7 @@ from genrl.runtime.signals import Stop, Watchdog
 from genrl.vla import diwa, fisor, grpo, ppo, rl100, rl_vlm_f, sft
 from genrl.vla.environments import Environment
 from genrl.vla.evaluate import Judged, evaluate, success_rates
-from genrl.vla.folder import load_first_steps, save_first_steps, save_policy
+from genrl.vla.folder import FIRST_STEPS, load_first_steps, save_first_steps, save_policy
 from genrl.vla.session import Session
 from genrl.vla.setup import (
     critic_values,
@@ -148,8 +148,10 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     policy = with_heads(
         policy, critic=critic_values(config, policy), noise_head=noise_head_of(config), seed=config.seed
     )
-    sampler_of(config, policy)  # raises, as does this; nothing is started before the first reset
+    sampler_of(config, policy)  # raises, as do these; nothing is started before the first reset
     open_tables(config, policy, num_envs=1).close()
+    if config.policy.path is not None and (policy_folder(Path(config.policy.path)) / FIRST_STEPS).is_dir():
+        frozen_of(config, policy)
     freeze(config, policy)
     return policy, frames
 
