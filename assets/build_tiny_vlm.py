@@ -56,7 +56,6 @@ CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}"
     "{{ c.text }}{% endif %}{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-LAYERS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 
 
 def make_tokenizer(words: Iterable[str], longest: int = 64) -> PreTrainedTokenizerFast:
@@ -75,17 +74,20 @@ def make_tokenizer(words: Iterable[str], longest: int = 64) -> PreTrainedTokeniz
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, patch: int = 16, layers: int = 2) -> LlavaForConditionalGeneration:
-    """SigLIP of three layers (nine patches of 16 pixels), Llama of two."""
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, patch: int = 16, layers: tuple[int, int] = (3, 2), width: int = 128
+) -> LlavaForConditionalGeneration:
+    """SigLIP on patches of so many pixels, and Llama. layers: of either."""
+    size = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4}
     model = LlavaForConditionalGeneration(
         LlavaConfig(
             vision_config=SiglipVisionConfig(
-                **LAYERS, num_hidden_layers=3, image_size=shapes.PICTURE, patch_size=patch, vision_use_head=False
+                **size, num_hidden_layers=layers[0], image_size=shapes.PICTURE, patch_size=patch, vision_use_head=False
             ),
             text_config={
-                **LAYERS,
+                **size,
                 "model_type": "llama",
-                "num_hidden_layers": layers,
+                "num_hidden_layers": layers[1],
                 "num_key_value_heads": 4,
                 "vocab_size": len(tokenizer),
                 "max_position_embeddings": tokenizer.model_max_length,

@@ -159,6 +159,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"generation": {"group_size": 1}}, "generation.group_size", "write 2 or more"),
     ({"rewards": [{"name": "exact", "weight": 0}]}, "rewards", "all weights are 0"),
     ({"generation": {"temperature": 0}}, "generation.temperature", "allowed"),
+    ({"stages": [{"iterations": 5}]}, "iterations, stages", "write iterations: 5"),
+    ({"stages": [{"iterations": 200, "task": {}}]}, "stages.0.task.name, task.train", "write one of them"),
+    ({"augmentation": {"truth": "{question} {anser}"}}, "augmentation.truth", "and no others"),
+    ({"task": {"name": "shapes", "passes": 1}}, "task.passes", "allowed"),
 ]
 
 
@@ -206,6 +210,22 @@ class TestFiles:
 
     def test_a_reward_of_pictures(self, tmp_path: Path, model: dict[str, Any]) -> None:
         assert "here completions are scored" in self.wrong(tmp_path, vlm=model, rewards=[{"name": "steadiness"}])
+
+    def test_a_stage_is_checked_as_the_run_is(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        stages = [{"iterations": 200, "task": {"train": str(tmp_path / "none.jsonl"), "eval": "org/name:test"}}]
+        found = self.wrong(tmp_path, vlm=model, stages=stages)
+        assert "stages.0.task.train" in found and "none.jsonl" in found
+
+    def test_synthesis_needs_a_pipeline_and_a_check(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        found = self.wrong(tmp_path, vlm=model, synthesis={"pipeline": "./none", "ask": "describe", "check": "exakt"})
+        assert "./none is no folder of a diffusers pipeline" in found and "Did you mean 'exact'" in found
+
+    def test_augmentation_needs_answers(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        (tmp_path / "a.png").write_bytes(b"")
+        source = self.data(tmp_path, [{"prompt": "what ?", "image": "a.png", "truth": "1"}])
+        task = {"train": source, "eval": "org/name:test"}
+        found = self.wrong(tmp_path, vlm=model, task=task, rewards=[{"name": "tag_format"}], augmentation={})
+        assert "from the column answer; columns of every row" in found
 
     def test_an_unknown_reward(self, tmp_path: Path, model: dict[str, Any]) -> None:
         assert "Did you mean 'exact'" in self.wrong(tmp_path, vlm=model, rewards=[{"name": "exakt"}])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rewards
 from genrl.config.combinations import looks_local
-from genrl.config.vlm import VLMConfig
+from genrl.config.vlm import Synthesis, VLMConfig
 from genrl.config.yaml_source import KeyPath
 from genrl.prompts import PromptError, PromptRows
 from genrl.prompts import read as read_prompts
@@ -37,6 +37,16 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     if config.generation.engine == "vllm" and config.generation.vllm.url is None and find_spec("vllm") is None:
         text = "vLLM is not installed: pip install 'genrl[vllm]', or write generation.vllm.url for a server's address"
         yield ("generation", "engine"), text
+    yield from _task(config, notes)
+    for number, stage in enumerate(config.stages):
+        if stage.task is not None:
+            part = config.model_copy(update={"task": stage.task, "stages": ()})
+            yield from ((("stages", number, *key), text) for key, text in _task(part, notes) if key[0] == "task")
+    if config.synthesis is not None:
+        yield from _synthesis(config.synthesis)
+
+
+def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     columns: list[tuple[str, list[str]]] = []
     if config.task.name:
         columns.append(("name", [*GENERATED, *FURTHER.get(config.task.name, ())]))
@@ -58,6 +68,20 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         else:
             yield ("task", name), f"{source}: questions are a .jsonl file, or a data set as id:split"
     yield from _rewards(config, columns, notes)
+    for name, known in columns if config.augmentation is not None else ():
+        if "answer" not in known:
+            asks = "augmentation tells hard questions their answer, from the column answer"
+            yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest('answer', known)}"
+
+
+def _synthesis(settings: Synthesis) -> Iterator[Finding]:
+    try:
+        resolve_text(settings.check)
+    except ValueError as error:
+        yield ("synthesis", "check"), str(error)
+    if looks_local(settings.pipeline) and not (Path(settings.pipeline) / "model_index.json").is_file():
+        text = f"{settings.pipeline} is no folder of a diffusers pipeline (model_index.json); a hub id is org/name"
+        yield ("synthesis", "pipeline"), text
 
 
 def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:

@@ -55,11 +55,15 @@ def hint(completion: str, share: float) -> str:
     return " ".join(words[: math.ceil(min(1.0, share) * len(words))])
 
 
-def with_text(row: Row, change: Callable[[str], str]) -> Row:
-    """The same question with its last piece of text changed."""
+def question_of(row: Row) -> str:
+    """The last piece of text of a question."""
+    return [part for part in row.prompt.parts if isinstance(part, str)][-1]
+
+
+def with_text(row: Row, text: str) -> Row:
+    """The same question with this in place of its last piece of text."""
     parts = list(row.prompt.parts)
-    place = max(k for k, part in enumerate(parts) if isinstance(part, str))
-    parts[place] = change(str(parts[place]))
+    parts[max(k for k, part in enumerate(parts) if isinstance(part, str))] = text
     return replace(row, prompt=replace(row.prompt, parts=tuple(parts)))
 
 
@@ -73,16 +77,18 @@ def augmented(
     size, hard = answers.size, [k for k, d in enumerate(gap.tolist()) if d > 0]
     rows = list(answers.rows)
     if hard:
-        told = [
-            with_text(rows[k], lambda text, k=k: settings.truth.format(question=text, answer=rows[k].columns["answer"]))
-            for k in hard
-        ]
+        asked = {k: question_of(rows[k]) for k in hard}
+        for k in hard:
+            if "answer" not in rows[k].columns:
+                raise ValueError(f"{rows[k].name}: augmentation reads the column 'answer', which is not there")
+        answer = {k: rows[k].columns["answer"] for k in hard}
+        told = [with_text(rows[k], settings.truth.format(question=asked[k], answer=answer[k])) for k in hard]
         found = ask(told, "told")
         worth = totals(config, found.scores).nan_to_num(nan=-math.inf).view(-1, size)
         for place, k in enumerate(hard):
             best = found.texts[place * size + int(worth[place].argmax())]
             words = hint(best, settings.hint * float(gap[k]))
-            rows[k] = with_text(rows[k], lambda text, words=words: f"{text} {words}".strip())
+            rows[k] = with_text(rows[k], f"{asked[k]} {words}".strip())
     for k, d in enumerate(gap.tolist()):
         if d < 0:
             rng = np.random.default_rng(derive_seed(config.seed, "noise", iteration, rows[k].name))

@@ -86,7 +86,7 @@ class Synthesis:
 
     def described(self, number: int) -> Row:
         """The question about a description of a question's picture."""
-        row = with_text(self.questions[number], lambda text: self.settings.ask)
+        row = with_text(self.questions[number], self.settings.ask)
         return replace(row, name=f"describe/{row.name}")
 
     def park(self, numbers: Sequence[int], found: Answers) -> None:
