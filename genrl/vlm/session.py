@@ -55,17 +55,17 @@ class Session:
     average: Average | None
     opened: Mapping[str, Reward]
     questions: Questions
+    synthesis: Synthesis | None = None
+    stage: int = -1
+    """Whose questions and method these are; -1: none was entered."""
+    baseline: Any = None
+    """MusicRL's value function, a `music_rl.Baseline`."""
 
     @property
     def bounds(self) -> bool:
         """Whether the columns of the log-probabilities are estimates of a bound instead of tokens: BGPO."""
         return isinstance(self.preset.surrogate, LinearBound)
 
-    def draw(self) -> tuple[Answers, dict[str, float]]:
-        """This process's groups of the iteration, and figures of all processes' answers, those left out included."""
-        config, loop = self.config, self.loop
-        wanted, processes = config.generation.prompts_per_iteration, loop.accelerator.num_processes
-        share, rank = wanted // processes, loop.accelerator.process_index
     def enter(self) -> None:
         """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""
         whole = self.loop.settings
@@ -78,10 +78,18 @@ class Session:
         self.questions = Questions(config, "train")
         leave_out(config, self.questions, self.policy, self.loop, number)
 
+    def draw(self) -> tuple[Answers, dict[str, float]]:
+        """This process's groups of the iteration, and figures of all processes' answers, those left out included."""
+        self.enter()
+        config, loop = self.config, self.loop
+        wanted, processes = config.generation.prompts_per_iteration, loop.accelerator.num_processes
+        share, rank = wanted // processes, loop.accelerator.process_index
         drawn: list[Answers] = []
         kept: list[Answers] = []
-        self.enter()
         mine: list[int] = [0] * processes
+        memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
+        described: Answers | None = None
+        first = loop.memory.get("questions", 0)
         for _ in range(1 + config.trainer.resample):
             loop.phase("answering", share * config.generation.group_size)
             numbers = self.questions.asked(loop.iteration, first, wanted)[rank * share : (rank + 1) * share]
@@ -89,9 +97,6 @@ class Session:
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
             with loop.timed("rollout"):
-        memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
-        described: Answers | None = None
-        first = loop.memory.get("questions", 0)
                 found = self._ask(rows, "answers", loop.iteration, first)
                 drawn.append(found)
                 if config.augmentation is not None:
@@ -109,6 +114,7 @@ class Session:
             mine = [a + b for a, b in zip(mine, gather_object([len(kept[-1].rows)]), strict=True)]
             if sum(mine) >= wanted:
                 break
+        loop.memory |= memory | {"questions": first}
         # of more groups than wanted, the first of each process are left out last
         before, room = sum(mine[:rank]), wanted
         own = joined(kept)
@@ -130,7 +136,6 @@ class Session:
             (self.config.seed, key, iteration, first),
             advance=self.loop.advance_or_leave,
         )
-        loop.memory |= memory | {"questions": first}
 
     def _answered(self, drawn: Answers, rounds: int, share: float) -> dict[str, float]:
         config = self.config
