@@ -1,0 +1,94 @@
+"""Peak memory of the log-probabilities of completions, forward and backward, with and without the logits.
+
+    python -m benchmarks.vlm_memory                     # a table, and benchmarks/vlm_memory.json
+
+`whole` makes the logits [B, T, V] in float32, divides them by the temperature and gathers from their log-softmax, as a
+training loop on `model(...).logits` does; `chunked` is `genrl.vlm.log_probs.completion_log_probs`. Both are given the
+same states and output layer and go backward to both. Each runs in a process of its own; the peak is what the process
+held at most beyond what it held before the pass (the kernel's high-water mark of resident memory), the gradient of the
+output layer included in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).with_suffix(".json")
+VOCABULARY = 131_072
+SHAPES = ((8, 128, 64), (8, 256, 64))
+"""Answers, tokens of each, width of the model."""
+TEMPERATURE = 0.7
+
+
+def whole(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    logits = torch.nn.functional.linear(states, weight).float() / TEMPERATURE
+    return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def chunked(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, entropy: bool = False) -> torch.Tensor:
+    from genrl.vlm.log_probs import completion_log_probs
+
+    return completion_log_probs(states, weight, tokens, temperature=TEMPERATURE, entropy=entropy).log_prob
+
+
+WAYS = {"whole": whole, "chunked": chunked, "with entropy": lambda *given: chunked(*given, entropy=True)}
+
+
+def resident(name: str) -> int:
+    """VmRSS (now) or VmHWM (at most, since it was reset) of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def measure(way: str, rows: int, length: int, width: int) -> dict[str, float]:
+    """Peak bytes and CPU seconds of a pass in this process, and the sum of the log-probabilities."""
+    torch.set_num_threads(1)
+    rng = torch.Generator().manual_seed(0)
+    states = torch.randn(rows, length, width, generator=rng, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(VOCABULARY, width, generator=rng) / width**0.5)
+    tokens = torch.randint(VOCABULARY, (rows, length), generator=rng)
+    WAYS[way](states[:1, :2], weight, tokens[:1, :2]).sum().backward()  # what is loaded at first use
+    states.grad = weight.grad = None
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before, began = resident("VmRSS"), time.process_time()
+    found = WAYS[way](states, weight, tokens)
+    found.sum().backward()
+    return {
+        "peak": resident("VmHWM") - before,
+        "cpu_s": time.process_time() - began,
+        "log_prob": float(found.detach().double().sum()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", nargs=4, metavar=("WAY", "ROWS", "LENGTH", "WIDTH"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measure(given.one[0], *map(int, given.one[1:]))))
+        return
+    found = []
+    print(f"| answers x tokens, vocabulary {VOCABULARY} | way | peak, MB | times less | CPU s |\n{'| --- ' * 5}|")
+    for shape in SHAPES:
+        results = {}
+        for way in WAYS:
+            command = [sys.executable, "-m", "benchmarks.vlm_memory", "--one", way, *map(str, shape)]
+            results[way] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            ratio = results["whole"]["peak"] / results[way]["peak"]
+            one = results[way]
+            print(f"| {shape[0]} x {shape[1]} | {way} | {one['peak'] / 1e6:.0f} | {ratio:.1f} | {one['cpu_s']:.1f} |")
+        spread = max(abs(one["log_prob"] / results["whole"]["log_prob"] - 1) for one in results.values())
+        assert spread < 1e-6, f"log-probabilities differ by {spread:.1g}"
+        found.append({"answers": shape[0], "tokens": shape[1], "width": shape[2], "ways": results})
+    RESULTS.write_text(json.dumps({"vocabulary": VOCABULARY, "shapes": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
