@@ -1,0 +1,54 @@
+"""Tiny whole runs of an agent on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import vlm_runs
+
+from genrl.config import VLMConfig
+from genrl.runtime.loop import make_accelerator
+from genrl.runtime.progress import Progress
+from genrl.runtime.run import Run
+from genrl.runtime.signals import Watchdog, catch_stop
+from genrl.vlm.agents.session import Session
+from genrl.vlm.agents.train import open_session, settings_of
+from genrl.vlm.folder import open_policy
+
+MODEL = Path(__file__).resolve().parents[3] / "assets" / "tiny-vlm-agent"
+
+
+def config(place: Path, preset: str, **changes: Any) -> VLMConfig:
+    """Four slots of three steps in the grid, or two groups of two episodes with the crop tool."""
+    critic = preset in ("vl_dac", "poad")
+    sections: dict[str, Any] = {
+        "vlm": {"path": str(MODEL)},
+        "task": None,
+        "rewards": None,
+        "environment": {"name": "grid", "parallel": 4, "steps": 3} if critic else {"name": "crop"},
+        "generation": {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens": 10 if critic else 20},
+        "trainer": {"preset": preset},
+        "evaluation": {"every": 0, "questions": 4},
+    }
+    if critic:
+        sections["trainer"]["critic"] = {"hidden": [8], "warmup": 0}
+    for name, change in changes.items():
+        both = isinstance(change, dict) and isinstance(sections.get(name), dict)
+        sections[name] = {**sections[name], **change} if both else change
+    return vlm_runs.config(place, **sections)
+
+
+@contextmanager
+def session(config: VLMConfig) -> Iterator[Session]:
+    """The session of a new run, as `train` opens it."""
+    run = Run(Path(config.output))
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        accelerator = make_accelerator(config.distributed.timeout_s)
+        progress = stack.enter_context(Progress(config.iterations, enabled=False))
+        watchdog, stop = stack.enter_context(Watchdog(run, 600.0, rank=0)), stack.enter_context(catch_stop())
+        policy, settings = open_policy(config), settings_of(config)
+        yield open_session(config, settings, accelerator, run, progress, watchdog, stop, policy, stack)
