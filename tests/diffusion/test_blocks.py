@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from families import FAMILIES
@@ -18,6 +20,7 @@ from genrl.diffusion.blocks import BLOCKS, Switches, install
 from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Batch, Kernel, Policy, Trajectory
 from genrl.diffusion.train import use_kernels
+from genrl.runtime.run import read_metrics
 
 NAMES = ("sd3", "flux", "qwen_image", "wan_t2v", "wan22")
 ALL = {"fused": ("qk_norm_rope", "adaln", "step"), "attention": "auto"}
@@ -115,6 +118,26 @@ def test_ratio_is_one_through_the_kernels(root: Any) -> None:
     recorded = policy.roll_out(batch, Kernel("flow_sde", 0.7), (1,), stop=2)
     again = policy.replay(recorded, 1)
     assert torch.equal(again.log_prob.detach(), recorded.log_probs[1])
+
+
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the model
+    "chain": ({}, {}),
+    "kept graphs": ({"keep_graph": True}, {}),
+    "trees": ({"tree": {"ways": 2}, "window": {"size": 1}}, {}),
+    "autocast, sum": ({"log_prob_reduction": "sum"}, {"autocast": "bfloat16"}),
+    "checkpointing": ({}, {"gradient_checkpointing": True}),
+    "another kernel": ({"kernel": "flow_cps", "noise_level": 0.8}, {}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_first_update_of_a_run_has_ratio_one(folder: Path, model: Path, name: str) -> None:
+    of_trainer, of_model = RUNS[name]
+    kernels = {**ALL, "fused": list(ALL["fused"]), "evaluation_attention": "math"}
+    config = runs.config(folder, model, trainer={"algorithm": "flow_grpo", **of_trainer}, kernels=kernels, iterations=1)
+    run = runs.train(config.model_copy(update={"model": config.model.model_copy(update=of_model)}))
+    row = next(row for row in read_metrics(run / "metrics.jsonl") if "ratio/max_abs_dev" in row)
+    assert row["ratio/max_abs_dev"] == 0.0 and row["grad_norm"] > 0
 
 
 @pytest.fixture
