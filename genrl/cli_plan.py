@@ -91,9 +91,10 @@ def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]
         f"model calls in sampling: {_number(found.sample_calls)}, {found.sample_calls / found.images:.2f} per image; "
         f"independent rollouts: {_number(independent)}, ratio {found.sample_calls / independent:.3f}"
     )
+    kept = is_flow_grpo(trainer) and trainer.keep_graph
     yield (
         f"model calls in training: {_number(found.train_calls)}, {found.train_calls / found.images:.2f} per image; "
-        f"{_number(found.backward_calls)} of them with gradient"
+        f"{_number(found.backward_calls)} {'of those in sampling' if kept else 'of them'} with gradient"
     )
     if found.guidance > 1:
         yield "a step with guidance counts as two calls"

@@ -73,8 +73,8 @@ def _plan_table(config: Config, found: Any) -> Table:
     table.add_row(
         "model calls, training",
         _count(found.train_calls),
-        f"{_count(found.trained_steps)} trained steps{moves}; {_count(found.backward_calls)} with gradient cost about "
-        "3 times",
+        f"{_count(found.trained_steps)} trained steps{moves}; {_count(found.backward_calls)} "
+        f"{'of sampling ' if getattr(config.trainer, 'keep_graph', False) else ''}with gradient cost about 3 times",
     )
     trainer = config.trainer
     table.add_row("optimiser steps", f"{trainer.updates_per_iteration * trainer.inner_epochs:,}", "")

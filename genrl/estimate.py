@@ -219,7 +219,7 @@ def _calls_per_state(config: Config, guidance: int, components: tuple[Component,
 
 def replays_per_state(trainer: FlowGRPO, guidance: int) -> int:
     """Model calls of training, in an iteration, for each state whose transitions are trained. guidance: 1 or 2."""
-    forwards = 2 if trainer.kl_weight > 0 else 1  # the policy, and the reference for its KL
+    forwards = (not trainer.keep_graph) + (trainer.kl_weight > 0)  # the policy, and the reference for its KL
     if trainer.guidance_in_training:
         return trainer.inner_epochs * forwards * guidance
     return trainer.inner_epochs * forwards + 1  # log-probabilities without guidance, once before the first update
@@ -340,7 +340,11 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
     for name in _snapshots(config):
         parts.append((name, trained * 4))
     activations = _activations(config, components)
-    if activations:
+    if activations and is_flow_grpo(config.trainer) and config.trainer.keep_graph:
+        found = plan(config, components)  # by one process; several share it
+        kept = found.backward_calls / found.guidance / config.sampling.batch_size
+        parts.append(("activations kept from sampling (rough)", round(activations * kept)))
+    elif activations:
         parts.append(("activations of one micro-batch (rough)", activations))
     return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
 

@@ -46,6 +46,8 @@ def config(**sections: Any) -> Config:
         ({"sampling": {"guidance_scale": 4.0}}, 120, 96, 96),
         ({"sampling": {"guidance_scale": None}}, 120, 96, 96),
         ({"trainer": {**FLOW_GRPO, "kl_weight": 0.1}}, 60, 96, 48),
+        ({"trainer": {**FLOW_GRPO, "keep_graph": True}}, 60, 0, 48),
+        ({"trainer": {**FLOW_GRPO, "keep_graph": True, "kl_weight": 0.1}}, 60, 48, 48),  # the reference's
         ({"trainer": {**FLOW_GRPO, "window": {"size": 2}}}, 60, 24, 24),
         ({"trainer": {**FLOW_GRPO, "inner_epochs": 3, "updates_per_iteration": 3}}, 60, 144, 144),
         ({"trainer": {**FLOW_GRPO, "guidance_in_training": False}, "sampling": {"guidance_scale": 4.0}}, 120, 96, 48),
