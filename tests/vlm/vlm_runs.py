@@ -14,7 +14,9 @@ from genrl.runtime.loop import make_accelerator
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Watchdog, catch_stop
+from genrl.vlm.data import Questions
 from genrl.vlm.folder import open_policy
+from genrl.vlm.processor import Prompt
 from genrl.vlm.session import Session
 from genrl.vlm.train import open_session
 
@@ -62,3 +64,8 @@ def session(settings: VLMConfig) -> Iterator[Session]:
         watchdog, stop = stack.enter_context(Watchdog(run, 600.0, rank=0)), stack.enter_context(catch_stop())
         policy = open_policy(settings)
         yield open_session(settings, accelerator, run, progress, watchdog, stop, policy, stack)
+
+
+def first_question(settings: VLMConfig) -> Prompt:
+    """Of those that a run trains on."""
+    return Questions(settings, "train")[0].prompt

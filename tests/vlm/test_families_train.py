@@ -1,0 +1,57 @@
+"""Whole runs of models as users have them: trained, evaluated, resumed bit for bit, exported; all weights, and LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_checkpoints
+import torch
+import vlm_runs
+from run_folders import differences, rows
+from safetensors.torch import load_file
+
+from genrl.vlm.folder import load_trained, save_model
+from genrl.vlm.policy import Policy
+from genrl.vlm.train import train
+
+RUNS = [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True), ("smolvlm", False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "adapted"), RUNS)
+def test_train_evaluate_resume_export(family: str, adapted: bool, tmp_path: Path) -> None:
+    """VPPO with a KL: pictures with black patches and a reference beside the usual passes, ragged pixels cut."""
+    model = tiny_checkpoints.save(family, tmp_path / "model")
+    reward = tmp_path / "low.py"  # random weights are never right; that their bytes are small can be learnt
+    reward.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
+    changes = {
+        "vlm": {"path": str(model), **({"lora": {"rank": 2}} if adapted else {})},
+        "rewards": [{"name": f"{reward}:low"}],
+        "trainer": {"preset": "vppo", "regularisers": [{"name": "kl"}], "updates": 2, "micro_batch": 3},
+        "optimizer": {"lr": 1e-3},
+        "evaluation": {"every": 1, "questions": 4, "blind": False},
+    }
+    for name, parts in (("a", [2]), ("b", [1, 2])):
+        (tmp_path / name).mkdir()
+        for k, iterations in enumerate(parts):
+            config = vlm_runs.config(tmp_path / name, **changes, iterations=iterations)
+            train(config, resume=tmp_path / name / "run" if k else None)
+    run = tmp_path / "a" / "run"
+    assert differences(run, tmp_path / "b" / "run") == []
+    trained = [row for row in rows(run) if "grad_norm" in row]
+    assert len(trained) == 2 and all(row["grad_norm"] > 0 and row["sampler/gap_max"] < 1e-4 for row in trained)
+
+    # exported whole, it is a model of transformers' with the names of the one that was trained, and answers alike
+    policy = load_trained(config, run)
+    question = policy.encode(vlm_runs.first_question(config))
+    tokens, mask, group = torch.arange(65, 71)[None], torch.ones(1, 6), torch.tensor([0])
+    with torch.no_grad():
+        want = policy.log_probs([question], tokens, mask, group=group).log_prob
+        whole = Policy(str(save_model(policy, str(model), tmp_path / "whole", full=True)))
+        found = whole.log_probs([question], tokens, mask, group=group).log_prob
+        before = Policy(str(model)).log_probs([question], tokens, mask, group=group).log_prob
+    torch.testing.assert_close(found, want, rtol=0, atol=2e-5)
+    assert (found - before).abs().max() > 1e-3
+    names = [set(load_file(folder / "model.safetensors")) for folder in (model, tmp_path / "whole")]
+    assert names[0] == names[1]
