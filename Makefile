@@ -23,7 +23,7 @@ $(VENV)/genrl: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/genrl-dev: $(VENV)/genrl
-	$(PIP) --editable '.[ocr,video,dev]'
+	$(PIP) --editable '.[ocr,video,kernels,dev]'
 	@touch $@
 
 demo: $(VENV)/genrl
