@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0
-POOL, STEPS, BATCH, RATE = 4000, 400, 64, 3e-3
+POOL, STEPS, BATCH, RATE = 4000, 250, 64, 3e-3
 SPECIAL = ("<pad>", "<|end|>", "<unk>")
 BEGIN, END = "<thing>", "</thing>"
 WRONG_COARSE, WRONG_FINE, WRONG_TUNE, NOISY, GAP = 0.6, 0.4, 0.5, 0.5, 0.1
@@ -116,6 +116,10 @@ def build(
             eos_token_id=tokenizer.eos_token_id,
         )
     )
+    with torch.no_grad():  # the usual spread of .02 is for thousands of channels
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4.0)
     print(f"{out.name}: {sum(p.numel() for p in model.parameters()):,} numbers", flush=True)
     lessons = [lesson(np.random.default_rng(derive_seed(out.name, SEED, k))) for k in range(POOL)]
     ids, labels = encoded(tokenizer, lessons)

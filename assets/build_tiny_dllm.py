@@ -115,6 +115,10 @@ def main() -> None:
     tokenizer.save_pretrained(args.out)
     make_model(tokenizer).save_pretrained(args.out)
     policy = MaskedPolicy(str(args.out), length=LENGTH, samples=None)
+    with torch.no_grad():  # the usual spread of .02 is for thousands of channels
+        for parameter in policy.parameters:
+            if parameter.dim() == 2:
+                parameter.mul_(4.0)
     print(f"{sum(p.numel() for p in policy.parameters):,} numbers, {len(tokenizer)} words", flush=True)
     asked, told = encoded(policy, range(8000))
     optimizer = torch.optim.AdamW(policy.parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)

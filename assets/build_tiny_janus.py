@@ -1,6 +1,6 @@
 """Make the embedded model of image tokens: a Janus of 0.5 million numbers that half draws what it is told.
 
-    python assets/build_tiny_janus.py     # assets/tiny-janus, about two minutes of one core
+    python assets/build_tiny_janus.py     # assets/tiny-janus, about a minute of one core
 
 Pictures have 32 x 32 pixels and show one or two of the world's shapes (`genrl.world`), large, in one of four places;
 an image token stands for 8 x 8 pixels, so there are 16 of them. There are fewer
@@ -27,6 +27,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
+from genrl.vlm.image_tokens import TRAINED
 from genrl.vlm.tasks import captions
 from genrl.world import GRAMMAR, Scene, Thing, caption, draw
 from rewards.shapes import COLOURS, SHAPES, Shapes
@@ -50,7 +51,7 @@ HIDDEN, LAYERS = 96, 2
 POOL = 4000
 STEPS = {"decoder": 700, "encoder": 150, "language": 800}  # of the optimiser, the last at most
 BATCH = {"decoder": 8, "encoder": 8, "language": 64}
-ENOUGH, EVERY, PROBE = 0.5, 50, 100
+ENOUGH, EVERY, PROBE = 0.4, 50, 100
 UNCONDITIONAL = 0.1
 SPECIAL = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "unk": "<unk>"}
 MARKS = {"image_token": "<image>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"}
@@ -135,6 +136,10 @@ def make_model(processor: JanusProcessor) -> JanusForConditionalGeneration:
             image_token_id=tokenizer.convert_tokens_to_ids(MARKS["image_token"]),
         )
     )
+    with torch.no_grad():  # the usual spread of .02 is for thousands of channels
+        for name, parameter in model.named_parameters():
+            if name.split(".")[1] in TRAINED and parameter.dim() == 2:
+                parameter.mul_(4.0)
     settings = model.generation_config
     settings.pad_token_id, settings.bos_token_id, settings.eos_token_id = (special[n] for n in ("pad", "bos", "eos"))
     settings.generation_kwargs = {"boi_token_id": tokenizer.convert_tokens_to_ids(MARKS["boi_token"])}
@@ -194,10 +199,11 @@ def train_language(
     asked = processor.tokenizer([f"{text} {MARKS['boi_token']}" for text in texts], padding=True, return_tensors="pt")
     kept = (processor.tokenizer.bos_token_id, processor.tokenizer.boi_token_id)
     moved = [p for n, p in model.named_parameters() if "vqmodel" not in n and "vision_model" not in n]
-    optimizer = torch.optim.AdamW(moved, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(moved, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    model.model.generation_embeddings.weight.data.copy_(model.model.vqmodel.quantize.embedding.weight)
     steps, started = STEPS["language"], time.process_time()
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 2e-3 * min((step + 1) / 40, 1.05 - step / steps)
+        optimizer.param_groups[0]["lr"] = 3e-3 * min((step + 1) / 40, 1.05 - step / steps)
         generator = torch.Generator().manual_seed(step)
         rows = torch.randint(len(codes), (BATCH["language"],), generator=generator)
         ids, mask = asked.input_ids[rows], asked.attention_mask[rows]
