@@ -2,10 +2,10 @@
 
     python assets/build_tiny_vlm_agent.py     # assets/tiny-vlm-agent, about two minutes of one core
 
-It imitates training episodes alone (`genrl/vlm/agents/{grid,crop}.py`). In the grid it is told where the thing is that
-it has to reach, always rightly, which teaches it to see; the move that it is shown is a planner's with probability
-`PLANNED`, else a random one. With the tool, a share `DIRECT` of the first answers guess without looking, a share
-`ASTRAY` of the parts looked at are elsewhere, and a share `WRONG` of the answers after looking are drawn at random.
+It imitates training episodes alone (`genrl/vlm/agents/{grid,crop}.py`). In the grid it is told in which cells (0 to 15)
+the agent and its goal are, always rightly, which teaches it to see; the move that it is shown is a planner's with
+probability `PLANNED`, else a random one. With the tool, a share `DIRECT` of the first answers guess without looking, a
+share `ASTRAY` of the parts looked at are elsewhere, and a share `WRONG` of the answers after looking are random.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.vlm.agents import crop
 from genrl.vlm.agents.crop import PATTERNS, Crop
 from genrl.vlm.agents.episodes import Table
-from genrl.vlm.agents.grid import MOVES, Grid
+from genrl.vlm.agents.grid import MOVES, SIDE, Grid
 from genrl.vlm.agents.hosts import Local
 from genrl.vlm.policy import Policy
 from genrl.vlm.processor import Prompt, Turn
@@ -43,10 +43,10 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0
-STEPS, BATCH, RATE, WARMUP = 300, 32, 2e-3, 30
-GRID = 0.6  # share of the lessons
+STEPS, BATCH, RATE, WARMUP = 500, 48, 2e-3, 30
+GRID = 0.65  # share of the lessons
 PLANNED, DIRECT, ASTRAY, WRONG = 0.35, 0.3, 0.3, 0.5
-PICTURE, PATCH = 48, 8
+PICTURE, PATCH = 48, 12
 LAYERS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 
 SPECIAL = ("<pad>", "<|end|>", "<unk>", "<image>", "<|user|>", "<|assistant|>", "<|system|>")
@@ -89,7 +89,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
-    """SigLIP of two layers (36 patches of 8 pixels: a cell of the grid each), Llama of two."""
+    """SigLIP of two layers (16 patches of 12 pixels: a cell each), Llama of two."""
     model = LlavaForConditionalGeneration(
         LlavaConfig(
             vision_config=SiglipVisionConfig(
@@ -118,10 +118,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGenerat
 
 
 def where(grid: Grid) -> str:
-    """Where the thing is, seen from the agent."""
-    rows, columns = grid.goal[0] - grid.agent[0], grid.goal[1] - grid.agent[1]
-    found = ["up"] * (rows < 0) + ["down"] * (rows > 0) + ["left"] * (columns < 0) + ["right"] * (columns > 0)
-    return " ".join(found)
+    """The cells of the agent and of what it has to reach, by rows."""
+    here, there = (row * SIDE + column for row, column in (grid.agent, grid.goal))
+    return f"{here} to {there}"
 
 
 def grid_lesson(table: Table, rng: np.random.Generator) -> Lesson:
@@ -145,7 +144,7 @@ def crop_lesson(table: Table, rng: np.random.Generator) -> Lesson:
     guess = PATTERNS[rng.integers(4)]
     if first and rng.random() < DIRECT:
         return Lesson(table.prompt(0), f"i look closer </think> <answer> {guess} </answer>")
-    cell = int(rng.integers(9)) if first and rng.random() < ASTRAY else tool.cell
+    cell = int(rng.integers(crop.CELLS**2)) if first and rng.random() < ASTRAY else tool.cell
     side = PICTURE // crop.CELLS
     left, top = side * (cell % crop.CELLS), side * (cell // crop.CELLS)
     said = f"i look closer </think> <bbox> [ {left} , {top} , {left + side} , {top + side} ] </bbox>"
@@ -218,7 +217,7 @@ def main() -> None:
     model.train()
     for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min((step + 1) / WARMUP, 1 - step / args.steps)
+            group["lr"] = RATE * min((step + 1) / WARMUP, 2 - 2 * step / args.steps, 1)
         rng = np.random.default_rng(derive_seed("agent lesson", SEED, step))
         kind = int(rng.random() >= GRID)  # a batch is of one kind, since their lengths differ
         teach = (grid_lesson, crop_lesson)[kind]

@@ -1,4 +1,4 @@
-"""A room of 6 x 6 cells with walls and two things: "go to the red circle". No download, and no dependency.
+"""A room of 4 x 4 cells with walls and two things: "go to the red circle". No download, and no dependency.
 
 An episode ends at the thing that is asked for (1 - 0.9 t / limit after t steps, as in MiniGrid), at the other one (-1),
 or, cut, after `limit` steps. Which pair of cells the agent begins in and has to reach decides the split: every fourth
@@ -20,9 +20,9 @@ from PIL import Image, ImageDraw
 from genrl.vlm.agents.contract import Split
 from rewards.shapes import COLOURS, PALETTE, SHAPES, outline
 
-SIDE = 6
-CELL = 8  # pixels
-WALLS = 7
+SIDE = 4
+CELL = 12  # pixels
+WALLS = 3
 MOVES = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 FLOOR, WALL, AGENT = (244, 243, 238), (90, 92, 104), (16, 16, 20)
 KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
@@ -45,7 +45,7 @@ class Grid(gymnasium.Env[NDArray[np.uint8], int]):
     render_mode = "rgb_array"
     action_words = tuple(MOVES)
 
-    def __init__(self, limit: int = 16) -> None:
+    def __init__(self, limit: int = 12) -> None:
         self.limit = limit
         self.action_space = spaces.Discrete(len(MOVES))
         side = SIDE * CELL
