@@ -53,9 +53,6 @@ def _episodes(config: VLMConfig) -> Iterator[Finding]:
         yield ("rewards", "environment"), "an environment has a reward of its own; leave rewards out"
     if trainer.filter != "none" or trainer.resample:
         yield ("trainer.filter", "environment"), "groups of episodes are not left out; write filter: none, resample: 0"
-    for name in ("stages", "augmentation", "synthesis"):
-        if getattr(config, name):
-            yield (name, "environment"), "these are of questions; leave them out"
     if config.vlm.prefix_attention is not None:
         yield ("vlm.prefix_attention", "environment"), "turns of an episode share no prompt; write null"
     if trainer.critic is not None and not critic:
