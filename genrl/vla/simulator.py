@@ -180,14 +180,7 @@ class Simulator:
     def picture(self, size: int, camera: str = "") -> NDArray[np.uint8]:
         """The scene as it is, uint8 [size, size, 3], as the environment shows it or as one of its cameras sees it."""
         bare: Any = self.env.unwrapped
-        own, known = getattr(bare, "picture", None), tuple(getattr(bare, "cameras", ()))
-        if camera and camera not in known:
-            near = difflib.get_close_matches(camera, known, n=1)
-            hint = f" (the nearest is {near[0]!r})" if near else ""
-            raise Misuse(
-                f"{bare} has no camera {camera!r}{hint}, its cameras are {list(known)}: give the policy's pictures the "
-                "names of those by policy.rename {observation.images.<camera>: observation.images.<the policy's>}"
-            )
+        own = getattr(bare, "picture", None)
         drawn = bare.picture(size, camera) if camera else self.env.render() if own is None else own(size)
         return as_picture(drawn, size, str(bare))
 
@@ -220,6 +213,8 @@ class Simulator:
             )
         if not cameras:
             return found | {"pixels": self._sized(next(iter(pictures.values()), None), "")}
+        drawn = [f"pixels/{name}" for name in getattr(self.env.unwrapped, "cameras", ())]
+        check_cameras(cameras, [name.removeprefix("pixels/") for name in (*pictures, *drawn) if "/" in name], who)
         return found | {f"pixels/{name}": self._sized(pictures.get(f"pixels/{name}"), name) for name in cameras}
 
     def _sized(self, shown: NDArray[Any] | None, camera: str) -> NDArray[np.uint8]:
@@ -318,6 +313,18 @@ def named(raw: Any, proprioception: int, who: str) -> Observation:
     if proprioception > len(vector):
         raise Misuse(f"proprioception: {proprioception} of an observation of {len(vector)} numbers ({who})")
     return {"agent_pos": vector[:proprioception], "environment_state": vector}
+
+
+def check_cameras(asked: Sequence[str], known: Sequence[str], who: str) -> None:
+    """Raises Misuse for a camera that an environment does not have."""
+    for lost in (camera for camera in asked if camera not in known):
+        near = difflib.get_close_matches(lost, known, n=1)
+        hint = f" (the nearest is {near[0]!r})" if near else ""
+        there = [f"observation.images.{name}" for name in known] or ["observation.image"]
+        raise Misuse(
+            f"{who} has no camera {lost!r}{hint}, it shows {there}: give the policy's pictures these names by "
+            f"policy.rename {{{there[0]}: observation.images.<the policy's>}}"
+        )
 
 
 def gymnasium_host(

@@ -49,7 +49,7 @@ def test_pictures_are_those_of_the_cameras_that_are_asked_for(kind: type) -> Non
         assert set(shown) == {"agent_pos", *(f"pixels/{name}" for name in cameras)}
         assert all(np.array_equal(shown[f"pixels/{name}"][0], grey(name, 8)) for name in cameras)
     assert set(Simulator(kind(), Reading(chunk=1)).begin(0).observation) == {"agent_pos"}
-    with pytest.raises(Misuse, match=r"no camera 'wirst'.*policy.rename"):
+    with pytest.raises(Misuse, match=r"'wirst' \(the nearest is 'wrist'\), it shows .*images.top'.*policy.rename"):
         Simulator(kind(), Reading(chunk=1, image_size=8, cameras=("wirst",))).begin(0)
 
 

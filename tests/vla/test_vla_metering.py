@@ -12,7 +12,8 @@ from genrl.runtime.metrics import METRICS, SECTIONS, document
 from genrl.runtime.run import Run, read_metrics
 from genrl.vla.train import train
 
-OWN = set(SECTIONS["Policies in simulation"])
+AGENTS = {"rollout/invalid", "rollout/episodes", "eval/success_blind"}  # vision-language models that act
+OWN = set(SECTIONS["Policies in simulation"]) - AGENTS
 SHARED = {"loss/policy", "ratio/mean", "lr", "updates", "timing/train_s", "timing/eval_s", "timing/iteration_s"}
 SHARED |= {"memory/peak_mb"}
 CRITIC = {"critic/explained_variance", "loss/value", "grad_norm/critic"}
