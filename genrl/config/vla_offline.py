@@ -92,15 +92,15 @@ class FISOR(Section):
     """Share of them in which it avoids the other discs."""
     noise: NonNegative = 0.35
     """Standard deviation of what is added to its moves."""
-    critics: Critics = Critics(gamma=0.99, expectile=0.9, target_rate=0.005)
-    """Of rewards and of violations (FISOR: gamma 0.99, expectile 0.9, target 0.005, lr 3e-4)."""
+    critics: Critics = Critics(gamma=0.99, expectile=0.9, target_rate=0.05)
+    """Of rewards and of violations (FISOR, for a million updates: 0.99, expectile 0.9, target 0.005, lr 3e-4)."""
     cost_expectile: Share = 0.9
     """Reversed expectile of V_h."""
-    violation: Positive = 25.0
-    """h of a transition with cost (FISOR: 25); without, -1."""
+    violation: Positive = 3.0
+    """h of a transition with cost (FISOR: 25); without, -1. The larger it is, the more states are held infeasible."""
     reward_temperature: Positive = 20.0
     """How strongly better actions are preferred in feasible states (FISOR: 3; rewards here are a few hundredths)."""
-    cost_temperature: Positive = 0.5
+    cost_temperature: Positive = 5.0
     """How strongly safer ones are in infeasible states (FISOR: 5)."""
     largest_cost_weight: Positive = 10.0
     """Bound of their weight (FISOR: 150)."""

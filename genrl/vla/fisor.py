@@ -157,6 +157,7 @@ def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Be
         drawn = Draw(noise, torch.ones(len(noise), sampler.steps, dtype=torch.bool))
         actions = policy.actions(sample(policy, sampler, context, drawn).chunk)
         risk = nets.violation.slow_q(rows(observation, repeated), actions).amax(0).view(count, candidates)
+        risk = risk.clamp(min=SAFE)  # nothing is safer than safe: what is estimated below is error, and no reason
         best: Tensor = actions.view(count, candidates, *chunk)[torch.arange(count), risk.argmin(1)]
         return best
 

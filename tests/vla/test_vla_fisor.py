@@ -133,7 +133,8 @@ def test_figures_count_episodes() -> None:
 
 @pytest.mark.slow
 def test_it_learns_what_is_dangerous() -> None:
-    """Q_h of the steps that did damage exceeds that of steps the other way, and V_h is high where damage is done."""
+    """Q_h of the steps that did damage exceeds that of steps the other way, V_h is high where damage is done, and the
+    sign of Q_h tells steps that did from others: with h = 25 more than half of the safe ones were held unsafe."""
     data = played(300, 0.4, 0.35)
     net = nets(data, width=64)
     settings = FISOR()
@@ -148,7 +149,9 @@ def test_it_learns_what_is_dangerous() -> None:
     hurt = data.cost > 0
     with torch.no_grad():
         worst = net.violation.v(data.observation)
-    assert worst[hurt].mean() > worst[~hurt].mean() + 3.0
+        risk = net.violation.slow_q(data.observation, data.action).amax(0)
+    assert worst[hurt].mean() > worst[~hurt].mean() + 0.8
+    assert (risk[~hurt] > 0).float().mean() < 0.3 and (risk[hurt] <= 0).float().mean() < 0.3
     into = take(data, hurt)
     risks = [net.violation.slow_q(into.observation, action).amax(0).mean() for action in (into.action, -into.action)]
     assert risks[0] > risks[1] + 1.0
