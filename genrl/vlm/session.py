@@ -167,8 +167,8 @@ class Session:
         if sum(counts) == 0:
             return None
         size, settings = config.generation.group_size, config.trainer
-        sizes = {"updates": settings.updates, "micro": settings.micro_batch}
-        updates = dealt(self.preset, answers.mask, size, **sizes, seed=config.seed, loop=loop)
+        number, micro = settings.updates, settings.micro_batch
+        updates = dealt(self.preset, answers.mask, size, updates=number, micro=micro, seed=config.seed, loop=loop)
         parts = [part for update in updates for part in update.parts]
         loop.phase("estimating", 0)
         with loop.timed("estimate"):

@@ -68,7 +68,8 @@ class Crop:
         self.things = {cell: (kind, PATTERNS[rng.integers(4)]) for cell, kind in zip(cells, chosen, strict=True)}
         self.cell = int(cells[rng.integers(number)])
         self.large = draw(self.things)
-        self.turn, self.said, self.crops, self.read, self.failed = 0, "", [], 0, 0
+        self.turn, self.said, self.read, self.failed = 0, "", 0, 0
+        self.crops: list[tuple[int, int, int, int]] = []
         (colour, shape), self.answer = self.things[self.cell]
         return self.large.reduce(FACTOR), f"which pattern has the {colour} {shape} ?"
 

@@ -35,7 +35,7 @@ def held_out(start: Cell, goal: Cell) -> bool:
     return (start[0] * SIDE + start[1] + goal[0] * SIDE + goal[1]) % 4 == 0
 
 
-class Grid(gymnasium.Env[NDArray[np.uint8], int]):
+class Grid(gymnasium.Env[NDArray[np.uint8], Any]):
     """Actions 0 to 3 are left, right, up, down; a move against a wall stays where it is. Pictures [48, 48, 3] uint8.
 
     options of `reset`: `split`, "train" or "eval".

@@ -34,7 +34,7 @@ def open_environment(settings: Settings) -> Environment:
     the command that installs it; an environment without pictures or words for its actions."""
     name = settings.name
     if name == "crop":
-        return _called(Crop, name, settings.options)
+        return cast(Environment, _called(Crop, name, settings.options))
     made: Any = _called(Grid, name, settings.options) if name == "grid" else _made(name, settings.options)
     if not isinstance(made, gymnasium.Env):
         wanted = ("layout", "help", "begun", "reset", "step", "render", "close")
