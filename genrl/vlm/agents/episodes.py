@@ -93,6 +93,9 @@ class Table:
                 episode.truncated = episode.lost = True
                 continue
             episode.seen.append(outcome.observation)
+            past = len(episode.seen) - 1 - self.settings.images
+            if self.layout == "steps" and past >= 0:  # its pictures are shown no more
+                episode.seen[past] = tuple(part for part in episode.seen[past] if isinstance(part, str))
             episode.total += outcome.reward
             episode.terminated, episode.truncated = outcome.terminated, outcome.truncated
             episode.success = episode.success or bool(outcome.info.get("success", False))

@@ -244,6 +244,7 @@ def summary(episodes: Sequence[dict[str, float]], prefix: str) -> dict[str, floa
     row = {f"{prefix}/success{'' if prefix == 'rollout' else '_mean'}": mean([one["success"] for one in episodes])}
     row |= {f"{prefix}/return_mean": mean([one["total"] for one in episodes])}
     row |= {f"{prefix}/length_mean": mean([one["steps"] for one in episodes])}
-    parts = [name for name in episodes[0] if name not in ("success", "total", "steps", "lost")]
+    names = dict.fromkeys(name for one in episodes for name in one)
+    parts = [name for name in names if name not in ("success", "total", "steps", "lost")]
     where = "reward" if prefix == "rollout" else prefix
     return row | {f"{where}/{name}_mean": mean([one.get(name, 0.0) for one in episodes]) for name in parts}
