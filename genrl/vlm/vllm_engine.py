@@ -106,7 +106,7 @@ class InProcess:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps keys and values of the old weights: its prefix cache was not reset")
         self.llm.reset_mm_cache()
-        self.llm.collective_rpc("reset_encoder_cache")
+        self.llm.llm_engine.reset_encoder_cache()  # the scheduler's list of what is encoded, too
         self.llm.update_weight_version(str(version))
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:

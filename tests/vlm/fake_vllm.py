@@ -42,6 +42,7 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self.policy, self.settings, self.version = Policy(model), settings, "default"
         self.calls: list[str] = []
+        self.llm_engine = self
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
         self.calls.append(method)
@@ -60,6 +61,9 @@ class LLM:
 
     def reset_mm_cache(self) -> None:
         self.calls.append("reset_mm_cache")
+
+    def reset_encoder_cache(self) -> None:
+        self.calls.append("reset_encoder_cache")
 
     def update_weight_version(self, version: str) -> None:
         self.version = version
