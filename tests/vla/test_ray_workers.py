@@ -31,7 +31,8 @@ HOW: dict[str, Any] = {"num_envs": 4, "chunk": 2, "ray_actors": 2, "workers": "r
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two nodes of two CPUs."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    patient = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"}  # on a busy machine
+    os.environ.update(patient | {"RAY_USAGE_STATS_ENABLED": "0"})
     import ray
     from ray.cluster_utils import Cluster
 

@@ -124,6 +124,16 @@ def test_what_they_say_of_themselves(root: Path, tmp_path: Path) -> None:
     assert first["loss/policy"] == again["loss/policy"]
 
 
+@pytest.mark.slow
+def test_labels_tell_the_right_episodes_from_the_wayward_ones(root: Path, tmp_path: Path) -> None:
+    """No reward and no success is read: what the judge preferred makes the actions of episodes that succeeded better."""
+    changes = ["episodes=300", "labels.pairs=250", "labels.steps=150", "critics.width=64", "critic_steps=250"]
+    changes += ["critics.batch_size=128", "labels.batch_size=64"]
+    overrides = [f"trainer.{change}" for change in changes]
+    last = rows(train(small(root, "rl_vlm_f", tmp_path / "run", "iterations=1", "evaluation.every=0", *overrides)))[-1]
+    assert last["labels/accuracy"] > 0.7 and last["data/advantage_gap"] > 0.02
+
+
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
