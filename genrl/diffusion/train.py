@@ -61,6 +61,8 @@ from genrl.diffusion.rollout import call_arguments, check_inputs
 from genrl.diffusion.scoring import open_scorers
 from genrl.diffusion.session import Abandoned, Session
 from genrl.diffusion.weights import AVERAGE, Weights
+from genrl.kernels.backend import choose
+from genrl.kernels.joint_attention import attention_problem, usable
 from genrl.runtime import run as run_folder
 from genrl.runtime.loop import adamw, begin, claim, logger_of, make_accelerator
 from genrl.runtime.metrics import check_trackers
@@ -71,6 +73,9 @@ from genrl.runtime.run import Run
 from genrl.runtime.signals import Stop, Watchdog
 
 logger = logging.getLogger(__name__)
+
+FUSED = {"qk_norm_rope": "qk_norm_rope", "adaln": "adaln", "step": "sde_step"}
+"""Kernels by the names of a configuration."""
 
 
 def train(config: Config, resume: Path | None = None) -> Path:
@@ -196,7 +201,8 @@ def open_session(
         reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
         offload_text_encoders=config.model.offload_text_encoders,
     )
-    use_kernels(policy, config.kernels)
+    if config.kernels != Kernels():
+        progress.say(use_kernels(policy, config.kernels))
     if config.model.lora is not None:
         check_lora_loader(policy)
     weights = Weights(policy.denoisers, config.model.lora, seed=config.seed, sharded=config.distributed.fsdp)
@@ -224,20 +230,26 @@ def open_session(
     )
 
 
-def use_kernels(policy: Policy, kernels: Kernels) -> None:
-    """Set the fused kernels and attention back-ends that a configuration asks for, saying what; nothing by default.
+def use_kernels(policy: Policy, kernels: Kernels) -> str:
+    """Set the fused kernels and attention back-ends that a configuration asks for; returns what runs, in a line.
 
-    Raises ValueError where the model does not fit.
+    Raises ValueError where the model does not fit, or what is named cannot run on its device in its precision.
     """
+    like = torch.empty(0, dtype=policy.autocast or next(policy.denoiser.parameters()).dtype, device=policy.device)
+    running = [f"{name} by {choose(FUSED[name], like, kernels.backend)}" for name in kernels.fused]
+    for key, name in (("attention", kernels.attention), ("evaluation_attention", kernels.evaluation_attention)):
+        problem = None if name is None else attention_problem(name, like.device, like.dtype, masked=False)
+        if problem is not None:
+            raise ValueError(f"kernels.{key}: {name}: {problem}; that can run here: {', '.join(usable(like))}")
+        running += [] if name is None else [f"{key} {name}"]
     switches = policy.switches
     switches.qk_norm_rope, switches.adaln = "qk_norm_rope" in kernels.fused, "adaln" in kernels.fused
     switches.backend, switches.attention = kernels.backend, kernels.attention
     if kernels.attention is None and kernels.evaluation_attention is not None:
         switches.attention = "auto"  # diffusers' processors cannot be told to use another one
-    if switches.processors or switches.adaln:
-        logger.info("kernels: %s", install(policy.denoisers.values(), switches))
     if "step" in kernels.fused:
         policy.fused_step = kernels.backend
+    return f"kernels: {', '.join(running)}; {install(policy.denoisers.values(), switches)}"
 
 
 def finish(session: Session) -> None:

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,54 +39,46 @@ def triton_problem(device: torch.device) -> str | None:
     return None
 
 
-def choose(kernel: str, x: Tensor, backend: Backend = "auto") -> Literal["torch", "triton"]:
-    """What computes `kernel` on tensors like `x`; logged once per answer.
+def choose(kernel: str, x: Tensor, backend: Backend = "auto", *, instead: str = "torch") -> Literal["torch", "triton"]:
+    """What computes `kernel` on tensors like `x`; logged once per answer, as a warning where it is not Triton.
 
-    auto on the CPU is always torch: the interpreter is for tests, which name it. Raises ValueError where triton is
-    named and cannot run, or for an unknown name.
+    auto on the CPU is always torch: the interpreter is for tests, which name it. instead: what the torch form is called
+    in the log. Raises ValueError where triton is named and cannot run, or for an unknown name.
     """
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"kernel {kernel}: back-end must be auto, torch or triton, not {backend!r}")
     if backend == "torch":
-        return _said(kernel, "torch", "asked for")
+        say(kernel, "torch", "asked for")
+        return "torch"
     problem = triton_problem(x.device)
     if problem is None and x.dtype not in DTYPES:
         problem = f"it computes in float32, and the tensors are {str(x.dtype).removeprefix('torch.')}"
-    if backend == "triton":
-        if problem is not None:
-            raise ValueError(f"kernel {kernel}: the back-end triton was asked for, but {problem}; use auto or torch")
-        return _said(kernel, "triton", "interpreted" if interprets() else "asked for")
-    if problem is None and x.device.type == "cpu":
+    if problem is None and x.device.type == "cpu" and backend == "auto":
         problem = "its interpreter is for tests"
-    return _said(kernel, "torch", f"no Triton: {problem}") if problem else _said(kernel, "triton", "best available")
+    if problem is None:
+        say(kernel, "triton", "interpreted" if interprets() else "asked for" if backend == "triton" else "best at hand")
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f"kernel {kernel}: the back-end triton was asked for, but {problem}; use auto or torch")
+    say(kernel, instead, f"no Triton: {problem}", logging.WARNING)
+    return "torch"
 
 
 def summary() -> dict[str, str]:
     """Kernel -> what `auto` would run on this machine and why, for `genrl doctor`."""
-    problem = triton_problem(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if problem is None and not torch.cuda.is_available():
-        problem = "its interpreter is for tests"
+    gpu = torch.cuda.is_available()
+    problem = triton_problem(torch.device("cuda")) if gpu else "Triton needs a GPU"
     return {name: f"torch (no Triton: {problem})" if problem else "triton" for name in KERNELS}
 
 
 @functools.cache
-def _said(kernel: str, chosen: Literal["torch", "triton"], why: str) -> Literal["torch", "triton"]:
-    logger.info("kernel %s: %s (%s)", kernel, chosen, why)
-    return chosen
+def say(kernel: str, chosen: str, why: str, level: int = logging.INFO) -> None:
+    """One line for each answer."""
+    logger.log(level, "kernel %s: %s (%s)", kernel, chosen, why)
 
 
 @functools.cache
-def say_once(text: str) -> None:
-    """A line of the log that is worth reading once."""
-    logger.info(text)
-
-
-def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` compiled by torch, once: what a kernel has to beat."""
-    return _compile(function)
-
-
-@functools.cache
-def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    made: Callable[..., Tensor] = torch.compile(function, dynamic=False)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` compiled by torch, once."""
+    made: Callable[..., Any] = torch.compile(function, dynamic=False)
     return made

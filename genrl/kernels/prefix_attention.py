@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from genrl.kernels.backend import choose, compiled, say_once
+from genrl.kernels.backend import choose, compiled, say
 
 PrefixBackend = Literal["auto", "torch", "sdpa", "flex", "triton"]
 
@@ -94,16 +94,13 @@ def prefix_attention(
     scale = size**-0.5 if scale is None else scale
     given = (query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal, scale)
     if backend == "sdpa" or backend == "flex":
-        say_once(f"kernel prefix_attention: {backend} (asked for)")
+        say("prefix_attention", backend, "asked for")
         return _packed(*given, flex=backend == "flex")
-    if choose("prefix_attention", query, backend) == "triton":
+    if choose("prefix_attention", query, backend, instead="sdpa") == "triton":
         from genrl.kernels.prefix_attention_triton import attend
 
         return attend(*given)
-    if backend == "torch":
-        return prefix_attention_torch(*given)
-    say_once("kernel prefix_attention: its torch form is one masked scaled_dot_product_attention per prefix (sdpa)")
-    return _packed(*given, flex=False)
+    return prefix_attention_torch(*given) if backend == "torch" else _packed(*given, flex=False)
 
 
 class Slots(NamedTuple):
@@ -159,7 +156,7 @@ def _packed(
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         mask = create_block_mask(seen, *shape, device=query.device)
-        call: Any = compiled(flex_attention) if query.is_cuda else flex_attention
+        call = compiled(flex_attention) if query.is_cuda else flex_attention
         packed: Tensor = call(q, keys, values, block_mask=mask, scale=scale, enable_gqa=grouped)
     else:
         n, at, to = (torch.arange(m, device=query.device) for m in (shape[0], shape[2], shape[3]))

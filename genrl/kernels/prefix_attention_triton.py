@@ -202,7 +202,7 @@ def tiles(row: int, backward: bool) -> Tiles:
     if interprets():
         return Tiles(16, 16, 4, 1)
     if backward:
-        return Tiles(32, 32, 4, 1) if row <= 256 else Tiles(16, 32, 8, 1)
+        return Tiles(32, 32, 4, 2) if row <= 256 else Tiles(16, 32, 8, 1)
     return Tiles(64, 64, 4, 2) if row <= 256 else Tiles(32, 32, 8, 1)
 
 

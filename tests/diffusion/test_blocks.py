@@ -165,9 +165,19 @@ def test_a_processor_that_is_never_called_is_an_error() -> None:
 def test_named_back_end_that_cannot_run_is_an_error() -> None:
     family = FAMILIES["qwen_image"]()
     policy = Policy(family.pipe)
-    use_kernels(policy, Kernels(attention="flash3"))
+    with pytest.raises(ValueError, match=r"kernels.attention: flash3: .*that can run here: auto, math"):
+        use_kernels(policy, Kernels(attention="flash3"))
+    install(policy.denoisers.values(), Switches(attention="flash3"))
     with pytest.raises(ValueError, match=r"attention back-end flash3: .*that can run here: auto, math"):
         policy.roll_out(batch_of(family))
+
+
+def test_what_runs_is_said_in_a_line() -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    line = use_kernels(policy, Kernels(fused=("adaln", "step"), attention="auto"))
+    running, installed = line.split("; ")
+    assert running == "kernels: adaln by torch, step by torch, attention auto"
+    assert installed == "2 attention processors and 2 block forwards are ours"
 
 
 def test_another_back_end_within_a_block() -> None:

@@ -14,13 +14,14 @@ from genrl.kernels.backend import KERNELS, choose, summary
 
 @pytest.fixture(autouse=True)
 def unsaid() -> None:
-    backend._said.cache_clear()
+    backend.say.cache_clear()
 
 
 def test_auto_on_the_cpu_is_torch_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "genrl.kernels.backend"):
         assert [choose("adaln", torch.zeros(1)) for _ in range(3)] == ["torch"] * 3
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("kernel adaln: torch (no Triton: ")
+    assert caplog.records[0].levelno == logging.WARNING  # shown without any set-up of logging
 
 
 def test_triton_is_an_error_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
