@@ -26,6 +26,7 @@ FURTHER = {
     "point": ("box",),
     "key_frames": ("frames", "about", "truth"),
     "scenes": ("caption",),
+    "quality": ("harm",),
 }
 
 Finding = tuple[KeyPath, str]

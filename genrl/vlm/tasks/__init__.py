@@ -42,5 +42,5 @@ def row(task: str, split: Split, number: int) -> Row:
     name = f"{task}/{split}/{number}"
     drawn = DRAW[task](np.random.default_rng(derive_seed(name)), split)
     question = " ".join(part for part in drawn.parts if isinstance(part, str))
-    columns = {"answer": drawn.answer, "question": question, "level": drawn.level, **drawn.columns}
+    columns = {"answer": drawn.answer, "question": question, "level": float(drawn.level), **drawn.columns}
     return Row(name, Prompt(drawn.parts, where=name), columns)

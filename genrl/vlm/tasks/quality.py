@@ -53,7 +53,8 @@ def rated(rng: np.random.Generator, split: Split) -> Drawn:
     kind = KINDS[rng.integers(len(KINDS))]
     shown = degraded(picture, kind, step / STRENGTHS, rng)
     # strong degradations are plain to see, weak ones are not
-    return Drawn((shown, "how good is this picture , from 1 to 5 ?"), f"{5 - step / 2:.1f}", STRENGTHS - step)
+    columns = {"harm": kind if step else "none"}
+    return Drawn((shown, "how good is this picture , from 1 to 5 ?"), f"{5 - step / 2:.1f}", STRENGTHS - step, columns)
 
 
 def better(rng: np.random.Generator, split: Split) -> Drawn:
