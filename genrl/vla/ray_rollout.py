@@ -91,9 +91,9 @@ class RayRollouts:
 
     environment: arguments of `open_environment`, for all slots together; groups stay whole. cuda: the copies of the
     policy are on GPUs, of which the actors have equal shares; else on CPUs. timeout_s: the longest that an actor may
-    take for a decision, start_timeout_s for the first one, for which simulators are made. What is not trained (a frozen
-    encoder, the statistics) is sent once, to an actor that is started; trained weights with every rollout, with a
-    version that counts them. waited_s: seconds of the slowest actor's simulators; dropped: episodes;
+    take for a decision of all its slots, start_timeout_s for the first one, for which simulators are made. What is not
+    trained (a frozen encoder, the statistics) is sent once, to an actor that is started; trained weights with every
+    rollout, with a version that counts them. waited_s: seconds of the slowest actor's simulators; dropped: episodes;
     restarts: actors; parts: the slots of each actor in the newest rollout.
     Raises ValueError for GPUs that the cluster lacks, RuntimeError for an actor that is lost three times in a row. What
     `collect` raises comes through.

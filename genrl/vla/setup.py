@@ -254,8 +254,8 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
 def open_rollouts(config: VLAConfig, policy: nn.Module, *, num_envs: int, group_size: int) -> RayRollouts:
     """The environment of the configuration on Ray actors that act by themselves, on GPUs if the policy is on one."""
     told = _environment(config, policy, num_envs=num_envs, group_size=group_size)
-    cuda = next(policy.parameters()).is_cuda
-    return RayRollouts(told, cuda=cuda, timeout_s=config.environment.timeout_s)
+    timeout = config.environment.timeout_s
+    return RayRollouts(told, cuda=next(policy.parameters()).is_cuda, timeout_s=timeout, start_timeout_s=2.0 * timeout)
 
 
 def _environment(config: VLAConfig, policy: Any, *, num_envs: int, group_size: int) -> dict[str, Any]:
