@@ -94,7 +94,7 @@ def cases(kernel: str, device: str, dtype: torch.dtype) -> dict[str, Case]:
             inputs = [random(stream), random(stream), *(random(modulation) for _ in range(3))]
             found[name] = Case(inputs, adaln, lambda *t: adaln_torch(*t, 1e-6), {}, 8.0 * numbers)
         elif kernel == "sde_step":
-            x, noise = torch.randn(2, 1, numbers // 96, device=device)
+            x, noise = torch.randn(2, 1, 64 * tokens, device=device)  # 16 channels, patches of 2 x 2
             a, b, s = torch.tensor([[0.9], [-0.1], [0.3]])
             found[name] = Case(
                 [torch.randn_like(x)],

@@ -68,10 +68,10 @@ class Switches:
 
 @dataclass
 class Processor:
-    """What our processors share. `calls` says whether the model goes through it."""
+    """What our processors share. `called` says that the model goes through it."""
 
     switches: Switches
-    calls: int = field(default=0, init=False)
+    called: bool = field(default=False, init=False)
 
     def normed(self, projected: Tensor, norm: nn.Module | None, heads: int, angles: Angles) -> Tensor:
         """[B, S, H D] -> [B, S, H, D], normalised (by head, or all heads together) and turned."""
@@ -86,7 +86,7 @@ class Processor:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B, S, H, D] -> [B, S, H D]"""
-        self.calls += 1
+        self.called = True
         same = value.dtype  # under autocast a query may be wider
         found = joint_attention(
             query.to(same), key.to(same), value, mask=mask, backend=self.switches.attention or "auto"
@@ -390,7 +390,7 @@ def _verify_at_first_call(denoiser: nn.Module, processors: Sequence[Processor]) 
 
     def verify(module: nn.Module, args: Any, output: Any) -> None:
         handle.remove()
-        idle = sum(processor.calls == 0 for processor in processors)
+        idle = sum(not processor.called for processor in processors)
         if idle:
             raise RuntimeError(
                 f"{idle} of {len(processors)} attention processors of {_name(module)} were set and not called: the "

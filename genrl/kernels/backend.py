@@ -45,22 +45,37 @@ def choose(kernel: str, x: Tensor, backend: Backend = "auto", *, instead: str = 
     auto on the CPU is always torch: the interpreter is for tests, which name it. instead: what the torch form is called
     in the log. Raises ValueError where triton is named and cannot run, or for an unknown name.
     """
+    chosen: Literal["torch", "triton"] = _constant(kernel, x.device, x.dtype, backend, instead)
+    return chosen
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant(*question: Any) -> Any:
+    """A compiled graph holds the answer alone."""
+    return _chosen(*question)
+
+
+@functools.cache
+def _chosen(
+    kernel: str, device: torch.device, dtype: torch.dtype, backend: Backend, instead: str
+) -> Literal["torch", "triton"]:
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"kernel {kernel}: back-end must be auto, torch or triton, not {backend!r}")
     if backend == "torch":
-        say(kernel, "torch", "asked for")
+        logger.info("kernel %s: torch (asked for)", kernel)
         return "torch"
-    problem = triton_problem(x.device)
-    if problem is None and x.dtype not in DTYPES:
-        problem = f"it computes in float32, and the tensors are {str(x.dtype).removeprefix('torch.')}"
-    if problem is None and x.device.type == "cpu" and backend == "auto":
+    problem = triton_problem(device)
+    if problem is None and dtype not in DTYPES:
+        problem = f"it computes in float32, and the tensors are {str(dtype).removeprefix('torch.')}"
+    if problem is None and device.type == "cpu" and backend == "auto":
         problem = "its interpreter is for tests"
     if problem is None:
-        say(kernel, "triton", "interpreted" if interprets() else "asked for" if backend == "triton" else "best at hand")
+        why = "interpreted" if interprets() else "asked for" if backend == "triton" else "best at hand"
+        logger.info("kernel %s: triton (%s)", kernel, why)
         return "triton"
     if backend == "triton":
         raise ValueError(f"kernel {kernel}: the back-end triton was asked for, but {problem}; use auto or torch")
-    say(kernel, instead, f"no Triton: {problem}", logging.WARNING)
+    logger.warning("kernel %s: %s (no Triton: %s)", kernel, instead, problem)
     return "torch"
 
 
@@ -69,12 +84,6 @@ def summary() -> dict[str, str]:
     gpu = torch.cuda.is_available()
     problem = triton_problem(torch.device("cuda")) if gpu else "Triton needs a GPU"
     return {name: f"torch (no Triton: {problem})" if problem else "triton" for name in KERNELS}
-
-
-@functools.cache
-def say(kernel: str, chosen: str, why: str, level: int = logging.INFO) -> None:
-    """One line for each answer."""
-    logger.log(level, "kernel %s: %s (%s)", kernel, chosen, why)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ WITHOUT_MASK = ("flash", "flash2", "flash3", "sage")
 HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def attention_problem(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, masked: bool) -> str | None:
     """Why `backend` cannot attend with tensors of this kind, None where it can; ValueError for an unknown name."""
     if backend not in get_args(AttentionBackend):

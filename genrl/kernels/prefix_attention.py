@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from genrl.kernels.backend import choose, compiled, say
+from genrl.kernels.backend import choose, compiled
 
 PrefixBackend = Literal["auto", "torch", "sdpa", "flex", "triton"]
 
@@ -94,7 +94,6 @@ def prefix_attention(
     scale = size**-0.5 if scale is None else scale
     given = (query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal, scale)
     if backend == "sdpa" or backend == "flex":
-        say("prefix_attention", backend, "asked for")
         return _packed(*given, flex=backend == "flex")
     if choose("prefix_attention", query, backend, instead="sdpa") == "triton":
         from genrl.kernels.prefix_attention_triton import attend
@@ -156,7 +155,7 @@ def _packed(
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         mask = create_block_mask(seen, *shape, device=query.device)
-        call = compiled(flex_attention) if query.is_cuda else flex_attention
+        call: Any = compiled(flex_attention) if query.is_cuda else flex_attention
         packed: Tensor = call(q, keys, values, block_mask=mask, scale=scale, enable_gqa=grouped)
     else:
         n, at, to = (torch.arange(m, device=query.device) for m in (shape[0], shape[2], shape[3]))

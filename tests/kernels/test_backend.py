@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
 from kernel_errors import needs_triton
 
 from genrl.kernels import backend, joint_attention
+from genrl.kernels.adaln import adaln
 from genrl.kernels.backend import KERNELS, choose, summary
+from genrl.kernels.qk_norm_rope import qk_norm_rope
 
 
 @pytest.fixture(autouse=True)
-def unsaid() -> None:
-    backend.say.cache_clear()
+def unsaid() -> Iterator[None]:
+    backend._chosen.cache_clear()
+    yield
+    backend._chosen.cache_clear()
 
 
 def test_auto_on_the_cpu_is_torch_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,7 +34,8 @@ def test_triton_is_an_error_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="kernel adaln: .*triton was asked for, but triton is not installed"):
         choose("adaln", torch.zeros(1), "triton")
     assert choose("adaln", torch.zeros(1), "torch") == "torch"
-    assert summary() == {name: "torch (no Triton: triton is not installed)" for name in KERNELS}
+    why = "triton is not installed" if torch.cuda.is_available() else "Triton needs a GPU"
+    assert summary() == {name: f"torch (no Triton: {why})" for name in KERNELS}
 
 
 @needs_triton
@@ -76,3 +82,16 @@ def test_flash_takes_no_mask() -> None:
     assert problem == "it takes no mask, and this model pads its texts"
     with pytest.raises(ValueError, match="must be one of auto, math, .* not 'fa2'"):
         joint_attention.attention_problem("fa2", torch.device("cpu"), torch.float32, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_what_is_chosen_breaks_no_compiled_graph() -> None:
+    def block(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q = qk_norm_rope(x, weight, cos, sin)
+        h = joint_attention.joint_attention(q, q, x).flatten(2)
+        return adaln(h, h, h, h, h)[1]
+
+    angle = torch.randn(5, 4)
+    given = (torch.randn(2, 5, 2, 8), torch.ones(8), angle.cos(), angle.sin())
+    whole = torch.compile(block, backend="eager", fullgraph=True)
+    assert torch.equal(whole(*given), block(*given))
