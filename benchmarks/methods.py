@@ -104,9 +104,9 @@ CLAIMS = (
     Claim(
         title="Does DiffusionNFT reach the same reward in fewer model calls?",
         setting="The two configurations of the table, held against each other at one held-out reward.",
-        finding="Yes: 2.5 times fewer on each of two seeds (56 and 63 thousand against 139 and 155); in 80 iterations"
-        " it is also the higher of the two on the scorer that neither is trained on. It learns from finished "
-        "samples at two noise levels, so an iteration is cheaper, and every picture counts at any level "
+        finding="Yes: 2.3 times fewer in the mean of three seeds (56, 63 and 79 thousand against 139, 155 and 152); in "
+        "80 iterations it is also the higher of the two on the scorer that neither is trained on. It learns from "
+        "finished samples at two noise levels, so an iteration is cheaper, and every picture counts at any level "
         "instead of at three steps.",
         methods={name: METHODS[name] for name in ("flow_grpo", "diffusion_nft")},
         level=0.58,
@@ -137,10 +137,10 @@ CLAIMS = (
         setting="Adv-GRPO trains `assets/tiny-clip`, as PickScore, beside the model, from reference pictures; "
         "beside it Flow-GRPO with the same settings on the same scorer, frozen. `shapes`, the rule, is "
         "trained on in neither.",
-        finding="Not shown. With Adv-GRPO the held-out rule goes from .491 to .542 and .481 (two seeds), with the "
-        "frozen scorer to .529, with a standard error of .035: in 80 iterations the frozen scorer is not "
-        "hacked, so there is nothing to prevent. Where a reward is hacked here, with `jpeg` above, `shapes` "
-        "falls to a quarter and less.",
+        finding="Not shown. The held-out rule goes from .491 to .511 with Adv-GRPO and to .518 with the frozen scorer "
+        "(means of three seeds, spread .03 and .02): in 80 iterations the frozen scorer is not hacked, so there is "
+        "nothing to prevent, and neither moves the rule beyond its standard error of .035. Where a reward is hacked "
+        "here, with `jpeg` above, `shapes` falls to a quarter and less.",
         methods={
             "adv_grpo": METHODS["adv_grpo"],
             "proxy_grpo": Method(
@@ -158,9 +158,10 @@ CLAIMS = (
     Claim(
         title="Do PaCo-GRPO's small pictures cost less at an equal end reward?",
         setting="The configuration, and the same rolled out and trained at 64 px; both are judged at 64 px.",
-        finding="Nearly shown. A picture at 56 px costs 0.7 to 0.8 of one at 64 px (measured apart, "
-        "[PaCo-GRPO](paco_grpo.md)), and training at 56 px ends at .753 and .789 (two seeds) where training "
-        "at 64 px ends at .794 (one seed): no difference that these runs can tell.",
+        finding="No, not on this task. A picture at 56 px costs 0.7 to 0.8 of one at 64 px (measured apart, "
+        "[PaCo-GRPO](paco_grpo.md)), a whole run with its evaluations at 64 px 0.9; but training at 56 px ends at "
+        ".763 and at 64 px at .834 (three seeds, each of these above each of those). At 8 x 8 places a latent has no "
+        "room to spare: 7 x 7 may be another task here, as 768 px beside 1,024 need not be. That was not tested.",
         methods={
             "paco_grpo": METHODS["paco_grpo"],
             "paco_full": Method(
@@ -175,11 +176,11 @@ CLAIMS = (
 HEAD = """
 # Every method on the embedded models
 
-Each row is a configuration of this repository as it stands, run to its end on one thread of a shared CPU: two or three
-seeds, as many as are listed, where a mean ± sample standard deviation stands, else seed 0 alone. **Held-out** are the
-prompts of the evaluation, which no run trains on: 96 of shapes (Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4),
-one picture each from fixed noise, so a single figure has a standard error of about 0.03. A method is compared with
-itself before training; the rows are not a ranking, since models, budgets and rewards differ. The **second scorer** has
+Each row is a configuration of this repository as it stands, run to its end on one thread of a shared CPU with three
+seeds (two where two are listed): mean ± sample standard deviation, and each seed. **Held-out** are the prompts of the
+evaluation, which no run trains on: 96 of shapes (Talk2Move 64 instructions, PaCo-GRPO 24 prompts x 4), one picture each
+from fixed noise, so a single figure has a standard error of about 0.03. A method is compared with itself before
+training; the rows are not a ranking, since models, budgets and rewards differ. The **second scorer** has
 weight 0. Model calls count every sample of a denoiser's batch; evaluation is not among them, CPU minutes have it, and
 loading; a dash says that the run was interrupted or made by hand.
 """
