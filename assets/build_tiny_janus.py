@@ -141,6 +141,7 @@ def make_model(processor: JanusProcessor) -> JanusForConditionalGeneration:
             if name.split(".")[1] in TRAINED and parameter.dim() == 2:
                 parameter.mul_(4.0)
     settings = model.generation_config
+    settings._from_model_config = False  # else what is set below is not read back
     settings.pad_token_id, settings.bos_token_id, settings.eos_token_id = (special[n] for n in ("pad", "bos", "eos"))
     settings.generation_kwargs = {"boi_token_id": tokenizer.convert_tokens_to_ids(MARKS["boi_token"])}
     settings.guidance_scale = 2.0

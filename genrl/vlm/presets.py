@@ -6,6 +6,7 @@ constant that its source does not give and that is ours. `recipe.changed(preset)
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from genrl.vlm.recipe import (
@@ -373,6 +374,7 @@ MUSIC_RL = Preset(
     CriticAdvantage("token", gamma=1.0, lam=1.0),
     Reinforce(),
     "seq_sum",
+    regularisers=(ValueLoss(1.0, clip=math.inf),),
     source="arXiv 2402.04229",
     notes="what `genrl check` shows of the method; music_rl.py trains it, with a KL over the whole vocabulary",
 )
