@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
 import torch
+from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import JointAttnProcessor2_0
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from families import FAMILIES
 from tiny_parts import Family
 from torch import Tensor, nn
@@ -84,6 +87,44 @@ def test_every_block_is_diffusers_own_within_rounding(name: str, backend: str) -
         for ours, theirs in zip(values_and_gradients(call), own, strict=True):
             scale = max(1.0, float(theirs.abs().max()))
             torch.testing.assert_close(ours, theirs, atol=3e-5 * scale, rtol=1e-4, msg=lambda m, c=call: f"{c[0]}: {m}")
+
+
+def sd35() -> Recorded:
+    """SD3.5 medium's first blocks have a second attention, among the image's tokens."""
+    block = JointTransformerBlock(16, 2, 8, qk_norm="rms_norm", use_dual_attention=True)
+    return block, (torch.randn(2, 6, 16), torch.randn(2, 3, 16), torch.randn(2, 16)), {}
+
+
+def wan_of_tokens() -> Recorded:
+    """Wan 2.2's small model has a time per token; its cross-attention is not normalised here."""
+    block = WanTransformerBlock(24, 32, 2)
+    angles = [t.repeat_interleave(2, -1)[None, :, None] for t in (torch.randn(5, 6).cos(), torch.randn(5, 6).sin())]
+    return block, (torch.randn(2, 5, 24), torch.randn(2, 4, 24), torch.randn(2, 5, 6, 24), tuple(angles)), {}
+
+
+def wan_of_pictures() -> Recorded:
+    """Wan 2.1's picture-to-video attends to 512 text tokens and to the picture's before them."""
+    block = WanTransformerBlock(24, 32, 2, cross_attn_norm=True, added_kv_proj_dim=24)
+    return block, (torch.randn(2, 5, 24), torch.randn(2, 512 + 3, 24), torch.randn(2, 6, 24), None), {}
+
+
+def qwen_edit() -> Recorded:
+    """Qwen-Image-Edit's later models modulate the tokens of the picture to edit by time zero, and pad texts."""
+    block = QwenImageTransformerBlock(16, 2, 8, zero_cond_t=True)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    call = {"encoder_hidden_states_mask": mask, "modulate_index": torch.tensor([[0, 0, 0, 1, 1]]).expand(2, -1)}
+    given = {"hidden_states": torch.randn(2, 5, 16), "encoder_hidden_states": torch.randn(2, 3, 16)}
+    return block, (), {**given, "temb": torch.randn(4, 16), **call}
+
+
+@pytest.mark.parametrize("make", [sd35, wan_of_tokens, wan_of_pictures, qwen_edit])
+def test_blocks_that_the_tiny_pipelines_do_not_have(make: Callable[[], Recorded]) -> None:
+    torch.manual_seed(0)
+    call = make()
+    before = values_and_gradients(call)
+    install([nn.ModuleList([call[0]])], Switches(qk_norm_rope=True, adaln=True, attention="math"))
+    for ours, theirs in zip(values_and_gradients(call), before, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-5 * max(1.0, float(theirs.abs().max())), rtol=1e-4)
 
 
 def rolled(family: Family, kernels: Kernels) -> tuple[Policy, Trajectory]:

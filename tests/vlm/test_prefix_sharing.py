@@ -30,7 +30,10 @@ def test_log_probs_and_gradients_are_those_of_the_repeated_cache(tmp_path: Path,
         policy.prefix_attention = way
         replay = policy.log_probs(prompts, tokens, mask, group=torch.tensor([2, 0, 0, 2, 1]))
         found.append((replay.log_prob, torch.autograd.grad(replay.log_prob.sum(), policy.parameters)))
+    with torch.no_grad():  # as old log-probabilities are computed
+        again = policy.log_probs(prompts, tokens, mask, group=torch.tensor([2, 0, 0, 2, 1])).log_prob
     (plain, of_plain), (shared, of_shared) = found
+    assert torch.equal(again, shared.detach())
     torch.testing.assert_close(shared, plain, atol=1e-5, rtol=1e-5)
     assert float(plain.detach().abs().max()) > 1.0
     for one, other in zip(of_shared, of_plain, strict=True):
