@@ -78,10 +78,10 @@ def _composed(config: VLMConfig) -> Preset:
         changes["advantage"] = replace(advantage, weights=tuple(reward.weight for reward in config.rewards))
     if changes.get("aggregation", base.aggregation) == "const":
         changes["length"] = config.generation.max_new_tokens
-    corrected = changes.get("group_loss", base.group_loss) is None and settings.weights is None
-    if config.generation.engine == "vllm" and corrected:  # TRL's default, unless trainer.weights says otherwise
-        own = [one for one in base.weights if not isinstance(one, recipe.EngineMismatch)]
-        changes["weights"] = base.weights if len(own) < len(base.weights) else (*own, recipe.EngineMismatch())
+    uncorrected = not any(isinstance(one, recipe.EngineMismatch) for one in base.weights)
+    if config.generation.engine == "vllm" and settings.weights is None and uncorrected:
+        if changes.get("group_loss", base.group_loss) is None:  # which takes no weights
+            changes["weights"] = (*base.weights, recipe.EngineMismatch())  # TRL's default
     try:
         return replace(base, **changes)
     except ValueError as error:

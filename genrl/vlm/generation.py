@@ -66,7 +66,8 @@ def generate(
         raise ValueError(f"{len(prompts)} prompts need as many keys, got {len(keys)}")
     policy.check_room(prompts, sampling.max_new_tokens)
     if policy.sampler is not None:
-        return policy.sampler.generate(prompts, n, sampling, keys)
+        drawn: Completions = policy.sampler.generate(prompts, n, sampling, keys)
+        return drawn
 
     group = torch.arange(len(prompts)).repeat_interleave(n)
     cache, _ = policy.prefix(prompts)

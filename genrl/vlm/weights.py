@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners import lora
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -17,7 +17,7 @@ def checkpoint_weights(policy: Policy) -> dict[str, Tensor]:
     merged = {
         f"{name}.weight": module.get_base_layer().weight + module.get_delta_weight("default")
         for name, module in policy.model.named_modules()
-        if isinstance(module, BaseTunerLayer)
+        if isinstance(module, lora.Linear)
     }
     found = {}
     for name, parameter in policy.model.named_parameters():
