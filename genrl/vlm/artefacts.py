@@ -78,7 +78,7 @@ def score(
     asked = [rows[number] for number in group]
     columns = {name: [row.columns[name] for row in asked] for name in sorted(rows[0].columns)}
     prompts = [text_of(row) for row in asked]
-    found = {}
+    found: dict[str, Scores] = {}
     for label, reward in opened.items():
         if config.vlm.output == "voxels":
             rule = next(r.views for r, name in zip(config.rewards, config.reward_labels, strict=True) if name == label)

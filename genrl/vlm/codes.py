@@ -32,6 +32,7 @@ from genrl.vlm.processor import Prompt, Tokens
 from rewards.checkpoints import pretrained
 
 import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
+from transformers.utils.hub import cached_file  # isort: skip
 
 CODEC = "codec.safetensors"
 WORD, BEGIN, CODE, END, DONE = range(5)
@@ -59,7 +60,7 @@ def read_codec(path: str) -> Codec:
     """Of a model's folder or hub id. Raises ValueError where there is none."""
     file = Path(path) / CODEC
     if not Path(path).is_dir():
-        found = transformers.utils.cached_file(path, CODEC, _raise_exceptions_for_missing_entries=False)
+        found = cached_file(path, CODEC, _raise_exceptions_for_missing_entries=False)
         file = Path(found or CODEC)
     if not file.is_file():
         raise ValueError(f"{path!r} has no {CODEC}, so its codes cannot be decoded: see docs/sequence_policies.md")

@@ -229,7 +229,7 @@ def _weight(preset: Preset, batch: TokenBatch) -> Tensor | None:
             case recipe.StepMeans():
                 step = given(batch, "step", "the means of steps")
                 factor = torch.ones(mask.shape, dtype=torch.float64)
-                for number in step[mask.bool()].unique().tolist():
+                for number in sorted(set(step[mask.bool()].tolist())):
                     own = mask.bool() & (step == number)
                     factor[own] = float(mask.bool().sum() / own.sum())
             case recipe.OffPolicyMask():

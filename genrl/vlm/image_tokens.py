@@ -155,7 +155,8 @@ class ImagePolicy:
         logits = self.model.model.generation_head(states)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         guided = logits[0] if len(logits) == 1 else logits[1] + self.guidance * (logits[0] - logits[1])
-        return (guided / temperature).log_softmax(-1)
+        found: Tensor = (guided / temperature).log_softmax(-1)
+        return found
 
     def log_probs(
         self,
@@ -239,7 +240,7 @@ class ImagePolicy:
             attended = torch.cat([attended, torch.ones_like(attended[:, :1])], 1)
             positions = positions[:, -1:] + 1
         codes = torch.stack(tokens, 1)
-        images = torch.cat([self.pixels(some) for some in codes.split(64)]).cpu()
+        images = torch.cat([self.pixels(codes[at : at + 64]) for at in range(0, len(codes), 64)]).cpu()
         mask = torch.ones_like(codes, dtype=torch.bool).cpu()
         texts = [" ".join(map(str, row)) for row in codes.tolist()]
         cut = torch.zeros(len(codes), dtype=torch.bool)

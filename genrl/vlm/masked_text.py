@@ -144,9 +144,7 @@ class MaskedPolicy:
         tokens = tokens.to(self.device)
         if self.samples is not None:
             masked = self._masks(rows, tokens)
-            columns = [
-                _again(lambda j=j: self._bound(rows, tokens, masked[:, j], temperature)) for j in range(self.samples)
-            ]
+            columns = [_again(self._bound, rows, tokens, masked[:, j], temperature) for j in range(self.samples)]
             return TokenScores(torch.stack(columns, 1), None)
         scored, entropies = [], []
         for t in range(self.length):
@@ -154,7 +152,7 @@ class MaskedPolicy:
             column = torch.zeros(len(rows), device=self.device)
             spread = torch.zeros(len(rows), device=self.device)
             if kept:
-                found = _again(lambda t=t, kept=kept: self._place(rows, tokens, t, kept, temperature))
+                found = _again(self._place, rows, tokens, t, kept, temperature)
                 column = column.to(found.dtype).index_put((torch.tensor(kept, device=self.device),), found[0])
                 spread = spread.to(found.dtype).index_put((torch.tensor(kept, device=self.device),), found[1].detach())
             scored.append(column)
@@ -239,7 +237,7 @@ class MaskedPolicy:
             left -= number
 
 
-def _again(run: Callable[[], Tensor]) -> Tensor:
-    """`run()`, computed again in the backward pass; without gradients just run."""
-    found: Tensor = checkpoint(run, use_reentrant=False)
+def _again(run: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """`run(*arguments)`, computed again in the backward pass; without gradients just run."""
+    found: Tensor = checkpoint(run, *arguments, use_reentrant=False)
     return found

@@ -57,8 +57,8 @@ def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, f
     loop, config, alpha = session.loop, session.config, session.config.trainer.alpha
     policy: Any = session.policy
     reward = totals(config, answers.scores).float()
-    sizes = {"updates": 1, "micro": config.trainer.micro_batch}
-    (update,) = dealt(session.preset, answers.mask, config.generation.group_size, **sizes, seed=config.seed, loop=loop)
+    size, micro = config.generation.group_size, config.trainer.micro_batch
+    (update,) = dealt(session.preset, answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(answers.texts))
     with loop.timed("train"):

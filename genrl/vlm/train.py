@@ -6,7 +6,7 @@ import json
 import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from accelerate import Accelerator
@@ -21,6 +21,7 @@ from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, write_atomic
 from genrl.runtime.signals import Stop, Watchdog
 from genrl.vlm import artefacts, music_rl, trainer
+from genrl.vlm.agents import train as agents
 from genrl.vlm.compose import preset_of
 from genrl.vlm.data import Questions
 from genrl.vlm.evaluate import Judged, figures, judge
@@ -131,7 +132,7 @@ def open_session(
     model: Any = policy.model
     groups, baseline = [{"params": policy.parameters, "name": "policy"}], None
     if alone:
-        baseline = music_rl.Baseline(policy)
+        baseline = music_rl.Baseline(cast(Any, policy))
         model = nn.ModuleDict({"policy": policy.model, "baseline": baseline})
         groups.append({"params": list(baseline.parameters()), "name": "baseline"})
     loop = Loop(
