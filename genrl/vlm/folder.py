@@ -30,7 +30,7 @@ def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str
         guidance = config.generation.guidance_scale
         common: dict[str, Any] = {"lora": lora, "dtype": dtype, "device": device, "seed": config.seed}
         drawing: Any = ImagePolicy(path or config.vlm.path, guidance=guidance, **common)
-        return drawing  # used as a Policy where both can the same
+        return drawing  # type: ignore[no-any-return]  # used as a Policy where both can the same
     if config.vlm.output in ("voxels", "audio"):
         coded: Any = CodePolicy(path or config.vlm.path, lora=lora, dtype=dtype, device=device, seed=config.seed)
         if coded.codec.kind != config.vlm.output:
@@ -46,7 +46,7 @@ def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str
             dtype=dtype,
             device=device,
         )
-        return masked
+        return masked  # type: ignore[no-any-return]
     policy = Policy(path or config.vlm.path, lora=lora, dtype=dtype, device=device, seed=config.seed)
     policy.prefix_attention = config.vlm.prefix_attention
     return policy

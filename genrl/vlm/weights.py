@@ -15,7 +15,7 @@ def checkpoint_weights(policy: Policy) -> dict[str, Tensor]:
     """Every weight by its name in a checkpoint. The policy stays as it is: merged are copies, and nothing is rounded
     twice; the others are the policy's own tensors. Weights that are tied stand under one of their names."""
     merged = {
-        f"{name}.weight": module.get_base_layer().weight + module.get_delta_weight("default")
+        f"{name}.weight": module.weight + module.get_delta_weight("default")
         for name, module in policy.model.named_modules()
         if isinstance(module, lora.Linear)
     }
