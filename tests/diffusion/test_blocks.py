@@ -127,6 +127,25 @@ def test_blocks_that_the_tiny_pipelines_do_not_have(make: Callable[[], Recorded]
         torch.testing.assert_close(ours, theirs, atol=3e-5 * max(1.0, float(theirs.abs().max())), rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [sd35, wan_of_tokens, qwen_edit])
+def test_in_half_precision_blocks_are_as_near_to_float32(make: Callable[[], Recorded], dtype: torch.dtype) -> None:
+    def values(dtype: torch.dtype, ours: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        block, args, kwargs = make()
+        block.to(dtype)
+        if ours:
+            install([nn.ModuleList([block])], Switches(qk_norm_rope=True, adaln=True, attention="math"))
+        kinds = {torch.float32: dtype}
+        args = [t.to(kinds.get(t.dtype, t.dtype)) if isinstance(t, Tensor) else t for t in args]
+        found = block(*args, **{name: t.to(kinds.get(t.dtype, t.dtype)) for name, t in kwargs.items()})
+        return [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+
+    for found, own, exact in zip(values(dtype, True), values(dtype, False), values(torch.float32, False), strict=True):
+        assert found.dtype == own.dtype == dtype
+        assert (found.float() - exact).abs().max() <= 2 * (own.float() - exact).abs().max()
+
+
 def rolled(family: Family, kernels: Kernels) -> tuple[Policy, Trajectory]:
     policy = Policy(family.pipe)
     use_kernels(policy, kernels)
