@@ -102,9 +102,9 @@ def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], 
         def efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
             if mask is None:
                 return memory_efficient_attention(q, k, v)
-            shape = (len(q), q.shape[2], q.shape[1], k.shape[1])
-            bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
-            return memory_efficient_attention(q, k, v, attn_bias=bias.expand(shape).contiguous())
+            keys = k.shape[1]  # rows of a bias begin at multiples of 8
+            bias = q.new_zeros(len(q), q.shape[2], q.shape[1], -(-keys // 8) * 8)[..., :keys]
+            return memory_efficient_attention(q, k, v, attn_bias=bias.masked_fill_(~mask, float("-inf")))
 
         return efficient
     from sageattention import sageattn

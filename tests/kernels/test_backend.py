@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_errors import needs_triton
+from torch import Tensor
 
 from genrl.kernels import backend, joint_attention
 from genrl.kernels.adaln import adaln
@@ -58,8 +61,7 @@ def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 7, 3, 8)
     mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
-    scores = torch.einsum("bshd,bthd->bhst", q, k) / 8**0.5
-    exact = torch.einsum("bhst,bthd->bshd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+    exact = softmax_attention(q, k, v, torch.where(mask, 0.0, -torch.inf))
     for name in joint_attention.usable(q, mask):
         found = joint_attention.joint_attention(q, k, v, mask=mask, backend=name)
         torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
@@ -75,6 +77,42 @@ def test_a_named_attention_that_cannot_run_is_an_error(name: str, reason: str) -
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match=rf"attention back-end {name}: .*{reason}.*; that can run here: auto, math"):
         joint_attention.joint_attention(q, q, q, backend=name)  # type: ignore[arg-type]
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    scores = torch.einsum("bshd,bthd->bhst", q, k) / q.shape[-1] ** 0.5 + bias
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v)
+
+
+def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with the signatures of the packages, which need a GPU: [B, S, H, D] for all, a bias for xformers."""
+
+    def efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None = None) -> Tensor:
+        assert attn_bias is None or attn_bias.stride(-2) % 8 == 0
+        return softmax_attention(q, k, v, 0.0 if attn_bias is None else attn_bias)
+
+    def sage(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str) -> Tensor:
+        assert tensor_layout == "NHD"
+        return softmax_attention(q, k, v)
+
+    flash = {
+        "flash_attn": softmax_attention,
+        "flash_attn_interface": lambda q, k, v: (softmax_attention(q, k, v), None),
+    }
+    for package, function in flash.items():
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_func=function))
+    monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "xformers.ops", SimpleNamespace(memory_efficient_attention=efficient))
+    monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=sage))
+    joint_attention._library.cache_clear()
+    q, k, v = torch.randn(3, 2, 7, 3, 8)
+    for name in joint_attention.PACKAGES:
+        assert torch.equal(joint_attention._library(name)(q, k, v, None), softmax_attention(q, k, v)), name
+    mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
+    found = joint_attention._library("xformers")(q, k, v, mask)
+    exact = joint_attention.joint_attention(q, k, v, mask=mask)
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+    joint_attention._library.cache_clear()
 
 
 def test_flash_takes_no_mask() -> None:
