@@ -1,15 +1,14 @@
-"""Make the embedded model of image tokens: a Janus of 0.5 million numbers that half draws what it is told.
+"""Make the embedded model of image tokens: a Janus of 1.1 million numbers that draws two in five captions rightly.
 
     python assets/build_tiny_janus.py     # assets/tiny-janus, about a minute of one core
 
 Pictures have 32 x 32 pixels and show one or two of the world's shapes (`genrl.world`), large, in one of four places;
-an image token stands for 8 x 8 pixels, so there are 16 of them. There are fewer
-kinds of patches than codes, so each is a code. Three stages: the codes' vectors and the decoder, on pictures with a
-thing in every quarter; the encoder, towards these vectors; the language model from captions to codes, with one caption
-in ten left out for classifier-free guidance. The last one
-ends when `ENOUGH` of the pictures drawn for training captions are wholly right. Captions with a held-out combination
-(`world.held_out`) are among the lessons: which pictures belong to which words is learnt here, to draw them reliably is
-left to reinforcement, which sees the others only.
+an image token stands for 8 x 8 pixels, so there are 16 of them. There are fewer kinds of patches than codes, so each is
+a code. Three stages: the vectors of codes and the decoder, on pictures with a thing in each quarter; the encoder, towards
+these vectors; the language model from captions to codes, with one caption in ten left out for classifier-free guidance.
+The last one ends when `ENOUGH` of the pictures drawn for lessons are wholly right. Held-out captions (`tasks.captions`)
+are among the lessons: which pictures belong to which words is learnt here, to draw them reliably is left to
+reinforcement, which sees the others only.
 """
 
 from __future__ import annotations
