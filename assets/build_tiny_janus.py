@@ -4,8 +4,8 @@
 
 Pictures have 32 x 32 pixels and show one or two of the world's shapes (`genrl.world`), large, in one of four places;
 an image token stands for 8 x 8 pixels, so there are 16 of them. There are fewer kinds of patches than codes, so each is
-a code. Three stages: the vectors of codes and the decoder, on pictures with a thing in each quarter; the encoder, towards
-these vectors; the language model from captions to codes, with one caption in ten left out for classifier-free guidance.
+a code. Three stages: vectors of the codes and the decoder, on pictures with a thing in each quarter; the encoder, to
+these vectors; the language model from captions to codes, one caption in ten being left out for guidance.
 The last one ends when `ENOUGH` of the pictures drawn for lessons are wholly right. Held-out captions (`tasks.captions`)
 are among the lessons: which pictures belong to which words is learnt here, to draw them reliably is left to
 reinforcement, which sees the others only.
