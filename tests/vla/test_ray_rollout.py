@@ -78,7 +78,7 @@ def local(policy: Any, slots: range = range(8), **how: Any) -> ChunkRollout:
 
 def test_as_collected_here_also_after_an_update(far: RayRollouts) -> None:
     """The same episodes, also later ones, the same noise: to the bit part by part, the whole up to rounding."""
-    policy = flow(TOLD, critic=True)
+    policy = flow(TOLD, critic=1)
     for version in (1, 2):
         found = far.collect(policy, FlowSteps(), **HOW)
         assert (far.version, far.dropped) == (version, 0) and found.episode.max() > 1
@@ -106,7 +106,7 @@ def test_what_is_wrong_there_is_told_here(cluster: Any) -> None:
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_actor_that_dies_or_hangs(far: RayRollouts, signal_number: int) -> None:
     """Its episodes are dropped and counted, those of the other are trained on, and the next rollout is whole again."""
-    policy = flow(TOLD, critic=True)
+    policy = flow(TOLD, critic=1)
     far.collect(policy, FlowSteps(), **HOW)
     far.start_timeout_s = 5.0
     os.kill(process_of(far._actors[0]), signal_number)
@@ -126,7 +126,7 @@ def test_an_actor_that_is_lost_again_and_again(far: RayRollouts) -> None:
     """Nothing waits for ever: here there is no time to start in."""
     far.start_timeout_s = 0.01
     with pytest.raises(RuntimeError, match="(?s)lost 3 times in a row.*timeout"):
-        far.collect(flow(TOLD, critic=True), FlowSteps(), **HOW)
+        far.collect(flow(TOLD, critic=1), FlowSteps(), **HOW)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sampler": "diffusion"}, vla_runs.GRPO], ids=["flow_sde", "dppo", "grpo"])
@@ -171,7 +171,7 @@ def test_parts_of_different_lengths() -> None:
     parts = []
     for begin, steps in ((0, 12), (2, 20)):
         env = open_environment(**(where | {"num_envs": 2, "max_steps": steps}))
-        parts.append(collect(env, flow(TOLD, critic=True), FlowSteps(), first_slot=begin, **how))
+        parts.append(collect(env, flow(TOLD, critic=1), FlowSteps(), first_slot=begin, **how))
     assert len(parts[0].valid) < len(parts[1].valid)
     both = joined(parts)
     count = len(parts[0].valid)

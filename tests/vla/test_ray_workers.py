@@ -57,7 +57,7 @@ def test_rollouts_are_those_of_local_workers(cluster: Any) -> None:
     assert same(walk(env, 8, failing=failing), walk(local, 8, failing=failing)) and env.dropped == 1
     assert np.array_equal(env.render([3, 0]), local.render([3, 0]))
     env.close()
-    policy, rollouts = flow(TOLD, critic=True), []
+    policy, rollouts = flow(TOLD, critic=1), []
     for how in ({"workers": "ray"}, {"workers": 0}):
         table = open_environment("minitable", num_envs=6, chunk=4, group_size=2, max_steps=12, **how)
         rollouts.append(collect(table, policy, FlowSteps(), decisions=6, seed=3, iteration=2))
