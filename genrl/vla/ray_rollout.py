@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +164,8 @@ class RayRollouts:
         self.waited_s += max(part.waited_s for part in done)
         rollout = joined([part.rollout for part in done])
         self.dropped += sum(missing) + int(rollout.dropped.sum())
-        self.parts = list(torch.arange(len(rollout.group)).split([len(part.rollout.group) for part in done]))
+        sizes = [len(part.rollout.group) for part in done]
+        self.parts = [torch.arange(end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
         return rollout
 
     def close(self) -> None:
