@@ -1,11 +1,12 @@
-"""Make the embedded agent: a LLaVA of 0.7 million numbers that half knows how to act in a grid and with a crop tool.
+"""Make the embedded agent from the embedded vision-language model: it half knows how to act in a grid and with a tool.
 
-    python assets/build_tiny_vlm_agent.py     # assets/tiny-vlm-agent, about two minutes of one core
+    python assets/build_tiny_vlm_agent.py     # assets/tiny-vlm-agent, about a minute of one core
 
-It imitates training episodes alone (`genrl/vlm/agents/{grid,crop}.py`). In the grid it is told in which cells (0 to 15)
-the agent and its goal are, always rightly, which teaches it to see; the move that it is shown is a planner's with
-probability `PLANNED`, else a random one. With the tool, a share `DIRECT` of the first answers guess without looking, a
-share `ASTRAY` of the parts looked at are elsewhere, and a share `WRONG` of the answers after looking are random.
+It imitates training episodes alone (`genrl/vlm/agents/{grid,crop}.py`). In the grid it is told in which cells (0 to 8)
+the agent and its goal are, always rightly; the move that it is shown is a planner's with probability `PLANNED`, else a
+random one. With the tool, a share `DIRECT` of the first answers guess without looking, a share `ASTRAY` of the parts
+looked at are elsewhere, and a share `WRONG` of the answers after looking are random. It begins with a model that sees:
+from new weights, pictures were still ignored after 350 steps.
 """
 
 from __future__ import annotations
@@ -32,36 +33,22 @@ from genrl.vlm.policy import Policy
 from genrl.vlm.processor import Prompt, Turn
 from rewards.shapes import COLOURS, SHAPES
 
-from transformers import (  # isort: skip  # after the policy, which makes it importable beside any torchvision
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-)
-from transformers.models.siglip import SiglipVisionConfig  # isort: skip
-from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil  # isort: skip
+from transformers import LlavaProcessor, PreTrainedTokenizerFast  # isort: skip  # after the policy, which prepares it
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0
-STEPS, BATCH, RATE, WARMUP = 500, 48, 2e-3, 30
+STEPS, BATCH, RATE, WARMUP = 350, 36, 1e-3, 20
 GRID = 0.65  # share of the lessons
 PLANNED, DIRECT, ASTRAY, WRONG = 0.35, 0.3, 0.3, 0.5
-PICTURE, PATCH = 48, 12
-LAYERS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+PICTURE, TOKENS, LONGEST = 48, 9, 320
 
-SPECIAL = ("<pad>", "<|end|>", "<unk>", "<image>", "<|user|>", "<|assistant|>", "<|system|>")
 JSON = ('{"thoughts":"', '","action":"', '"}', '{"', '":', '"...",', '"', '"..."}')
-TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<bbox>", "</bbox>")
-SIGNS = ("[", "]", ",", ".", ":", "?", "...")
+SIGNS = ("<bbox>", "</bbox>", "[", "]", ",", ".", ":", "?", "...")
 WORDS = (
-    "go to the actions left right up down here answer with one of them thoughts action which pattern has look closer "
+    "go to the actions left right up down answer with one of them thoughts action which pattern has look closer "
     "by or end x1 y1 x2 y2 there is no box and larger i it"
 ).split()
 SPLIT = r'\{"thoughts":"|","action":"|"\}|<\|\w+\|>|</?\w+>|\w+|,|[^\w\s<,]+,?'
-CHAT = (
-    "{% for m in messages %}<|{{ m.role }}|>{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}"
-    "{{ c.text }}{% endif %}{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 class Lesson(NamedTuple):
@@ -71,10 +58,11 @@ class Lesson(NamedTuple):
     answer: str
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words, tags, numbers and the pieces of a JSON answer."""
+def make_tokenizer(known: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The words that are known, then numbers, signs, and the pieces of a JSON answer."""
+    old = sorted(known.get_vocab(), key=known.get_vocab().__getitem__)
     numbers = [str(number) for number in range(PICTURE + 1)]
-    words = dict.fromkeys([*SPECIAL, *JSON, *TAGS, *SIGNS, *numbers, *COLOURS, *SHAPES, *PATTERNS, *WORDS])
+    words = dict.fromkeys([*old, *JSON, *SIGNS, *numbers, *COLOURS, *SHAPES, *PATTERNS, *WORDS])
     backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(SPLIT), behavior="removed", invert=True)
     backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # joins words by spaces
@@ -84,37 +72,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<|end|>",
         unk_token="<unk>",
         additional_special_tokens=["<image>", "<|user|>", "<|assistant|>", "<|system|>"],
-        model_max_length=320,
+        model_max_length=LONGEST,
     )
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
-    """SigLIP of two layers (16 patches of 12 pixels: a cell each), Llama of two."""
-    model = LlavaForConditionalGeneration(
-        LlavaConfig(
-            vision_config=SiglipVisionConfig(
-                **LAYERS, num_hidden_layers=2, image_size=PICTURE, patch_size=PATCH, vision_use_head=False
-            ),
-            text_config={
-                **LAYERS,
-                "model_type": "llama",
-                "num_hidden_layers": 2,
-                "num_key_value_heads": 4,
-                "vocab_size": len(tokenizer),
-                "max_position_embeddings": 320,
-                "tie_word_embeddings": False,
-                "pad_token_id": tokenizer.pad_token_id,
-                "bos_token_id": None,
-                "eos_token_id": tokenizer.eos_token_id,
-            },
-            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-            vision_feature_select_strategy="full",
-            vision_feature_layer=-1,
-        )
-    )
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model
 
 
 def where(grid: Grid) -> str:
@@ -167,7 +126,7 @@ def encoded(tokenizer: PreTrainedTokenizerFast, lessons: list[Lesson]) -> dict[s
                 if isinstance(part, str):
                     text += part
                 else:
-                    text += "<image>" * (PICTURE // PATCH) ** 2
+                    text += "<image>" * TOKENS
                     pictures.append(np.asarray(part))
             text += "<|end|>"
         asked = tokenizer(f"{text}<|assistant|>{prompt.begun}").input_ids
@@ -189,13 +148,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
     torch.manual_seed(SEED)
-    tokenizer = make_tokenizer()
-    size = {"height": PICTURE, "width": PICTURE}
+    start = Policy(str(ASSETS / "tiny-vlm"))
+    tokenizer, model = make_tokenizer(start.tokenizer), start.model
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.config.text_config.max_position_embeddings = LONGEST
     processor = LlavaProcessor(
-        SiglipImageProcessorPil(size=size), tokenizer,
-        patch_size=PATCH, vision_feature_select_strategy="full", chat_template=CHAT,
+        start.processor.image_processor, tokenizer,
+        patch_size=16, vision_feature_select_strategy="full", chat_template=start.processor.chat_template,
     )  # fmt: skip
-    model = make_model(tokenizer)
 
     def save() -> Policy:
         processor.save_pretrained(args.out)
@@ -213,24 +173,23 @@ def main() -> None:
         torch.testing.assert_close(one.tokens.pixels["pixel_values"], rows["pixel_values"])
         print(policy.tokenizer.decode(one.tokens.ids).replace("<image> ", ""), "|", lesson.answer, flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    started, shown = time.process_time(), [0.0, 0.0]
+    started, shown = time.process_time(), 0.0
     model.train()
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = RATE * min((step + 1) / WARMUP, 2 - 2 * step / args.steps, 1)
         rng = np.random.default_rng(derive_seed("agent lesson", SEED, step))
-        kind = int(rng.random() >= GRID)  # a batch is of one kind, since their lengths differ
-        teach = (grid_lesson, crop_lesson)[kind]
-        lessons = [teach(tables[kind], rng) for _ in range(BATCH // (1 + kind))]
+        kinds = [rng.random() < GRID for _ in range(BATCH)]
+        lessons = [grid_lesson(tables[0], rng) if kind else crop_lesson(tables[1], rng) for kind in kinds]
         loss = model(**encoded(tokenizer, lessons)).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        shown[kind] += 0.1 * (float(loss.detach()) - shown[kind])
+        shown += 0.1 * (float(loss.detach()) - shown)
         if (step + 1) % 25 == 0:
             spent = time.process_time() - started
-            print(f"step {step + 1}, losses {shown[0]:.3f} {shown[1]:.3f}, {spent:.0f} CPU seconds", flush=True)
+            print(f"step {step + 1}, loss {shown:.3f}, {spent:.0f} CPU seconds", flush=True)
         if (step + 1) % 100 == 0:
             model.eval()
             save()

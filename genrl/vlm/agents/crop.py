@@ -23,7 +23,7 @@ from rewards.verifiable import answer_in, exact, numbers_in
 
 Rule = Literal["accuracy", "para_grpo", "vrag_rl"]
 
-SHOWN, FACTOR, CELLS = 48, 4, 4
+SHOWN, FACTOR, CELLS = 48, 4, 3
 RAW = SHOWN * FACTOR
 PERIOD = 4  # pixels of the large picture, half of them dark
 PATTERNS = ("rows", "columns", "slants", "checks")
@@ -35,7 +35,7 @@ Kind = tuple[str, str]
 
 
 def held_out(cells: tuple[int, ...]) -> bool:
-    """Whether pictures with shapes in these cells (0 to 15, by rows) are for evaluation only: every fourth set."""
+    """Whether pictures with shapes in these cells (0 to 8, by rows) are for evaluation only: every fourth set."""
     return (sum(cells) + len(cells)) % 4 == 0
 
 

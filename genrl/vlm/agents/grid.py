@@ -1,4 +1,4 @@
-"""A room of 4 x 4 cells with walls and two things: "go to the red circle". No download, and no dependency.
+"""A room of 3 x 3 cells with walls and two things: "go to the red circle". No download, and no dependency.
 
 An episode ends at the thing that is asked for (1 - 0.9 t / limit after t steps, as in MiniGrid), at the other one (-1),
 or, cut, after `limit` steps. Which pair of cells the agent begins in and has to reach decides the split: every fourth
@@ -20,9 +20,9 @@ from PIL import Image, ImageDraw
 from genrl.vlm.agents.contract import Split
 from rewards.shapes import COLOURS, PALETTE, SHAPES, outline
 
-SIDE = 4
-CELL = 12  # pixels
-WALLS = 3
+SIDE = 3
+CELL = 16  # pixels
+WALLS = 2
 MOVES = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 FLOOR, WALL, AGENT = (244, 243, 238), (90, 92, 104), (16, 16, 20)
 KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
@@ -45,7 +45,7 @@ class Grid(gymnasium.Env[NDArray[np.uint8], Any]):
     render_mode = "rgb_array"
     action_words = tuple(MOVES)
 
-    def __init__(self, limit: int = 12) -> None:
+    def __init__(self, limit: int = 8) -> None:
         self.limit = limit
         self.action_space = spaces.Discrete(len(MOVES))
         side = SIDE * CELL
@@ -118,8 +118,8 @@ def tile(kind: str, colour: tuple[int, int, int] = AGENT) -> NDArray[np.uint8]:
     canvas = Image.new("RGB", (size, size), WALL if kind == "wall" else FLOOR)
     pen = ImageDraw.Draw(canvas)
     if kind == "agent":
-        pen.line((5, 5, size - 6, size - 6), fill=colour, width=6)
-        pen.line((5, size - 6, size - 6, 5), fill=colour, width=6)
+        pen.line((12, 12, size - 13, size - 13), fill=colour, width=10)
+        pen.line((12, size - 13, size - 13, 12), fill=colour, width=10)
     elif kind in SHAPES:
         corners = 0.42 * size * outline(kind) + size / 2
         pen.polygon([(float(x), float(y)) for x, y in corners], fill=colour)

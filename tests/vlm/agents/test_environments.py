@@ -64,7 +64,7 @@ def test_the_planner_reaches_the_goal_of_held_out_rooms_and_is_paid_for_speed() 
         for _ in range(steps):
             assert not ended
             _, reward, ended, _, info = one.step(say(room.shortest()[0]))
-        assert ended and info["success"] and reward == pytest.approx(1 - 0.9 * steps / 12)
+        assert ended and info["success"] and reward == pytest.approx(1 - 0.9 * steps / 8)
 
 
 def test_the_wrong_thing_ends_and_the_limit_cuts() -> None:
@@ -72,15 +72,15 @@ def test_the_wrong_thing_ends_and_the_limit_cuts() -> None:
     one.reset(0, "train")
     room: grid.Grid = one.env.unwrapped  # type: ignore[attr-defined]
     assert not grid.held_out(room.agent, room.goal)
-    room.walls, room.agent, room.goal, room.other = frozenset(), (1, 1), (3, 3), (1, 2)
+    room.walls, room.agent, room.goal, room.other = frozenset(), (1, 0), (2, 2), (1, 1)
     room.kinds = {}
     _, reward, terminated, truncated, info = one.step(say("right"))
     assert (reward, terminated, truncated, info["success"]) == (-1.0, True, False, False)
     one.reset(1, "train")
-    room.agent, room.goal, room.other, room.walls = (0, 0), (3, 3), (3, 2), frozenset()
+    room.agent, room.goal, room.other, room.walls = (0, 0), (2, 2), (2, 1), frozenset()
     room.kinds = {}
-    ends = [one.step(say("up"))[2:4] for _ in range(12)]
-    assert ends == [(False, False)] * 11 + [(False, True)]
+    ends = [one.step(say("up"))[2:4] for _ in range(8)]
+    assert ends == [(False, False)] * 7 + [(False, True)]
 
 
 def test_an_answer_without_an_action_is_a_random_one_and_is_told() -> None:
@@ -88,7 +88,7 @@ def test_an_answer_without_an_action_is_a_random_one_and_is_told() -> None:
     for seed in range(12):
         one.reset(seed, "train")
         room: grid.Grid = one.env.unwrapped  # type: ignore[attr-defined]
-        room.walls, room.agent, room.goal, room.other = frozenset(), (2, 2), (3, 3), (0, 0)
+        room.walls, room.agent, room.goal, room.other = frozenset(), (1, 1), (2, 2), (0, 0)
         _, _, _, _, info = one.step("i do not know")
         assert info["valid"] is False
         moves.add(room.agent)
@@ -125,14 +125,14 @@ def test_any_text_is_an_action_or_none(text: str, answer: Any) -> None:
 
 class TestCrop:
     def test_patterns_are_one_colour_in_what_is_shown_and_differ_in_a_part(self) -> None:
-        things = {5: ("red", "square")}
+        things = {4: ("red", "square")}
         drawn = [crop.draw({cell: (kind, pattern) for cell, kind in things.items()}) for pattern in crop.PATTERNS]
-        inside = (16, 16, 20, 20)  # of the shape, away from its edge
+        inside = (20, 20, 28, 28)  # of the shape, away from its edge
         small = [np.asarray(one.reduce(4).crop(inside)) for one in drawn]
         assert (
             all((pixels == small[0]).all() for pixels in small) and len(np.unique(small[0].reshape(-1, 3), axis=0)) == 1
         )
-        large = [np.asarray(one.resize((48, 48), Image.Resampling.BOX, box=(48, 48, 96, 96)), int) for one in drawn]
+        large = [np.asarray(one.resize((48, 48), Image.Resampling.BOX, box=(64, 64, 128, 128)), int) for one in drawn]
         for a in range(4):
             for b in range(a):
                 assert np.abs(large[a] - large[b]).mean() > 5
