@@ -74,7 +74,8 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         if preset == method and output != made:
             yield ("trainer.preset", "vlm.output"), f"{method} is of models whose output is {made}; write it, or grpo"
     if preset == "music_rl":
-        written = config.trainer.model_fields_set & FUNCTIONS
+        plain = type(config.trainer)()  # a resolved configuration has every field written
+        written = {name for name in FUNCTIONS if getattr(config.trainer, name) != getattr(plain, name)}
         if written:
             yield (f"trainer.{min(written)}",), "music_rl has a trainer of its own, with alpha alone; leave it out"
     if config.vlm.lora is not None and (output == "masked_text" or preset == "music_rl"):
