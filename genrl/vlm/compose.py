@@ -133,7 +133,7 @@ def _impossible(config: VLMConfig, preset: Preset) -> Iterator[tuple[KeyPath, st
     if critic != any(isinstance(one, recipe.ValueLoss) for one in preset.regularisers):
         text = "a critic's advantage and its loss go together: advantage {name: critic} and regulariser {name: value}"
         yield ("trainer", "regularisers"), text
-    elif critic != (config.trainer.preset in CRITICS):
+    elif critic != (config.trainer.preset in (*CRITICS, "music_rl")):  # which has a trainer of its own
         text = f"critics are those of {' and '.join(CRITICS)}; start from one of them"
         yield ("trainer", "preset"), text
     if config.environment is not None:
