@@ -93,6 +93,19 @@ def test_the_least_risky_of_several_samples_acts() -> None:
     assert not torch.equal(behave(observation, 0), behave(observation, 1))
 
 
+def test_nothing_is_safer_than_safe() -> None:
+    """Estimates below -1 differ by error alone: the first sample acts, as where all are alike."""
+    data = played(20, 0.5)
+    observation, chunks = take(data, torch.arange(6)).observation, []
+    for spread in (0.0, 1.0):
+        net = nets(data)
+        for head in net.violation.slow:
+            torch.nn.init.normal_(head.head[-1].weight, std=spread)
+            torch.nn.init.constant_(head.head[-1].bias, -50.0)
+        chunks.append(fisor.safest(net, SAMPLER, candidates=8, seed=0)(observation, 0))
+    assert torch.equal(*chunks)
+
+
 def test_a_step_trains_critics_actor_and_slow_copies() -> None:
     data = played(20, 0.5)
     net, before = nets(data), nets(data)
