@@ -35,7 +35,7 @@ def tool_format(text: str, *, call: str = "bbox") -> float:
 
 
 def tool_success(*, parsed: bool, executed: bool, accurate: bool) -> float:
-    """PARA-GRPO's R_tool: .1 for a call that can be read, .3 for one that was executed, .5 more before a right answer."""
+    """PARA-GRPO's R_tool: .1 for a call that can be read, .3 for one executed, .5 more before a right answer."""
     if not parsed:
         return 0.0
     return (0.3 if executed else 0.1) + 0.5 * accurate
@@ -47,8 +47,8 @@ def para_grpo(accuracy: float, form: float, tool: float) -> float:
 
 
 def ndcg(relevances: Sequence[float], relevant: int) -> float:
-    """Normalised discounted gain of what was fetched, in its order: `sum (2^rel - 1) / log2(rank + 1)` over the ideal of
-    `relevant` pieces of relevance 1. 0 where there is nothing relevant or nothing was fetched."""
+    """Normalised discounted gain of what was fetched, in its order: `sum (2^rel - 1) / log2(rank + 1)` over the ideal
+    of `relevant` pieces of relevance 1. 0 where there is nothing relevant or nothing was fetched."""
     gain = sum((2**rel - 1) / math.log2(rank + 2) for rank, rel in enumerate(relevances))
     best = sum(1 / math.log2(rank + 2) for rank in range(relevant))
     return min(1.0, gain / best) if best else 0.0

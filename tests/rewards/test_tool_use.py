@@ -8,7 +8,9 @@ import pytest
 
 from rewards.tool_use import ndcg, para_grpo, tool_format, tool_success, vrag_rl
 
-LOOKED = "<think> i look closer </think> <bbox>[0,0,16,16]</bbox>\n<think> it is rows </think> <answer> rows </answer>\n"
+LOOKED = (
+    "<think> i look closer </think> <bbox>[0,0,16,16]</bbox>\n<think> it is rows </think> <answer> rows </answer>\n"
+)
 
 
 @pytest.mark.parametrize(

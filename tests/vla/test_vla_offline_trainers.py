@@ -126,7 +126,7 @@ def test_what_they_say_of_themselves(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_labels_tell_the_right_episodes_from_the_wayward_ones(root: Path, tmp_path: Path) -> None:
-    """No reward and no success is read: what the judge preferred makes the actions of episodes that succeeded better."""
+    """No reward and no success is read: the judge's preferences make the actions of episodes that succeeded better."""
     changes = ["episodes=300", "labels.pairs=250", "labels.steps=150", "critics.width=64", "critic_steps=250"]
     changes += ["critics.batch_size=128", "labels.batch_size=64"]
     overrides = [f"trainer.{change}" for change in changes]
