@@ -123,8 +123,8 @@ class Table:
         return Prompt(turns[-1].parts, where=where, before=tuple(turns[:-1]), begun=self.begun)
 
     def state(self) -> list[list[Any]]:
-        """Slot, seed, split and answers of each episode: what `restore` plays again."""
-        return [[slot, one.seed, one.split, one.said] for slot, one in self.episodes.items()]
+        """Slot, seed, split and answers of each episode: what `restore` plays again; a copy."""
+        return [[slot, one.seed, one.split, list(one.said)] for slot, one in self.episodes.items()]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """Begin the same episodes and give the same answers. Raises RuntimeError where the environment is no function

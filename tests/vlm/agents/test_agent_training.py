@@ -174,6 +174,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(preset: str, tmp_path: Path) -> 
     assert differences(tmp_path / "a" / "run", tmp_path / "b" / "run") == []
 
 
+def test_steps_of_an_iteration_that_is_left_are_not_in_the_checkpoint(tmp_path: Path) -> None:
+    """What is remembered at the end of an iteration is saved where the next one is left in its middle."""
+    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac")) as session:
+        _, row = session.act()
+        session.remember(row)
+        kept = json.dumps(session.loop.memory)
+        session.act()
+        assert json.dumps(session.loop.memory) == kept
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["vl_dac", "vrag_rl"])
 def test_two_processes_do_what_one_does(preset: str, tmp_path: Path) -> None:
