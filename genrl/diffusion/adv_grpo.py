@@ -75,7 +75,9 @@ def train(session: Session, settings: AdvGRPO) -> None:
     for iteration in session.iterations():
         # 1, 2. Collect and score.
         plan = sampling_plan(session.config, settings, iteration)
-        rollouts = collect(session, plan, drawing(session, settings, plan))
+        keeps = settings.keep_graph and settings.trains_model(iteration)  # else no update would go back through them
+        drawn = settings.model_copy(update={"keep_graph": keeps})
+        rollouts = collect(session, plan, drawing(session, drawn, plan))
         check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
         with session.scorers.placed():
             pairs = paired(session, references, rollouts)

@@ -24,7 +24,7 @@ from genrl.diffusion.estimation import estimate
 from genrl.diffusion.forest import Draw, roll_out
 from genrl.diffusion.metering import Meter
 from genrl.diffusion.old_policy import check_on_policy, judged_under, means_before, old_policy, rows_of
-from genrl.diffusion.plans import choose_kernel, roots_together, sampling_plan, trained_steps
+from genrl.diffusion.plans import choose_kernel, kept_steps, roots_together, sampling_plan, trained_steps
 from genrl.diffusion.policy import Replayed
 from genrl.diffusion.pull import pull_to_best
 from genrl.diffusion.rollout import Rollouts
@@ -70,7 +70,7 @@ def drawing(session: Session, settings: FlowGRPO, plan: SamplingPlan) -> Draw:
         kernel=choose_kernel(session, settings, plan),
         batch_size=session.config.sampling.batch_size,
         beat=session.pulse,
-        keep_graph=settings.keep_graph,
+        keep=kept_steps(session.config, settings, session.iteration),
     )
 
 

@@ -8,7 +8,7 @@ slots of their samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,16 +63,16 @@ def roll_out(
     kernel: Kernel,
     batch_size: int,
     beat: Callable[[], None] = lambda: None,
-    keep_graph: bool = False,
+    keep: Collection[int] = (),
 ) -> Drawn:
     """The trees (of shape `tree`, grown from `plan`) that begin at these roots.
 
     batch: the roots, with the keys of their initial noise; slots: their slots. kernel: the transition, whose levels are
     those of the plan. batch_size: rows of one model call. Deterministic steps are the ODE's; the tail of the plan, if
     it has one, is DPM-Solver++'s of second order on a grid that ends at sigma 0. `beat` is called after each segment of
-    `batch_size` rows. keep_graph: of the recorded steps, for an update under the very weights that drew them.
+    `batch_size` rows. keep: steps whose graphs are kept, for an update under the very weights that drew them.
     """
-    forest = _Forest(policy, batch, slots, tree, plan, kernel, batch_size, beat, keep_graph)
+    forest = _Forest(policy, batch, slots, tree, plan, kernel, batch_size, beat, keep)
     for segment in tree.segments():
         forest.run(segment)
     return forest.drawn()
@@ -91,10 +91,10 @@ class _Forest:
         kernel: Kernel,
         batch_size: int,
         beat: Callable[[], None],
-        keep_graph: bool,
+        keep: Collection[int],
     ) -> None:
         self.policy, self.tree, self.plan, self.kernel, self.batch_size = policy, tree, plan, kernel, batch_size
-        self.beat, self.keep_graph = beat, keep_graph
+        self.beat, self.keep = beat, keep
         roots = {int(tree.first_leaf[node]): node for node in tree.level(0)}
         self.nodes = [roots[slot % tree.num_slots] for slot in slots]
         self.offsets = [slot - slot % tree.num_slots for slot in slots]
@@ -154,7 +154,7 @@ class _Forest:
             stop=stop,
             state=None if self.states is None else self._states_of(rows),
             children=branching,
-            keep_graph=self.keep_graph,
+            keep=self.keep,
         )
         return Piece(trajectory, {i: recorded[i] for i in trajectory.log_probs})
 

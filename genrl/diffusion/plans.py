@@ -7,15 +7,15 @@ number is in `genrl.config.plans`. `choose_kernel` asks the loaded model too whe
 from __future__ import annotations
 
 from genrl.config import D3PO, PRDP, SPO, Config, FlowGRPO
-from genrl.config.plans import fixed_window, plan_of, roots_together, stochastic_steps, window_end
+from genrl.config.plans import fixed_window, plan_of, pruned_depths, roots_together, stochastic_steps, window_end
 from genrl.diffusion.forest import Draw, Drawn, independent
 from genrl.diffusion.policy import Batch, Kernel
 from genrl.diffusion.session import Session
 from genrl.mdp.kernels import FLOW_KERNELS
-from genrl.mdp.plan import SamplingPlan, make_plan
+from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
 from genrl.mdp.schedules import geometric_window, window_steps
 
-__all__ = ["choose_kernel", "every_step", "roots_together", "sampling_plan", "trained_steps", "window_of"]
+__all__ = ["choose_kernel", "every_step", "kept_steps", "roots_together", "sampling_plan", "trained_steps", "window_of"]
 
 
 def window_of(config: Config, settings: FlowGRPO, iteration: int) -> range | None:
@@ -35,6 +35,17 @@ def trained_steps(config: Config, settings: FlowGRPO, iteration: int) -> tuple[i
     """Steps whose transitions are trained: the window and the splits, or all but the last step."""
     window = window_of(config, settings, iteration)
     return stochastic_steps(settings, window, steps=config.sampling.num_inference_steps)
+
+
+def kept_steps(config: Config, settings: FlowGRPO, iteration: int) -> tuple[int, ...]:
+    """Steps whose graphs sampling keeps: the trained ones, but for pruned depths; none without `keep_graph`."""
+    if not settings.keep_graph:
+        return ()
+    steps, prune = trained_steps(config, settings, iteration), settings.tree.prune if settings.tree else None
+    if prune is None:
+        return steps
+    plan = sampling_plan(config, settings, iteration)
+    return unpruned_steps(steps, pruned_depths(prune, plan, iteration=iteration, iterations=config.iterations))
 
 
 def sampling_plan(config: Config, settings: FlowGRPO, iteration: int) -> SamplingPlan:

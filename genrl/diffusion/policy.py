@@ -15,7 +15,7 @@ latents it made), `encode_prompt` (memoised: each distinct prompt is encoded onc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -308,7 +308,7 @@ class Policy:
         state: Tensor | None = None,
         children: Children | None = None,
         predict: bool = False,
-        keep_graph: bool = False,
+        keep: Collection[int] = (),
     ) -> Trajectory:
         """Run steps [start, stop) of the schedule, from `state` (x_start, float32 [B, ...]) or from fresh noise.
 
@@ -316,8 +316,8 @@ class Policy:
         step whose transition has no variance is never recorded: the last one of flow_cps and flow_ddim. That of the
         SDE kernels has one, and is deterministic only because trainers leave it out of `stochastic`. With `children`
         the last step branches: each is drawn from its row's transition, and the call is left there. With `predict` the
-        trajectory holds the clean sample that the last step's model output stands for. With `keep_graph` the graphs of
-        recorded steps are kept (`Trajectory.graphs`): gradients go into their model calls, not through states.
+        trajectory holds the clean sample that the last step's model output stands for. keep: recorded steps whose
+        graphs are kept (`Trajectory.graphs`): gradients go into their model calls, not through states.
         """
         states: dict[int, Tensor] = {}
         next_states: dict[int, Tensor] = {}
@@ -349,7 +349,7 @@ class Policy:
                 else:
                     final, recorded = self._fused(self.fused_step, step, kernel, rows, noise=noise)
                 log_probs[i] = recorded.log_prob.detach()
-                if keep_graph:
+                if i in keep:
                     graphs[i] = recorded
                 states[i], next_states[i] = step.state, final
                 if branching is None:
@@ -358,12 +358,12 @@ class Policy:
                 raise ValueError(f"step {i} branches, but its transition has no variance: its children would be equal")
             if branching is not None:
                 raise _Leave  # the loop goes on with as many rows as it began with
-            if keep_graph:  # of the next model call, which the pipeline makes from here
-                torch.set_grad_enabled(i + 1 in stochastic)
+            if keep:  # of the next model call, which the pipeline makes from here
+                torch.set_grad_enabled(i + 1 in keep)
             return final
 
-        with torch.set_grad_enabled(keep_graph and start in stochastic):
-            self._call(batch, Request(start, stop, on_step=on_step), state=state, grad=keep_graph)
+        with torch.set_grad_enabled(start in keep):
+            self._call(batch, Request(start, stop, on_step=on_step), state=state, grad=bool(keep))
         length = len(self.head.full_timesteps)
         end = length if stop is None else stop
         if seen != end - start or initial is None or final is None:

@@ -58,7 +58,9 @@ def train(session: Session, settings: Talk2Move) -> None:
 
 def draw(session: Session, settings: Talk2Move, kernel: Kernel, exit_at: int, batch: Batch, slots: list[int]) -> Drawn:
     """Edits whose steps before `exit_at` are drawn and recorded, and whose end is a shortcut."""
-    trajectory = session.policy.roll_out(batch, kernel, range(exit_at), stop=exit_at, keep_graph=settings.keep_graph)
+    drawn = range(exit_at)
+    keep = drawn if settings.keep_graph else ()
+    trajectory = session.policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=keep)
     session.pulse()
     final = take_shortcut(session.policy, batch, trajectory.final, trajectory.sigmas, exit_at, settings.shortcut)
     return independent(replace(trajectory, final=final), slots)

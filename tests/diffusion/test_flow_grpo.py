@@ -197,7 +197,7 @@ def test_gradient_of_a_later_update_with_clip_and_divergence(folder: Path, model
 
 # -- the update without running steps again ---------------------------------------------------------------------------
 
-TREE = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"at": "window", "ways": 2}}
+TREE: dict[str, Any] = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"at": "window", "ways": 2}}
 
 
 @pytest.mark.parametrize(
@@ -208,13 +208,15 @@ TREE = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"at": "window", "wa
         ({"kl_weight": 0.1}, None),
         ({"guard": True}, {"rank": 4, "alpha": 8}),
         (TREE, {"rank": 4, "alpha": 8}),
+        ({**TREE, "tree": {**TREE["tree"], "prune": {"depths": [2]}}}, {"rank": 4, "alpha": 8}),
+        ({"window": {"size": 1, "low": 1, "high": 2}, "noise_outside_window": True}, {"rank": 4, "alpha": 8}),
     ],
-    ids=["plain", "kl", "kl-full", "guard", "tree"],
+    ids=["plain", "kl", "kl-full", "guard", "tree", "pruned", "noise-outside"],
 )
 def test_kept_graphs_give_the_same_update_without_the_calls(
     folder: Path, model: Path, trainer: dict[str, Any], lora: Any
 ) -> None:
-    """Bit for bit over two iterations: pictures, gradients, weights."""
+    """Bit for bit over two iterations: pictures, gradients, weights. No graph is kept that the update does not use."""
     seen = []
     for keep in (False, True):
         (folder / f"{keep}").mkdir()
