@@ -337,7 +337,7 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
         parts.append(("adapters", trained * 4))
     parts.append(("gradients (float32)", trained * 4))
     parts.append(("AdamW's two moments (float32)", trained * 8))
-    for name in _snapshots(config):
+    for name in snapshots(config):
         parts.append((name, trained * 4))
     activations = _activations(config, components)
     if activations and is_flow_grpo(config.trainer) and config.trainer.keep_graph:
@@ -349,7 +349,8 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
     return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
 
 
-def _snapshots(config: Config) -> list[str]:
+def snapshots(config: Config) -> list[str]:
+    """Copies of the trained parameters that a run comes to keep, by what they are for."""
     names = ["average (ema)"] if config.ema is not None else []
     monitor = config.evaluation.monitor
     if monitor is not None and monitor.action == "roll_back":

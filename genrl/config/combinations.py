@@ -409,6 +409,9 @@ def _fitted(config: Config) -> Iterator[Finding]:
     if is_flow_grpo(config.trainer) and config.trainer.keep_graph:
         text = "kept graphs are those of all micro-batches, whatever their size; write false in one of them"
         yield ("sampling.fit_batch", "trainer.keep_graph"), text
+    if config.trainer.algorithm in ("prompt_rl", "adv_grpo"):
+        text = f"{config.trainer.algorithm} trains another model beside this one, which no trial runs"
+        yield ("sampling.fit_batch", "trainer.algorithm"), f"{text}; find batch_size by hand"
     if config.distributed.fsdp:
         yield ("sampling.fit_batch", "distributed.fsdp"), "sharded models are not tried; find batch_size by hand"
 

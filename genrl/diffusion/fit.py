@@ -16,6 +16,7 @@ from genrl.config.combinations import WHOLE_GROUPS
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import batch_inputs, call_arguments
 from genrl.diffusion.session import Session
+from genrl.estimate import snapshots
 
 MARGIN = 0.92
 """Share of the memory that may be in use: the rest is the allocator's, for pieces of other sizes."""
@@ -89,7 +90,7 @@ def peak(session: Session, size: int) -> int | None:
 
 def attempt(session: Session, size: int) -> None:
     """What a micro-batch asks for at most: its decoded pictures, and a model call with its backward pass beside room
-    for the optimiser's two moments of every trained number."""
+    for the copies of every trained number that are still to come (`copies_to_come`)."""
     config, policy = session.config, session.policy
     rows = [session.prompts[k % len(session.prompts)] for k in range(size)]
     keys = [("fit", k) for k in range(size)]
@@ -99,7 +100,12 @@ def attempt(session: Session, size: int) -> None:
     with policy.uncounted():
         with torch.no_grad():
             policy.decode(batch, state)
-        moments = [torch.empty_like(p) for p in session.weights.parameters for _ in range(2)]
+        room = [torch.empty_like(p) for p in session.weights.parameters for _ in range(copies_to_come(session))]
         sigma = torch.tensor(0.5 if policy.head.parametrisation == "flow" else 500)
         policy.velocity(batch, state, sigma).square().sum().backward()
-    del moments
+    del room
+
+
+def copies_to_come(session: Session) -> int:
+    """The optimiser's two moments, and the snapshots that the trainer takes after the trials (an old policy, ...)."""
+    return 2 + len(snapshots(session.config)) - len(session.weights.snapshots)

@@ -98,7 +98,38 @@ def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, {"distributed": {"fsdp": True}}]
+    ("changes", "copies"),
+    [
+        ({}, 2),
+        ({"ema": {"decay": 0.9}}, 2),  # taken before
+        ({"trainer": {"algorithm": "diffusion_nft"}}, 3),
+        ({"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0.1}, "lora": None}, 3),
+        ({"trainer": {"algorithm": "crd"}}, 4),
+    ],
+)
+def test_room_for_snapshots_that_the_trainer_takes(
+    folder: Path, model: Path, changes: dict[str, Any], copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many copies as a run has, beside its weights and gradients, when it is done."""
+    config = runs.config(folder, model, **{"sampling": {**SAMPLING, "batch_size": 4}, **changes})
+    with runs.session(config) as session:
+        before = len(session.weights.snapshots)
+        assert fit.copies_to_come(session) == copies
+    seen: list[Session] = []
+    settle = fit.settle
+    monkeypatch.setattr("genrl.diffusion.train.settle", lambda session: (seen.append(session), settle(session)))
+    train(config)
+    assert len(seen[0].weights.snapshots) - before == copies - 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
+        {"trainer": {"algorithm": "prompt_rl", "rewriter": {"path": "org/model"}}},
+        {"trainer": {"algorithm": "adv_grpo", "adversary": {"references": "references.jsonl"}}},
+        {"distributed": {"fsdp": True}},
+    ],
 )
 def test_where_a_trial_would_say_nothing(folder: Path, model: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="sampling.fit_batch"):
