@@ -232,12 +232,17 @@ def _device() -> str:
 
 
 def _first_steps(config: VLAConfig, model: Path) -> Any:
-    """Of DPPO: who does the first denoising steps, that of the folder, or what the configuration begins with."""
-    if not isinstance(config.sampler, Diffusion) or not fine_tunes_last(config):
+    """Of DPPO: who does the first denoising steps, that of the folder, or what the configuration begins with.
+
+    Raises ValueError for a policy that does the last steps, and not as many as the configuration says.
+    """
+    if not isinstance(config.sampler, Diffusion) or config.trainer.algorithm == "sft":
         return None
     done = config.sampler.steps, config.sampler.ft_denoising_steps
     found = load_first_steps(policy_folder(model), *done, device=_device())
-    return found if found or config.policy.path is None else _on_device(config, Path(config.policy.path))
+    if found or config.policy.path is None or not fine_tunes_last(config):
+        return found
+    return _on_device(config, Path(config.policy.path))
 
 
 def fine_tunes_last(config: VLAConfig) -> bool:
@@ -249,13 +254,16 @@ def fine_tunes_last(config: VLAConfig) -> bool:
 
 def frozen_of(config: VLAConfig, policy: Any) -> Any:
     """DPPO's policy before fine-tuning, where it does the first denoising steps; else None. One that was fine-tuned
-    before goes on with that which has done them."""
-    if not isinstance(config.sampler, Diffusion) or not fine_tunes_last(config):
+    before goes on with that which has done them; ValueError where it was on another part of the chain, or the whole is
+    to be trained now."""
+    if not isinstance(config.sampler, Diffusion) or config.trainer.algorithm == "sft":
         return None
     begun = None
     if config.policy.path is not None:
         done = config.sampler.steps, config.sampler.ft_denoising_steps
         begun = load_first_steps(policy_folder(Path(config.policy.path)), *done)
+    if not fine_tunes_last(config):
+        return None
     if begun is None:
         return copy.deepcopy(policy).requires_grad_(False)
     own, other = policy.encoder.state_dict(), begun.encoder.state_dict()

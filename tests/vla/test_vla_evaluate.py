@@ -79,6 +79,10 @@ def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does the last 3 of 5 denoising steps.*found 5 and 2"):
         train.train(other.model_copy(update={"output": str(tmp_path / "other")}))
     assert not (tmp_path / "other" / "config.yaml").exists()  # before anything is written
+    whole = other.model_copy(update={"sampler": config.sampler.model_copy(update={"ft_denoising_steps": 5})})
+    for refused in (lambda: train.frozen_of(whole, exported), lambda: train.judge_policy(whole, out, Progress(1))):
+        with pytest.raises(ValueError, match="does the last 3 of 5 denoising steps.*found 5 and 5"):
+            refused()
     with torch.no_grad():
         next(exported.encoder.parameters()).add_(1.0)
     with pytest.raises(ValueError, match="an encoder of their own; write false"):
