@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,8 @@ SEEDS = 2**31  # that environments take
 
 @dataclass(frozen=True)
 class Acted:
-    """What this process acted out in an iteration. walk: with a critic; else totals: returns [R] of whole episodes."""
+    """What this process acted out in an iteration. walk: with a critic; else totals: returns [R] of whole episodes,
+    NaN of those that were lost."""
 
     rows: Rows
     walk: Walk | None
@@ -102,7 +104,9 @@ class Session:
                 played = play(self.policy, self.table, seeds, "train", sampling, keys, watch=watch)
                 decisions = [one for row in played for one in row]
                 ended = [self.table.episodes[slot] for slot in slots]
-                totals = torch.tensor([one.total for one in ended], dtype=torch.float64)
+                # that an environment was lost is not the policy's doing: such an episode has no score
+                worths = [math.nan if one.lost else one.total for one in ended]
+                totals = torch.tensor(worths, dtype=torch.float64)
                 acted = Acted(rows_of(played), None, totals)
         loop.leave_if_asked()
         return acted, self._figures(decisions, ended)
@@ -223,9 +227,12 @@ class Session:
         after = torch.zeros(steps, slots)
         if done.following:
             places = list(done.following)
-            _, states = self.policy.prefix([done.following[place] for place in places])
-            for place, value in zip(places, self.critic(states).tolist(), strict=True):
-                after[place] = value
+            size = self.config.trainer.micro_batch or len(places)
+            for first in range(0, len(places), size):
+                some = places[first : first + size]
+                _, states = self.policy.prefix([done.following[place] for place in some])
+                for place, value in zip(some, self.critic(states).tolist(), strict=True):
+                    after[place] = value
         rewards, terminated, truncated = table("reward"), table("terminated"), table("truncated").bool()
         constants = {"gamma": choice.gamma, "lam": choice.lam}
         values, mask = values.view(steps, slots, -1), mask.view(steps, slots, -1)

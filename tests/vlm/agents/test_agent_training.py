@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from genrl.cli import app
 from genrl.vlm.agents import trainer
+from genrl.vlm.agents.hosts import Outcome, Say
 from genrl.vlm.agents.rows import Rows
 from genrl.vlm.agents.session import Acted, Session
 from genrl.vlm.log_probs import IMPOSSIBLE
@@ -128,6 +129,28 @@ def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch:
         compare(session, found)
 
 
+def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a process died is not the policy's doing: its group's other episodes are compared without it."""
+    config = agent_runs.config(tmp_path, "grpo", trainer={"regularisers": []}, generation={"group_size": 3})
+    with agent_runs.session(config) as session:
+        work = session.table.host.do
+
+        def failing(pieces: Any) -> Any:
+            told = work(pieces)
+            return {k: Outcome(lost="died") if k == 1 and isinstance(pieces[k], Say) else told[k] for k in told}
+
+        monkeypatch.setattr(session.table.host, "do", failing)
+        acted, row = session.act()
+        ready, _ = session.estimate(acted)
+    assert acted.totals is not None and ready.batch.advantage is not None and row["rollout/dropped"] == 1
+    assert acted.totals.isnan().tolist() == [False, True, False, False, False, False]
+    left = acted.totals[[0, 2]]
+    wanted = (left - left.mean()) / (left.std() + 1e-4)
+    assert ready.batch.advantage[1] == 0 and torch.allclose(ready.batch.advantage[[0, 2]], wanted)
+
+
 def test_a_group_begins_alike_and_is_given_its_first_word(tmp_path: Path) -> None:
     with agent_runs.session(agent_runs.config(tmp_path, "para_grpo")) as session:
         acted, _ = session.act()
@@ -141,6 +164,19 @@ def test_a_group_begins_alike_and_is_given_its_first_word(tmp_path: Path) -> Non
             text = session.policy.tokenizer.decode(acted.rows.prompts[turn].tokens.ids)
             said = session.policy.tokenizer.decode(acted.rows.tokens[turn - 1][acted.rows.mask[turn - 1]])
             assert said in text
+
+
+def test_no_pass_is_larger_than_a_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor that for the values of what follows the last step."""
+    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 2})) as session:
+        acted, _ = session.act()
+        sizes: list[int] = []
+        inputs = session.policy.inputs
+        monkeypatch.setattr(
+            session.policy, "inputs", lambda rows, *a, **k: (sizes.append(len(rows)), inputs(rows, *a, **k))[1]
+        )
+        session.estimate(acted)
+        assert acted.walk is not None and len(acted.walk.following) > 2 and max(sizes) == 2
 
 
 def test_the_first_iterations_train_the_critic_alone(tmp_path: Path) -> None:
