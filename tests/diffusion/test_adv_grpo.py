@@ -197,6 +197,17 @@ def test_an_iteration_of_the_reward_leaves_the_model_alone(critics: Path, model:
     assert torch.equal(before["kept-adversary"]["weight"], after["kept-adversary"]["weight"])
 
 
+def test_an_iteration_of_the_reward_keeps_no_graphs(critics: Path, model: Path) -> None:
+    """There is no update of the model to go back through them; in the next one there is, and it uses them up."""
+    adversary = {"references": str(critics / "pictures"), **ADVERSARY, "schedule": "alternate", "every": 2}
+    chosen = {"algorithm": "adv_grpo", "clip_range": 1e-2, "adversary": adversary, "keep_graph": True}
+    rollouts, _, (first, second), session = watched(
+        config(critics, model, trainer=chosen, evaluation={"every": 0}, checkpoint={"every": 100})
+    )
+    assert not any(piece.trajectory.graphs for r in rollouts for one in r.mine.values() for piece in one.pieces)
+    assert session.iteration == 2 and "grad_norm" not in first and second["grad_norm"] > 0
+
+
 def test_turns() -> None:
     low, high = torch.tensor([1.0, float("nan")]), torch.tensor([2.0, 3.0])
 

@@ -241,6 +241,22 @@ def test_kept_graphs_give_the_same_update_without_the_calls(
         assert one["model_calls/train"] > 0 and other["model_calls/train"] == left
 
 
+def test_graphs_are_kept_of_weights_that_autocast_has_cast_without_one(folder: Path, model: Path) -> None:
+    """Autocast keeps its copies of weights for a whole pipeline call, whose first step here needs no gradient."""
+    gradients = []
+    for keep in (False, True):
+        trainer = {**GRPO, "clip_range": 0.1, "window": {"size": 2, "low": 1, "high": 3}, "keep_graph": keep}
+        config = runs.config(
+            folder, model, trainer=trainer, sampling={**EIGHT, "num_inference_steps": 4}, iterations=1, **QUIET
+        )
+        half = config.model.model_copy(update={"autocast": "bfloat16"})
+        output = str(folder / f"half-{keep}")
+        gradients.append(run(config.model_copy(update={"model": half, "output": output})).updates[0].gradient)
+    again, kept = gradients
+    assert all(torch.equal(gradient, kept[key]) for key, gradient in again.items())
+    assert any(bool(gradient.any()) for gradient in again.values())
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [

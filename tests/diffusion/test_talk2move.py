@@ -43,6 +43,16 @@ def run(config: Config) -> Watched:
     return seen
 
 
+def test_kept_graphs_give_the_same_update(folder: Path, kontext: Path) -> None:
+    again, kept = (
+        run(config(folder, kontext, trainer={**MOVE, "exit_step": 2, "keep_graph": keep}, iterations=1, **QUIET))
+        for keep in (False, True)
+    )
+    one, other = again.updates[0].gradient, kept.updates[0].gradient
+    assert all(torch.equal(gradient, other[key]) for key, gradient in one.items())
+    assert any(bool(gradient.any()) for gradient in one.values())
+
+
 @pytest.mark.parametrize("exit_at", [1, 2, 4])
 def test_a_picture_costs_the_drawn_steps_and_the_shortcut(folder: Path, kontext: Path, exit_at: int) -> None:
     """And training the drawn steps; on policy every ratio is exactly 1. At step 4 of 5 one step is left."""
