@@ -18,7 +18,7 @@ from genrl.vlm.agents.opening import open_environment
 from genrl.vlm.generation import Sampling, generate
 from genrl.vlm.pictures import black, with_pictures
 from genrl.vlm.policy import Encoded, Policy
-from genrl.vlm.processor import Prompt, Turn
+from genrl.vlm.processor import Prompt, Turn, placeholder_tokens
 
 
 @dataclass
@@ -160,7 +160,7 @@ def act(
     episodes = [table.episodes[slot] for slot in slots]
     own = [(*keys, slot, one.seed, len(one.said)) for slot, one in zip(slots, episodes, strict=True)]
     made = generate(policy, encoded, 1, sampling, own)
-    told = table.say(dict(zip(slots, made.texts, strict=True)))
+    told = table.say({slot: _plain(text, policy) for slot, text in zip(slots, made.texts, strict=True)})
     return [
         Decision(
             slot,
@@ -176,6 +176,14 @@ def act(
         )
         for k, slot in enumerate(slots)
     ]
+
+
+def _plain(text: str, policy: Policy) -> str:
+    """An answer in which nothing stands for a picture: spelt by other tokens, a placeholder would be one when the
+    conversation is read again."""
+    for token in placeholder_tokens(policy.processor):
+        text = text.replace(token, f"{token[:1]} {token[1:]}")
+    return text
 
 
 def play(

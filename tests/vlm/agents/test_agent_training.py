@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from genrl.cli import app
-from genrl.vlm.agents import trainer
+from genrl.vlm.agents import episodes, trainer
 from genrl.vlm.agents.hosts import Outcome, Say
 from genrl.vlm.agents.rows import Rows
 from genrl.vlm.agents.session import Acted, Session
@@ -164,6 +165,20 @@ def test_a_group_begins_alike_and_is_given_its_first_word(tmp_path: Path) -> Non
             text = session.policy.tokenizer.decode(acted.rows.prompts[turn].tokens.ids)
             said = session.policy.tokenizer.decode(acted.rows.tokens[turn - 1][acted.rows.mask[turn - 1]])
             assert said in text
+
+
+def test_the_place_of_a_picture_that_is_spelt_out_is_only_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark itself cannot be drawn, but its letters can; in the conversation so far it would ask for a picture."""
+    draw = episodes.generate
+
+    def spelt(*arguments: Any) -> Any:
+        made = draw(*arguments)
+        return replace(made, texts=["is it <image> ? </think>"] * len(made.texts))
+
+    monkeypatch.setattr(episodes, "generate", spelt)
+    with agent_runs.session(agent_runs.config(tmp_path, "para_grpo")) as session:
+        session.act()
+        assert session.table.episodes[0].said == ["is it < image> ? </think>"] * 4
 
 
 def test_no_pass_is_larger_than_a_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
