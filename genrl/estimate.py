@@ -341,8 +341,9 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
         parts.append((name, trained * 4))
     activations = _activations(config, components)
     if activations and is_flow_grpo(config.trainer) and config.trainer.keep_graph:
-        found = plan(config, components)  # by one process; several share it
-        kept = found.backward_calls / found.guidance / config.sampling.batch_size
+        # in the iteration that keeps most, by one process; several share it
+        most = max(one.plan.training_calls(one.trained) for one in rounds(config, config.trainer))
+        kept = most * config.sampling.prompts_per_iteration / config.sampling.batch_size
         parts.append(("activations kept from sampling (rough)", round(activations * kept)))
     elif activations:
         parts.append(("activations of one micro-batch (rough)", activations))

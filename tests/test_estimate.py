@@ -248,6 +248,24 @@ def test_activations_scale_with_tokens_batch_and_layers(tmp_path: Path) -> None:
     assert dict(memory(checkpointed, components))[key] < small
 
 
+def test_kept_activations_are_those_of_the_iteration_that_keeps_most(tmp_path: Path) -> None:
+    """Not the mean: where the judge has its turns, or depths are pruned for some of the iterations."""
+    write_pipeline(tmp_path)
+    components = read_components(tmp_path)
+
+    def size(trainer: dict[str, Any], key: str = "activations kept from sampling (rough)") -> int:
+        return dict(memory(config(trainer=trainer, sampling={"height": 32, "width": 32}), components))[key]
+
+    one = size(FLOW_GRPO, "activations of one micro-batch (rough)")  # of 4 samples
+    keeps = {**FLOW_GRPO, "keep_graph": True}
+    assert size(keeps) == 12 * 4 / 4 * one
+    adversary = {"references": "pictures", "schedule": "alternate", "every": 2}
+    assert size({**keeps, "algorithm": "adv_grpo", "adversary": adversary}) == size(keeps)
+    tree = {"ways": 2, "at": [0, 3]}
+    pruned = {**tree, "prune": {"depths": [3, 4], "until": 0.5}}
+    assert size({**keeps, "tree": pruned}) == size({**keeps, "tree": tree}) == 7 * 3 / 4 * one
+
+
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
