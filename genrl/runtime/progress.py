@@ -46,6 +46,8 @@ class Progress:
         self.console = console or Console(stderr=True)
         self.enabled, self.quiet_s, self.clock = enabled, quiet_s, clock
         self.began = clock()
+        self.finished = [self.began]
+        """When this process began, and when each of its iterations was finished."""
         self.name, self.total, self.count, self.phase_began = "starting", 0, 0.0, self.began
         self.printed = -float("inf")
         live = enabled and self.console.is_terminal
@@ -76,6 +78,7 @@ class Progress:
         """`step` iterations are finished; `values` as given to the metric logger."""
         self.done = step
         now = self.clock()
+        self.finished.append(now)
         due = self.live is not None or now - self.printed >= self.quiet_s or step >= self.iterations
         if self.enabled and due:
             self.printed = now
@@ -87,11 +90,13 @@ class Progress:
             self.console.print(Text(text), soft_wrap=True)
 
     def seconds_left(self) -> float | None:
-        """From the mean time of the iterations of this process; None before the first has finished."""
-        finished = self.done - self.start
-        if finished <= 0:
+        """From the mean time of the iterations of this process, that of the running one taken off; without the first,
+        which loading and evaluation go before, once there is another. None before one has finished."""
+        ends = self.finished if len(self.finished) < 3 else self.finished[1:]
+        if len(ends) < 2:
             return None
-        return (self.clock() - self.began) / finished * (self.iterations - self.done)
+        each = (ends[-1] - ends[0]) / (len(ends) - 1)
+        return max(0.0, each * (self.iterations - self.done) - (self.clock() - ends[-1]))
 
     def _summary(self, values: Mapping[str, float | None]) -> str:
         parts = [f"{label} {values[key]:.4g}" for key, label in _SHOWN.items() if values.get(key) is not None]

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -92,8 +93,9 @@ def start(folder: Path, config: str, *, seed: int, command: Sequence[str], proce
     if used:
         begun = any(run.checkpoints.glob("step-*"))
         first = f"go on with it by `genrl resume {folder}`" if begun else "it has no checkpoint: delete it"
+        made = f"; made by `{shlex.join(json.loads(run.info.read_text())['command'])}`" if run.info.is_file() else ""
         raise ValueError(
-            f"the run folder {folder} is not empty ({', '.join(sorted(used)[:4])}): {first}, "
+            f"the run folder {folder} is not empty ({', '.join(sorted(used)[:4])}{made}): {first}, "
             "or choose another one with output=FOLDER."
         )
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
-from golden_cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -236,12 +235,11 @@ def test_key_frames_by_overlap_and_ratings_by_distance() -> None:
 
 
 def test_ratings_are_those_of_the_golden_arrays(golden: Callable[[str], Mapping[str, np.ndarray]]) -> None:
-    checked = 0
-    for case in cases(golden("vlm_q_hawkeye")):
-        if "scores" in case:
-            scores = case["scores"]
-            truth = case["gt"].repeat_interleave(scores.numel() // len(case["gt"])).tolist()
-            texts = [f"<answer> {value!r} </answer>" for value in scores.flatten().tolist()]  # nan: no number
-            assert v.rating(texts, truth) == pytest.approx(case["reward"].flatten().tolist(), abs=1e-9)
-            checked += 1
-    assert checked
+    arrays = golden("vlm_q_hawkeye")
+    rated = [name.removesuffix("_scores") for name in arrays if name.endswith("_scores")]
+    assert rated
+    for case in rated:
+        scores, truth = arrays[f"{case}_scores"].flatten(), arrays[f"{case}_gt"]
+        texts = [f"<answer> {value!r} </answer>" for value in scores.tolist()]  # nan: no number
+        want = arrays[f"{case}_out_reward"].flatten().tolist()
+        assert v.rating(texts, np.repeat(truth, len(scores) // len(truth)).tolist()) == pytest.approx(want, abs=1e-9)

@@ -50,7 +50,7 @@ def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> 
     (tmp_path / "tensorboard" / "events").touch()
     start(tmp_path)
     (tmp_path / "dumps" / "step-000000-loss-rank-0").mkdir()
-    with pytest.raises(ValueError, match=r"not empty \(dumps\)"):
+    with pytest.raises(ValueError, match=r"not empty \(dumps; made by"):
         start(tmp_path)
     shutil.rmtree(tmp_path / "dumps"), shutil.rmtree(tmp_path / "heartbeat"), shutil.rmtree(tmp_path / "tensorboard")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run.json", "run.lock"]
@@ -59,7 +59,10 @@ def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> 
 def test_a_used_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.metrics.write_text(json_line({"step": 1}))
-    with pytest.raises(ValueError, match=r"not empty \(metrics.jsonl\): it has no checkpoint: delete it.*output="):
+    with pytest.raises(
+        ValueError,
+        match=r"not empty \(metrics.jsonl; made by `genrl train x.yaml`\): it has no checkpoint: delete it.*output=",
+    ):
         start(tmp_path)
     (run.checkpoints / "step-000001").mkdir(parents=True)
     with pytest.raises(ValueError, match=f"genrl resume {tmp_path}"):
