@@ -372,6 +372,41 @@ def logger_of(run: Run, config: AnyConfig, accelerator: Accelerator, start: int)
     )
 
 
+def open_loop(
+    config: AnyConfig,
+    accelerator: Accelerator,
+    model: nn.Module,
+    groups: Sequence[dict[str, Any]],
+    rates: Mapping[str, float],
+    run: Run,
+    progress: Progress,
+    watchdog: Watchdog,
+    stop: Stop,
+    stack: ExitStack,
+) -> Loop:
+    """The loop of one process, with its optimiser and its log, which `stack` closes. It evaluates nothing yet: what
+    judges a model needs the loop.
+
+    groups: of the optimiser, each with its `name`, whose rate is in `rates`.
+    """
+    loop = Loop(
+        settings=config,
+        accelerator=accelerator,
+        model=model,
+        optimizer=adamw(groups, config.optimizer),
+        rates=rates,
+        run=run,
+        log=logger_of(run, config, accelerator, progress.start),
+        progress=progress,
+        watchdog=watchdog,
+        stop=stop,
+        every=config.evaluation.every,
+        evaluate=lambda iteration: {},
+    )
+    stack.callback(loop.log.finish)
+    return loop
+
+
 def say_end(loop: Loop, metric: str, *, pictures: str, result: str) -> None:
     """What the evaluations of `eval/<metric>_mean` came to, where the report is, and the result, or how to go on."""
     run, say = loop.run, loop.progress.say

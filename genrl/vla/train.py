@@ -17,7 +17,7 @@ from accelerate.utils import gather_object, set_seed
 
 from genrl.config.vla import GRPO, PPO, SFT, Diffusion, DiWA, VLAConfig
 from genrl.config.vla_offline import FISOR, RL100, RLVLMF
-from genrl.runtime.loop import Abandoned, Loop, adamw, begin, claim, logger_of, make_accelerator, say_end
+from genrl.runtime.loop import Abandoned, Loop, begin, claim, make_accelerator, open_loop, say_end
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.pictures import save_png
 from genrl.runtime.progress import Progress
@@ -177,21 +177,9 @@ def open_session(
     settings, rates = config.optimizer, {"policy": config.optimizer.lr}
     if isinstance(config.trainer, PPO):
         rates["critic"] = settings.critic_lr
-    loop = Loop(
-        settings=config,
-        accelerator=accelerator,
-        model=policy,
-        optimizer=adamw(parameter_groups(policy, rates), settings),
-        rates=rates,
-        run=run,
-        log=logger_of(run, config, accelerator, progress.start),
-        progress=progress,
-        watchdog=watchdog,
-        stop=stop,
-        every=config.evaluation.every,
-        evaluate=lambda iteration: {},
+    loop = open_loop(
+        config, accelerator, policy, parameter_groups(policy, rates), rates, run, progress, watchdog, stop, stack
     )
-    stack.callback(loop.log.finish)
     loop.evaluate = Judge(config, policy, frozen, loop, stack)
     return Session(config, loop, policy, frozen, env, first_slot=rank * own)
 

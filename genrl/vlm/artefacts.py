@@ -21,7 +21,7 @@ from rewards.completions import score_completions
 from rewards.contract import Reward, Scores
 
 if TYPE_CHECKING:
-    from genrl.vlm.image_tokens import Drawn
+    from genrl.vlm.drawing import Drawn
     from genrl.vlm.policy import Encoded
 
 TOGETHER = 64

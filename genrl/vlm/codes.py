@@ -24,11 +24,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from genrl.mdp.noise import generator
-from genrl.vlm.image_tokens import Drawn, chosen
+from genrl.vlm.drawing import Drawn, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policy import Encoded, Lora, _with_lora
-from genrl.vlm.processor import Prompt, Tokens
+from genrl.vlm.processor import Prompt
 from rewards.checkpoints import pretrained
 
 import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
@@ -134,16 +133,7 @@ class CodePolicy:
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A prompt's tokens, by the chat template where there is one. ValueError for one with pictures."""
-        if any(not isinstance(part, str) for part in prompt.parts):
-            raise ValueError(f"{prompt.where}: this model reads text; the prompt has a picture")
-        text = " ".join(str(part) for part in prompt.parts)
-        if self.tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
-            if prompt.system is not None:
-                chat.insert(0, {"role": "system", "content": prompt.system})
-            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-        return Encoded(Tokens(ids, {}, {}), torch.arange(len(ids)), len(ids), prompt.where)
+        return encode_text(self.tokenizer, prompt, "this model reads text; the prompt has a picture")
 
     def check_room(self, prompts: Sequence[Encoded], new_tokens: int) -> None:
         """Raises ValueError where `new_tokens` are not the longest answer's, or are too many behind a prompt."""
@@ -151,11 +141,7 @@ class CodePolicy:
             raise ValueError(
                 f"generation.max_new_tokens: {new_tokens}; an answer of this model has up to {self.longest}"
             )
-        for prompt in prompts:
-            if prompt.length + new_tokens > self.room:
-                raise ValueError(
-                    f"{prompt.where}: {prompt.length} + {new_tokens} tokens; the model has {self.room} places"
-                )
+        check_places(prompts, new_tokens, self.room)
 
     def kinds(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What each place of answers int64 [B, T] is for, and in which step it is; both int64 [B, T]."""
@@ -188,13 +174,9 @@ class CodePolicy:
 
     def states(self, prompts: Sequence[Encoded], tokens: Tensor, model: Any = None) -> Tensor:
         """Hidden states [B, T, H] that predict the answers `tokens` int64 [B, T], prompts[b] being row b's."""
-        longest = max(prompt.length for prompt in prompts)
-        pad = torch.tensor([longest - prompt.length for prompt in prompts])
-        ids = torch.stack(
-            [torch.nn.functional.pad(p.tokens.ids, (longest - p.length, 0), value=self.pad_id) for p in prompts]
-        )
-        whole = torch.cat([ids.to(self.device), tokens[:, :-1]], 1)
-        real = (torch.arange(whole.shape[1]) >= pad[:, None]).long().to(self.device)
+        ids, real = (rows.to(self.device) for rows in left_padded(prompts, self.pad_id))
+        whole = torch.cat([ids, tokens[:, :-1]], 1)
+        real = torch.cat([real, torch.ones_like(tokens[:, :-1])], 1)
         found: Tensor = (model or self.model.base_model)(
             input_ids=whole, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0), use_cache=False
         ).last_hidden_state[:, -tokens.shape[1] :]
@@ -252,19 +234,8 @@ class CodePolicy:
         temperature 0: the most probable token each time.
         """
         rows = [prompt for prompt in prompts for _ in range(n)]
-        uniform = torch.stack(
-            [
-                torch.rand(self.longest, generator=generator(*key, k), dtype=torch.float64)
-                for key in keys
-                for k in range(n)
-            ]
-        ).to(self.device)
-        longest = max(prompt.length for prompt in rows)
-        pad = torch.tensor([longest - prompt.length for prompt in rows])
-        ids = torch.stack(
-            [torch.nn.functional.pad(p.tokens.ids, (longest - p.length, 0), value=self.pad_id) for p in rows]
-        ).to(self.device)
-        real = (torch.arange(longest) >= pad[:, None]).long().to(self.device)
+        uniform = uniforms(keys, n, self.longest).to(self.device)
+        ids, real = (part.to(self.device) for part in left_padded(rows, self.pad_id))
         positions = (real.cumsum(1) - 1).clamp(min=0)
         cache = transformers.DynamicCache(config=self.model.config)
         places, tokens, log_probs, masks = [Place()] * len(rows), [], [], []

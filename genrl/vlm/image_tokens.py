@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from genrl.mdp.noise import generator
+from genrl.vlm.drawing import Drawn, chosen, left_padded, uniforms
 from genrl.vlm.log_probs import TokenScores
 from genrl.vlm.policy import Encoded, Lora, _with_lora
 from genrl.vlm.processor import Prompt, Tokens, load_processor
@@ -28,23 +27,6 @@ import transformers  # isort: skip  # after the processor, which makes it import
 
 TRAINED = ("language_model", "generation_embeddings", "generation_aligner", "generation_head")
 """Parts of a Janus that draw; without a LoRA all of their weights are trained, and no others."""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """n answers to each of N prompts, B = N n rows, those of a prompt together.
-
-    tokens int64 [B, T]; mask bool: T wide, or as wide as the log-probabilities are; log_prob float32 as mask, of the
-    sampler, None where it has none; cut: rows that reached the longest length; texts: B; made: what the rewards get of
-    them, by the names of their parameters, a tensor or list of B.
-    """
-
-    tokens: Tensor
-    mask: Tensor
-    log_prob: Tensor | None
-    cut: Tensor
-    texts: list[str]
-    made: dict[str, Any]
 
 
 class ImagePolicy:
@@ -134,12 +116,7 @@ class ImagePolicy:
 
     def _asked(self, prompts: Sequence[Encoded]) -> tuple[Tensor, Tensor]:
         """Ids and attention mask [B, P], padded on the left; with guidance [2B, P], the rows without words below."""
-        longest = max(prompt.length for prompt in prompts)
-        pad = [longest - prompt.length for prompt in prompts]
-        ids = torch.stack(
-            [torch.nn.functional.pad(p.tokens.ids, (k, 0), value=self._pad) for p, k in zip(prompts, pad, strict=True)]
-        ).to(self.device)
-        mask = (torch.arange(longest) >= torch.tensor(pad)[:, None]).long().to(self.device)
+        ids, mask = (rows.to(self.device) for rows in left_padded(prompts, self._pad))
         if self.guidance == 1.0:
             return ids, mask
         empty = torch.where(torch.isin(ids, self._kept), ids, self._pad)
@@ -210,13 +187,7 @@ class ImagePolicy:
         and its key. temperature 0: the most probable code each time, with the log-probabilities of temperature 1.
         """
         rows = [prompt for prompt in prompts for _ in range(n)]
-        uniform = torch.stack(
-            [
-                torch.rand(self.length, generator=generator(*key, k), dtype=torch.float64)
-                for key in keys
-                for k in range(n)
-            ]
-        ).to(self.device)
+        uniform = uniforms(keys, n, self.length).to(self.device)
         ids, attended = self._asked(rows)
         embedded = self.model.get_input_embeddings()(ids)
         positions = (attended.cumsum(1) - 1).clamp(min=0)
@@ -251,14 +222,3 @@ class ImagePolicy:
         """Codes int64 [B, T] -> pictures float32 [B, 3, H, W] in [0, 1]."""
         decoded: Tensor = self.model.model.vqmodel.decode(tokens)
         return (decoded.float() * self._std + self._mean).clamp(0.0, 1.0)
-
-
-def chosen(log_p: Tensor, uniform: Tensor | None) -> Tensor:
-    """The id [B] where `uniform` float64 [B] falls in the cumulated probabilities of log_p [B, V]; None: the most
-    probable."""
-    if uniform is None:
-        return log_p.argmax(1)
-    cumulated = log_p.double().exp().cumsum(1)
-    # right=True: never an id of probability 0, whose cumulated value is that of the one before it
-    place = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True)
-    return place[:, 0].clamp(max=log_p.shape[1] - 1)

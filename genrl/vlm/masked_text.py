@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.mdp.noise import generator
-from genrl.vlm.image_tokens import Drawn, chosen
+from genrl.vlm.drawing import Drawn, check_places, chosen, encode_text, uniforms
 from genrl.vlm.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policy import Encoded
-from genrl.vlm.processor import Prompt, Tokens
+from genrl.vlm.processor import Prompt
 from rewards.checkpoints import pretrained
 
 import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
@@ -80,23 +80,12 @@ class MaskedPolicy:
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A prompt's tokens. ValueError for one with pictures."""
-        if any(not isinstance(part, str) for part in prompt.parts):
-            raise ValueError(f"{prompt.where}: a masked language model reads text; this prompt has a picture")
-        content = " ".join(str(part) for part in prompt.parts)
-        chat = [{"role": "user", "content": content}]
-        if prompt.system is not None:
-            chat.insert(0, {"role": "system", "content": prompt.system})
-        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-        return Encoded(Tokens(ids, {}, {}), torch.arange(len(ids)), len(ids), prompt.where)
+        refusal = "a masked language model reads text; this prompt has a picture"
+        return encode_text(self.tokenizer, prompt, refusal)
 
     def check_room(self, prompts: Sequence[Encoded], new_tokens: int) -> None:
         """Raises ValueError where a prompt and its completion are more than the model's positions."""
-        for prompt in prompts:
-            if prompt.length + new_tokens > self.room:
-                raise ValueError(
-                    f"{prompt.where}: {prompt.length} + {new_tokens} tokens; the model has {self.room} places"
-                )
+        check_places(prompts, new_tokens, self.room)
 
     def log_rows(
         self, prompts: Sequence[Encoded], filled: Tensor, temperature: float, at: Tensor | None = None
@@ -195,13 +184,7 @@ class MaskedPolicy:
         """
         rows = [prompt for prompt in prompts for _ in range(n)]
         self.round = tuple(keys[0][:-1])
-        uniform = torch.stack(
-            [
-                torch.rand(self.length, self.length, generator=generator(*key, k), dtype=torch.float64)
-                for key in keys
-                for k in range(n)
-            ]
-        ).to(self.device)
+        uniform = uniforms(keys, n, self.length, self.length).to(self.device)
         heat = temperature or 1.0
         tokens = torch.full((len(rows), self.length), self.mask_id, device=self.device)
         log_prob = torch.zeros(len(rows), self.length)

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import nn
 
 from genrl.config.vlm import VLMConfig
-from genrl.runtime.loop import Abandoned, Loop, adamw, begin, claim, logger_of, make_accelerator, say_end
+from genrl.runtime.loop import Abandoned, Loop, begin, claim, make_accelerator, open_loop, say_end
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.progress import Progress
@@ -130,26 +130,14 @@ def open_session(
     if any(one.ema for one in needs):
         average = Average(policy.model, config.trainer.ema_decay, config.trainer.ema_every)
     model: Any = policy.model
-    groups, baseline = [{"params": policy.parameters, "name": "policy"}], None
+    groups, rates = [{"params": policy.parameters, "name": "policy"}], {"policy": config.optimizer.lr}
+    baseline = None
     if alone:
         baseline = music_rl.Baseline(cast(Any, policy))
         model = nn.ModuleDict({"policy": policy.model, "baseline": baseline})
         groups.append({"params": list(baseline.parameters()), "name": "baseline"})
-    loop = Loop(
-        settings=config,
-        accelerator=accelerator,
-        model=model,
-        optimizer=adamw(groups, config.optimizer),
-        rates={"policy": config.optimizer.lr, "baseline": config.optimizer.lr},
-        run=run,
-        log=logger_of(run, config, accelerator, progress.start),
-        progress=progress,
-        watchdog=watchdog,
-        stop=stop,
-        every=config.evaluation.every,
-        evaluate=lambda iteration: {},
-    )
-    stack.callback(loop.log.finish)
+        rates["baseline"] = config.optimizer.lr
+    loop = open_loop(config, accelerator, model, groups, rates, run, progress, watchdog, stop, stack)
     if config.generation.engine == "vllm":
         policy.sampler = open_sampler(config, policy, run.folder / "weights")
         loop.optimizer.register_step_post_hook(lambda *_: policy.sampler.stepped())

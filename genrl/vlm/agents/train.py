@@ -12,7 +12,7 @@ from accelerate.utils import gather_object, set_seed
 
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_agents import Critic, Environment
-from genrl.runtime.loop import Abandoned, Loop, adamw, begin, claim, logger_of, make_accelerator, say_end
+from genrl.runtime.loop import Abandoned, Loop, begin, claim, make_accelerator, open_loop, say_end
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.progress import Progress
@@ -122,21 +122,7 @@ def open_session(
         critic = ValueHead(width, own.hidden, config.seed).to(accelerator.device)
         groups.append({"params": list(critic.parameters()), "name": "critic"})
         rates["critic"] = own.lr
-    loop = Loop(
-        settings=config,
-        accelerator=accelerator,
-        model=policy.model,
-        optimizer=adamw(groups, config.optimizer),
-        rates=rates,
-        run=run,
-        log=logger_of(run, config, accelerator, progress.start),
-        progress=progress,
-        watchdog=watchdog,
-        stop=stop,
-        every=config.evaluation.every,
-        evaluate=lambda iteration: {},
-    )
-    stack.callback(loop.log.finish)
+    loop = open_loop(config, accelerator, policy.model, groups, rates, run, progress, watchdog, stop, stack)
     tables = []
     for _ in range(2):  # of training, whose episodes go on, and of evaluation
         host = open_host(settings)
