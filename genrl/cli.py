@@ -50,8 +50,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="Fine-tune generative models by reinforcement learning: any diffusers pipeline, from one YAML file.\n\n"
-    "First steps: `genrl check configs/quickstart.yaml`, then `genrl train configs/quickstart.yaml`.",
+    help="Fine-tune generative models by reinforcement learning, from one YAML file: any diffusers pipeline, "
+    "policies in simulation, vision-language models.\n\n"
+    "First steps: `genrl check configs/quickstart.yaml`, then `genrl train configs/quickstart.yaml`; "
+    "or `configs/vla/flow_sde.yaml`, `configs/vlm/quickstart.yaml`.",
 )
 config_app = typer.Typer(no_args_is_help=True, help="About configuration files.")
 app.add_typer(config_app, name="config")
@@ -224,10 +226,10 @@ def evaluate(
 
     Example: `genrl eval assets/tiny-t2i --prompts assets/prompts/words_eval.txt --reward ocr --out scores.json`
 
-    A policy: `genrl eval runs/flow_sde --episodes 1024 --videos films`, or a folder in the environment of a
+    A policy: `genrl eval runs/vla/flow_sde --episodes 1024 --videos films`, or a folder in the environment of a
     configuration: `genrl eval assets/tiny-vla --config configs/vla/flow_sde.yaml`
 
-    A vision-language model by held-out questions: `genrl eval runs/grpo`, or a folder:
+    A vision-language model by held-out questions: `genrl eval runs/vlm/grpo`, or a folder:
     `genrl eval assets/tiny-vlm --config configs/vlm/grpo.yaml`
     """
     settings = _policy_config_of(model, config_file, pipeline_args or ())
@@ -249,63 +251,10 @@ def evaluate(
 
         return judge(Path(model), settings, episodes=episodes, seed=seed, out=out, videos=videos)
     _refuse({"--episodes": episodes, "--videos": videos}, "a pipeline")
-    seed = 1234 if seed is None else seed
-    config = _config_of(model)
-    source = prompts or (config.prompts.eval if config else None)
-    if source is None:
-        raise typer.BadParameter("give --prompts FILE (a run with prompts.eval has its own)")
-    if not reward and not config:
-        raise typer.BadParameter("give --reward NAME; `genrl rewards` lists them")
-    source_model, adapter, arguments = _pipeline_of(model, lora, dtype)
-    arguments |= _arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
-
-    import torch
-
-    import rewards as reward_package
-    from genrl.diffusion.sample import evaluate_pipeline, load
-    from genrl.diffusion.scoring import open_scorers, plain
-    from genrl.prompts import load as load_prompts
-
-    rows = load_prompts(source, config.prompts.column if config else "prompt")[:num_prompts]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config and not reward:
-        scorers = open_scorers(config, device)
-        if config.trainer.algorithm == "adv_grpo":
-            from genrl.diffusion.adv_grpo import load_trained
-
-            load_trained(scorers, Path(model))
-    else:
-        named: dict[str, reward_package.Reward] = {}
-        for name in reward or ():
-            label = name.rsplit(":", 1)[-1]
-            label = f"{label}-{len(named) + 1}" if label in named else label
-            named[label] = reward_package.load(name, device=device)
-        scorers = plain(named)
-    with closing(scorers):
-        found = evaluate_pipeline(
-            load(source_model, adapter),
-            rows,
-            scorers,
-            batch_size=batch_size,
-            seed=seed,
-            num_pictures=0,
-            arguments=arguments,
-        )
-    _print_scores(found.metrics, f"{model}, {len(rows)} prompts of {source}")
-    if out:
-        import json
-
-        from genrl.runtime.run import write_atomic
-
-        scores = {name: value if math.isfinite(value) else None for name, value in found.metrics.items()}
-        record = {
-            "model": source_model.path,
-            "lora": adapter,
-            "prompts": source,
-            "num_prompts": len(rows),
-            "seed": seed,
-        }
-        write_atomic(out, json.dumps(record | {"arguments": arguments, "scores": scores}, indent=1) + "\n")
+    given = _arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
+    _evaluate_pipeline(
+        model, prompts, reward, num_prompts, out, lora, given, batch_size, 1234 if seed is None else seed, dtype
+    )
 
 
 @app.command()
@@ -350,8 +299,8 @@ def export(
 
     Example: `genrl export runs/quickstart --out my-lora`, then `pipe.load_lora_weights("my-lora")`
 
-    A policy is written in LeRobot's layout: `genrl export runs/flow_sde --out my-policy`; a vision-language model as
-    transformers saves it (a LoRA as PEFT does; `--full` merges it).
+    A policy is written in LeRobot's layout: `genrl export runs/vla/flow_sde --out my-policy`; a vision-language model
+    as transformers saves it (a LoRA as PEFT does; `--full` merges it).
     """
     from genrl.config import load
 
@@ -575,8 +524,79 @@ def _near(path: Path) -> str:
 
 
 def _runs_in(folder: Path) -> str:
-    runs = sorted(str(file.parent) for file in folder.glob("*/config.yaml"))
+    runs = sorted(str(file.parent) for depth in ("*", "*/*") for file in folder.glob(f"{depth}/config.yaml"))
     return f"; runs in {folder}: {', '.join(runs[:5])}" if runs else ""
+
+
+def _evaluate_pipeline(
+    model: str,
+    prompts: str | None,
+    reward: list[str] | None,
+    num_prompts: int | None,
+    out: Path | None,
+    lora: str | None,
+    given: dict[str, Any],
+    batch_size: int,
+    seed: int,
+    dtype: str | None,
+) -> None:
+    """What `eval` does for a pipeline or its run; `given` are the arguments of the pipeline call."""
+    config = _config_of(model)
+    source = prompts or (config.prompts.eval if config else None)
+    if source is None:
+        raise typer.BadParameter("give --prompts FILE (a run with prompts.eval has its own)")
+    if not reward and not config:
+        raise typer.BadParameter("give --reward NAME; `genrl rewards` lists them")
+    source_model, adapter, arguments = _pipeline_of(model, lora, dtype)
+    arguments |= given
+
+    import torch
+
+    import rewards as reward_package
+    from genrl.diffusion.sample import evaluate_pipeline, load
+    from genrl.diffusion.scoring import open_scorers, plain
+    from genrl.prompts import load as load_prompts
+
+    rows = load_prompts(source, config.prompts.column if config else "prompt")[:num_prompts]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config and not reward:
+        scorers = open_scorers(config, device)
+        if config.trainer.algorithm == "adv_grpo":
+            from genrl.diffusion.adv_grpo import load_trained
+
+            load_trained(scorers, Path(model))
+    else:
+        named: dict[str, reward_package.Reward] = {}
+        for name in reward or ():
+            label = name.rsplit(":", 1)[-1]
+            label = f"{label}-{len(named) + 1}" if label in named else label
+            named[label] = reward_package.load(name, device=device)
+        scorers = plain(named)
+    with closing(scorers):
+        found = evaluate_pipeline(
+            load(source_model, adapter),
+            rows,
+            scorers,
+            batch_size=batch_size,
+            seed=seed,
+            num_pictures=0,
+            arguments=arguments,
+        )
+    _print_scores(found.metrics, f"{model}, {len(rows)} prompts of {source}")
+    if out:
+        import json
+
+        from genrl.runtime.run import write_atomic
+
+        scores = {name: value if math.isfinite(value) else None for name, value in found.metrics.items()}
+        record = {
+            "model": source_model.path,
+            "lora": adapter,
+            "prompts": source,
+            "num_prompts": len(rows),
+            "seed": seed,
+        }
+        write_atomic(out, json.dumps(record | {"arguments": arguments, "scores": scores}, indent=1) + "\n")
 
 
 def _config_of(model: str) -> Config | None:

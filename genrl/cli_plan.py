@@ -35,13 +35,15 @@ def plan(
     beginnings save against independent rollouts with as many samples. docs/trees.md explains the settings.
     """
     from genrl.cli_tables import printable
-    from genrl.config import Config, load
+    from genrl.config import Config, VLAConfig, load
     from genrl.config.files import model_folder
     from genrl.estimate import read_components
 
     config = load(file, overrides or ())
     if not isinstance(config, Config):
-        raise typer.BadParameter(f"{file} trains a policy; the plan is one of a pipeline's samples", param_hint="FILE")
+        what = "a policy" if isinstance(config, VLAConfig) else "a vision-language model"
+        text = f"{file} trains {what}; the plan is one of a pipeline's samples: `genrl check` says what this run does"
+        raise typer.BadParameter(text, param_hint="FILE")
     folder = model_folder(config)
     components = read_components(folder, config.model.variant) if folder else ()
     typer.echo(printable("\n".join(lines(config, components))))

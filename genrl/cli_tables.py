@@ -204,14 +204,18 @@ def replay_verdict(found: Replay) -> Iterator[str]:
 def print_rewards() -> None:
     """The rewards that can be named."""
     import rewards
+    from rewards.completions import listing_texts
 
-    table = Table()
-    for title in ("name", "origin", "takes", "range", "what it scores"):
-        table.add_column(title, overflow="fold")  # a name that is cut cannot be written into a configuration
-    for row in rewards.listing():
-        table.add_row(*map(safe, (row.name, row.origin, row.needs, row.range, row.doc)))
-    console.print(table)
-    console.print("your own: name: path/to/file.py:function_or_class (a function of images and prompts)")
+    for title, rows in (("of pictures", rewards.listing()), ("of texts (section `vlm`)", listing_texts())):
+        table = Table(title=title, title_justify="left")
+        for column in ("name", "origin", "takes", "range", "what it scores"):
+            table.add_column(column, overflow="fold")  # a name that is cut cannot be written into a configuration
+        for row in rows:
+            table.add_row(*map(safe, (row.name, row.origin, row.needs, row.range, row.doc)))
+        console.print(table)
+    console.print(
+        "your own: name: path/to/file.py:function_or_class (a function of images or completions, and of columns)"
+    )
 
 
 def print_doctor(report: Report, advice: Sequence[str]) -> None:

@@ -152,10 +152,11 @@ def evaluate_agent(
         if name.endswith("_mean") and name != "eval/success_mean":
             table.add_row(safe(name.removeprefix("eval/").removesuffix("_mean")), f"{value:.3f}", "")
     console.print(table)
-    for place, (film, _) in enumerate(found.films):
-        assert films is not None
+    if films:
         films.mkdir(parents=True, exist_ok=True)
-        save_png(film, films / f"episode-{place:02d}.png")
+        for place, (film, _) in enumerate(found.films):
+            save_png(film, films / f"episode-{place:02d}.png")
+        typer.echo(f"{len(found.films)} strips of episodes in {films}")
     if out:
         from genrl.runtime.run import write_atomic
 

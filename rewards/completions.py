@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewards.contract import Failure, Reward, RewardFailed, Scores, name_of, nearest, read
-from rewards.loading import EMPTY, Origin, load, resolve, with_options
+from rewards.declared import declared, source_of
+from rewards.loading import EMPTY, Listed, Origin, load, resolve, with_options
 
 GIVEN = ("prompts", "completions", "completion_ids", "group")
 RULES = (
@@ -23,6 +24,13 @@ RULES = (
     *("indices", "rating", "diversity", "rouge"),
 )
 """The functions of `rewards.verifiable`, by name."""
+
+
+def listing_texts() -> list[Listed]:
+    """A row for each of `RULES`, read from their source; all give 0 to 1. `rewards.listing` has the others."""
+    source = source_of("rewards.verifiable")
+    found = {name: declared(source, name) for name in RULES}
+    return [Listed(name, "built-in", rule.doc, "0 to 1", ", ".join(rule.takes)) for name, rule in found.items()]
 
 
 def resolve_text(name: str) -> Origin:

@@ -236,7 +236,7 @@ def test_schema_is_json() -> None:
 def test_rewards_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     text = run("rewards")
-    assert all(name in text for name in ("shapes", "ocr", "clipscore", "pickscore"))
+    assert all(name in text for name in ("shapes", "ocr", "clipscore", "pickscore", "tag_format"))
 
 
 def test_reward_names_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +244,7 @@ def test_reward_names_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("rewards.listing", lambda: [rewards.Listed("a" * 70, "built-in", "images", "0 to 1", "?")])
+    monkeypatch.setattr("rewards.completions.listing_texts", list)
     text = run("rewards")
     assert "…" not in text and sum(line.split("│")[1].count("a") for line in text.splitlines() if "│" in line) == 70
 

@@ -96,6 +96,16 @@ def test_fewer_prompts_than_the_default_grid_shows(tmp_path: Path) -> None:
     assert "use the same or less" in str(refused(tmp_path / "a.yaml", ["evaluation.grid_prompts=16"]))
 
 
+@pytest.mark.parametrize(
+    "file, output",
+    [("configs/vlm/a.yaml", "vlm/a"), ("configs/a.yaml", "a"), ("a.yaml", "a"), ("configs/x/configs/y/a.yaml", "y/a")],
+)
+def test_files_of_one_name_train_into_different_folders(tmp_path: Path, file: str, output: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    text = text_of({"yaml": "seed: 3", "without": ["output"]})
+    assert load(write((tmp_path / file).parent, text)).output == str(Path("runs", output))
+
+
 def test_every_suggested_key_exists() -> None:
     assert set(OTHER_NAMES.values()) <= set(all_keys())
 

@@ -54,7 +54,9 @@ class TestShipped:
     @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
     def test_loads_and_comes_back(self, path: Path, tmp_path: Path) -> None:
         config = load(path)
-        assert isinstance(config, VLAConfig) and config.output == f"runs/{path.stem}"
+        assert isinstance(config, VLAConfig) and config.output == str(
+            Path("runs", *path.with_suffix("").parts[path.parts.index("configs") + 1 :])
+        )
         (tmp_path / "again.yaml").write_text(dump(config))
         assert load(tmp_path / "again.yaml") == config
 

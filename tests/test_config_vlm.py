@@ -63,7 +63,9 @@ class TestShipped:
     ) -> None:
         monkeypatch.chdir(ROOT)
         config, origins = load_located(path)
-        assert isinstance(config, VLMConfig) and config.output == f"runs/{path.stem}"
+        assert isinstance(config, VLMConfig) and config.output == str(
+            Path("runs", *path.with_suffix("").parts[path.parts.index("configs") + 1 :])
+        )
         (tmp_path / "again.yaml").write_text(dump(config))
         assert load(tmp_path / "again.yaml") == config
         preset_of(config, origins)

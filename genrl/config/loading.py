@@ -37,8 +37,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
 
     `overrides` are `key.sub=value` texts (list items by index: `rewards.0.weight=2`), applied last. `include: FILE`
     in the file names one base file, relative to it: sections are merged (those of another algorithm or kind replaced),
-    lists and values replaced. Where the file names no `output`, it is `runs/<file name without ending>`. ConfigError
-    lists everything that is wrong.
+    lists and values replaced. Where the file names no `output`, it is the file's path below its folder `configs`,
+    below `runs` and without ending: `configs/vlm/grpo.yaml` trains into `runs/vlm/grpo`. ConfigError lists everything
+    that is wrong.
     """
     return load_located(path, overrides)[0]
 
@@ -50,7 +51,7 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
     problems = [problem for text in overrides if (problem := _override(tree, text))]
     if problems:
         raise ConfigError(problems)
-    tree.value.setdefault("output", f"runs/{path.stem}")
+    tree.value.setdefault("output", str(_default_output(path)))
     try:
         return ROOTS[root_of(tree.value)].model_validate(tree.value), tree.origins
     except ValidationError as error:
@@ -63,6 +64,14 @@ def dump(config: AnyConfig) -> str:
     if isinstance(config, Config) and _grid_is_default(config):
         del tree["evaluation"]["grid_prompts"]  # a default that would be refused if the user had written it
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _default_output(path: Path) -> Path:
+    """`runs/` and the path below the nearest folder `configs` without ending, so that files of one name do not meet;
+    of a file elsewhere its name alone."""
+    parts = path.resolve().with_suffix("").parts
+    above = max((k for k, part in enumerate(parts[:-1]) if part == "configs"), default=len(parts) - 2)
+    return Path("runs", *parts[above + 1 :])
 
 
 def _grid_is_default(config: Config) -> bool:

@@ -876,7 +876,7 @@ class Config(Section):
     seed: Whole = 0
     """Seed of everything random: prompts, noise, windows, initial adapters."""
     output: Text = "runs/genrl"
-    """Run folder; default runs/<name of the YAML file>."""
+    """Run folder; default runs/<name of the YAML file>, with its folders below `configs`."""
 
     @property
     def reward_labels(self) -> tuple[str, ...]:

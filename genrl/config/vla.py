@@ -345,7 +345,7 @@ class VLAConfig(Section):
     seed: Whole = 0
     """Seed of everything random: episodes, noise, minibatches, new weights."""
     output: Text = "runs/genrl"
-    """Run folder; default runs/<name of the YAML file>."""
+    """Run folder; default runs/<name of the YAML file>, with its folders below `configs`."""
 
     @model_validator(mode="after")
     def _possible(self) -> VLAConfig:

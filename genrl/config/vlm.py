@@ -323,7 +323,7 @@ class VLMConfig(Section):
     seed: Whole = 0
     """Seed of everything random: answers, the order of questions, adapters."""
     output: Text = "runs/genrl"
-    """Run folder; default runs/<name of the YAML file>."""
+    """Run folder; default runs/<name of the YAML file>, with its folders below `configs`."""
 
     @property
     def reward_labels(self) -> tuple[str, ...]:
