@@ -25,8 +25,7 @@ def held_out(keys: tuple[int, ...], colour: str) -> bool:
     return (KEYS.index(keys) + COLOURS.index(colour)) % 4 == 0
 
 
-def frame(rng: np.random.Generator, colour: str, shape: str) -> Image.Image:
-    """One shape near the middle."""
+def _frame(rng: np.random.Generator, colour: str, shape: str) -> Image.Image:
     x, y = rng.uniform(0.35, 0.65, 2) * SIZE
     thing = Thing(colour, shape, float(x), float(y), float(rng.uniform(14, 19)))
     return Image.fromarray(draw(Scene("single", (thing,)), PICTURE))
@@ -51,7 +50,7 @@ def keys(rng: np.random.Generator, split: Split) -> Drawn:
     frames = []
     for k in range(FRAMES):
         kinds = (colour, shape) if k in shown else tuple(kind[rng.integers(len(kind))] for kind in others)
-        frames.append(frame(rng, *kinds))
+        frames.append(_frame(rng, *kinds))
     columns = {"frames": frames, "about": _of_colour(colour), "truth": shape}
     answer = " ".join(str(k + 1) for k in shown)
     return Drawn((*frames, f"in which frames is a {colour} shape ?"), answer, len(shown), columns)
@@ -63,4 +62,4 @@ def what(rng: np.random.Generator, split: Split) -> Drawn:
         colour, shape = COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))]
         if ((COLOURS.index(colour) + SHAPES.index(shape)) % 4 == 0) == (split == "eval"):
             break
-    return Drawn((frame(rng, colour, shape), _of_colour(colour)), shape, 1)
+    return Drawn((_frame(rng, colour, shape), _of_colour(colour)), shape, 1)
