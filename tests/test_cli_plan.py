@@ -136,4 +136,4 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong.exit_code == 2 and "12 samples are not whole trees of 5^1 = 5 leaves; use 10 or 15" in wrong.output
     for kind, what in (("vla/flow_sde", "a policy"), ("vlm/grpo", "a vision-language model")):
         other = CliRunner().invoke(cli.app, ["plan", f"configs/{kind}.yaml"])
-        assert other.exit_code == 2 and f"trains {what}" in other.output
+        assert other.exit_code == 2 and f"trains {what}" in " ".join(other.output.replace("│", " ").split())
