@@ -17,12 +17,14 @@ help:
 
 $(VENV)/genrl: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@echo "installing into $(VENV): PyTorch and diffusers first, which takes a minute or several"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP)
 	$(PIP) --editable '.[ocr]'
 	@touch $@
 
 $(VENV)/genrl-dev: $(VENV)/genrl
+	@echo "installing what the tests need into $(VENV)"
 	$(PIP) --editable '.[ocr,video,kernels,dev]'
 	@touch $@
 
