@@ -49,7 +49,8 @@ class Critic(Section):
     """Widths of its hidden layers (VL-DAC: 3072 and 2048)."""
     lr: Positive = 1e-4
     """Its learning rate; the schedule is the optimiser's."""
-    warmup: Whole = 2
-    """Iterations at the start that train nothing but the critic (VL-DAC: 2)."""
+    warmup: Whole | None = None
+    """Iterations at the start that train nothing but the critic; null = the method's (vl_dac: 2, poad: 0)."""
     kl_stop: Positive | None = None
-    """Leave an iteration's updates once the mean of l_old - l exceeds this (POAD: .02); null = never."""
+    """Leave an iteration's updates once the mean of l_old - l exceeds this; null = the method's (poad: .02, vl_dac:
+    never)."""

@@ -760,6 +760,11 @@ _LANGUAGE = {
         "How much is still tried out. Below 0.05 while answers are wrong: lower the learning rate.",
         "nats",
     ),
+    "entropy/policy": MetricDoc(
+        "mean entropy of the distributions that the tokens of the answers were drawn from; mean over updates",
+        "As `entropy/sampled`, without its noise.",
+        "nats",
+    ),
     "ratio/drift": MetricDoc(
         "mean of (log-prob when sampled - log-prob now) over the tokens, before each update; mean over updates",
         "Estimates how far the updates of an iteration have moved (KL of old to new). POAD stops at 0.02.",
@@ -773,6 +778,7 @@ _LANGUAGE = {
     "loss/entropy_penalty": MetricDoc(
         "the entropy term of `loss`, weight included", "VPPO: falls as `entropy/sampled`."
     ),
+    "loss/entropy_bonus": MetricDoc("the bonus for entropy in `loss`, weight included", "POAD: as -`entropy/policy`."),
     "loss/entropy_band": MetricDoc("the entropy band of `loss`, weight included", "0 inside of the band."),
     "loss/perception": MetricDoc(
         "the perception term of `loss`, weights included (Q-Hawkeye)",

@@ -147,6 +147,9 @@ def _impossible(config: VLMConfig, preset: Preset) -> Iterator[tuple[KeyPath, st
     if preset.group_loss is not None and micro is not None and micro < size:
         text = f"{preset.group_loss.name!r} is a loss of whole groups; write {size} (generation.group_size) or more"
         yield ("trainer", "micro_batch"), text
+    if config.vlm.output != "text" and any(isinstance(one, recipe.EntropyBonus) for one in preset.regularisers):
+        text = f"entropies of a model whose output is {config.vlm.output} have no gradient; nearest: entropy_penalty"
+        yield ("trainer", "regularisers"), text
     pictured = {one.extra for one in extra_forwards(preset)} & {"masked_image", "degraded", "ema"}
     pictured |= {one.name for one in preset.weights if isinstance(one, recipe.Divergence)}
     if config.vlm.output != "text" and pictured:

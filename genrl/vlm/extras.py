@@ -50,7 +50,8 @@ def needed(preset: Preset) -> Needed:
         degraded="degraded" in forwards,
         ema="ema" in forwards,
         entropy=any(isinstance(w, recipe.TopEntropy) for w in preset.weights)
-        or any(band.bounds == "quantile" for band in bands),
+        or any(band.bounds == "quantile" for band in bands)
+        or any(isinstance(one, recipe.EntropyBonus) for one in preset.regularisers),
         divergence=any(isinstance(weight, recipe.Divergence) for weight in preset.weights),
         scores=any(isinstance(transform, recipe.Uncertainty) for transform in preset.transforms),
         components=isinstance(preset.advantage, recipe.NormaliseThenSum),

@@ -18,7 +18,7 @@ LOGITS = 2**25  # that exist at a time: 128 MiB
 
 
 class TokenScores(NamedTuple):
-    """log_prob [...]; entropy [...] of the whole distribution, without gradient, or None. Both 0 where masked."""
+    """log_prob [...]; entropy [...] of the whole distribution, or None. Both 0 where masked, both with gradient."""
 
     log_prob: Tensor
     entropy: Tensor | None
@@ -113,25 +113,30 @@ class _Chunked(torch.autograd.Function):
             if entropy:
                 probabilities = (logits - normaliser[part, None]).exp_()
                 entropies[part] = normaliser[part] - probabilities.mul_(logits).sum(dim=-1)
-        ctx.save_for_backward(states, weight, offset, tokens, normaliser)
+        ctx.save_for_backward(states, weight, offset, tokens, normaliser, entropies)
         ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)  # None for the one that nothing was made of
         return values, entropies
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, offset, tokens, normaliser = ctx.saved_tensors
+    def backward(ctx: Any, of_values: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        states, weight, offset, tokens, normaliser, entropies = ctx.saved_tensors
         to_states, to_weight, to_offset, *_ = ctx.needs_input_grad
         grad_states = torch.empty_like(states) if to_states else None
         # summed over chunks in float32 whatever the dtype of the layer
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if to_weight else None
         grad_offset = torch.zeros_like(offset) if to_offset else None
         for part in _parts(len(tokens), ctx.chunk):
-            # d log p(token) / d logit_v = (1[v = token] - p_v) / temperature
-            logits = _logits(states[part], weight, offset, ctx.temperature)
-            scale = gradient[part] / ctx.temperature
-            grad_logits = logits.sub_(normaliser[part, None]).exp_().mul_(-scale[:, None])
-            grad_logits.scatter_add_(1, tokens[part, None], scale[:, None])
+            # d log p(token) / d logit_v = (1[v = token] - p_v) / temperature,
+            # d entropy / d logit_v = -p_v (log p_v + entropy) / temperature
+            log_p = _logits(states[part], weight, offset, ctx.temperature).sub_(normaliser[part, None])
+            grad_logits = torch.zeros_like(log_p)
+            if of_values is not None:
+                scale = of_values[part, None] / ctx.temperature
+                grad_logits.addcmul_(log_p.exp(), scale, value=-1.0).scatter_add_(1, tokens[part, None], scale)
+            if of_entropies is not None:
+                scale = of_entropies[part, None] / ctx.temperature
+                grad_logits.addcmul_(log_p.exp().mul_(log_p + entropies[part, None]), scale, value=-1.0)
             if grad_offset is not None:
                 grad_offset += grad_logits.sum(dim=0)
             rounded = grad_logits.to(states.dtype)

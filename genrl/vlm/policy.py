@@ -61,7 +61,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Replay:
-    """log_prob [B, T] float32 (float64 for a float64 model), 0 where masked; entropy [B, T] without gradient, or None.
+    """log_prob [B, T] float32 (float64 for a float64 model), 0 where masked; entropy [B, T], or None.
 
     states: [B, T, H] that predict each token, which a critic reads. positions: how many token positions the language
     model computed for it, padding included; images: how many prompts went through the vision tower.

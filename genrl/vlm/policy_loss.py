@@ -191,6 +191,10 @@ def _regulariser(
         case recipe.EntropyPenalty(coefficient):
             total = aggregate(-masked(log_prob, mask), mask, "token_mean_global", tokens=batch.tokens)
             return "entropy_penalty", coefficient * total
+        case recipe.EntropyBonus(coefficient):
+            entropy = masked(given(batch, "policy_entropy", "the bonus for entropy"), mask)
+            metrics["policy_entropy"] = token_mean(entropy.detach(), mask)
+            return "entropy_bonus", -coefficient * aggregate(entropy, mask, "token_mean_global", tokens=batch.tokens)
         case recipe.EntropyBand(coefficient, low, high):
             if batch.entropy_bounds is not None:
                 low, high = batch.entropy_bounds.tolist()

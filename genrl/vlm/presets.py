@@ -22,6 +22,7 @@ from genrl.vlm.recipe import (
     ElasticClip,
     EngineMismatch,
     EntropyBand,
+    EntropyBonus,
     EntropyPenalty,
     GroupAdvantage,
     Hierarchical,
@@ -248,19 +249,21 @@ VL_DAC = Preset(
     "seq_mean",
     transforms=(BatchNormalise(),),
     regularisers=(Kl(0.04), ValueLoss(0.5, 0.1)),
+    warmup=2,
     source="VL-DAC, paper and code",
-    notes="a value head on the detached state of the last prompt token; the first 2 updates train the value only; "
-    "gamma .9 to .99 by environment; a row is one environment step",
+    notes="a value head on the detached state of the last prompt token; gamma .9 to .99 by environment; a row is one "
+    "environment step",
 )
 POAD = Preset(
     CriticAdvantage("token", gamma=0.95, lam=0.95),
     Clip(),
     "token_mean",
     transforms=(BatchNormalise(),),
-    regularisers=(EntropyPenalty(-0.01), ValueLoss(0.5, 0.2)),
+    regularisers=(EntropyBonus(0.01), ValueLoss(0.5, 0.2)),
+    kl_stop=0.02,
     source="arXiv 2405.15821",
-    notes="a value per token; an epoch ends where the mean of l_old - l exceeds .02; entropy and value weights are "
-    "inferred",
+    notes="a value per token; an iteration's updates end where the mean of l_old - l exceeds kl_stop; weights of "
+    "entropy and value are inferred",
 )
 
 # --- diffusion language models

@@ -458,6 +458,15 @@ class EntropyPenalty:
 
 
 @dataclass(frozen=True)
+class EntropyBonus:
+    """`-coefficient` times the mean over all tokens of [policy_entropy] [B, T], that of the whole distribution under
+    the weights as they are. `EntropyPenalty`, of one sample, has no gradient in expectation on policy; this has."""
+
+    coefficient: float = 0.01
+    name: Literal["entropy_bonus"] = "entropy_bonus"
+
+
+@dataclass(frozen=True)
 class EntropyBand:
     """`coefficient * entropy_band(H)`, H = mean -l per task ([task] [B]; one task where it is not given): G2RPO.
 
@@ -491,7 +500,7 @@ class ValueLoss:
     name: Literal["value"] = "value"
 
 
-Regulariser = Kl | EntropyPenalty | EntropyBand | Perception | ValueLoss
+Regulariser = Kl | EntropyPenalty | EntropyBonus | EntropyBand | Perception | ValueLoss
 
 
 @dataclass(frozen=True)
@@ -500,6 +509,8 @@ class Preset:
 
     length: the divisor of aggregation "const", the longest completion allowed.
     renormalise: scale the token weights to mean 1 over the rollout batch's tokens (no published method does).
+    warmup: with a critic, iterations at the start that train it alone. kl_stop: with a critic, the mean of l_old - l
+    above which an iteration's updates end; None = they never do.
     source: paper; notes: what belongs to the method and is not a setting of the loss, and what is our reading.
     Raises ValueError for a combination that means nothing.
     """
@@ -514,6 +525,8 @@ class Preset:
     group_loss: GroupLoss | None = None
     length: int | None = None
     renormalise: bool = False
+    warmup: int = 0
+    kl_stop: float | None = None
     source: str = ""
     notes: str = ""
 

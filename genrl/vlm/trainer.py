@@ -15,7 +15,7 @@ from genrl.runtime.loop import Loop
 from genrl.vlm import recipe
 from genrl.vlm.dealing import Update
 from genrl.vlm.extras import degraded_prompts
-from genrl.vlm.policy import Encoded
+from genrl.vlm.policy import Encoded, Replay
 from genrl.vlm.policy_loss import policy_loss
 from genrl.vlm.recipe import Preset
 from genrl.vlm.rollout import Answers
@@ -27,6 +27,7 @@ ON_POLICY = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 NAMES = {
     "entropy": "entropy/sampled",
+    "policy_entropy": "entropy/policy",
     "ratio_mean": "ratio/mean",
     "ratio_max": "ratio/max",
     "clipped": "ratio/clipped",
@@ -65,11 +66,12 @@ def learn(session: Session, answers: Answers, ready: Estimated) -> dict[str, flo
     )
 
     def scored(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        log_prob = forward(session, answers.prompts, answers, rows, entropy=session.need.entropy)
-        if spoilt is None:
-            return log_prob, {}
-        with torch.no_grad():
-            return log_prob, {"degraded": forward(session, spoilt, answers, rows).cpu()}
+        now = forward(session, answers.prompts, answers, rows, entropy=session.need.entropy)
+        extra = {} if now.entropy is None else {"policy_entropy": now.entropy.cpu()}
+        if spoilt is not None:
+            with torch.no_grad():
+                extra["degraded"] = forward(session, spoilt, answers, rows).log_prob.cpu()
+        return now.log_prob, extra
 
     figures: dict[str, list[float]] = defaultdict(list)
     info = {"trainer": settings.model_dump(mode="json")}
@@ -139,8 +141,8 @@ def update(
 
 def forward(
     session: Session, prompts: list[Encoded], answers: Answers, rows: Tensor, *, entropy: bool = False
-) -> Tensor:
-    """Log-probabilities [b, T] of some answers under the weights as they are."""
+) -> Replay:
+    """Log-probabilities and entropies [b, T] of some answers under the weights as they are."""
     return session.policy.log_probs(
         prompts,
         answers.tokens[rows],
@@ -148,7 +150,7 @@ def forward(
         group=answers.group[rows],
         temperature=session.config.generation.temperature,
         entropy=entropy,  # as for `old`: the same operations give the same bits
-    ).log_prob
+    )
 
 
 def _joint(sums: dict[str, float], most: float, error: float, seen: int) -> dict[str, float]:

@@ -73,6 +73,7 @@ def rollout(seed: int = 0, *, junk: float = 0.0, pad: int = 0, masked: bool = Tr
             "high": draw(rows),
             "low": draw(rows),
             "step": (torch.arange(LENGTH + pad) >= 2).long().expand(rows, -1),
+            "policy_entropy": tokens(draw(rows, LENGTH).abs()),
         },
     )
 

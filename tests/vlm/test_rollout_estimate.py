@@ -148,6 +148,13 @@ def test_a_penalty_lowers_the_entropy_and_a_bonus_raises_it() -> None:
         assert torch.allclose(part(preset, batch, "entropy_penalty"), coefficient * entropy)
 
 
+def test_a_bonus_is_the_mean_entropy_of_the_tokens() -> None:
+    batch = rollout()
+    preset = replace(CENTRED, regularisers=(recipe.EntropyBonus(0.01),))
+    wanted = -0.01 * batch.extra["policy_entropy"][batch.mask].mean()
+    assert torch.allclose(part(preset, batch, "entropy_bonus"), wanted)
+
+
 def test_the_band_is_of_each_task_with_its_share_of_rows() -> None:
     batch = rollout()
     task = batch.extra["task"]

@@ -33,20 +33,22 @@ def train(session: Session) -> None:
 def learn(session: Session, acted: Acted, ready: Estimated) -> dict[str, float]:
     """The optimiser steps of an iteration; means of what they measured.
 
-    In the first `critic.warmup` iterations only the critic is stepped. Updates end where the mean of l_old - l over an
-    update's tokens, before its step, exceeds `critic.kl_stop`.
+    In the first iterations (`warmup`) only the critic is stepped. Updates end where the mean of l_old - l over an
+    update's tokens, before its step, exceeds `kl_stop`. Both are `trainer.critic`'s, or the method's own.
     """
     loop, settings, rows = session.loop, session.config.trainer, acted.rows
     critic = settings.critic or Critic()
+    warmup = session.preset.warmup if critic.warmup is None else critic.warmup
+    kl_stop = session.preset.kl_stop if critic.kl_stop is None else critic.kl_stop
     groups = ["policy"] if session.critic is None else ["policy", "critic"]
-    if session.critic is not None and loop.iteration < critic.warmup:
+    if session.critic is not None and loop.iteration < warmup:
         groups = ["critic"]
 
     def scored(some: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         turns = rows.of(some)
         # the same operations as for `old` give the same bits
         now = replay(session.policy, rows, turns, session.config.generation.temperature, entropy=session.need.entropy)
-        extra = {}
+        extra = {} if now.entropy is None else {"policy_entropy": rows.laid(now.entropy.cpu(), some, turns)}
         if session.critic is not None:
             values = session.critic(now.states).cpu()  # a row is a turn
             extra["value"] = values if ready.batch.extra["returns"].dim() == 2 else values[:, 0]
@@ -63,6 +65,6 @@ def learn(session: Session, acted: Acted, ready: Estimated) -> dict[str, float]:
             )
             for name, value in found.items():
                 figures[name].append(value)
-            if session.critic is not None and critic.kl_stop is not None and found["ratio/drift"] > critic.kl_stop:
+            if kl_stop is not None and found["ratio/drift"] > kl_stop:
                 break
     return {name: sum(values) / len(values) for name, values in figures.items()}
