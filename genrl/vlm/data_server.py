@@ -21,7 +21,8 @@ PATIENCE_S = 600.0
 class DataServer:
     """A process that draws. Pictures are functions of their description and seed, whatever else is asked for.
 
-    Submitted pictures are drawn in their order; what is not taken stays. `close` ends the process.
+    Submitted pictures are drawn in their order; what is neither taken nor forgotten stays.
+    `close` ends the process.
     """
 
     def __init__(self, pipeline: str, num_inference_steps: int, guidance_scale: float) -> None:
@@ -71,6 +72,11 @@ class DataServer:
         del self.asked[sample]
         return self.drawn.pop(sample)
 
+    def forget(self, sample: str) -> None:
+        """Keep no picture of this name, drawn or not."""
+        self.asked.pop(sample, None)
+        self.drawn.pop(sample, None)
+
     def _read(self, line: str) -> None:
         if not line:
             raise RuntimeError(self._ended())
@@ -78,6 +84,8 @@ class DataServer:
         if "error" in answer:
             description = self.asked.get(answer["id"], answer["id"])
             raise RuntimeError(f"synthesis: {description!r} cannot be drawn: {answer['error']}")
+        if answer["id"] not in self.asked:
+            return
         self.drawn[answer["id"]] = Image.open(io.BytesIO(base64.b64decode(answer["png"]))).convert("RGB")
 
     def _ended(self) -> str:

@@ -125,6 +125,8 @@ class Synthesis:
                 for name, said in zip(names, one["descriptions"], strict=True)
             ]
             drawn += sum(said is not None for said in one["descriptions"])
+            for name in set(names) - set(spread):  # more pictures than questions in the iteration
+                self.server.forget(name)
             worths += [value for value in worth if not math.isnan(value)]
             found.append(self._answers(one, worth))
             self.parked.remove(one)

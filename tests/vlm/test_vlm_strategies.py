@@ -186,6 +186,10 @@ class TestServer:
             first, other = server.take("a"), server.take("b")
             server.submit("a red circle", "a", 1)
             assert np.array_equal(first, server.take("a")) and not np.array_equal(first, other)
+            server.submit("a red circle", "unwanted", 1)
+            server.forget("unwanted")
+            server.submit("a red circle", "b", 1)
+            server.take("b")  # drawn after it
             assert server.poll() == [] and np.array(first).shape == (64, 64, 3)
             with pytest.raises(KeyError):
                 server.take("never")
@@ -226,6 +230,9 @@ class Painter:
         shade = sum(map(ord, sample)) % 256
         return Image.new("RGB", (48, 48), (shade, 255 - shade, 128))
 
+    def forget(self, sample: str) -> None:
+        self.asked = [name for name in self.asked if name != sample]
+
     def close(self) -> None: ...
 
 
@@ -261,6 +268,19 @@ class TestSynthesis:
             assert second.tokens[-4:][second.mask[-4:]].tolist() == sum(parked["tokens"], [])
             ready = session.estimate(second)
             assert ready is not None and len(ready.batch.mask) == 20
+
+    def test_pictures_beyond_the_questions_are_forgotten(self, tmp_path: Path) -> None:
+        few = {"max_new_tokens": 16, "prompts_per_iteration": 1}
+        config = vlm_runs.config(tmp_path, synthesis=SYNTHESIS, iterations=3, generation=few)
+        with vlm_runs.session(config) as session:
+            session.draw()
+            assert session.synthesis is not None
+            painter = session.synthesis.server
+            assert isinstance(painter, Painter) and len(painter.asked) == 2
+            session.loop.iteration = 1
+            first = [name for name in painter.asked if name.startswith("synthesis/0/")]
+            session.draw()
+            assert len(first) == 2 and [name for name in painter.asked if name in first] == first[:1]  # asked about
 
     def test_a_resumed_run_is_the_uninterrupted_one(self, tmp_path: Path) -> None:
         same_when_resumed(self.config(tmp_path / "a"), self.config(tmp_path / "b"), tmp_path)
