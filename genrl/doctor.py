@@ -100,13 +100,19 @@ def _torch() -> Finding:
 
 
 def _kernels() -> Finding:
-    """What `kernels.backend: auto` and each name of kernels.attention would run here, in half precision."""
+    """What `kernels.backend: auto` and each name of kernels.attention would run here, in half precision, and whether
+    `kernels.compile` can."""
     import torch
 
     from genrl.kernels import backend, joint_attention
 
-    like = torch.empty(0, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
-    return {**backend.summary(), "joint_attention": ", ".join(joint_attention.usable(like))}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    return {
+        **backend.summary(),
+        "joint_attention": ", ".join(joint_attention.usable(like)),
+        "compile": backend.compile_problem(like.device) or ("true, cuda_graphs" if device == "cuda" else "true"),
+    }
 
 
 def _collectives() -> list[str]:

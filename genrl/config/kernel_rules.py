@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from genrl.config.schema import Config
 
 Finding = tuple[tuple[str, ...], str]
+ONE_CALL_AT_A_TIME = ("flow_grpo", "diffusion_nft")
+"""Trainers whose backward pass follows its model call at once."""
 HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
 
 
@@ -28,9 +30,28 @@ def kernel_rules(config: Config) -> Iterator[Finding]:
         elif kernel == "ddim":
             text = "step is for flow models, whose mean is linear in state and velocity; leave it out with ddim"
             yield ("kernels.fused", "trainer.kernel"), text
+    yield from _compiled(config)
     if model.dtype == "float32" and model.autocast is None:
         for key in ("attention", "evaluation_attention"):
             name = getattr(kernels, key)
             if name in HALF_ONLY:
                 text = f"{name} attends in bfloat16 or float16; set model.dtype or model.autocast, or use auto"
                 yield (f"kernels.{key}", "model.dtype"), text
+
+
+def _compiled(config: Config) -> Iterator[Finding]:
+    """What the graphs of a compiled denoiser cannot hold, or not for as long."""
+    mode, trainer = config.kernels.compile, config.trainer
+    if mode is False:
+        return
+    if config.distributed.fsdp:
+        text = "a sharded model gathers its weights by hooks, which break the graph at every block; write false"
+        yield ("kernels.compile", "distributed.fsdp"), text
+    if mode != "cuda_graphs":
+        return
+    if trainer.algorithm not in ONE_CALL_AT_A_TIME:
+        text = f"{trainer.algorithm} makes further model calls before a backward pass, and a recorded call's memory is "
+        yield ("kernels.compile", "trainer.algorithm"), f"{text}that of the one before; write true"
+    if getattr(trainer, "keep_graph", False):
+        text = "a recorded call writes over the activations of the one before; write true, or keep_graph: false"
+        yield ("kernels.compile", "trainer.keep_graph"), text

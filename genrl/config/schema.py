@@ -78,7 +78,8 @@ class Model(Section):
 
 
 class Kernels(Section):
-    """Fused kernels and attention back-ends (docs/kernels.md). All are off: none has been timed on a GPU yet."""
+    """Fused kernels, attention back-ends and compilation (docs/kernels.md, docs/speed.md). All are off: none has been
+    timed on a GPU yet."""
 
     fused: tuple[Literal["qk_norm_rope", "adaln", "step"], ...] = ()
     """What runs in one pass: norm and rotation of queries and keys; gate, residual, norm and modulation (both in SD3.5,
@@ -90,6 +91,9 @@ class Kernels(Section):
     """Back-end of the joint attention: auto = torch chooses; a name = that or an error; null = diffusers' own."""
     evaluation_attention: Attention | Literal["sage"] | None = None
     """Another one for evaluation, where no ratio depends on it; null = as in training."""
+    compile: Flag | Literal["cuda_graphs"] = False
+    """Compile the denoiser by torch, in sampling, training and evaluation: true, or cuda_graphs = with its launches
+    recorded too (a GPU; algorithms flow_grpo and diffusion_nft; not tried on one yet)."""
 
 
 class Prompts(Section):
@@ -868,7 +872,7 @@ class Config(Section):
     distributed: Distributed = Distributed()
     """Several processes."""
     kernels: Kernels = Kernels()
-    """Fused kernels and attention back-ends."""
+    """Fused kernels, attention back-ends, compilation."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
     """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 300

@@ -72,7 +72,8 @@ def check_on_policy(session: Session, rollouts: Rollouts, *, clip: float, guard:
     """Replay the first micro-batch before any update: the ratio must be 1. Once per process, later calls do nothing.
 
     An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
-    raises RuntimeError in all processes, since the clip would cut numerical noise. guard: of GRPO-Guard's ratio.
+    raises RuntimeError in all processes, since the clip would cut numerical noise; so does any where the denoiser is
+    compiled. guard: of GRPO-Guard's ratio.
     """
     if session.replays:
         return
@@ -87,17 +88,24 @@ def check_on_policy(session: Session, rollouts: Rollouts, *, clip: float, guard:
                     size = new.std.flatten() if guard else 1.0
                     deviations.append((size * (new.log_prob - old)).expm1().abs().cpu())
     everyone = gather_object([float(torch.cat(deviations).max())])
-    problem = off_policy(float(torch.tensor(everyone).max()), clip)  # tensor: NaN is the largest
+    worst = float(torch.tensor(everyone).max())  # tensor: NaN is the largest
+    problem = off_policy(worst, clip, compiled=bool(session.config.kernels.compile))
     if problem is not None:
         session.progress.say(problem)
     session.replays = True
 
 
-def off_policy(worst: float, clip: float) -> str | None:
-    """What to say of the largest |ratio - 1| before the first update. Raises RuntimeError above a tenth of `clip`."""
+def off_policy(worst: float, clip: float, *, compiled: bool = False) -> str | None:
+    """What to say of the largest |ratio - 1| before the first update. Raises RuntimeError above a tenth of `clip`, or,
+    of a compiled denoiser, above 0: one graph runs in both."""
     if worst == 0.0:
         return None
     found = f"before the first update the ratio of the replayed to the recorded policy is off 1 by {worst:.3g}"
+    if compiled:
+        raise RuntimeError(
+            f"{found}: as compiled (kernels.compile), the denoiser does not replay what it sampled. Write "
+            "kernels.compile: false; if the ratio is off without it too, that run says why"
+        )
     if worst > clip / 10 or math.isnan(worst):
         raise RuntimeError(
             f"{found}, more than a tenth of trainer.clip_range ({clip:g}): training does not replay what sampling "

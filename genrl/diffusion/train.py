@@ -51,6 +51,7 @@ from genrl.diffusion import (
     talk2move,
 )
 from genrl.diffusion.blocks import install
+from genrl.diffusion.compiling import compile_denoisers
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.export import check_lora_loader, save_lora, write_card
 from genrl.diffusion.fit import settle
@@ -98,6 +99,10 @@ def train(config: Config, resume: Path | None = None) -> Path:
             session.restore(claimed.found)
         stack.enter_context(watchdog)  # from here on there is progress to watch; loading has none to tell
         settle(session)
+        if config.kernels.compile:
+            graphs = config.kernels.compile == "cuda_graphs"
+            session.weights.by_copy |= graphs
+            compile_denoisers(session.policy.denoisers.values(), cuda_graphs=graphs, say=progress.say)
         try:
             match config.trainer:
                 case Talk2Move() as settings:
@@ -201,7 +206,7 @@ def open_session(
         reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
         offload_text_encoders=config.model.offload_text_encoders,
     )
-    if config.kernels != Kernels():
+    if config.kernels.model_copy(update={"compile": False}) != Kernels():
         progress.say(use_kernels(policy, config.kernels))
     if config.model.lora is not None:
         check_lora_loader(policy)

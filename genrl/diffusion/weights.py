@@ -36,6 +36,9 @@ class Weights:
         self.denoisers = dict(denoisers)
         self.is_lora = lora is not None
         self.is_sharded = sharded
+        self.by_copy = sharded
+        """Whether snapshots are exchanged by copies: FSDP gathers from memory of its own, and CUDA graphs read where
+        they were recorded; a change of pointer reaches neither."""
         for name, denoiser in self.denoisers.items():
             if lora is None:
                 denoiser.requires_grad_(True)
@@ -84,12 +87,12 @@ class Weights:
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Within the block the models run with snapshot `name`; by pointer, without copies, unless sharded.
+        """Within the block the models run with snapshot `name`; by pointer, without copies, unless `by_copy`.
 
         To be left before the backward pass of a forward pass that was made outside of it.
         """
         kept = self.snapshots[name]
-        if self.is_sharded:  # FSDP gathers from memory of its own, which a change of pointer does not reach
+        if self.by_copy:
             with self._exchanged(kept):
                 yield
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import shutil
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -36,6 +37,15 @@ def triton_problem(device: torch.device) -> str | None:
         return "triton is not installed (pip install 'genrl[kernels]')"
     if device.type != "cuda" and not interprets():
         return f"Triton needs a GPU and the tensors are on {device.type}"
+    return None
+
+
+def compile_problem(device: torch.device) -> str | None:
+    """Why torch cannot compile for this device; None where it can."""
+    if device.type == "cuda":
+        return triton_problem(device)
+    if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return "there is no C++ compiler (g++ or clang++)"
     return None
 
 

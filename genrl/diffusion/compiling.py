@@ -1,0 +1,82 @@
+"""The denoiser compiled by torch (`kernels.compile`): the same graph in sampling and in replay.
+
+Torch compiles a call with gradients and one without into two graphs, which may round differently, and clip ranges of
+1e-4 notice. So calls without gradients run the graph of those with them and let go of what it kept: one graph for
+both, and half the time of compilation. Graphs are of one shape each: a general one that is made later could take the
+place of the one that sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch._dynamo.utils import counters
+from torch.utils import _pytree as pytree
+
+from genrl.kernels.backend import compile_problem
+
+MOST = 16
+"""Calls of a denoiser that may have to be compiled: those of training and evaluation, whole and last micro-batches,
+with the adapter and without, and a few segments of trees."""
+
+logger = logging.getLogger(__name__)
+
+
+def compile_denoisers(
+    denoisers: Iterable[nn.Module], *, cuda_graphs: bool = False, say: Callable[[str], None] = logger.info
+) -> None:
+    """Compile the forward passes of denoisers in place; classes, hooks and names of parameters stay. `say` is told of
+    each compilation. cuda_graphs: record their launches too; then no model call may come between one with gradients and
+    its backward pass, and parameters have to stay where they are (`Weights.by_copy`).
+
+    Raises ValueError where torch cannot compile for their device.
+    """
+    for denoiser in denoisers:
+        device = next(denoiser.parameters()).device
+        problem = compile_problem(device)
+        if cuda_graphs and device.type != "cuda":
+            problem = f"CUDA graphs are of GPUs, and the model is on {device.type}"
+        if problem is not None:
+            raise ValueError(f"kernels.compile: {problem}; write kernels.compile: false")
+        denoiser.forward = _one_graph(denoiser, cuda_graphs, say)
+
+
+def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None]) -> Callable[..., Any]:
+    name, times = type(denoiser).__name__, 0
+    run = torch.compile(denoiser.forward, dynamic=False, mode="reduce-overhead" if cuda_graphs else None)
+
+    @functools.wraps(denoiser.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal times
+        graphs, began = counters["stats"]["unique_graphs"], time.perf_counter()
+        # beyond its limit torch would go on without compiling, in silence
+        with torch.enable_grad(), dynamo.patch(recompile_limit=4 * MOST, fail_on_recompile_limit_hit=True):
+            found = run(*args, **kwargs)
+        if counters["stats"]["unique_graphs"] > graphs:
+            times += 1
+            say(f"{name} compiled in {time.perf_counter() - began:.0f} s ({times} of at most {MOST} times)")
+            if times > MOST:
+                raise RuntimeError(
+                    f"kernels.compile: {name} was compiled {times} times, the last time for {_shapes(args, kwargs)}: "
+                    "its inputs change from call to call (lengths of texts, rows of trees, a number that depends on "
+                    "the step). Make them the same, or write kernels.compile: false"
+                )
+        if not torch.is_grad_enabled():
+            found = pytree.tree_map_only(Tensor, torch.clone if cuda_graphs else torch.detach, found)
+            if cuda_graphs:  # no backward pass is to come, so the next call may write over this one's memory
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return found
+
+    return forward
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    named = [(str(k), value) for k, value in enumerate(args)] + list(kwargs.items())
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in named if isinstance(value, Tensor))

@@ -1,0 +1,171 @@
+"""A compiled denoiser: replay is what sampling was, names stay, and what does not fit is said. Inductor needs a minute
+per graph, so most tests compile by torch's back-end `eager`, which traces and guards alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from families import FAMILIES
+from tiny_parts import Family
+from torch import nn
+
+from genrl.config import ConfigError
+from genrl.diffusion import compiling
+from genrl.diffusion.compiling import compile_denoisers
+from genrl.diffusion.old_policy import off_policy
+from genrl.diffusion.policy import Batch, Kernel, Policy
+from genrl.diffusion.train import train
+from genrl.diffusion.weights import Weights
+from genrl.kernels.backend import compile_problem
+from genrl.runtime.run import read_metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def ratios(run: Path) -> list[float]:
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "ratio/max_abs_dev" in row]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    return [row["ratio/max_abs_dev"] for row in rows]
+
+
+def batch_of(family: Family, size: int = 2) -> Batch:
+    texts = ["a red star", "two blue dogs", "a cat"][:size]
+    return Batch(texts, [(7, 0, k) for k in range(size)], {"num_inference_steps": 4, **family.call})
+
+
+def test_a_run_is_the_same_with_the_same_names(
+    folder: Path, model: Path, traced: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A divergence runs the model without its adapter: a graph of its own."""
+    found = {}
+    for compiled in (False, True):
+        trainer = {"algorithm": "flow_grpo", "kl_weight": 0.1}
+        output = str(folder / f"run-{compiled}")
+        run = train(runs.config(folder, model, trainer=trainer, kernels={"compile": compiled}, output=output))
+        assert ratios(run) == [0.0, 0.0]
+        found[compiled] = runs.last_state(run).tensors["weights"]
+    assert found[True].keys() == found[False].keys()
+    for key, tensor in found[True].items():
+        torch.testing.assert_close(tensor, found[False][key], atol=1e-5, rtol=1e-4)
+    said = capsys.readouterr().err
+    assert "compiled in" in said and "(2 of at most 16 times)" in said and "(3 of" not in said
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_at_the_same_bits(folder: Path, model: Path, traced: None) -> None:
+    changes: dict[str, Any] = {"kernels": {"compile": True}, "evaluation": {"every": 0}}
+    whole = train(runs.config(folder, model, **changes))
+    half = train(runs.config(folder, model, **changes, iterations=1, output=str(folder / "half")))
+    torch._dynamo.reset()
+    train(runs.config(folder, model, **changes, output=str(half)), resume=half)
+    assert runs.differences(whole, half) == []
+
+
+def test_without_gradients_the_graph_is_that_with_them(traced: None) -> None:
+    """And nothing of it is left."""
+    family = FAMILIES["sd3"]()
+    policy = Policy(family.pipe)
+    policy.denoiser.requires_grad_(True)
+    lines: list[str] = []
+    compile_denoisers(policy.denoisers.values(), say=lines.append)
+    batch = batch_of(family)
+    state = torch.randn(policy.state_shape(batch))
+    with torch.no_grad():
+        without = policy.velocity(batch, state, torch.tensor(0.5))
+    with_gradients = policy.velocity(batch, state, torch.tensor(0.5))
+    assert with_gradients.requires_grad and not without.requires_grad
+    assert torch.equal(with_gradients, without) and len(lines) == 1
+
+
+def test_inputs_that_change_with_every_call_are_refused(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MOST", 2)
+    lines: list[str] = []
+    denoiser = nn.Linear(2, 2)
+    compile_denoisers([denoiser], say=lines.append)
+    for rows in (1, 2, 1, 2):
+        denoiser(torch.ones(rows, 2))
+    assert [line.rsplit(" (")[1] for line in lines] == ["1 of at most 2 times)", "2 of at most 2 times)"]
+    with pytest.raises(RuntimeError, match=r"kernels.compile: Linear was compiled 3 times, .* 0 \[3, 2\]: its inputs"):
+        denoiser(torch.ones(3, 2))
+
+
+def test_a_ratio_that_is_not_one_names_the_switch() -> None:
+    assert off_policy(0.0, 1e-4, compiled=True) is None
+    assert off_policy(1e-7, 1e-4) is not None
+    with pytest.raises(RuntimeError, match=r"off 1 by 1e-07: as compiled \(kernels.compile\)"):
+        off_policy(1e-7, 1e-4, compiled=True)
+
+
+def test_what_cannot_be_compiled_is_said_before_work_starts(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"kernels.compile: CUDA graphs are of GPUs, and the model is on cpu"):
+        train(runs.config(folder, model, kernels={"compile": "cuda_graphs"}))
+    monkeypatch.setenv("PATH", "")
+    assert compile_problem(torch.device("cpu")) == "there is no C++ compiler (g++ or clang++)"
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "key"),
+    [
+        (True, {"distributed": {"fsdp": True}, "lora": None}, "distributed.fsdp"),
+        ("cuda_graphs", {"trainer": {"algorithm": "spo"}}, "trainer.algorithm"),
+        ("cuda_graphs", {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "trainer.keep_graph"),
+    ],
+)
+def test_combinations_that_are_refused(folder: Path, model: Path, mode: Any, changes: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=r"kernels\.compile") as error:
+        runs.config(folder, model, kernels={"compile": mode}, **changes)
+    assert key in str(error.value)
+
+
+def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    weights = Weights(policy.denoisers, None)
+    weights.snapshot("old")
+    torch._foreach_mul_([p.data for p in weights.parameters], 1.1)
+    weights.by_copy = True
+    before = {key: (p.data_ptr(), p.detach().clone()) for key, p in weights.named.items()}
+    with weights.use("old"):
+        assert all(torch.equal(p, weights.snapshots["old"][key]) for key, p in weights.named.items())
+        assert all(p.data_ptr() == before[key][0] for key, p in weights.named.items())
+    assert all(torch.equal(p, before[key][1]) for key, p in weights.named.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "autocast"), [("sd3", torch.bfloat16), ("sd15", None)])
+def test_by_inductor_the_ratio_is_one(name: str, autocast: torch.dtype | None) -> None:
+    """In both of these its graphs with and without gradients differ, by 0.06 and 4e-6 of the model's output."""
+    family = FAMILIES[name]()
+    policy = Policy(family.pipe, autocast=autocast)
+    policy.denoiser.requires_grad_(True)
+    compile_denoisers(policy.denoisers.values())
+    names = set(policy.denoiser.state_dict())
+    kernel = Kernel("ddim", 1.0) if name == "sd15" else Kernel("flow_sde", 0.7)
+    with torch.no_grad():
+        recorded = policy.roll_out(batch_of(family), kernel, (0, 1, 2))
+    for i in (0, 1, 2):
+        again = policy.replay(recorded, i)
+        assert torch.equal(again.log_prob.detach(), recorded.log_probs[i])
+    again.log_prob.sum().backward()
+    gradients = [p.grad for p in policy.denoiser.parameters() if p.grad is not None]
+    assert gradients and all(bool(g.isfinite().all()) for g in gradients)
+    assert set(policy.denoiser.state_dict()) == names
