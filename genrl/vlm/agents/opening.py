@@ -7,18 +7,25 @@ import importlib.util
 import os
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import gymnasium
 
 from genrl.config.vlm_agents import Environment as Settings
+from genrl.vlm.agents.cards import GAMES, Cards
 from genrl.vlm.agents.contract import Environment
 from genrl.vlm.agents.crop import Crop
 from genrl.vlm.agents.discrete import Discrete, Misuse
 from genrl.vlm.agents.grid import Grid
+from genrl.vlm.agents.search import Search
+from genrl.vlm.agents.watch import Watch
 
-OWN = ("grid", "crop")
+TALKS: dict[str, Callable[..., Any]] = {"crop": Crop, "search": Search, "watch": Watch}
+TALKS |= {f"cards-{game}": partial(Cards, game) for game in GAMES}
+"""Those of our own that read the text themselves."""
+OWN = ("grid", *TALKS)
 EXTRAS = {
     "MiniGrid": ("minigrid", "pip install 'genrl[minigrid]'"),
     "BabyAI": ("minigrid", "pip install 'genrl[minigrid]'"),
@@ -33,8 +40,8 @@ def open_environment(settings: Settings) -> Environment:
     """Make it. Raises Misuse (a ValueError) for an unknown name, with the nearest; a package that is not there, with
     the command that installs it; an environment without pictures or words for its actions."""
     name = settings.name
-    if name == "crop":
-        return cast(Environment, _called(Crop, name, settings.options))
+    if name in TALKS:
+        return cast(Environment, _called(TALKS[name], name, settings.options))
     made: Any = _called(Grid, name, settings.options) if name == "grid" else _made(name, settings.options)
     if not isinstance(made, gymnasium.Env):
         wanted = ("layout", "help", "begun", "reset", "step", "render", "close")
@@ -80,7 +87,9 @@ def _made(name: str, options: dict[str, Any]) -> Any:
         folded = {one.casefold(): one for one in known}
         close = get_close_matches(own.casefold(), folded, n=1, cutoff=0.5)
         hint = f"; did you mean {folded[close[0]]}?" if close else ""
-        raise Misuse(f"there is no environment {name!r}{hint} (own ones: grid, crop; or a gymnasium id, or file.py:f)")
+        raise Misuse(
+            f"there is no environment {name!r}{hint} (own ones: {', '.join(OWN)}; or a gymnasium id, or file.py:f)"
+        )
     modes = _render_modes(own)
     if modes is not None and "rgb_array" not in modes:
         raise Misuse(f"{name} draws no pictures: its render modes are {', '.join(map(str, modes)) or 'none'}")
