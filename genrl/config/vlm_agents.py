@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from genrl.config.schema import Count, Flag, Positive, Section, Text, Whole
+from genrl.config.schema import Count, Flag, Number, Positive, Section, Text, Whole
 
 
 class Environment(Section):
@@ -22,8 +22,11 @@ class Environment(Section):
     instruction: str = ""
     """What is to be done, for environments that do not say so themselves."""
     answer: Literal["json", "plain"] = "json"
-    """How an action is written: {"thoughts": "...", "action": "left"}, or the word alone. An answer that names none is
-    a random action. crop has tags of its own."""
+    """How an action is written: {"thoughts": "...", "action": "left"}, or the word alone. crop has tags of its own."""
+    invalid: Literal["noop", "random"] = "noop"
+    """What an answer that names no action does: nothing, in a step that counts; or a random action (VL-DAC)."""
+    invalid_reward: Number = -0.05
+    """Added to the reward of such a step."""
     images: Annotated[int, Field(strict=True, ge=1, le=4)] = 1
     """Pictures in a prompt: that many last ones (VL-DAC: 1 to 4). crop shows them all."""
     picture: Count | None = None

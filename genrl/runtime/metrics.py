@@ -485,14 +485,6 @@ _SIMULATION = {
         "The cost that success curves are drawn over.",
         "actions",
     ),
-    "rollout/invalid": MetricDoc(
-        "answers that say nothing the environment can do / answers; of a discrete environment they are random actions",
-        "Falls first. Not near 0: the model has not learnt the form; show it by examples, or supervised.",
-        "share 0..1",
-    ),
-    "rollout/episodes": MetricDoc(
-        "episodes that ended in the iteration, over all processes", "What the shares of the section are of.", "episodes"
-    ),
     "rollout/log_prob_off": MetricDoc(
         "largest difference between log-probabilities of the first decisions as they were drawn and as the trainer "
         "scores them before any update",
@@ -548,11 +540,6 @@ _SIMULATION = {
     "eval/success_mean": MetricDoc(
         "episodes of the evaluation's fixed list that succeeded / episodes; no exploration",
         "The figure of a policy.",
-        "share 0..1",
-    ),
-    "eval/success_blind": MetricDoc(
-        "the same with black pictures, before training",
-        "What can be had without seeing. Where `eval/success_mean` is no higher, reinforcement has little to work on.",
         "share 0..1",
     ),
     "eval/success_low": MetricDoc(
@@ -798,6 +785,29 @@ _LANGUAGE = {
     ),
 }
 
+_AGENTS = {
+    "rollout/invalid": MetricDoc(
+        "answers that say nothing the environment can do / answers",
+        "Falls first. Not near 0: the model has not learnt the form; show it by examples, or supervised.",
+        "share 0..1",
+    ),
+    "rollout/episodes": MetricDoc(
+        "episodes that ended in the iteration, over all processes",
+        "What `rollout/success`, `return_mean` and `length_mean` are of.",
+        "episodes",
+    ),
+    "rollout/too_long": MetricDoc(
+        "those of `rollout/episodes` that were cut because the model has no positions left for a further answer",
+        "0. Else fewer turns (`environment.max_steps`), smaller pictures, or a model of more positions.",
+        "episodes",
+    ),
+    "eval/success_blind": MetricDoc(
+        "`eval/success_mean` with black pictures, before training and after it",
+        "What can be had without seeing. Where `eval/success_mean` is no higher, reinforcement has little to work on.",
+        "share 0..1",
+    ),
+}
+
 SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
     "Rewards as used": _USED,
@@ -817,6 +827,7 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Policies in simulation": _SIMULATION,
     "Policies from data": _OFFLINE,
     "Vision-language models": _LANGUAGE,
+    "Vision-language agents": _AGENTS,
     "Time, memory and cost": _COST,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}

@@ -169,10 +169,14 @@ class Policy:
         kinds = {name: kind for name, kind in tokens.kinds.items() if name in self._per_token}
         return Encoded(replace(tokens, kinds=kinds), positions, int(positions.max()) + 1, prompt.where)
 
+    def fits(self, prompt: Encoded, new_tokens: int) -> bool:
+        """Whether a prompt and `new_tokens` are no more than the model's positions."""
+        return self.room is None or prompt.length + new_tokens <= self.room
+
     def check_room(self, prompts: Sequence[Encoded], new_tokens: int) -> None:
         """Raises ValueError where a prompt and `new_tokens` are more than the model's positions."""
         for prompt in prompts:
-            if self.room is not None and prompt.length + new_tokens > self.room:
+            if not self.fits(prompt, new_tokens):
                 raise ValueError(
                     f"{prompt.where}: {prompt.length} tokens of prompt (images included) and {new_tokens} new ones are "
                     f"more than the {self.room} positions of the model: use fewer new tokens, a shorter text or "

@@ -17,6 +17,7 @@ from PIL import Image
 from genrl.vlm.agents.contract import Layout, Observation, Split
 
 Answer = Literal["json", "plain"]
+Invalid = Literal["noop", "random"]
 
 SMALLEST = 32  # pixels a side: smaller arrays of three channels are codes of cells (MiniGrid), not pictures
 SUCCESS = ("success", "is_success")
@@ -43,8 +44,10 @@ class Discrete:
 
     words: one per action; None = the environment's own (`action_words`, or an enumeration `actions`, or `TOYS`).
     Pictures are its observations where these are pictures, else what it renders. success: info["success"] or
-    ["is_success"]; where it has neither, an end with a positive reward. A text that names no action is a random one, a
-    function of the seed and the step. Raises Misuse for what has no discrete actions, no words for them, or no picture.
+    ["is_success"]; where it has neither, an end with a positive reward. A text that names no action is paid
+    `invalid_reward` more and does nothing, or (`invalid`) is a random action, a function of the seed and the step.
+    Raises Misuse for what has no discrete actions, no words for them, or no picture, and, where nothing may be done,
+    for what has no limit of steps.
     """
 
     layout: Layout = "steps"
@@ -60,6 +63,8 @@ class Discrete:
         answer: Answer = "json",
         picture: int | None = None,
         max_steps: int | None = None,
+        invalid: Invalid = "noop",
+        invalid_reward: float = -0.05,
     ) -> None:
         space = env.action_space
         if not isinstance(space, spaces.Discrete):
@@ -73,35 +78,42 @@ class Discrete:
         if len(set(map(str.casefold, self.words))) < len(self.words):
             raise Misuse(f"{name}: two actions have one word: {', '.join(self.words)}; write environment.actions")
         self.env, self.name, self.instruction, self.answer = env, name, instruction, answer
-        self.first, self.picture, self.max_steps = int(space.start), picture, max_steps
+        self.first, self.picture, self.max_steps = int(space.start), picture, max_steps or _limit(env)
+        if invalid == "noop" and self.max_steps is None:
+            raise Misuse(
+                f"{name} has no limit of steps, so an agent that names no action would never end: write "
+                "environment.max_steps, or environment.invalid: random"
+            )
+        self.invalid, self.invalid_reward = invalid, invalid_reward
         form = 'answer {"thoughts": "...", "action": "..."}' if answer == "json" else "answer with one of them"
         self.help = f"actions: {', '.join(self.words)}. {form}"
 
     def reset(self, seed: int, split: Split) -> Observation:
         """See `contract.Environment`."""
         self.seed, self.elapsed = seed, 0
-        raw, _ = self.env.reset(seed=seed, options={"split": split})
-        return self._shown(raw)
+        self.raw, _ = self.env.reset(seed=seed, options={"split": split})
+        return self._shown()
 
     def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. Raises ValueError for a reward that is not a number."""
         self.elapsed += 1
         chosen = named(text, self.words, self.answer)
-        action = chosen
+        action, late = chosen, self.max_steps is not None and self.elapsed >= self.max_steps
         if action is None:
+            if self.invalid == "noop":
+                return self._shown(), self.invalid_reward, False, late, {"valid": False, "success": False}
             action = int(np.random.default_rng([self.seed, self.elapsed]).integers(len(self.words)))
-        raw, paid, terminated, truncated, info = self.env.step(self.first + action)
-        reward = float(paid)
+        self.raw, paid, terminated, truncated, info = self.env.step(self.first + action)
+        reward = float(paid) + (self.invalid_reward if chosen is None else 0.0)
         if not math.isfinite(reward):
             raise ValueError(
                 f"{self.name} pays {reward} in step {self.elapsed} of the episode of seed {self.seed}, after the "
                 f"action {self.words[action]!r}: rewards must be numbers"
             )
         told = [bool(info[key]) for key in SUCCESS if key in info]
-        success = told[0] if told else bool(terminated) and reward > 0
-        late = self.max_steps is not None and self.elapsed >= self.max_steps
+        success = told[0] if told else bool(terminated) and float(paid) > 0
         cut = bool(truncated or late) and not terminated
-        return self._shown(raw), reward, bool(terminated), cut, {"valid": chosen is not None, "success": success}
+        return self._shown(), reward, bool(terminated), cut, {"valid": chosen is not None, "success": success}
 
     def render(self) -> NDArray[np.uint8]:
         """See `contract.Environment`. Raises Misuse where it renders no picture."""
@@ -118,7 +130,8 @@ class Discrete:
         """Close the environment."""
         self.env.close()
 
-    def _shown(self, raw: Any) -> Observation:
+    def _shown(self) -> Observation:
+        raw = self.raw
         seen = np.asarray(raw["image"]) if isinstance(raw, dict) and "image" in raw else raw
         drawn = seen if _is_picture(seen) else self.render()
         picture = Image.fromarray(np.asarray(drawn))
@@ -148,6 +161,13 @@ def named(text: str, words: Sequence[str], answer: Answer) -> int | None:
         return places[said]
     inside = [word for word in places if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", said)]
     return places[inside[0]] if len(inside) == 1 else None
+
+
+def _limit(env: gymnasium.Env[Any, Any]) -> int | None:
+    """Steps after which an environment cuts an episode, where it says so."""
+    registered = env.spec.max_episode_steps if env.spec is not None else None
+    limit = registered or getattr(env.unwrapped, "max_steps", None)
+    return limit if isinstance(limit, int) else None
 
 
 def _own_words(env: gymnasium.Env[Any, Any], name: str, number: int) -> Sequence[str]:

@@ -24,7 +24,8 @@ from genrl.vlm.processor import Prompt, Turn, placeholder_tokens
 @dataclass
 class Episode:
     """One that runs or has ended. seen, said: observations and answers (without their given beginning) in turn; said is
-    one shorter until the last answer. lost: its environment hung or died, which cuts it."""
+    one shorter until the last answer. What cuts it beside a limit of steps: lost: its environment hung or died; full:
+    the model has no positions left for a further answer. encoded: the next prompt, once it was needed."""
 
     seed: int
     split: Split
@@ -35,6 +36,8 @@ class Episode:
     truncated: bool = False
     success: bool = False
     lost: bool = False
+    full: bool = False
+    encoded: Encoded | None = None
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -46,7 +49,7 @@ class Episode:
 class Decision:
     """One answer: prompt, tokens int64 [T], mask bool [T], log_prob [T] of the sampler, and what came of it.
 
-    cut: ended by `max_new_tokens`. valid: it said what to do.
+    cut: ended by `max_new_tokens`. valid: it said what to do. lost: nothing came of it, its environment hung or died.
     """
 
     slot: int
@@ -59,6 +62,7 @@ class Decision:
     terminated: bool
     truncated: bool
     valid: bool
+    lost: bool
 
 
 class Table:
@@ -88,6 +92,7 @@ class Table:
         for slot, outcome in told.items():
             episode = self.episodes[slot]
             episode.said.append(texts[slot])
+            episode.encoded = None
             if outcome.lost:
                 episode.seen.append(episode.seen[-1])
                 episode.truncated = episode.lost = True
@@ -151,16 +156,17 @@ def act(
 ) -> list[Decision]:
     """One answer in each of these slots. A sample's key is (*keys, slot, the episode's seed, the number of its step).
 
-    blind: the model is shown black pictures.
+    blind: the model is shown black pictures. An episode whose next prompt and answer the model has no positions for is
+    cut. Raises ValueError where that is the first prompt.
     """
-    prompts = [table.prompt(slot) for slot in slots]
-    if blind:
-        prompts = [with_pictures(prompt, black, np.random.default_rng(0)) for prompt in prompts]
-    encoded = [policy.encode(prompt) for prompt in prompts]
+    encoded = [_encoded(policy, table, slot, blind=blind) for slot in slots]
     episodes = [table.episodes[slot] for slot in slots]
     own = [(*keys, slot, one.seed, len(one.said)) for slot, one in zip(slots, episodes, strict=True)]
     made = generate(policy, encoded, 1, sampling, own)
     told = table.say({slot: _plain(text, policy) for slot, text in zip(slots, made.texts, strict=True)})
+    for slot, one in zip(slots, episodes, strict=True):
+        if not one.ended and not policy.fits(_encoded(policy, table, slot, blind=blind), sampling.max_new_tokens):
+            one.truncated = one.full = True
     return [
         Decision(
             slot,
@@ -173,9 +179,19 @@ def act(
             episodes[k].terminated,
             episodes[k].truncated,
             bool(told[slot].info.get("valid", True)),
+            bool(told[slot].lost),
         )
         for k, slot in enumerate(slots)
     ]
+
+
+def _encoded(policy: Policy, table: Table, slot: int, *, blind: bool = False) -> Encoded:
+    """The next prompt of a slot, made once."""
+    episode = table.episodes[slot]
+    if episode.encoded is None:
+        prompt = table.prompt(slot)
+        episode.encoded = policy.encode(with_pictures(prompt, black, np.random.default_rng(0)) if blind else prompt)
+    return episode.encoded
 
 
 def _plain(text: str, policy: Policy) -> str:
@@ -217,7 +233,8 @@ def play(
 @dataclass(frozen=True)
 class Walk:
     """K steps in each of E slots. decisions: K lists of E. following: (k, slot's place) -> the prompt after that step,
-    where the episode was cut in it, or goes on after the last. ended: episodes that came to their end."""
+    where the episode was cut in it, or goes on after the last; where that is too long for the model, the last that was
+    not. A step that was lost has none. ended: episodes that came to their end."""
 
     decisions: list[list[Decision]]
     following: dict[tuple[int, int], Encoded]
@@ -242,8 +259,10 @@ def walk(
         found.decisions.append(act(policy, table, slots, sampling, keys))
         for place, slot in enumerate(slots):
             episode = table.episodes[slot]
-            if episode.truncated or (k == steps - 1 and not episode.terminated):
-                found.following[k, place] = policy.encode(table.prompt(slot))
+            if episode.full:
+                found.following[k, place] = found.decisions[k][place].prompt
+            elif not (episode.lost or episode.terminated) and (episode.truncated or k == steps - 1):
+                found.following[k, place] = _encoded(policy, table, slot)
             if episode.ended:
                 found.ended.append(episode)
         table.begin({slot: next_seed(slot) for slot in slots if table.episodes[slot].ended}, "train")

@@ -59,6 +59,8 @@ def open_environment(settings: Settings) -> Environment:
         answer=settings.answer,
         picture=settings.picture,
         max_steps=settings.max_steps,
+        invalid=settings.invalid,
+        invalid_reward=settings.invalid_reward,
     )
 
 

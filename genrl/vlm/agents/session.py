@@ -32,12 +32,13 @@ SEEDS = 2**31  # that environments take
 
 @dataclass(frozen=True)
 class Acted:
-    """What this process acted out in an iteration. walk: with a critic; else totals: returns [R] of whole episodes,
-    NaN of those that were lost."""
+    """What this process acted out in an iteration. With a critic, walk, and kept: the row's place in its steps [K E], of
+    those that were not lost; else totals: returns [R] of whole episodes, NaN of those that were lost."""
 
     rows: Rows
-    walk: Walk | None
-    totals: Tensor | None
+    walk: Walk | None = None
+    kept: Tensor | None = None
+    totals: Tensor | None = None
 
 
 @dataclass
@@ -97,17 +98,21 @@ class Session:
                 steps, watch = self.settings.steps, loop.advance_or_leave
                 done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)
                 decisions = [one for step in done.decisions for one in step]
-                acted, ended = Acted(rows_of([[one] for one in decisions]), done, None), done.ended
+                # that an environment was lost is not the policy's doing: nothing of such a step is trained
+                kept = [place for place, one in enumerate(decisions) if not one.lost]
+                if not kept:
+                    raise RuntimeError(f"{self.settings.name}: all environments hung or died in one iteration")
+                rows = rows_of([[decisions[place]] for place in kept])
+                acted, ended = Acted(rows, done, torch.tensor(kept)), done.ended
             else:
                 seeds = {slot: self._start(slot // self.size) for slot in slots}
                 watch = loop.advance_or_leave
                 played = play(self.policy, self.table, seeds, "train", sampling, keys, watch=watch)
                 decisions = [one for row in played for one in row]
                 ended = [self.table.episodes[slot] for slot in slots]
-                # that an environment was lost is not the policy's doing: such an episode has no score
                 worths = [math.nan if one.lost else one.total for one in ended]
                 totals = torch.tensor(worths, dtype=torch.float64)
-                acted = Acted(rows_of(played), None, totals)
+                acted = Acted(rows_of(played), totals=totals)
         loop.leave_if_asked()
         return acted, self._figures(decisions, ended)
 
@@ -123,7 +128,9 @@ class Session:
             "tokens": [int(one.mask.sum()) for one in decisions],
             "cut": [one.cut for one in decisions],
             "ended": [
-                {"success": one.success, "total": one.total, "steps": len(one.said), "lost": one.lost} | one.parts
+                {"success": one.success, "total": one.total, "steps": len(one.said)}
+                | {"lost": one.lost, "full": one.full}
+                | one.parts
                 for one in ended
             ],
             "valid": [one.valid for one in decisions],
@@ -138,6 +145,7 @@ class Session:
             "rollout/env_steps": self.loop.memory.get("env_steps", 0.0) + len(tokens),
             "rollout/episodes": float(len(episodes)),
             "rollout/dropped": float(sum(one["lost"] for one in episodes)),
+            "rollout/too_long": float(sum(one["full"] for one in episodes)),
             "tokens_per_s": sum(tokens) / max(gather_object([self.loop.timings["rollout"]])),
         }
         if episodes:
@@ -207,16 +215,17 @@ class Session:
         if acted.walk is None:
             assert acted.totals is not None
             return found | {"rewards": acted.totals}
-        credit = self._credit(acted.walk, values, rows.mask)
+        assert acted.kept is not None
+        credit = self._credit(acted.walk, acted.kept, values, rows.mask)
         by_token = credit.advantages.dim() == 2
         return found | {
-            "credit": credit.advantages,
-            "returns": credit.returns,
+            "credit": credit.advantages[acted.kept],
+            "returns": credit.returns[acted.kept],
             "old_value": values if by_token else values[:, 0],
         }
 
-    def _credit(self, done: Walk, values: Tensor, mask: Tensor) -> Credit:
-        """values and mask [K E, T]."""
+    def _credit(self, done: Walk, kept: Tensor, values: Tensor, mask: Tensor) -> Credit:
+        """Of all K E steps; values and mask [R, T] are of those at the places `kept`."""
         choice = self.preset.advantage
         assert isinstance(choice, recipe.CriticAdvantage) and self.critic is not None
         steps, slots = len(done.decisions), len(done.decisions[0])
@@ -224,21 +233,28 @@ class Session:
         def table(name: str) -> Tensor:
             return torch.tensor([[float(getattr(one, name)) for one in step] for step in done.decisions])
 
+        rewards, terminated, truncated, lost = map(table, ("reward", "terminated", "truncated", "lost"))
+        terminated, truncated, lost = terminated.bool(), truncated.bool(), lost.bool()
+        value = torch.zeros(steps * slots, values.shape[1]).index_copy(0, kept, values).view(steps, slots, -1)
+        chosen = torch.zeros_like(value, dtype=torch.bool).flatten(0, 1).index_copy(0, kept, mask).view_as(value)
         after = torch.zeros(steps, slots)
-        if done.following:
-            places = list(done.following)
-            size = self.config.trainer.micro_batch or len(places)
-            for first in range(0, len(places), size):
-                some = places[first : first + size]
-                _, states = self.policy.prefix([done.following[place] for place in some])
-                for place, value in zip(some, self.critic(states).tolist(), strict=True):
-                    after[place] = value
-        rewards, terminated, truncated = table("reward"), table("terminated"), table("truncated").bool()
+        died = [(k, slot) for k, slot in lost.nonzero().tolist()]
+        asked = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
+        places = list(asked)
+        size = self.config.trainer.micro_batch or len(places)
+        for first in range(0, len(places), size):
+            some = places[first : first + size]
+            _, states = self.policy.prefix([asked[place] for place in some])
+            for place, found in zip(some, self.critic(states).tolist(), strict=True):
+                (value[..., 0] if lost[place] else after)[place] = found
         constants = {"gamma": choice.gamma, "lam": choice.lam}
-        values, mask = values.view(steps, slots, -1), mask.view(steps, slots, -1)
         if choice.level == "step":
-            return credit_of_steps(values[..., 0], rewards, terminated, truncated, after[-1], **constants)
-        return credit_of_tokens(values, mask, rewards, terminated.bool(), truncated, after, **constants)
+            return credit_of_steps(value[..., 0], rewards, terminated, truncated, after[-1], **constants)
+        chosen[lost] = torch.arange(value.shape[2]) == 0
+        for k, slot in died:  # what led to a lost step ends before it, bootstrapped by its value
+            if k and not (terminated | truncated)[k - 1, slot]:
+                truncated[k - 1, slot], after[k - 1, slot] = True, value[k, slot, 0]
+        return credit_of_tokens(value, chosen, rewards, terminated, truncated, after, **constants)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -252,6 +268,6 @@ def summary(episodes: Sequence[dict[str, float]], prefix: str) -> dict[str, floa
     row |= {f"{prefix}/return_mean": mean([one["total"] for one in episodes])}
     row |= {f"{prefix}/length_mean": mean([one["steps"] for one in episodes])}
     names = dict.fromkeys(name for one in episodes for name in one)
-    parts = [name for name in names if name not in ("success", "total", "steps", "lost")]
+    parts = [name for name in names if name not in ("success", "total", "steps", "lost", "full")]
     where = "reward" if prefix == "rollout" else prefix
     return row | {f"{where}/{name}_mean": mean([one.get(name, 0.0) for one in episodes]) for name in parts}

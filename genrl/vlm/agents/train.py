@@ -141,10 +141,10 @@ class Judge:
     def __call__(self, iteration: int) -> dict[str, float]:
         found = self._acted(blind=False)
         row = figures_of(found)
-        if iteration == 0 and self.config.evaluation.blind:
+        if iteration in (0, self.config.iterations) and self.config.evaluation.blind:
             blind = figures_of(self._acted(blind=True))["eval/success_mean"]
             row["eval/success_blind"] = blind
-            if row["eval/success_mean"] - blind < SEEN:
+            if iteration == 0 and row["eval/success_mean"] - blind < SEEN:
                 self.loop.progress.say(
                     f"warning: {row['eval/success_mean']:.3f} of the episodes succeed, {blind:.3f} with black "
                     "pictures: the model does not act by what it sees, and reinforcement will hardly teach it to"
