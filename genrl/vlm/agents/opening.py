@@ -102,9 +102,8 @@ def _made(name: str, options: dict[str, Any]) -> Any:
     except (TypeError, gymnasium.error.Error) as error:
         raise Misuse(f"{name} cannot be made: {error}") from error
     if module == "minigrid":
-        from minigrid.wrappers import RGBImgPartialObsWrapper
-
-        env = RGBImgPartialObsWrapper(env, tile_size=TILE)
+        wrappers: Any = importlib.import_module("minigrid.wrappers")
+        env = wrappers.RGBImgPartialObsWrapper(env, tile_size=TILE)
     return env
 
 

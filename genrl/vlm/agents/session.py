@@ -32,8 +32,8 @@ SEEDS = 2**31  # that environments take
 
 @dataclass(frozen=True)
 class Acted:
-    """What this process acted out in an iteration. With a critic, walk, and kept: the row's place in its steps [K E], of
-    those that were not lost; else totals: returns [R] of whole episodes, NaN of those that were lost."""
+    """What this process acted out in an iteration. With a critic, walk, and kept int64 [R]: of each row, which of the
+    K E steps it is (lost ones are no rows); else totals: returns [R] of whole episodes, NaN of those that were lost."""
 
     rows: Rows
     walk: Walk | None = None
