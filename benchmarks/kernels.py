@@ -1,28 +1,32 @@
-"""Kernels against the best of the compiled definition and the library, on a GPU; on a CPU, the definitions alone.
+"""Kernels against the best of the compiled definition and the library, on a GPU.
 
     python -m benchmarks.kernels [prefix_attention qk_norm_rope adaln sde_step joint_attention] [--rounds 7]
+    TRITON_INTERPRET=1 python -m benchmarks.kernels --dry-run      # all of it but the times, on a CPU
 
 Shapes in bfloat16: SD3.5-M at 512 and 1024 pixels, FLUX.1 at 720 and 1024, Qwen-Image at 512, the suffix of a flow VLA
-and the answers of a VLM. Forward, and forward with backward. The candidates take turns (A B C A B C ...), so that all
-see the same machine; times are medians over the rounds. `ratio` is the best other over ours: a kernel is worth turning
-on where it is at least 1.05 on four shapes and nowhere below 0.97. `roofline` is the share of the time that the bytes
-moved (the products, for attention) take at the card's peak. Writes benchmarks/results/kernels.json.
+and the answers of VLMs. Forward, and forward with backward. First every candidate's error against the definition in
+float32 is held against twice the definition's own. Then the candidates take turns (A B C A B C ...), each call after
+the cache was written over, timed by the GPU's events; times are medians over the rounds. `ratio` is the best other over
+ours, and `on_by_default` the rule of a default: of each shape the lesser of both ratios is at least 1.05 on four
+shapes, and nowhere below 0.97. `roofline` is the share of the time that the bytes moved (the products, for attention)
+take at the card's peak. There is no kernel of ours for joint attention: `ours` is torch's choice there, `auto`, and its
+rows say whether another library should be named.
+
+Without a GPU nothing can be timed. --dry-run makes every candidate run on tiny shapes, forward and backward, and checks
+the errors; Triton's kernels where they are interpreted. Writes kernels.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.common import parser, save
 from genrl.kernels.adaln import adaln, adaln_torch
 from genrl.kernels.backend import compiled, triton_problem
 from genrl.kernels.joint_attention import joint_attention, usable
@@ -43,8 +47,16 @@ IMAGES = {  # tokens, heads, head dimension
 PREFIXES = {  # rows, prefixes, heads, key heads, tokens, prefix, head dimension, causal
     "VLM 8 x 300 after 1000": (8, 1, 28, 4, 300, 1000, 128, True),
     "VLM 32 x 300 after 1000": (32, 4, 28, 4, 300, 1000, 128, True),
+    "VLM 8 x 1024 after 300": (8, 1, 28, 4, 1024, 300, 128, True),
+    "VLM 16 x 256 after 2000, 64 wide": (16, 2, 14, 2, 256, 2000, 64, True),
     "VLA 4 x 51 after 816": (32, 8, 8, 1, 51, 816, 256, False),
 }
+TINY_IMAGES = {"tiny": (40, 2, 16), "tiny, odd": (17, 1, 32)}
+TINY_PREFIXES = {"tiny": (4, 2, 2, 1, 5, 9, 16, True), "tiny, not causal": (3, 1, 2, 2, 4, 6, 16, False)}
+CACHE = 2**28
+"""Bytes that are written between two timed calls: more than a card keeps."""
+GAIN, SHAPES, LOSS = 1.05, 4, 0.97
+"""Of a default: the least ratio that counts, on how many shapes, and the least anywhere."""
 Outputs = Tensor | tuple[Tensor, ...]
 
 
@@ -60,22 +72,25 @@ class Case(NamedTuple):
     products: bool = False
 
 
-def cases(kernel: str, device: str, dtype: torch.dtype) -> dict[str, Case]:
-    """Shape -> case."""
+def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool, backend: str = "auto") -> dict[str, Case]:
+    """Shape -> case. backend: of ours."""
+    images, prefixes_of = (TINY_IMAGES, TINY_PREFIXES) if tiny else (IMAGES, PREFIXES)
     random = partial(torch.randn, device=device, dtype=dtype)
     found: dict[str, Case] = {}
     if kernel == "prefix_attention":
-        for name, (rows, prefixes, heads, inner, length, prefix, size, causal) in PREFIXES.items():
+        for name, (rows, prefixes, heads, inner, length, prefix, size, causal) in prefixes_of.items():
             own, kept = (rows, inner, length, size), (prefixes, inner, prefix, size)
             row_of = torch.arange(rows, device=device) // (rows // prefixes)
             call = partial(prefix_attention, row_of=row_of, causal=causal)
+            libraries = {name: partial(call, backend=name) for name in ("sdpa", "flex")}
+            if device == "cpu":
+                del libraries["flex"]  # it has no backward pass there
             repeated = partial(prefix_attention_torch, row_of=row_of, prefix_mask=None, causal=causal, scale=size**-0.5)
             inputs = [random(rows, heads, length, size), random(own), random(own), random(kept), random(kept)]
             products = 4.0 * rows * heads * length * (prefix + length / (2 if causal else 1)) * size
-            libraries = {name: partial(call, backend=name) for name in ("sdpa", "flex")}
-            found[name] = Case(inputs, call, repeated, libraries, products, True)
+            found[name] = Case(inputs, partial(call, backend=backend), repeated, libraries, products, True)
         return found
-    for name, (tokens, heads, size) in IMAGES.items():
+    for name, (tokens, heads, size) in images.items():
         width = heads * size
         numbers = tokens * width
         if kernel == "qk_norm_rope":
@@ -84,7 +99,7 @@ def cases(kernel: str, device: str, dtype: torch.dtype) -> dict[str, Case]:
             inputs = [random(1, tokens, heads, size), random(size)]
             found[name] = Case(
                 inputs,
-                lambda x, w, turn=turn: qk_norm_rope(x, w, *turn),
+                lambda x, w, turn=turn: qk_norm_rope(x, w, *turn, backend=backend),
                 lambda x, w, turn=turn: qk_norm_rope_torch(x, w, *turn, 1e-6),
                 {},
                 4.0 * numbers,
@@ -92,13 +107,15 @@ def cases(kernel: str, device: str, dtype: torch.dtype) -> dict[str, Case]:
         elif kernel == "adaln":
             stream, modulation = (1, tokens, width), (1, 1, width)
             inputs = [random(stream), random(stream), *(random(modulation) for _ in range(3))]
-            found[name] = Case(inputs, adaln, lambda *t: adaln_torch(*t, 1e-6), {}, 8.0 * numbers)
+            found[name] = Case(
+                inputs, partial(adaln, backend=backend), lambda *t: adaln_torch(*t, 1e-6), {}, 8.0 * numbers
+            )
         elif kernel == "sde_step":
             x, noise = torch.randn(2, 1, 64 * tokens, device=device)  # 16 channels, patches of 2 x 2
             a, b, s = torch.tensor([[0.9], [-0.1], [0.3]])
             found[name] = Case(
                 [torch.randn_like(x)],
-                lambda v, x=x, n=noise, a=a, b=b, s=s: sde_step(x, v, a, b, s, noise=n)[1:],
+                lambda v, x=x, n=noise, a=a, b=b, s=s: sde_step(x, v, a, b, s, noise=n, backend=backend)[1:],
                 lambda v, x=x, n=noise, a=a, b=b, s=s: sde_step_torch(x, v, a, b, s, n, None, "mean")[1:],
                 {},
                 20.0 * x.numel(),
@@ -117,98 +134,138 @@ def _attention_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return ((q @ k.transpose(2, 3) * q.shape[-1] ** -0.5).float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
 
 
-def seconds(calls: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Time of each call in every round, the calls taking turns; two rounds before are not counted."""
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 2):
-        for name, call in calls.items():
-            if device == "cuda":
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if number >= 2:
-                spent[name].append(time.perf_counter() - started)
-    return spent
-
-
-def with_backward(call: Callable[..., Outputs], inputs: list[Tensor]) -> Callable[[], object]:
+def with_backward(call: Callable[..., Outputs], inputs: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    """A call with its backward pass; returns the gradients of the inputs."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     grads: list[Tensor] = []
 
-    def run() -> object:
-        outputs = call(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    def run() -> tuple[Tensor, ...]:
+        outputs = _tuple(call(*leaves))
         if not grads:
-            grads.extend(torch.randn_like(one) for one in outputs)
+            rng = torch.Generator(leaves[0].device).manual_seed(0)
+            like = {"generator": rng, "device": leaves[0].device}
+            grads.extend(torch.randn(one.shape, **like).to(one.dtype) for one in outputs)
         return torch.autograd.grad(outputs, leaves, grads)
 
     return run
 
 
-def measure(kernel: str, shape: str, case: Case, rounds: int, device: str) -> list[dict[str, object]]:
-    """A row for the forward, and one for forward and backward."""
-    gpu = device == "cuda"
-    candidates: dict[str, Callable[..., Outputs]] = {"definition": case.definition}
-    if gpu:
-        candidates = {"ours": case.ours, "compiled": compiled(case.definition), **case.libraries}
-    rows: list[dict[str, object]] = []
+def _tuple(outputs: Outputs) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def errors(case: Case, candidates: Mapping[str, Callable[..., Outputs]]) -> dict[str, float]:
+    """Largest error of outputs and gradients of each candidate, over what the definition has in the inputs' precision
+    with a rounding more; both against the definition in float64."""
+    exact = [t.double() for t in case.inputs]
+    truth = [*_tuple(case.definition(*exact)), *with_backward(case.definition, exact)()]
+
+    def error(call: Callable[..., Outputs]) -> list[float]:
+        found = [*_tuple(call(*case.inputs)), *with_backward(call, case.inputs)()]
+        return [float((a.double() - b).abs().max()) for a, b in zip(found, truth, strict=True)]
+
+    rounding = torch.finfo(case.inputs[0].dtype).eps  # the definition may be exact by luck
+    own = [one + rounding * float(b.abs().max()) for one, b in zip(error(case.definition), truth, strict=True)]
+    return {name: max(a / b for a, b in zip(error(call), own, strict=True)) for name, call in candidates.items()}
+
+
+def seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Time on the GPU of each call in every round, the calls taking turns; two rounds before are not counted.
+
+    Writing over the cache keeps the GPU busy while the call is launched: what is timed is the GPU's own time, but for
+    calls that take the host longer than that.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    cache = torch.empty(CACHE, dtype=torch.int8, device="cuda")
+    for number in range(rounds + 2):
+        for name, call in calls.items():
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cache.zero_()
+            began.record()
+            call()
+            ended.record()
+            torch.cuda.synchronize()
+            if number >= 2:
+                spent[name].append(1e-3 * began.elapsed_time(ended))
+    return spent
+
+
+def candidates_of(case: Case, device: str) -> dict[str, Callable[..., Outputs]]:
+    """Name -> what can compute the case; without a GPU the compiler traces and compiles nothing."""
+    definition = compiled(case.definition) if device == "cuda" else torch.compile(case.definition, backend="eager")
+    return {"ours": case.ours, "compiled": definition, **case.libraries}
+
+
+def measure(kernel: str, shape: str, case: Case, rounds: int, device: str) -> list[dict[str, Any]]:
+    """A row for the forward, and one for forward and backward; on a CPU without times.
+
+    Raises RuntimeError where ours has more than twice the definition's error.
+    """
+    torch.compiler.reset()  # one function for many shapes: beyond a few it would run uncompiled
+    candidates = candidates_of(case, device)
+    found = errors(case, candidates)
+    if found["ours"] > 2:
+        raise RuntimeError(f"{kernel}, {shape}: {found['ours']:.1f} times the error of its definition")
+    rows: list[dict[str, Any]] = []
     for phase in ("forward", "both"):
-        calls = {
+        row: dict[str, Any] = {"kernel": kernel, "shape": shape, "phase": phase, "errors": found}
+        rows.append(row)
+        if device == "cpu":
+            continue
+        calls: dict[str, Callable[[], object]] = {
             name: with_backward(call, case.inputs) if phase == "both" else partial(call, *case.inputs)
             for name, call in candidates.items()
         }
-        spent = seconds(calls, rounds, device)
-        median = {name: statistics.median(times) for name, times in spent.items()}
-        row: dict[str, object] = {"kernel": kernel, "shape": shape, "phase": phase, "seconds": median, "raw": spent}
-        if gpu:
-            row["ratio"] = min(t for name, t in median.items() if name != "ours") / median["ours"]
-            card = next((v for k, v in PEAK.items() if k in torch.cuda.get_device_name()), None)
-            if card is not None and phase == "forward":
-                row["roofline"] = case.amount / card[0 if case.products else 1] / median["ours"]
-        rows.append(row)
+        row["raw"] = seconds(calls, rounds)
+        median = row["seconds"] = {name: statistics.median(times) for name, times in row["raw"].items()}
+        row["ratio"] = min(t for name, t in median.items() if name != "ours") / median["ours"]
+        card = next((v for k, v in PEAK.items() if k in torch.cuda.get_device_name()), None)
+        if card is not None and phase == "forward":
+            row["roofline"] = case.amount / card[0 if case.products else 1] / median["ours"]
     return rows
 
 
-def verdict(rows: list[dict[str, object]]) -> str:
-    """Whether a kernel may be on by default: at least 1.05 on four shapes, never below 0.97."""
-    ratios = [float(row["ratio"]) for row in rows]  # type: ignore[arg-type]
-    good = len({row["shape"] for row in rows if float(row["ratio"]) >= 1.05})  # type: ignore[arg-type]
-    word = "on" if good >= 4 and min(ratios) >= 0.97 else "off"
-    return f"{word} ({good} shapes at 1.05 or more, least {min(ratios):.2f})"
+def on_by_default(ratios: Mapping[str, Iterable[float]]) -> bool:
+    """Whether a kernel may be on where nobody asked for it: shape -> the ratios of its phases, best other / ours.
+
+    It gains at least 1.05 in every phase of four shapes, and nowhere falls below 0.97.
+    """
+    least = [min(of_phases) for of_phases in ratios.values()]
+    return sum(one >= GAIN for one in least) >= SHAPES and min(least, default=0.0) >= LOSS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = parser(__doc__)
     names = ["prefix_attention", "qk_norm_rope", "adaln", "sde_step", "joint_attention"]
-    parser.add_argument("kernels", nargs="*", default=[], help=f"of {', '.join(names)}; default: all")
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    unknown = set(arguments.kernels) - set(names)
+    arguments.add_argument("kernels", nargs="*", default=[], help=f"of {', '.join(names)}; default: all")
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--dry-run", action="store_true", help="tiny shapes, no times; needs no GPU")
+    given = arguments.parse_args()
+    unknown = set(given.kernels) - set(names)
     if unknown:
-        parser.error(f"no kernel {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = triton_problem(torch.device(device)) if device == "cuda" else "there is no GPU"
+        arguments.error(f"no kernel {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    device = "cpu" if given.dry_run else "cuda"
+    problem = triton_problem(torch.device(device)) if given.dry_run or torch.cuda.is_available() else "there is no GPU"
+    if problem and not given.dry_run:
+        arguments.error(f"no kernel can be timed: {problem}. --dry-run checks all but the times")
     if problem:
-        print(f"No kernel can be timed: {problem}. These are the torch definitions, float32, one small shape each:")
-    table: list[dict[str, object]] = []
-    for kernel in arguments.kernels or names:
-        found = cases(kernel, device, torch.float32 if problem else torch.bfloat16)
-        shapes = {next(iter(found)): next(iter(found.values()))} if problem else found
-        rows = [r for shape, case in shapes.items() for r in measure(kernel, shape, case, arguments.rounds, device)]
+        print(f"`ours` are the torch definitions here: {problem}")
+    table: list[dict[str, Any]] = []
+    for kernel in given.kernels or names:
+        found = cases(kernel, device, torch.bfloat16, tiny=given.dry_run, backend="auto" if problem else "triton")
+        rows = [row for shape, case in found.items() for row in measure(kernel, shape, case, given.rounds, device)]
         for row in rows:
-            times = "  ".join(f"{name} {1e3 * t:.3f}" for name, t in row["seconds"].items())  # type: ignore[attr-defined]
-            extra = f"  ratio {row['ratio']:.2f}" if "ratio" in row else ""
+            times = "  ".join(f"{name} {1e3 * t:.3f}" for name, t in row.get("seconds", {}).items())
+            extra = f"{times} ms  ratio {row['ratio']:.2f}" if times else "no times"
             extra += f"  roofline {row['roofline']:.0%}" if "roofline" in row else ""
-            print(f"{kernel:<18}{row['shape']:<25}{row['phase']:<9}{times} ms{extra}", flush=True)
-        if not problem:
-            print(f"{kernel:<18}by the rule: {verdict(rows)}")
+            worst = ", ".join(f"{name} {error:.1f}" for name, error in row["errors"].items())
+            print(f"{kernel:<18}{row['shape']:<34}{row['phase']:<9}{extra}  (errors: {worst})", flush=True)
+        if not given.dry_run:
+            shapes = {row["shape"] for row in rows}
+            ratios = {shape: [row["ratio"] for row in rows if row["shape"] == shape] for shape in shapes}
+            print(f"{kernel:<18}by the rule of a default: {'on' if on_by_default(ratios) else 'off'}")
         table += rows
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    about = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
-    (results / "kernels.json").write_text(json.dumps({"about": about, "rows": table}, indent=1) + "\n")
+    save(given.out, "kernels", table)
 
 
 if __name__ == "__main__":

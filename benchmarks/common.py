@@ -1,0 +1,189 @@
+"""What the benchmarks share: where results go, clocks, and trainers whose iterations take turns in one process."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from genrl.config import Config, DiffusionNFT, FlowGRPO
+from genrl.diffusion import diffusion_nft, flow_grpo
+from genrl.diffusion.session import Session
+from genrl.diffusion.train import open_session
+from genrl.doctor import examine
+from genrl.runtime.loop import make_accelerator
+from genrl.runtime.progress import Progress
+from genrl.runtime.run import Run, write_atomic
+from genrl.runtime.signals import Stop, Watchdog
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark: its docstring is what --help says. Torch gets one thread, so that seconds of the processor are
+    those of the work and not of threads that wait for each other."""
+    torch.set_num_threads(1)
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON; default: benchmarks/results")
+    return made
+
+
+def save(folder: Path, name: str, found: Any) -> None:
+    """Write `folder/name.json`: the figures, and what is needed to judge them."""
+    report = examine()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    about = {
+        "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "commit": commit.stdout.strip() or None,
+        "load": os.getloadavg()[0],
+        **{section: report[section] for section in ("packages", "torch", "threads")},
+    }
+    write_atomic(folder / f"{name}.json", json.dumps({"about": about, "found": found}, indent=1) + "\n")
+
+
+class Seconds(NamedTuple):
+    """Of the wall clock, and of this process on its processors: on a busy machine only the second says much."""
+
+    wall: float
+    cpu: float
+
+    def __sub__(self, other: Seconds) -> Seconds:
+        return Seconds(self.wall - other.wall, self.cpu - other.cpu)
+
+
+def clock() -> Seconds:
+    return Seconds(time.perf_counter(), time.process_time())
+
+
+class Parts:
+    """Seconds by (phase, part). A part within another is taken out of it, so that the parts add up to the whole."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self._spent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._open, self._since = ["the rest"], clock()
+
+    def _charge(self) -> None:
+        now = clock()
+        spent, passed = self._spent[self.phase, self._open[-1]], now - self._since
+        spent[0] += passed.wall
+        spent[1] += passed.cpu
+        self._since = now
+
+    def enter(self, phase: str) -> None:
+        """From here on it is another phase."""
+        self._charge()
+        self.phase = phase
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        """Count what `owner.method` takes as this part."""
+        original = getattr(owner, method)
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                return original(*args, **kwargs)
+
+        setattr(owner, method, timed)
+
+    def take(self) -> dict[tuple[str, str], Seconds]:
+        """What was spent since it was last taken."""
+        self._charge()
+        found = {key: Seconds(*spent) for key, spent in self._spent.items()}
+        self._spent.clear()
+        return found
+
+
+def opened(config: Config, stack: ExitStack) -> Session:
+    """A session of this configuration in a folder that is gone when the stack ends; nothing is trained yet."""
+    run = Run(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run")
+    watchdog = stack.enter_context(Watchdog(run, 3600))
+    accelerator = make_accelerator(config.distributed.timeout_s)
+    session = open_session(config, accelerator, run, Progress(1, enabled=False), watchdog, Stop())
+    stack.callback(session.log.finish)
+    return session
+
+
+def train(session: Session) -> None:
+    """The trainer's own loop, to its end."""
+    settings = session.config.trainer
+    if isinstance(settings, FlowGRPO):
+        flow_grpo.train(session, settings)
+    elif isinstance(settings, DiffusionNFT):
+        diffusion_nft.train(session, settings)
+    else:
+        raise ValueError(f"trainer.algorithm: {settings.algorithm} is not measured here; flow_grpo, diffusion_nft are")
+
+
+class Turns:
+    """A loop in a thread of its own that waits between its iterations: `next` runs one, then it waits again.
+
+    Several of them share a process and its machine, so that A B A B ... compares like with like. `close` ends it.
+    """
+
+    def __init__(self, loop: Callable[[Callable[[], None]], None]) -> None:
+        """loop: is given what it is to call at the end of every iteration."""
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._closed, self._error = False, None
+        self._thread = threading.Thread(target=self._run, args=(loop,), daemon=True)
+        self._thread.start()
+
+    def _run(self, loop: Callable[[Callable[[], None]], None]) -> None:
+        self._go.acquire()
+        try:
+            if not self._closed:
+                loop(self._wait)
+        except _Closed:
+            pass
+        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+            self._error = error
+        self._closed = True
+        self._done.release()
+
+    def _wait(self) -> None:
+        self._done.release()
+        self._go.acquire()
+        if self._closed:
+            raise _Closed
+
+    def next(self) -> None:
+        """One more iteration. Raises what the loop raised, and RuntimeError where it has none left."""
+        if self._closed:
+            raise RuntimeError("the loop has ended")
+        self._go.release()
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._go.release()
+        self._thread.join()
+
+
+class _Closed(Exception):
+    """Leaves the loop of a `Turns` that is closed."""

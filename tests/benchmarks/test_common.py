@@ -1,0 +1,91 @@
+"""What the benchmarks share: the clock by parts, and loops that take turns."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import Parts, Turns, clock, save
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    """A part within another is not counted twice, and a part that ends by an error is counted."""
+    parts, started = Parts(), clock()
+    parts.enter("one")
+    with parts.part("outer"):
+        time.sleep(0.02)
+        with pytest.raises(KeyError), parts.part("inner"):
+            time.sleep(0.01)
+            raise KeyError
+    parts.enter("two")
+    time.sleep(0.01)
+    found, whole = parts.take(), clock() - started
+    assert sum(one.wall for one in found.values()) == pytest.approx(whole.wall, abs=2e-3)
+    assert found["one", "outer"].wall >= 0.02 and found["one", "inner"].wall >= 0.01
+    assert found["one", "outer"].wall < whole.wall - 0.015
+    assert found["two", "the rest"].wall >= 0.01
+    assert sum(one.wall for one in parts.take().values()) < 5e-3
+
+
+def test_a_wrapped_method_is_a_part() -> None:
+    class Sleeper:
+        def sleep(self, seconds: float) -> float:
+            time.sleep(seconds)
+            return seconds
+
+    parts, sleeper = Parts(), Sleeper()
+    parts.wrap(sleeper, "sleep", "sleeping")
+    assert sleeper.sleep(0.01) == 0.01
+    assert parts.take()["", "sleeping"].wall >= 0.01
+
+
+def counting(name: str, seen: list[str], count: int) -> Turns:
+    def loop(wait: Callable[[], None]) -> None:
+        for k in range(count):
+            seen.append(f"{name}{k}")
+            wait()
+
+    return Turns(loop)
+
+
+def test_loops_take_turns() -> None:
+    seen: list[str] = []
+    loops = [counting(name, seen, 5) for name in "ab"]
+    for _ in range(2):
+        for loop in loops:
+            loop.next()
+    for loop in loops:
+        loop.close()
+    assert seen == ["a0", "b0", "a1", "b1"]
+
+
+def test_an_error_in_a_loop_is_raised_where_it_is_told_to_go_on() -> None:
+    def loop(wait: Callable[[], None]) -> None:
+        wait()
+        raise ValueError("broken")
+
+    turns = Turns(loop)
+    turns.next()
+    with pytest.raises(ValueError, match="broken"):
+        turns.next()
+    with pytest.raises(RuntimeError, match="has ended"):
+        turns.next()
+    turns.close()
+
+
+def test_a_loop_that_was_never_begun_is_closed() -> None:
+    seen: list[str] = []
+    counting("a", seen, 1).close()
+    assert seen == []
+
+
+def test_results_say_how_they_were_made(tmp_path: Path) -> None:
+    save(tmp_path, "overhead", {"ratio": 1.0})
+    written = json.loads((tmp_path / "overhead.json").read_text())
+    assert written["found"] == {"ratio": 1.0}
+    assert written["about"]["command"].startswith("python -m benchmarks.overhead")
+    assert written["about"]["packages"]["torch"] and written["about"]["threads"]["torch_threads"]
