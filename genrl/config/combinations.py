@@ -566,6 +566,9 @@ def _model(config: Config) -> Iterator[Finding]:
     if config.distributed.fsdp and model.lora is not None:
         text = "sharding is for full fine-tuning, adapters are small; write lora: null, or fsdp: false"
         yield ("distributed.fsdp", "model.lora"), text
+    if model.offload_vae and config.trainer.algorithm in DIRECT:
+        text = f"{config.trainer.algorithm} goes backward through the VAE, which has to stay; write false"
+        yield ("model.offload_vae", "trainer.algorithm"), text
     if model.revision is not None and looks_local(model.path):
         yield ("model.revision", "model.path"), "a folder has no revisions; remove it, or use a hub id (org/name)"
     if model.lora is not None and model.lora.targets is not None:

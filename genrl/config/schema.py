@@ -75,6 +75,10 @@ class Model(Section):
     """Recompute activations in the backward pass: much less memory, about a third more time."""
     offload_text_encoders: Flag = False
     """Move the text encoders off the device once the prompts are encoded."""
+    offload_vae: Flag = False
+    """Keep the VAE off the device but while it encodes or decodes."""
+    slice_vae: Flag = False
+    """Decode pictures one by one: less memory where they are large; the same up to rounding."""
 
 
 class Kernels(Section):
@@ -181,7 +185,8 @@ class Sampling(Section):
     batch_size: Count = 8
     """Samples per call of the denoiser, in rollout and in training alike."""
     fit_batch: Flag = False
-    """Take batch_size as the most: before training find how many fit into memory, by halving, in all processes."""
+    """Take batch_size as the most: before training find how many fit into memory, by halving, in all processes; and do
+    an iteration again with half where memory runs out later."""
     same_initial_noise: Flag = False
     """Start all samples of a group from one noise (DanceGRPO: true)."""
     pipeline_args: dict[str, Any] = {}

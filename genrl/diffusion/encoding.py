@@ -48,7 +48,7 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
     for encoder in encoders:
         encoder.to("cpu")
     if offload:
-        _keep_execution_device(pipe, home)
+        keep_execution_device(pipe, home)
     signature = inspect.signature(original)
     kept = _Kept()
     axes: dict[Hashable, Any] = {}
@@ -143,7 +143,7 @@ def _on_demand(encoders: Sequence[nn.Module], device: torch.device) -> Iterator[
                 encoder.to("cpu")
 
 
-def _keep_execution_device(pipe: Any, device: torch.device) -> None:
+def keep_execution_device(pipe: Any, device: torch.device) -> None:
     """A pipeline takes its device from its first module, which may now wait on the CPU."""
     kind = type(pipe)
     pipe.__class__ = type(kind.__name__, (kind,), {"_execution_device": property(lambda self: device)})

@@ -1,4 +1,5 @@
-"""How many samples fit on the device together: found before training, by trying, and the same in all processes.
+"""How many samples fit on the device together: found before training, by trying, and the same in all processes; and
+fewer from an iteration on in which memory ran out all the same.
 
 A micro-batch is at its largest in training: one model call with its graph, beside gradients, optimiser states and the
 reward models. Memory grows linearly with the batch, m(n) = m(1) + (n - 1) (m(2) - m(1)); so two small trials say which
@@ -7,6 +8,7 @@ sizes are not worth trying, and the largest that is left is tried for real, then
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -32,13 +34,43 @@ def settle(session: Session) -> None:
         return
     if "batch_size" not in session.memory:
         session.phase("finding the batch size", 0)
-        whole = sampling.group_size if session.config.trainer.algorithm in WHOLE_GROUPS else 1
-        sizes = halvings(sampling.batch_size, whole)
-        found = largest(sizes, lambda size: fits(session, size), lambda ok: all(gather_object([ok])))
+        found = largest(sizes(session), lambda size: fits(session, size), lambda ok: all(gather_object([ok])))
         session.memory["batch_size"] = found
         session.progress.say(f"{found} samples fit in a micro-batch (sampling.batch_size is {sampling.batch_size})")
-    chosen = sampling.model_copy(update={"batch_size": session.memory["batch_size"]})
-    session.config = session.config.model_copy(update={"sampling": chosen})
+    take(session, session.memory["batch_size"])
+
+
+def shrink(session: Session) -> None:
+    """Half the micro-batch, in all processes, after memory ran out in an iteration (`session.NoRoom`) that was taken
+    back. It is drawn and trained anew: replayed in pieces of what sampling drew as one, ratios would be off 1.
+
+    Raises RuntimeError where there is no smaller one.
+    """
+    gc.collect()
+    session.optimizer.zero_grad(set_to_none=True)
+    if session.policy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    was, *smaller = sizes(session)
+    if not smaller:
+        raise too_large(was)
+    session.memory["batch_size"] = smaller[0]
+    take(session, smaller[0])
+    session.progress.say(
+        f"memory ran out in iteration {session.iteration + 1} with {was} samples in a micro-batch: it is done again, "
+        f"with {smaller[0]} from here on"
+    )
+
+
+def take(session: Session, size: int) -> None:
+    """From here on micro-batches have this size."""
+    sampling = session.config.sampling.model_copy(update={"batch_size": size})
+    session.config = session.config.model_copy(update={"sampling": sampling})
+
+
+def sizes(session: Session) -> list[int]:
+    """The present size of micro-batches and the smaller ones that can be taken."""
+    sampling = session.config.sampling
+    return halvings(sampling.batch_size, sampling.group_size if session.config.trainer.algorithm in WHOLE_GROUPS else 1)
 
 
 def halvings(most: int, multiple: int) -> list[int]:
@@ -54,8 +86,12 @@ def largest(sizes: list[int], fits: Callable[[int], bool], agreed: Callable[[boo
     for size in sizes:
         if agreed(fits(size)):
             return size
-    raise RuntimeError(
-        f"a micro-batch of {sizes[-1]} samples does not fit into the device's memory; write a smaller "
+    raise too_large(sizes[-1])
+
+
+def too_large(size: int) -> RuntimeError:
+    return RuntimeError(
+        f"a micro-batch of {size} samples does not fit into the device's memory; write a smaller "
         "sampling.batch_size, model.gradient_checkpointing: true, model.dtype: bfloat16 or smaller pictures"
     )
 

@@ -100,9 +100,11 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
     for _ in range(settings.inner_epochs):
         for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
             divisor = float(edges.weight[:, slots].sum())
-            for piece in (piece for micro_batch in micro_batches for piece in micro_batch.pieces):
-                trajectory, batch = piece.trajectory, judged_under(policy, settings, piece.trajectory.batch)
-                for i, old_log_prob in old_log_probs[id(piece)].items():
+            pieces = [piece for micro_batch in micro_batches for piece in micro_batch.pieces]
+            for piece, i in [(one, step) for one in pieces for step in old_log_probs[id(one)]]:
+                with session.fitting():
+                    trajectory, old_log_prob = piece.trajectory, old_log_probs[id(piece)][i]
+                    batch = judged_under(policy, settings, trajectory.batch)
                     advantage = edges.advantage[i, piece.slots[i]].to(policy.device)
                     weight = edges.weight[i, piece.slots[i]].to(policy.device)
                     reference = None

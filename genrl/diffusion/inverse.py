@@ -35,7 +35,7 @@ def encode(policy: Policy, batch: Batch, images: Tensor) -> Tensor:
     if vae is None or not hasattr(vae, "encode") or not hasattr(vae, "decode"):
         raise ValueError(f"{name} has no autoencoder that encodes (component vae): it cannot learn from given pictures")
     probe = decoder_input(policy, batch, torch.zeros(policy.state_shape(batch), device=policy.device))
-    pixels = (2.0 * images - 1.0).to(vae.device, vae.dtype)
+    pixels = (2.0 * images - 1.0).to(policy.device, vae.dtype)
     with torch.autocast(policy.device.type, enabled=False):
         coded = vae.encode(pixels[:, :, None] if probe.dim() == 5 else pixels)
     found = coded.latent_dist.mode() if hasattr(coded, "latent_dist") else coded[0]

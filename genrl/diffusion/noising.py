@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -112,8 +113,8 @@ def update(
     for epoch in range(settings.inner_epochs):
         for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
             divisor = count(slots) * num_draws
-            for micro_batch in micro_batches:
-                for k in range(num_draws):
+            for micro_batch, k in product(micro_batches, range(num_draws)):
+                with session.fitting():
                     found = prepare(micro_batch, epoch, k)
                     if found is None:
                         continue
@@ -121,7 +122,7 @@ def update(
                     output = policy.velocity(batch, given["noisy"], given["sigma"])
                     terms = objective(output, given)
                     session.backward(terms["loss"], batch, given | {"model_output": output}, divisor=max(divisor, 1))
-                    if bool(given.get("counts", True)):
-                        for name, values in terms.items():
-                            meter.add(name, values)
+                if bool(given.get("counts", True)):
+                    for name, values in terms.items():
+                        meter.add(name, values)
             meter.add("grad_norm", torch.tensor([session.step()]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -178,12 +178,14 @@ def collect(
     beat: Callable[[], None],
     leaves: int = 1,
     roots_together: int | None = None,
+    fitting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Rollouts:
     """Draw, decode and score one iteration.
 
     `draw` samples from roots, given with their slots; each has `leaves` samples, at its own slot and the next ones.
     roots_together: roots per micro-batch of trees; None = independent samples, `sampling.batch_size` together.
-    `advance` is told of finished samples, `beat` called while they are scored. running: statistics of the scores of the
+    `advance` is told of finished samples, `beat` called while they are scored, and samples are drawn within `fitting`,
+    which may leave where memory runs out. running: statistics of the scores of the
     iterations before.
     """
     sampling = config.sampling
@@ -214,7 +216,7 @@ def collect(
                 else None,
                 inputs=batch_inputs(sampling.inputs, [slot_rows[s] for s in slots]),
             )
-            with torch.no_grad():
+            with torch.no_grad(), fitting():
                 with timed("sample"):
                     drawn = draw(batch, slots)
                 with timed("decode"):

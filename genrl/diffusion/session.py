@@ -41,7 +41,7 @@ from genrl.diffusion.weights import AVERAGE, Weights
 from genrl.mdp.noise import derive_seed
 from genrl.prompts import Prompt
 from genrl.runtime import checkpoint, state
-from genrl.runtime.guards import any_rank, non_finite, require_finite
+from genrl.runtime.guards import any_rank, any_ranks, non_finite, require_finite
 from genrl.runtime.loop import Stateful, peak_memory_mb, scheduled
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
@@ -84,6 +84,10 @@ class Adapter:
 class Abandoned(Exception):
     """The process is to end, and what is running can be left without loss: an evaluation, or an iteration that has
     changed nothing or can be taken back."""
+
+
+class NoRoom(Exception):
+    """Memory ran out in one of the processes: all of them left the iteration, to do it again in smaller batches."""
 
 
 @dataclass
@@ -129,6 +133,7 @@ class Session:
     """Where prompts are rewritten: their new texts. Evaluation draws both."""
     _restored: dict[str, dict[str, Any]] = field(default_factory=dict)
     _before: Before | None = None
+    _evaluated: bool = False
     _started: float = 0.0
     _train_started: float = 0.0
     _calls: int = 0
@@ -166,8 +171,9 @@ class Session:
     def iterations(self) -> Iterator[int]:
         """The iterations still to do, 0-based; fewer where the process is asked to end, or the monitor ends the run."""
         prepare(self)
-        if self.iteration == 0:
+        if self.iteration == 0 and not self._evaluated:
             self._evaluate()
+            self._evaluated = True
         if self.unfinished_row is not None:
             row = self.unfinished_row | self._evaluate(log=False)
             if self.is_main:  # a run that was stopped again since has written this row before
@@ -203,6 +209,7 @@ class Session:
             timed=self.timed,
             advance=self.advance,
             beat=self.beat,
+            fitting=self.fitting,
             leaves=leaves,
             roots_together=roots_together,
         )
@@ -248,12 +255,32 @@ class Session:
         if self.accelerator.num_processes == 1:
             self.leave_if_asked()
 
-    def leave_if_asked(self) -> None:
-        """Raise Abandoned in all processes where one was asked to end, and the iteration can be left."""
+    def leave_if_asked(self, *, no_room: bool = False) -> None:
+        """Where the iteration can be left: raise NoRoom in all processes where one has `no_room`, Abandoned where one
+        was asked to end."""
         if (self.updates or self.other_updates) and (self._before is None or self._before.adapter is None):
             return
-        if any_rank(self.stop.requested, self.accelerator):
+        short, asked = any_ranks([no_room, self.stop.requested], self.accelerator)
+        if short:
+            raise NoRoom
+        if asked:
             raise Abandoned
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Where memory runs out within the block, the iteration is left for smaller micro-batches, with
+        `sampling.fit_batch` and if it can be left. The other processes hear of it where they next ask
+        (`leave_if_asked`), which must be the next thing they ask each other."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.config.sampling.fit_batch:
+                self.leave_if_asked(no_room=True)
+            error.add_note(
+                f"micro-batches of {self.config.sampling.batch_size} samples do not fit: lower sampling.batch_size, or "
+                "see sampling.fit_batch, model.gradient_checkpointing and model.dtype"
+            )
+            raise
 
     def backward(self, loss: Tensor, batch: Batch, tensors: Mapping[str, Tensor], *, divisor: float) -> None:
         """Add the gradient of `loss.sum() / divisor`, one micro-batch's share of the update.
@@ -374,6 +401,9 @@ class Session:
             self.weights.snapshots = before.adapter.snapshots
             self.optimizer.load_state_dict(before.adapter.optimizer)
         self.updates, self.other_updates, self._before = 0, 0, None
+        self.rollouts = self.suspect = None
+        # a trainer that begins again keeps new things
+        self._restored = {name: thing.state_dict() for name, thing in self.kept.items()}
 
     def _require_finite(self, norm: Tensor) -> None:
         kept, info, weights, pictures = self.suspect, {}, {}, {}

@@ -52,15 +52,16 @@ from genrl.diffusion import (
 )
 from genrl.diffusion.blocks import install
 from genrl.diffusion.compiling import compile_denoisers
+from genrl.diffusion.decoding import spare_vae
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.export import check_lora_loader, save_lora, write_card
-from genrl.diffusion.fit import settle
+from genrl.diffusion.fit import settle, shrink
 from genrl.diffusion.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.monitor import ended_at
 from genrl.diffusion.policy import Policy
 from genrl.diffusion.rollout import call_arguments, check_inputs
 from genrl.diffusion.scoring import open_scorers
-from genrl.diffusion.session import Abandoned, Session
+from genrl.diffusion.session import Abandoned, NoRoom, Session
 from genrl.diffusion.weights import AVERAGE, Weights
 from genrl.kernels.backend import choose
 from genrl.kernels.joint_attention import attention_problem, usable
@@ -103,45 +104,58 @@ def train(config: Config, resume: Path | None = None) -> Path:
             graphs = config.kernels.compile == "cuda_graphs"
             session.weights.by_copy |= graphs
             compile_denoisers(session.policy.denoisers.values(), cuda_graphs=graphs, say=progress.say)
-        try:
-            match config.trainer:
-                case Talk2Move() as settings:
-                    talk2move.train(session, settings)
-                case PromptRL() as settings:
-                    prompt_rl.train(session, settings)
-                case AdvGRPO() as settings:
-                    adv_grpo.train(session, settings)
-                case FlowGRPO() as settings:
-                    flow_grpo.train(session, settings)
-                case DiffusionNFT() as settings:
-                    diffusion_nft.train(session, settings)
-                case SPO() as settings:
-                    spo.train(session, settings)
-                case PRDP() as settings:
-                    prdp.train(session, settings)
-                case AWM() as settings:
-                    awm.train(session, settings)
-                case DGPO() as settings:
-                    dgpo.train(session, settings)
-                case CRD() as settings:
-                    crd.train(session, settings)
-                case DPO() as settings:
-                    dpo.train(session, settings)
-                case OfflineDPO() as settings:
-                    dpo_offline.train(session, settings)
-                case D3PO() as settings:
-                    d3po.train(session, settings)
-                case Draft() as settings:
-                    draft.train(session, settings)
-                case DiffInstruct() as settings:
-                    diff_instruct.train(session, settings)
-        except Abandoned:
-            session.take_back()
-            logger.info("the running iteration is done again on resume")
+        again = True
+        while again:
+            again = False
+            try:
+                run_algorithm(session)
+            except NoRoom:
+                again = True  # below: here the error still holds what did not fit
+            except Abandoned:
+                session.take_back()
+                logger.info("the running iteration is done again on resume")
+            if again:
+                session.take_back()
+                shrink(session)
         finish(session)
     if stop.requested:
         raise SystemExit(stop.exit_code)
     return claimed.run.folder
+
+
+def run_algorithm(session: Session) -> None:
+    """Train by the configured algorithm, from the session's iteration on."""
+    match session.config.trainer:
+        case Talk2Move() as settings:
+            talk2move.train(session, settings)
+        case PromptRL() as settings:
+            prompt_rl.train(session, settings)
+        case AdvGRPO() as settings:
+            adv_grpo.train(session, settings)
+        case FlowGRPO() as settings:
+            flow_grpo.train(session, settings)
+        case DiffusionNFT() as settings:
+            diffusion_nft.train(session, settings)
+        case SPO() as settings:
+            spo.train(session, settings)
+        case PRDP() as settings:
+            prdp.train(session, settings)
+        case AWM() as settings:
+            awm.train(session, settings)
+        case DGPO() as settings:
+            dgpo.train(session, settings)
+        case CRD() as settings:
+            crd.train(session, settings)
+        case DPO() as settings:
+            dpo.train(session, settings)
+        case OfflineDPO() as settings:
+            dpo_offline.train(session, settings)
+        case D3PO() as settings:
+            d3po.train(session, settings)
+        case Draft() as settings:
+            draft.train(session, settings)
+        case DiffInstruct() as settings:
+            diff_instruct.train(session, settings)
 
 
 def check_processes(config: Config, num_processes: int) -> None:
@@ -206,6 +220,7 @@ def open_session(
         reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
         offload_text_encoders=config.model.offload_text_encoders,
     )
+    spare_vae(pipe, offload=config.model.offload_vae, sliced=config.model.slice_vae)
     if config.kernels.model_copy(update={"compile": False}) != Kernels():
         progress.say(use_kernels(policy, config.kernels))
     if config.model.lora is not None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,15 @@ class Dump:
 
 def any_rank(flag: bool, accelerator: Accelerator | None) -> bool:
     """True on every rank if it is true on one. A collective: all ranks must call it at the same place."""
+    return any_ranks([flag], accelerator)[0]
+
+
+def any_ranks(flags: Sequence[bool], accelerator: Accelerator | None) -> list[bool]:
+    """`any_rank` of several flags, in one collective."""
     if accelerator is None or accelerator.num_processes == 1:
-        return flag
-    count = accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum")
-    return bool(count.item() > 0)
+        return list(flags)
+    own = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
+    return [count > 0 for count in accelerator.reduce(own, reduction="sum").tolist()]
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -10,10 +10,11 @@ from typing import Any
 import runs
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from genrl.config import load
 from genrl.diffusion import awm, crd, d3po, dgpo, diff_instruct, diffusion_nft, dpo, draft, flow_grpo, prdp
+from genrl.diffusion import train as training
 from genrl.diffusion.rollout import Rollouts
 from genrl.diffusion.session import Session
 from genrl.diffusion.sharding import whole
@@ -106,3 +107,28 @@ def planted(path: str, out: str, rank: int, call: int) -> None:
         session.backward, session.step = broken, watched_step  # type: ignore[method-assign]
 
     trained(path, prepare)
+
+
+def short(path: str, most: int, phase: str, rank: int) -> None:
+    """Train where memory runs out in one process."""
+    running_out(most, phase, rank)
+    training.train(load(Path(path)))
+
+
+def running_out(most: int, phase: str, rank: int = 0) -> None:
+    """From here on the denoiser of process `rank` has no room for more than `most` samples in this phase of the second
+    iteration. On a CPU no such error comes of itself."""
+    settle = training.settle
+
+    def armed(session: Session) -> None:
+        settle(session)
+
+        def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            here = session.iteration == 1 and session.progress.name == phase
+            if here and len(kwargs["hidden_states"]) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        if session.accelerator.process_index == rank:
+            session.policy.denoiser.register_forward_pre_hook(check, with_kwargs=True)
+
+    training.settle = armed

@@ -15,7 +15,6 @@ from families import FAMILIES
 from tiny_parts import Family
 from torch import nn
 
-from genrl.config import ConfigError
 from genrl.diffusion import compiling
 from genrl.diffusion.compiling import compile_denoisers
 from genrl.diffusion.old_policy import off_policy
@@ -121,20 +120,6 @@ def test_what_cannot_be_compiled_is_said_before_work_starts(
         train(runs.config(folder, model, kernels={"compile": "cuda_graphs"}))
     monkeypatch.setenv("PATH", "")
     assert compile_problem(torch.device("cpu")) == "there is no C++ compiler (g++ or clang++)"
-
-
-@pytest.mark.parametrize(
-    ("mode", "changes", "key"),
-    [
-        (True, {"distributed": {"fsdp": True}, "lora": None}, "distributed.fsdp"),
-        ("cuda_graphs", {"trainer": {"algorithm": "spo"}}, "trainer.algorithm"),
-        ("cuda_graphs", {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "trainer.keep_graph"),
-    ],
-)
-def test_combinations_that_are_refused(folder: Path, model: Path, mode: Any, changes: Any, key: str) -> None:
-    with pytest.raises(ConfigError, match=r"kernels\.compile") as error:
-        runs.config(folder, model, kernels={"compile": mode}, **changes)
-    assert key in str(error.value)
 
 
 def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import torch
 
 from genrl.diffusion import fit
+from genrl.diffusion import train as training
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.runtime.run import read_metrics
@@ -134,3 +136,72 @@ def test_room_for_snapshots_that_the_trainer_takes(
 def test_where_a_trial_would_say_nothing(folder: Path, model: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="sampling.fit_batch"):
         runs.config(folder, model, sampling=SAMPLING, **changes)
+
+
+QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "iterations": 3}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "in_training"),
+    [
+        ("flow_grpo", True),
+        ("diffusion_nft", False),
+        pytest.param("flow_grpo", False, marks=pytest.mark.slow),
+        pytest.param("diffusion_nft", True, marks=pytest.mark.slow),
+    ],
+)
+def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
+    folder: Path, model: Path, algorithm: str, in_training: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """To the bit the run that has the smaller size from that iteration on."""
+    changes = {**QUIET, "trainer": {"algorithm": algorithm}, "sampling": {**SAMPLING, "batch_size": 8}}
+    wanted = train(runs.config(folder, model, **{**changes, "iterations": 1, "output": str(folder / "by-hand")}))
+    opened = training.settle
+    monkeypatch.setattr(training, "settle", lambda session: (session.memory.update(batch_size=2), fit.take(session, 2)))
+    train(runs.config(folder, model, **changes, output=str(wanted)), wanted)
+    monkeypatch.setattr(training, "settle", opened)
+    ranks.running_out(2, "training" if in_training else "sampling")
+    found = train(runs.config(folder, model, **changes))
+    said = capsys.readouterr().err
+    assert "memory ran out in iteration 2 with 8 samples in a micro-batch: it is done again, with 4" in said
+    assert "with 4 samples in a micro-batch: it is done again, with 2 from here on" in said
+    assert runs.differences(found, wanted) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["sampling", "training"])
+def test_processes_go_down_together(folder: Path, model: Path, phase: str) -> None:
+    """Memory runs out in the second of two, in the second iteration: the run is that of one process."""
+    changes = {**QUIET, "sampling": {**SAMPLING, "batch_size": 4}}
+    found = {}
+    for count in (1, 2):
+        output = folder / f"run-{count}"
+        config = runs.config(folder, model, **changes, output=str(output))
+        path = (folder / "tiny.yaml").rename(folder / f"{count}.yaml")
+        arguments = (str(path), 2, phase, count - 1)
+        start = [runs.start(ranks.short, *arguments, log=folder / "1.log")] if count == 1 else runs.start_ranks(
+            2, ranks.short, *arguments, log=folder / "2.log"
+        )  # fmt: skip
+        assert runs.wait(start, 120) == [0] * count, "\n".join(p.read_text()[-3000:] for p in folder.glob("*.log"))
+        found[count] = runs.last_state(output)
+        assert found[count].step == config.iterations and found[count].state["memory"]["batch_size"] == 2
+        assert [row["ratio/max_abs_dev"] for row in runs.rows(output)] == [0.0, 0.0, 0.0]
+    for key, tensor in found[1].tensors["weights"].items():
+        torch.testing.assert_close(found[2].tensors["weights"][key], tensor, atol=1e-4, rtol=0)
+
+
+def test_where_an_iteration_cannot_be_left_the_error_says_what_to_do(folder: Path, model: Path) -> None:
+    """Without the key; and where a full fine-tuning has changed its weights already, of which there is no copy."""
+    for fit_batch, updates in ((False, 0), (True, 1)):
+        config = runs.config(folder, model, lora=None, sampling={**SAMPLING, "fit_batch": fit_batch})
+        with runs.session(config) as session:
+            session.updates = updates
+            with pytest.raises(torch.OutOfMemoryError) as error, session.fitting():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            assert "micro-batches of 2 samples do not fit: lower sampling.batch_size" in error.value.__notes__[0]
+
+
+def test_no_smaller_micro_batch(folder: Path, model: Path) -> None:
+    with runs.session(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 1})) as session:
+        with pytest.raises(RuntimeError, match=r"micro-batch of 1 samples does not fit.*sampling\.batch_size"):
+            fit.shrink(session)
