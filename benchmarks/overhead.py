@@ -1,120 +1,182 @@
 """Overhead: an iteration of a trainer over the bare forward and backward passes that it contains.
 
-    python -m benchmarks.overhead [configs/quickstart.yaml ...] [--iterations 3]
+    python -m benchmarks.overhead [configs/quickstart.yaml ...] [--rounds 5]
 
-Runs a few iterations of a configuration on the CPU (or the device at hand) and records every call of the denoiser and
-of the decoder. Then the same calls, with the same arguments, are made in a bare loop: forward without gradient where
-it had none, forward and backward where it had. Prints, per phase, seconds of the iteration, seconds of the bare calls
-and their ratio, and writes benchmarks/results/overhead.json. Rewards, evaluation and saving are not part of it.
+After every iteration the very calls that it made of denoiser and decoder, with the same arguments, are made again in a
+bare loop: forward without gradient where it had none, forward and backward where it had. So both take turns on one
+machine, and the ratio is the median over the rounds of that of neighbours (the first round is a warm-up). Seconds are
+the processor's, since the machine may do other things; the ratio by the wall clock stands beside. The second table says
+where the rest of an iteration goes. Rewards are in it and in no ratio; evaluation and saving are in neither.
+Writes overhead.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import tempfile
-import time
-from contextlib import nullcontext
-from pathlib import Path
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from statistics import median
 from typing import Any
 
 import torch
 
-from genrl.config import Config, FlowGRPO, load
-from genrl.diffusion import diffusion_nft, flow_grpo
+from benchmarks.common import Parts, Seconds, clock, opened, parser, save, train
+from genrl.config import Config, load
 from genrl.diffusion.session import Session
-from genrl.diffusion.train import open_session
-from genrl.runtime import run as run_folder
-from genrl.runtime.loop import make_accelerator
-from genrl.runtime.progress import Progress
-from genrl.runtime.signals import Stop, Watchdog
 
+PHASES = ("sample", "decode", "train")
+MODEL = ("forward", "backward")
+"""What the bare loop does too."""
+BESIDE = {
+    "pipeline": "pipeline calls around the denoiser (diffusers' loop, guidance, packing)",
+    "transition": "transitions, noise and log-probabilities in sampling",
+    "gradient": "gradients summed, measured and clipped",
+    "optimizer": "optimiser step",
+    "the rest": "batches, losses, replayed log-probabilities, metrics",
+}
+"""Part -> what it is."""
 Call = tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], bool]
 
 
-def measure(config: Config) -> dict[str, float]:
-    """Seconds per iteration (median over the iterations after the first) of each phase and of its bare calls."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = run_folder.Run(Path(folder) / "run")
-        accelerator = make_accelerator(config.distributed.timeout_s)
-        with Watchdog(run, 600) as watchdog:
-            session = open_session(config, accelerator, run, Progress(1, enabled=False), watchdog, Stop())
-            calls: list[Call] = []
-            rows = run_iterations(session, calls)
-            session.log.finish()
-            bare = [bare_seconds(calls) for _ in range(3)]
-    found = {phase: statistics.median(row[phase] for row in rows[1:]) for phase in ("sample", "decode", "train")}
-    return found | {f"bare_{phase}": statistics.median(b[phase] for b in bare) for phase in bare[0]}
+def measure(config: Config) -> dict[str, Any]:
+    """Of the rounds after the first, the medians: seconds by phase, of the iteration and of the bare calls, and the
+    ratio; seconds by part; and every round."""
+    rounds: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        session = opened(config, stack)
+        parts, calls = Parts(), []
+        instrument(session, parts, calls)
+        finish = session.finish
+
+        def finished(metrics: Any) -> None:
+            parts.enter("finish")
+            finish(metrics)
+            spent = parts.take()
+            rounds.append({"spent": spent, "bare": bare(calls)})
+            session.optimizer.zero_grad(set_to_none=True)
+            calls.clear()
+            parts.take()
+            parts.enter("before")
+
+        session.finish = finished  # type: ignore[method-assign]
+        train(session)
+    return summary(rounds[1:])
 
 
-def run_iterations(session: Session, calls: list[Call]) -> list[dict[str, float]]:
-    """Run the trainer; `calls` holds the model calls of the last iteration."""
-    rows: list[dict[str, float]] = []
-    handles = []
-    finish = session.finish
+def instrument(session: Session, parts: Parts, calls: list[tuple[str, Call]]) -> None:
+    """Say to `parts` which phase runs, and what in it; `calls` gets those of denoiser and decoder, with their phase."""
+    policy, take, timed = session.policy, session.take, session.timed
 
-    def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((module, args, kwargs, torch.is_grad_enabled()))
+    @contextmanager
+    def in_phase(phase: str) -> Iterator[None]:
+        outside = parts.phase
+        parts.enter(phase)
+        with timed(phase):
+            yield
+        parts.enter(outside)
 
-    def finished(metrics: Any) -> None:
-        finish(metrics)
-        rows.append(dict(session.timings))
-        if session.iteration == session.config.iterations - 1:  # the last one is recorded, and not timed
-            modules = [*session.policy.denoisers.values(), session.policy.pipe.vae.decoder]
-            handles.extend(m.register_forward_pre_hook(record, with_kwargs=True) for m in modules)
+    def taken(rollouts: Any) -> Any:
+        found = take(rollouts)
+        parts.enter("train")
+        return found
 
-    session.finish = finished  # type: ignore[method-assign]
-    settings = session.config.trainer
-    if isinstance(settings, FlowGRPO):
-        flow_grpo.train(session, settings)
-    else:
-        diffusion_nft.train(session, settings)
-    for handle in handles:
-        handle.remove()
-    return rows[:-1]
+    session.timed, session.take = in_phase, taken  # type: ignore[method-assign]
+    for module in (*policy.denoisers.values(), policy.pipe.vae.decoder):
+        record(module, parts, calls)
+        parts.wrap(module, "forward", "forward")
+    for method in ("roll_out", "replay", "velocity", "decode"):
+        parts.wrap(policy, method, "pipeline")
+    parts.wrap(policy.head, "step", "transition")
+    parts.wrap(session, "backward", "backward")
+    parts.wrap(session, "step", "gradient")
+    parts.wrap(session.optimizer, "step", "optimizer")
 
 
-def bare_seconds(calls: list[Call]) -> dict[str, float]:
-    """The recorded calls, once more: sampling (denoiser), decoding, training (from the last decoding on)."""
-    first_backward = next(i for i, call in enumerate(calls) if call[3])
-    denoiser = calls[first_backward][0]
-    # without gradients between two training passes: the old policy and the reference belong to training
-    start_of_training = (
-        max((i for i in range(first_backward) if calls[i][0] is not denoiser), default=first_backward - 1) + 1
-    )
-    spent = {"sample": 0.0, "decode": 0.0, "train": 0.0}
-    for i, (module, args, kwargs, grad) in enumerate(calls):
-        phase = "decode" if module is not denoiser else "train" if i >= start_of_training else "sample"
-        started = time.perf_counter()
+def record(module: torch.nn.Module, parts: Parts, calls: list[tuple[str, Call]]) -> None:
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if parts.phase in PHASES:
+            calls.append((parts.phase, (forward, args, kwargs, torch.is_grad_enabled())))
+        return forward(*args, **kwargs)
+
+    module.forward = recorded  # type: ignore[method-assign]
+
+
+def bare(calls: list[tuple[str, Call]]) -> dict[str, Seconds]:
+    """Seconds of the recorded calls, once more, by phase."""
+    spent = dict.fromkeys(PHASES, Seconds(0.0, 0.0))
+    for phase, (forward, args, kwargs, grad) in calls:
+        started = clock()
         with nullcontext() if grad else torch.no_grad():
-            output = module(*args, **kwargs)
+            output = forward(*args, **kwargs)
         if grad:
             (output[0] if isinstance(output, tuple) else output).float().sum().backward()
-        spent[phase] += time.perf_counter() - started
+        passed = clock() - started
+        spent[phase] = Seconds(spent[phase].wall + passed.wall, spent[phase].cpu + passed.cpu)
     return spent
 
 
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the rounds."""
+
+    def of(one: dict[str, Any], clock: str, kind: str, phases: tuple[str, ...]) -> float:
+        spent = one[kind].items()
+        return sum(getattr(s, clock) for key, s in spent if (key if kind == "bare" else key[0]) in phases)
+
+    found: dict[str, Any] = {}
+    for name, phases in {**{phase: (phase,) for phase in PHASES}, "all": PHASES}.items():
+        pairs = {
+            c: [(of(one, c, "spent", phases), of(one, c, "bare", phases)) for one in rounds] for c in Seconds._fields
+        }
+        found[name] = {
+            "iteration_s": median(a for a, _ in pairs["cpu"]),
+            "bare_s": median(b for _, b in pairs["cpu"]),
+            "ratio": median(a / b for a, b in pairs["cpu"]),
+            "ratios": [a / b for a, b in pairs["cpu"]],
+            "wall_ratio": median(a / b for a, b in pairs["wall"]),
+        }
+    keys = {key for one in rounds for key in one["spent"]}
+    spent = {key: median(one["spent"][key].cpu if key in one["spent"] else 0.0 for one in rounds) for key in keys}
+    parts = {
+        part: sum(s for (phase, p), s in spent.items() if phase in PHASES and p == part) for part in (*MODEL, *BESIDE)
+    }
+    parts["score"] = sum(s for (phase, _), s in spent.items() if phase == "score")
+    parts["outside"] = sum(s for (phase, _), s in spent.items() if phase not in (*PHASES, "score"))
+    return found | {
+        "parts": parts,
+        "seconds_by_phase_and_part": {f"{a}: {b}": s for (a, b), s in sorted(spent.items())},
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="*", default=["configs/quickstart.yaml", "configs/flow_grpo.yaml"])
-    parser.add_argument("--iterations", type=int, default=4)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("configs", nargs="*", default=["configs/quickstart.yaml", "configs/flow_grpo.yaml"])
+    arguments.add_argument("--rounds", type=int, default=5, help="after the first; default: 5")
+    arguments.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the configurations")
+    given = arguments.parse_args()
     table = {}
-    for path in arguments.configs:
-        config = load(path, [f"iterations={arguments.iterations + 1}", "evaluation.every=0", "trackers=[]"])
-        found = measure(config)
-        print(f"\n{path}\n{'phase':<10}{'iteration':>12}{'bare calls':>12}{'ratio':>8}")
-        for phase in ("sample", "decode", "train"):
-            ratio = found[phase] / found[f"bare_{phase}"]
-            print(f"{phase:<10}{found[phase]:>10.2f} s{found[f'bare_{phase}']:>10.2f} s{ratio:>8.2f}")
-        whole = sum(found[p] for p in ("sample", "decode", "train"))
-        bare = sum(found[f"bare_{p}"] for p in ("sample", "decode", "train"))
-        print(f"{'all':<10}{whole:>10.2f} s{bare:>10.2f} s{whole / bare:>8.2f}")
-        table[path] = found | {"ratio": whole / bare, "threads": torch.get_num_threads()}
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / "overhead.json").write_text(json.dumps(table, indent=1) + "\n")
+    for path in given.configs:
+        off = ("evaluation.every=0", "checkpoint.every=1000000", "trackers=[]")
+        config = load(path, [f"iterations={given.rounds + 1}", *off, *given.set])
+        assert isinstance(config, Config)
+        found = table[path] = measure(config)
+        print(f"\n{path}\n| phase | iteration, CPU s | bare calls, CPU s | ratio (range) | by the wall clock |")
+        print("| --- | --- | --- | --- | --- |")
+        for phase in (*PHASES, "all"):
+            row = found[phase]
+            print(
+                f"| {phase} | {row['iteration_s']:.2f} | {row['bare_s']:.2f} | {row['ratio']:.2f} "
+                f"({min(row['ratios']):.2f} to {max(row['ratios']):.2f}) | {row['wall_ratio']:.2f} |"
+            )
+        whole = found["all"]["iteration_s"]
+        print("\n| of an iteration | CPU s | per cent |\n| --- | --- | --- |")
+        names = {part: f"denoiser and decoder, {part}" for part in MODEL} | BESIDE
+        names |= {"score": "rewards", "outside": "logging, copies to go back to"}
+        for part, name in names.items():
+            print(f"| {name} | {found['parts'][part]:.3f} | {100 * found['parts'][part] / whole:.1f} |")
+    save(given.out, "overhead", table)
 
 
 if __name__ == "__main__":

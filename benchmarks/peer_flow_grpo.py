@@ -6,22 +6,19 @@ The usual loop is a stand-in of our own, written for this comparison after what 
 common; it is nobody's code. It copies the pipeline's denoising loop, draws every step but the last from the SDE, calls
 the text encoders for every batch, wraps the model in DDP, and in training runs the model again at every step, with
 guidance. All rows share checkpoint, LoRA, prompts, group, steps, guidance, reward, batch and optimiser, and make one
-update an iteration. The rows take turns, iteration by iteration, and ratios are of neighbours. Prints the table and
-writes benchmarks/results/peer_flow_grpo.json.
+update an iteration. The rows take turns, iteration by iteration, and ratios are of neighbours; the first round is a
+warm-up. Seconds are the processor's, since the machine may do other things; the ratio by the wall clock stands beside.
+Prints the table and writes peer_flow_grpo.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,17 +27,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rewards
+from benchmarks.common import Seconds, clock, opened, parser, save
 from genrl import prompts as prompt_files
 from genrl.config import Config, FlowGRPO, load
 from genrl.diffusion import flow_grpo
 from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.old_policy import check_on_policy
 from genrl.diffusion.plans import sampling_plan
-from genrl.diffusion.train import open_session
-from genrl.runtime import run as run_folder
-from genrl.runtime.loop import make_accelerator
-from genrl.runtime.progress import Progress
-from genrl.runtime.signals import Stop, Watchdog
 
 COMMON = (
     "sampling.prompts_per_iteration=2",
@@ -68,8 +61,16 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 """Name -> changes to configs/flow_grpo.yaml beside COMMON."""
 
-Spent = dict[str, float]
-"""Of one iteration: seconds `sample` and `train`, model calls `sample_calls` and `train_calls`, counted per sample."""
+FIRST = "the usual loop (stand-in)"
+
+
+class Spent(NamedTuple):
+    """In one iteration: until the scores, and from them on; and model calls, counted per sample."""
+
+    sample: Seconds
+    train: Seconds
+    sample_calls: int
+    train_calls: int
 
 
 def usual_loop(config: Config) -> Iterator[Spent]:
@@ -122,7 +123,7 @@ def usual_loop(config: Config) -> Iterator[Spent]:
 
     generator = torch.Generator().manual_seed(config.seed)
     while True:
-        started, calls = time.perf_counter(), 0
+        started, calls = clock(), 0
         chosen = torch.randperm(len(rows), generator=generator)[: sampling.prompts_per_iteration].tolist()
         texts = [rows[k] for k in chosen for _ in range(sampling.group_size)]
         drawn, scores = [], []
@@ -150,7 +151,7 @@ def usual_loop(config: Config) -> Iterator[Spent]:
             drawn.append((context, pooled, sigmas, states, logs))
         group = torch.tensor(scores).view(-1, sampling.group_size)
         advantages = ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)).flatten()
-        sampled, sample_calls, calls = time.perf_counter(), calls, 0
+        sampled, sample_calls, calls = clock(), calls, 0
         left = len(drawn) * (steps - 1)
         for k, (context, pooled, sigmas, states, logs) in enumerate(drawn):
             own = advantages[k * sampling.batch_size : (k + 1) * sampling.batch_size]
@@ -168,92 +169,80 @@ def usual_loop(config: Config) -> Iterator[Spent]:
         torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        ended = time.perf_counter()
-        yield {
-            "sample": sampled - started,
-            "train": ended - sampled,
-            "sample_calls": sample_calls,
-            "train_calls": calls,
-        }
+        yield Spent(sampled - started, clock() - sampled, sample_calls, calls)
 
 
 def ours(config: Config, stack: ExitStack) -> Iterator[Spent]:
     """genrl's own, one iteration per item."""
     settings = config.trainer
     assert isinstance(settings, FlowGRPO)
-    run = run_folder.Run(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run")
-    watchdog = stack.enter_context(Watchdog(run, 3600))
-    accelerator = make_accelerator(config.distributed.timeout_s)
-    session = open_session(config, accelerator, run, Progress(1, enabled=False), watchdog, Stop())
-    stack.callback(session.log.finish)
+    session = opened(config, stack)
     for iteration in session.iterations():
-        started, calls = time.perf_counter(), session.policy.model_calls
+        started, calls = clock(), session.policy.model_calls
         plan = sampling_plan(config, settings, iteration)
         rollouts = flow_grpo.collect(session, plan, flow_grpo.drawing(session, settings, plan))
         check_on_policy(session, rollouts, clip=min(settings.clip_bounds))
-        sampled, sample_calls = time.perf_counter(), session.policy.model_calls - calls
+        sampled, sample_calls = clock(), session.policy.model_calls - calls
         metrics = flow_grpo.learn(session, settings, rollouts, plan)
         train_calls = session.policy.model_calls - calls - sample_calls
         session.finish(metrics)
-        ended = time.perf_counter()
-        yield {
-            "sample": sampled - started,
-            "train": ended - sampled,
-            "sample_calls": sample_calls,
-            "train_calls": train_calls,
-        }
+        yield Spent(sampled - started, clock() - sampled, sample_calls, train_calls)
 
 
-def measure(rounds: int) -> dict[str, dict[str, Any]]:
+def measure(rounds: int, names: Sequence[str] = tuple(ROWS), changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Row -> of the rounds after the first: medians of seconds and of the ratio of the whole iteration to the usual
     loop's; means of calls, since where a window begins, and so what a prefix saves, is drawn anew in every round."""
-    base = load("configs/flow_grpo.yaml", [*COMMON, f"iterations={rounds + 2}"])
+    common = [*COMMON, *changes, f"iterations={rounds + 2}"]
+    base = load("configs/flow_grpo.yaml", common)
+    assert isinstance(base, Config)
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = stack.enter_context(TemporaryDirectory())
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         stack.callback(dist.destroy_process_group)
-        loops: dict[str, Iterator[Spent]] = {"the usual loop (stand-in)": usual_loop(base)}
-        for name, changes in ROWS.items():
-            config = load("configs/flow_grpo.yaml", [*COMMON, *changes, f"iterations={rounds + 2}"])
+        loops: dict[str, Iterator[Spent]] = {FIRST: usual_loop(base)}
+        for name in names:
+            config = load("configs/flow_grpo.yaml", [*common, *ROWS[name]])
+            assert isinstance(config, Config)
             loops[name] = ours(config, stack)
-        turns: list[dict[str, Spent]] = []
-        for _ in range(rounds + 1):
-            turns.append({name: next(loop) for name, loop in loops.items()})
-    first, found = next(iter(loops)), {}
-    pictures = base.sampling.images_per_iteration
+        turns = [{name: next(loop) for name, loop in loops.items()} for _ in range(rounds + 1)]
+    found, pictures = {}, base.sampling.images_per_iteration
     for name in loops:
         mine = [turn[name] for turn in turns[1:]]
-        ratios = [_seconds(turn[first]) / _seconds(turn[name]) for turn in turns[1:]]
+        ratios = [_whole(turn[FIRST]).cpu / _whole(turn[name]).cpu for turn in turns[1:]]
         found[name] = {
-            "sample_s": median(one["sample"] for one in mine),
-            "train_s": median(one["train"] for one in mine),
-            "sample_calls": mean(one["sample_calls"] for one in mine) / pictures,
-            "train_calls": mean(one["train_calls"] for one in mine) / pictures,
+            "sample_s": median(one.sample.cpu for one in mine),
+            "train_s": median(one.train.cpu for one in mine),
+            "sample_calls": mean(one.sample_calls for one in mine) / pictures,
+            "train_calls": mean(one.train_calls for one in mine) / pictures,
             "times_faster": median(ratios),
             "range": [min(ratios), max(ratios)],
+            "times_faster_wall": median(_whole(turn[FIRST]).wall / _whole(turn[name]).wall for turn in turns[1:]),
+            "rounds": [one._asdict() for one in mine],
         }
     return found
 
 
-def _seconds(spent: Spent) -> float:
-    return spent["sample"] + spent["train"]
+def _whole(spent: Spent) -> Seconds:
+    return Seconds(spent.sample.wall + spent.train.wall, spent.sample.cpu + spent.train.cpu)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    found = measure(parser.parse_args().rounds)
-    print("| loop | calls per picture: sampling + training | sampling, s | training, s | times faster (range) |")
-    print("| --- | --- | --- | --- | --- |")
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=5, help="after the first; default: 5")
+    given = arguments.parse_args()
+    found = measure(given.rounds)
+    print(
+        "| loop | calls per picture: sampling + training | sampling, CPU s | training, CPU s | times faster (range) "
+        "| by the wall clock |\n| --- | --- | --- | --- | --- | --- |"
+    )
     for name, row in found.items():
         low, high = row["range"]
         print(
             f"| {name} | {row['sample_calls']:.2f} + {row['train_calls']:.2f} | {row['sample_s']:.2f} "
-            f"| {row['train_s']:.2f} | {row['times_faster']:.2f} ({low:.2f} to {high:.2f}) |"
+            f"| {row['train_s']:.2f} | {row['times_faster']:.2f} ({low:.2f} to {high:.2f}) "
+            f"| {row['times_faster_wall']:.2f} |"
         )
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / "peer_flow_grpo.json").write_text(json.dumps(found, indent=1) + "\n")
+    save(given.out, "peer_flow_grpo", found)
 
 
 if __name__ == "__main__":

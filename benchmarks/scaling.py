@@ -1,60 +1,181 @@
-"""Weak scaling: the same pictures per process by 1, 2 and 4 processes, end to end.
+"""Weak scaling: the same pictures per process by 1, 2 and 4 processes. What of it is the program's, on any machine.
 
     python -m benchmarks.scaling [configs/quickstart.yaml] [--processes 1 2 4] [--iterations 4]
 
-`prompts_per_iteration` grows with the number of processes, each of which has one thread (or one GPU). Prints seconds of
-an iteration (the median after the first), pictures per second and its share of what as many lone processes would make,
-and writes benchmarks/results/scaling.json. Processes beyond the cores or GPUs at hand share them, and say nothing.
+`prompts_per_iteration` grows with the number of processes, each of which has one thread. Wall-clock times of several
+processes say something where every process has a core to itself, and nothing else runs. So each process measures
+
+- its work between two collectives, in seconds of the processor, which are the same whether it had to wait for one;
+- the collectives themselves by the wall clock, from a barrier on that is met before each: of the processes the least,
+  so that waiting for others is in none of them. (On a busy machine that is still too much, never too little.)
+
+Between two collectives everybody waits for the slowest: an iteration on free cores takes the sum of the most work of
+any process between two of them, and of the collectives. `efficiency` is the work of one process alone over that; beside
+it stands what the wall clock says here. It leaves out what processes on one machine do to each other by sharing caches,
+memory and clock rate, and networks. Writes scaling.json.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import os
-import tempfile
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from benchmarks.methods import run_genrl
+import torch
+
+from benchmarks.common import clock, opened, parser, save, train
 from genrl.config import Config, load
-from genrl.runtime.run import Run, read_metrics
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "barrier")
+Iteration = dict[str, Any]
+"""Of one process: `work`, CPU seconds before each collective and after the last; `collectives`, wall seconds of each;
+`wall`, seconds of the iteration, barriers included."""
 
 
-def measure(path: str, processes: int, iterations: int) -> dict[str, float]:
-    """Of one run, loading aside."""
-    config = load(path)
+class Meter:
+    """Takes the time of work and of collectives in this process."""
+
+    def __init__(self) -> None:
+        self.barrier = torch.distributed.barrier
+        self.iterations: list[Iteration] = []
+        self._inside = False
+        self.begin()
+        for name in COLLECTIVES:
+            setattr(torch.distributed, name, self._measured(getattr(torch.distributed, name)))
+
+    def begin(self) -> None:
+        self._work: list[float] = []
+        self._collectives: list[float] = []
+        self._started = self._since = clock()
+
+    def end(self) -> None:
+        now = clock()
+        work = [*self._work, (now - self._since).cpu]
+        wall = (now - self._started).wall
+        self.iterations.append({"work": work, "collectives": self._collectives, "wall": wall})
+        self.begin()
+
+    def _measured(self, collective: Any) -> Any:
+        @functools.wraps(collective)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return collective(*args, **kwargs)
+            self._inside = True
+            self._work.append((clock() - self._since).cpu)
+            self.barrier()
+            began = clock()
+            try:
+                return collective(*args, **kwargs)
+            finally:
+                self._since = clock()
+                self._collectives.append((self._since - began).wall)
+                self._inside = False
+
+        return measured
+
+
+def worker(path: str, changes: Sequence[str]) -> list[Iteration]:
+    """One process of a run; the iterations after the first."""
+    config = load(path, changes)
     assert isinstance(config, Config)
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder) / "run")
-        changes = [
-            f"sampling.prompts_per_iteration={config.sampling.prompts_per_iteration * processes}",
-            f"iterations={iterations}",
-            f"output={run.folder}",
-            *("evaluation.every=0", "checkpoint.every=1000000", "trackers=[]"),
-        ]
-        run_genrl(["train", path, *changes, "--nproc", str(processes)])
-        seconds = median(row["timing/iteration_s"] for row in read_metrics(run.metrics)[1:])
-    return {"iteration_s": seconds, "pictures_per_s": config.sampling.images_per_iteration * processes / seconds}
+    with ExitStack() as stack:
+        session = opened(config, stack)
+        meter, finish = Meter(), session.finish
+
+        def finished(metrics: Any) -> None:
+            finish(metrics)
+            meter.end()
+
+        session.finish = finished  # type: ignore[method-assign]
+        train(session)
+        if torch.distributed.is_initialized():
+            meter.barrier()
+            torch.distributed.destroy_process_group()
+    return meter.iterations[1:]
+
+
+def measure(path: str, processes: int, iterations: int, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """A run by so many processes, in the process group (and session) of this one."""
+    published = load(path, changes)
+    assert isinstance(published, Config)
+    sampling = published.sampling
+    changes = (
+        *changes,
+        f"sampling.prompts_per_iteration={sampling.prompts_per_iteration * processes}",
+        f"iterations={iterations + 1}",
+        *("evaluation.every=0", "checkpoint.every=1000000", "trackers=[]"),
+    )
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    group = {} if processes == 1 else {"WORLD_SIZE": processes, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    with TemporaryDirectory() as folder:
+        started = []
+        for rank in range(processes):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank} if processes > 1 else {}
+            settings = {"OMP_NUM_THREADS": 1, "OMP_WAIT_POLICY": "PASSIVE", **group, **ranks}
+            command = [sys.executable, "-m", "benchmarks.scaling", path, "--worker", f"{folder}/{rank}.json"]
+            environment = os.environ | {name: str(value) for name, value in settings.items()}
+            started.append(subprocess.Popen([*command, "--set", *changes], env=environment))
+        codes = [one.wait() for one in started]
+        if any(codes):
+            raise RuntimeError(f"the processes ended with {codes}")
+        ranks_found = [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(processes)]
+    return summary(ranks_found) | {"pictures": sampling.images_per_iteration * processes, "ranks": ranks_found}
+
+
+def summary(ranks: list[list[Iteration]]) -> dict[str, float]:
+    """Medians over the iterations, from those of every process. Seconds of an iteration: `work`, a process's mean;
+    `waiting`, for the slowest; `collectives`; `iteration`, their sum; `wall`, as it was here."""
+    rows = []
+    for processes in zip(*ranks, strict=True):
+        work = [max(pieces) for pieces in zip(*(one["work"] for one in processes), strict=True)]
+        talk = [min(pieces) for pieces in zip(*(one["collectives"] for one in processes), strict=True)]
+        own = mean(sum(one["work"]) for one in processes)
+        wall = max(one["wall"] for one in processes)
+        rows.append((own, sum(work) - own, sum(talk), sum(work) + sum(talk), wall, float(len(talk))))
+    names = ("work", "waiting", "collectives", "iteration", "wall", "number_of_collectives")
+    return {name: median(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", default="configs/quickstart.yaml")
-    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--iterations", type=int, default=4)
-    given = parser.parse_args()
-    found = {count: measure(given.config, count, given.iterations) for count in given.processes}
-    alone = found[given.processes[0]]["pictures_per_s"] / given.processes[0]
+    arguments = parser(__doc__)
+    arguments.add_argument("config", nargs="?", default="configs/quickstart.yaml")
+    arguments.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4], help="the first must be 1")
+    arguments.add_argument("--iterations", type=int, default=4, help="after the first; default: 4")
+    arguments.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the configuration")
+    arguments.add_argument("--worker", type=Path, help="for the processes that this program starts")
+    given = arguments.parse_args()
+    if given.worker is not None:
+        given.worker.write_text(json.dumps(worker(given.config, given.set)))
+        return
+    if given.processes[0] != 1:
+        arguments.error("--processes: the first must be 1, which the others are compared with")
+    found = {count: measure(given.config, count, given.iterations, given.set) for count in given.processes}
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    print(f"{cores} cores, load {load:.1f}")
     print(
-        f"{os.cpu_count()} cores\n| processes | iteration, s | pictures per s | efficiency |\n| --- | --- | --- | --- |"
+        "| processes | work, CPU s | waiting for the slowest, s | collectives, s | iteration, s | efficiency "
+        "| by the wall clock here |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
     for count, row in found.items():
-        row["efficiency"] = row["pictures_per_s"] / (alone * count)
-        print(f"| {count} | {row['iteration_s']:.2f} | {row['pictures_per_s']:.1f} | {row['efficiency']:.2f} |")
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")
+        row["efficiency"] = found[1]["iteration"] / row["iteration"]
+        row["wall_efficiency"] = found[1]["wall"] / row["wall"]
+        says = f"{row['wall_efficiency']:.2f}" if count <= cores else "nothing: too few cores"
+        print(
+            f"| {count} | {row['work']:.2f} | {row['waiting']:.2f} | {row['collectives']:.3f} "
+            f"({row['number_of_collectives']:.0f}) | {row['iteration']:.2f} | {row['efficiency']:.2f} | {says} |"
+        )
+    save(given.out, "scaling", found)
 
 
 if __name__ == "__main__":

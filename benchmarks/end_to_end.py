@@ -1,0 +1,178 @@
+"""End to end on the embedded model: pictures per second, scorer calls per second, and reward gained per minute.
+
+    python -m benchmarks.end_to_end [--minutes 1] [--seeds 0 1 2] [--only "window of 3" DiffusionNFT]
+
+Every row is a trainer from its YAML. All of them train in one process and take turns, iteration by iteration, until
+each has had as many minutes of the processor. The first iteration of each is a warm-up, in no rate. Per row:
+
+- pictures per second: those of an iteration / the median seconds of one (rollout, decoding, scoring, update; neither
+  evaluation nor saving);
+- scorer calls per second: pictures scored / seconds in which the trainer waited for scores; and the share of these in
+  an iteration;
+- model calls per picture, sampling + training, as counted;
+- reward gained per minute: held-out reward after - before, over all minutes trained (the warm-up too). Before and after
+  are the same prompts from the same noise.
+
+Prints the table (means over the seeds) and writes end_to_end.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.common import Parts, Seconds, Turns, opened, parser, save, train
+from genrl.config import Config, load
+from genrl.diffusion.evaluate import evaluate_held_out
+from genrl.diffusion.session import Session
+
+FLOW = "configs/flow_grpo.yaml"
+ROWS: dict[str, tuple[str, ...]] = {
+    "chain, all steps": (FLOW, "trainer.window=null"),
+    "window of 3": (FLOW,),
+    "window of 3, graphs kept": (FLOW, "trainer.keep_graph=true"),
+    "prefix tree": (FLOW, "trainer.tree={ways: 12, at: window_start}"),
+    "window tree": (FLOW, "trainer.window={size: 2, high: 5}", "trainer.tree={ways: 2, at: window}"),
+    "DiffusionNFT": ("configs/quickstart.yaml",),
+}
+"""Name -> file and changes."""
+OFF = ("evaluation.every=0", "checkpoint.every=1000000", "trackers=[]", "iterations=100000")
+
+
+class Row:
+    """One trainer, an iteration at a time."""
+
+    def __init__(self, name: str, seed: int, changes: Sequence[str], stack: ExitStack) -> None:
+        path, *own = ROWS[name]
+        config = load(path, [*OFF, f"seed={seed}", *own, *changes])
+        assert isinstance(config, Config)
+        self.session, self.parts = opened(config, stack), Parts()
+        self.spent: list[Seconds] = []
+        self.scoring: list[Seconds] = []
+        self.calls: list[tuple[float, float]] = []
+        self.reward = [held_out(self.session)]
+        log, timed = self.session.log.log, self.session.timed
+
+        def logged(step: int, row: dict[str, float]) -> None:
+            self.calls.append((row["model_calls/sample"], row["model_calls/train"]))
+            log(step, row)
+
+        def in_part(phase: str) -> Any:
+            return self.parts.part(phase) if phase == "score" else timed(phase)
+
+        self.session.log.log, self.session.timed = logged, in_part  # type: ignore[method-assign]
+        self.turns = Turns(partial(_loop, self.session))
+        stack.callback(self.turns.close)
+
+    @property
+    def minutes(self) -> float:
+        """Of the processor, trained so far."""
+        return sum(one.cpu for one in self.spent) / 60
+
+    def step(self) -> None:
+        self.parts.take()
+        self.turns.next()
+        found = {part: seconds for (_, part), seconds in self.parts.take().items()}
+        self.scoring.append(found["score"])
+        self.spent.append(Seconds(sum(s.wall for s in found.values()), sum(s.cpu for s in found.values())))
+
+
+def _loop(session: Session, wait: Callable[[], None]) -> None:
+    """The trainer's loop; `wait` is called after every iteration."""
+    finish = session.finish
+
+    def finished(metrics: Any) -> None:
+        finish(metrics)
+        wait()
+
+    session.finish = finished  # type: ignore[method-assign]
+    train(session)
+
+
+def held_out(session: Session) -> float:
+    """Mean reward of the held-out prompts under the present weights."""
+    with session.averaged(), session.policy.uncounted():
+        found = evaluate_held_out(
+            session.config,
+            session.policy,
+            session.eval_prompts,
+            session.scorers,
+            process=0,
+            num_processes=1,
+            advance=lambda images: None,
+            beat=lambda: None,
+        )
+    return found.metrics["eval/total_mean"]
+
+
+def measure(seed: int, names: Sequence[str], minutes: float, changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Row -> what it came to with this seed."""
+    with ExitStack() as stack:
+        rows = {name: Row(name, seed, changes, stack) for name in names}
+        while left := [row for row in rows.values() if len(row.spent) < 2 or row.minutes < minutes]:
+            for row in left:
+                row.step()
+        found = {}
+        for name, row in rows.items():
+            row.reward.append(held_out(row.session))
+            found[name] = summary(row)
+        return found
+
+
+def summary(row: Row) -> dict[str, Any]:
+    pictures, own = row.session.config.sampling.images_per_iteration, row.spent[1:]
+    return {
+        "seed": row.session.config.seed,
+        "iterations": len(row.spent),
+        "pictures": pictures,
+        "held_out_pictures": len(row.session.eval_prompts),
+        "iteration_cpu_s": [one.cpu for one in row.spent],
+        "iteration_wall_s": [one.wall for one in row.spent],
+        "pictures_per_cpu_s": pictures / median(one.cpu for one in own),
+        "pictures_per_wall_s": pictures / median(one.wall for one in own),
+        "scorer_calls_per_cpu_s": pictures / median(one.cpu for one in row.scoring[1:]),
+        "scorer_share": median(s.cpu / whole.cpu for s, whole in zip(row.scoring[1:], own, strict=True)),
+        "calls_per_picture": [mean(one[k] for one in row.calls) / pictures for k in (0, 1)],
+        "reward": row.reward,
+        "cpu_minutes": row.minutes,
+        "gain_per_cpu_minute": (row.reward[-1] - row.reward[0]) / row.minutes,
+    }
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--minutes", type=float, default=1.0, help="of the processor, for each row and seed")
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    arguments.add_argument(
+        "--set", nargs="+", default=["evaluation.group_size=2"], metavar="KEY=VALUE", help="changes to all rows"
+    )
+    given = arguments.parse_args()
+    runs = []
+    for seed in given.seeds:
+        runs.append(measure(seed, given.only, given.minutes, given.set))
+        save(given.out, "end_to_end", runs)
+    print(
+        "| trainer | calls per picture | pictures per CPU s | times the first | scorer calls per CPU s, share of time "
+        "| reward before, after | gained per CPU minute (each seed) |\n| --- | --- | --- | --- | --- | --- | --- |"
+    )
+    for name in given.only:
+        rows = [run[name] for run in runs]
+        speed = [row["pictures_per_cpu_s"] for row in rows]
+        ratios = [run[name]["pictures_per_cpu_s"] / run[given.only[0]]["pictures_per_cpu_s"] for run in runs]
+        sampling, training = (mean(row["calls_per_picture"][k] for row in rows) for k in (0, 1))
+        before, after = (mean(row["reward"][k] for row in rows) for k in (0, 1))
+        gains = [row["gain_per_cpu_minute"] for row in rows]
+        print(
+            f"| {name} | {sampling:.2f} + {training:.2f} | {mean(speed):.1f} | {mean(ratios):.2f} "
+            f"| {mean(row['scorer_calls_per_cpu_s'] for row in rows):,.0f}, "
+            f"{mean(row['scorer_share'] for row in rows):.1%} | {before:.3f}, {after:.3f} "
+            f"| {mean(gains):+.3f} ({', '.join(f'{gain:+.3f}' for gain in gains)}) |"
+        )
+
+
+if __name__ == "__main__":
+    main()
