@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from genrl.diffusion.policy import Batch, Policy
-from genrl.diffusion.sharding import whole_optimizer_state
+from genrl.config import Kernels
+from genrl.diffusion.policy import Batch, Kernel, Policy
+from genrl.diffusion.sharding import whole, whole_optimizer_state
+from genrl.diffusion.train import use_kernels
 from genrl.diffusion.weights import Weights
 from genrl.runtime.state import pack
 
@@ -30,8 +32,10 @@ def state_of(rank: int) -> Tensor:
     return torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(rank))
 
 
-def tiny(sharded: bool) -> tuple[Policy, Weights]:
-    policy = Policy(FAMILIES["sd3"]().pipe)
+def tiny(sharded: bool, kernels: Kernels | None = None, family: str = "sd3") -> tuple[Policy, Weights]:
+    policy = Policy(FAMILIES[family]().pipe)
+    if kernels is not None:
+        use_kernels(policy, kernels)
     return policy, Weights(policy.denoisers, None, sharded=sharded)
 
 
@@ -62,6 +66,32 @@ def velocities(out: str, halfway: bool) -> None:
         policy.denoiser.transformer_blocks[1].attn.register_forward_pre_hook(fail)
         tensors = {str(k): velocity for k, velocity in enumerate(moved(policy, weights, rank, 1.0 if halfway else 4.5))}
         save_file(tensors, Path(out) / f"velocity-{rank}.safetensors")
+
+
+ALL = Kernels(fused=("qk_norm_rope", "adaln", "step"), attention="math")
+
+
+def replayed(policy: Policy, weights: Weights, family: str, rank: int) -> dict[str, Tensor]:
+    """Recorded and replayed log-probabilities of two steps of this process's samples, and the gradient."""
+    call = {"num_inference_steps": 3, **FAMILIES[family]().call}
+    batch = Batch(["a red star", "two blue dogs"], [(7, 0, rank, 0), (7, 0, rank, 1)], call)
+    with torch.no_grad():
+        recorded = policy.roll_out(batch, Kernel("flow_sde", 0.7), (0, 1))
+    again = [policy.replay(recorded, i) for i in (0, 1)]
+    torch.stack([one.log_prob.sum() for one in again]).sum().backward()
+    found = {f"recorded-{i}": recorded.log_probs[i] for i in (0, 1)}
+    found |= {f"replayed-{i}": one.log_prob.detach() for i, one in enumerate(again)}
+    return found | {key: whole(p.grad) for key, p in weights.named.items() if p.grad is not None}
+
+
+def fused(out: str, family: str) -> None:
+    """`replayed` of a sharded denoiser with our blocks, to `out`/fused-<rank>.safetensors."""
+    with group() as rank:
+        policy, weights = tiny(True, ALL, family)
+        tensors = replayed(policy, weights, family, rank)
+        save_file(
+            {key: tensor.contiguous() for key, tensor in tensors.items()}, Path(out) / f"fused-{rank}.safetensors"
+        )
 
 
 def states(out: str) -> None:

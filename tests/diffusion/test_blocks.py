@@ -182,7 +182,6 @@ def test_ratio_is_one_through_the_kernels(root: Any) -> None:
 
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the model
     "chain": ({}, {}),
-    "kept graphs": ({"keep_graph": True}, {}),
     "trees": ({"tree": {"ways": 2}, "window": {"size": 1}}, {}),
     "autocast, sum": ({"log_prob_reduction": "sum"}, {"autocast": "bfloat16"}),
     "checkpointing": ({}, {"gradient_checkpointing": True}),
@@ -198,6 +197,24 @@ def test_first_update_of_a_run_has_ratio_one(folder: Path, model: Path, name: st
     run = runs.train(config.model_copy(update={"model": config.model.model_copy(update=of_model)}))
     row = next(row for row in read_metrics(run / "metrics.jsonl") if "ratio/max_abs_dev" in row)
     assert row["ratio/max_abs_dev"] == 0.0 and row["grad_norm"] > 0
+
+
+def test_kept_graphs_of_our_blocks_give_the_update_of_a_replay(folder: Path, model: Path) -> None:
+    """The ratio says nothing here: both of its sides are the kept one."""
+    found = {}
+    for keep in (False, True):
+        trainer = {"algorithm": "flow_grpo", "keep_graph": keep}
+        kernels = {**ALL, "fused": list(ALL["fused"])}
+        output = str(folder / f"run-{keep}")
+        run = runs.train(
+            runs.config(
+                folder, model, trainer=trainer, kernels=kernels, iterations=1, evaluation={"every": 0}, output=output
+            )
+        )
+        (row,) = runs.rows(run)
+        assert row["grad_norm"] > 0 and (row["model_calls/train"] == 0) == keep
+        found[keep] = runs.last_state(run).tensors["weights"]
+    assert all(torch.equal(tensor, found[False][key]) for key, tensor in found[True].items())
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from families import FAMILIES
 from tiny_parts import Family
 from torch import nn
 
+from genrl.config import Config
 from genrl.diffusion import compiling
 from genrl.diffusion.compiling import compile_denoisers
 from genrl.diffusion.old_policy import off_policy
@@ -133,6 +134,52 @@ def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> Non
         assert all(torch.equal(p, weights.snapshots["old"][key]) for key, p in weights.named.items())
         assert all(p.data_ptr() == before[key][0] for key, p in weights.named.items())
     assert all(torch.equal(p, before[key][1]) for key, p in weights.named.items())
+
+
+EVERYWHERE: dict[str, Any] = {
+    "kernels": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "math", "compile": True},
+    "model": {"autocast": "bfloat16", "offload_text_encoders": True, "offload_vae": True, "slice_vae": True},
+    "sampling": {"guidance_scale": 3.0, "score_in_background": True},
+    "optimizer": {"lr": 1e-3},
+}
+SWITCHES: dict[str, dict[str, Any]] = {  # what does not go together, apart
+    "kept graphs": {"trainer": {"keep_graph": True}},
+    "trees": {"trainer": {"tree": {"ways": 2}, "window": {"size": 1}, "tail_ratio": 0.5}},
+    "least memory": {
+        "trainer": {"kl_weight": 0.01},
+        "model": {"gradient_checkpointing": True},
+        "sampling": {"fit_batch": True, "prompts_per_iteration": 4},
+    },
+    "no guidance in training": {"trainer": {"guidance_in_training": False, "window": {"size": 2}}},
+}
+
+
+def with_every_switch(folder: Path, model: Path, name: str) -> Config:
+    sections = {
+        section: {**EVERYWHERE.get(section, {}), **SWITCHES[name].get(section, {})}
+        for section in {*EVERYWHERE, *SWITCHES[name]}
+    }
+    sections["trainer"]["algorithm"] = "flow_grpo"
+    of_model = sections.pop("model")
+    config = runs.config(folder, model, **sections, iterations=1, evaluation={"every": 0})
+    return config.model_copy(update={"model": config.model.model_copy(update=of_model)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kept graphs",
+        "least memory",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("trees", "no guidance in training")),
+    ],
+)
+def test_with_every_switch_on_the_first_ratio_is_one(folder: Path, model: Path, traced: None, name: str) -> None:
+    assert ratios(train(with_every_switch(folder, model, name))) == [0.0]
+
+
+@pytest.mark.slow
+def test_with_every_switch_on_and_inductor_the_first_ratio_is_one(folder: Path, model: Path) -> None:
+    assert ratios(train(with_every_switch(folder, model, "no guidance in training"))) == [0.0]
 
 
 @pytest.mark.slow

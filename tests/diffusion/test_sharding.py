@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 def run(folder: Path, target: Callable[..., None], *arguments: object) -> None:
     processes = runs.start_ranks(2, target, str(folder), *arguments, log=folder / "log")
-    codes = runs.wait(processes, 60)
+    codes = runs.wait(processes, 180)
     assert codes == [0, 0], "\n".join(path.read_text()[-3000:] for path in folder.glob("log*"))
 
 
@@ -49,3 +49,21 @@ def test_a_checkpoint_is_gathered_by_the_main_process_alone(tmp_path: Path) -> N
     assert all(torch.equal(average[key], p) for key, p in untrained.named.items())
     assert all(weights[key].shape == p.shape for key, p in untrained.named.items())
     assert any(not torch.equal(weights[key], p) for key, p in untrained.named.items())
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_our_blocks_in_shards(tmp_path: Path, family: str) -> None:
+    """They are put in before the blocks are sharded, and run with the weights that FSDP gathers for these."""
+    run(tmp_path, shards.fused, family)
+    gradients: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        found = load_file(tmp_path / f"fused-{rank}.safetensors")
+        wanted = shards.replayed(*shards.tiny(False, shards.ALL, family), family, rank)
+        for i in (0, 1):
+            assert torch.equal(found[f"recorded-{i}"], found[f"replayed-{i}"])
+            torch.testing.assert_close(found[f"recorded-{i}"], wanted[f"recorded-{i}"], rtol=1e-5, atol=1e-6)
+        for key in wanted.keys() - {f"{kind}-{i}" for kind in ("recorded", "replayed") for i in (0, 1)}:
+            gradients[key] = gradients.get(key, 0.0) + wanted[key] / 2  # FSDP leaves the mean of the processes'
+    assert any(gradient.abs().max() > 0 for gradient in gradients.values())
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max() + 1))
