@@ -1,1 +1,3 @@
-"""Benchmarks: each prints a table and writes JSON into benchmarks/results/."""
+"""Benchmarks: each is `python -m benchmarks.NAME [--help]`, prints a table and writes `NAME.json` with its raw samples,
+the command, the commit and the versions into benchmarks/results, which holds what docs/ publishes (or into `--out`).
+`python -m benchmarks` (`make bench`) runs those of a CPU, briefly, into runs/benchmarks."""

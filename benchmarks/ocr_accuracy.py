@@ -1,19 +1,20 @@
 """How often, and how fast, the OCR reward reads drawn words: the table of docs/rewards.md.
 
-OMP_NUM_THREADS=1 python benchmarks/ocr_accuracy.py [--engine tesseract] [a second .ttf font]
+    python -m benchmarks.ocr_accuracy [--engine tesseract] [a second .ttf font]
 
-RapidOCR with both of its crops, or another engine. The milliseconds of Tesseract are of its own process.
+RapidOCR with both of its crops, or another engine. The milliseconds of Tesseract are of its own process. Writes
+ocr_accuracy.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import string
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
+from benchmarks.common import parser, save
 from genrl import world
 from rewards.ocr import ALPHABET, ENGINES, Ocr, exact, quoted
 from rewards.ocr_reader import Crop
@@ -62,11 +63,12 @@ def cost() -> float:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments = parser(__doc__)
     arguments.add_argument("--engine", default="rapidocr", choices=ENGINES)
     arguments.add_argument("fonts", nargs="*")
     given = arguments.parse_args()
     fonts: list[str | None] = [None, *given.fonts]
+    found = []
     capitals = string.ascii_uppercase
     settings = [("signs", 64, capitals)] + [(kind, size, None) for size in (64, 128) for kind in ("fill", "half")]
     print(f"| pictures | engine | {' | '.join(CONDITIONS)} | ms |\n|---|---|{'---|' * (len(CONDITIONS) + 1)}")
@@ -81,11 +83,13 @@ def main() -> None:
             for noise, blur in CONDITIONS.values():
                 rng = np.random.default_rng(1)
                 texts = [[line.text for line in reward.read(spoil(im, noise, blur, rng))] for im, _ in rows]
-                right.append(np.mean([exact(t, word) for t, (_, word) in zip(texts, rows, strict=True)]))
+                right.append(float(np.mean([exact(t, word) for t, (_, word) in zip(texts, rows, strict=True)])))
             spent = 1000 * (cost() - start) / len(rows) / len(CONDITIONS)
             cells = " | ".join(f"{r:.3f}" for r in right)
             name = f"`{crop}`" if given.engine == "rapidocr" else f"{given.engine}, {len(rows)} pictures"
             print(f"| {kind}, {size} px | {name} | {cells} | {spent:.0f} |", flush=True)
+            found.append({"pictures": kind, "pixels": size, "engine": name, "right": right, "ms": spent})
+    save(given.out, "ocr_accuracy", found)
 
 
 if __name__ == "__main__":

@@ -120,33 +120,34 @@ def bare(calls: list[tuple[str, Call]]) -> dict[str, Seconds]:
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the rounds."""
-
-    def of(one: dict[str, Any], clock: str, kind: str, phases: tuple[str, ...]) -> float:
-        spent = one[kind].items()
-        return sum(getattr(s, clock) for key, s in spent if (key if kind == "bare" else key[0]) in phases)
-
-    found: dict[str, Any] = {}
-    for name, phases in {**{phase: (phase,) for phase in PHASES}, "all": PHASES}.items():
-        pairs = {
-            c: [(of(one, c, "spent", phases), of(one, c, "bare", phases)) for one in rounds] for c in Seconds._fields
-        }
-        found[name] = {
-            "iteration_s": median(a for a, _ in pairs["cpu"]),
-            "bare_s": median(b for _, b in pairs["cpu"]),
-            "ratio": median(a / b for a, b in pairs["cpu"]),
-            "ratios": [a / b for a, b in pairs["cpu"]],
-            "wall_ratio": median(a / b for a, b in pairs["wall"]),
-        }
+    found: dict[str, Any] = {phase: over_phases(rounds, (phase,)) for phase in PHASES}
+    found["all"] = over_phases(rounds, PHASES)
     keys = {key for one in rounds for key in one["spent"]}
-    spent = {key: median(one["spent"][key].cpu if key in one["spent"] else 0.0 for one in rounds) for key in keys}
-    parts = {
-        part: sum(s for (phase, p), s in spent.items() if phase in PHASES and p == part) for part in (*MODEL, *BESIDE)
-    }
-    parts["score"] = sum(s for (phase, _), s in spent.items() if phase == "score")
-    parts["outside"] = sum(s for (phase, _), s in spent.items() if phase not in (*PHASES, "score"))
-    return found | {
-        "parts": parts,
-        "seconds_by_phase_and_part": {f"{a}: {b}": s for (a, b), s in sorted(spent.items())},
+    spent = {key: median(one["spent"].get(key, Seconds(0.0, 0.0)).cpu for one in rounds) for key in sorted(keys)}
+    parts = dict.fromkeys((*MODEL, *BESIDE, "score", "outside"), 0.0)
+    for (phase, part), seconds in spent.items():
+        parts[part if phase in PHASES else "score" if phase == "score" else "outside"] += seconds
+    return found | {"parts": parts, "by_phase": {f"{phase}: {part}": s for (phase, part), s in spent.items()}}
+
+
+def over_phases(rounds: list[dict[str, Any]], phases: tuple[str, ...]) -> dict[str, Any]:
+    """Of these phases together: seconds of the iteration and of its bare calls, medians, and their ratios."""
+
+    def whole(one: dict[str, Any]) -> Seconds:
+        spent = [seconds for (phase, _), seconds in one["spent"].items() if phase in phases]
+        return Seconds(sum(s.wall for s in spent), sum(s.cpu for s in spent))
+
+    def bare_of(one: dict[str, Any]) -> Seconds:
+        return Seconds(sum(one["bare"][p].wall for p in phases), sum(one["bare"][p].cpu for p in phases))
+
+    pairs = [(whole(one), bare_of(one)) for one in rounds]
+    ratios = [iteration.cpu / calls.cpu for iteration, calls in pairs]
+    return {
+        "iteration_s": median(iteration.cpu for iteration, _ in pairs),
+        "bare_s": median(calls.cpu for _, calls in pairs),
+        "ratio": median(ratios),
+        "ratios": ratios,
+        "wall_ratio": median(iteration.wall / calls.wall for iteration, calls in pairs),
     }
 
 

@@ -1,14 +1,13 @@
 """CPU milliseconds that a picture costs each reward that runs on one: a column of the table in docs/rewards.md.
 
-OMP_NUM_THREADS=1 python benchmarks/reward_cost.py [name ...]
+    python -m benchmarks.reward_cost [name ...]
 
 Rewards without a model are timed as they are. Models are made at their published size with random weights in float32:
-what a forward costs does not depend on them.
+what a forward costs does not depend on them. Writes reward_cost.json.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +22,8 @@ from rewards.torchvision_compat import ensure
 ensure()  # before transformers is imported for the first time
 
 import transformers  # noqa: E402
+
+from benchmarks.common import parser, save  # noqa: E402
 
 SIDE = 512
 
@@ -112,10 +113,15 @@ MAKERS: dict[str, tuple[Callable[[Path], Any], int, int]] = {  # with how many p
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    arguments = parser(__doc__)
+    arguments.add_argument("names", nargs="*", help=f"of {', '.join(MAKERS)}; default: all")
+    given = arguments.parse_args()
+    if unknown := set(given.names) - MAKERS.keys():
+        arguments.error(f"no reward {', '.join(sorted(unknown))}; there are {', '.join(MAKERS)}")
+    found = {}
     generator = torch.Generator().manual_seed(0)
     print(f"| name | CPU ms a picture of {SIDE} pixels (of a video: a frame) |\n|---|---|")
-    for name in sys.argv[1:] or MAKERS:
+    for name in given.names or MAKERS:
         make, count, length = MAKERS[name]
         shape = (count, length, 3, SIDE, SIDE) if length > 1 else (count, 3, SIDE, SIDE)
         images = torch.rand(shape, generator=generator)
@@ -125,7 +131,9 @@ def main() -> None:
             start = time.process_time()
             score(images)
             spent = 1000 * (time.process_time() - start) / count / length
+        found[name] = spent
         print(f"| `{name}` | {spent:.3g} |", flush=True)
+    save(given.out, "reward_cost", found)
 
 
 if __name__ == "__main__":

@@ -5,22 +5,20 @@
 Random actions through `open_environment`, a chunk per decision and one observation per chunk, as in a rollout without
 a policy. Steps are executed actions; resets take time and execute none. Wall-clock figures depend on what else the
 machine does: beside them stand steps per CPU-second of this process and its children together (Ray's actors are none).
-Simulators that are not installed are left out. Prints a table and writes benchmarks/results/vla_throughput.json.
+Simulators that are not installed are left out. Prints a table and writes vla_throughput.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+from benchmarks.common import parser, save
 from genrl.vla.environments import open_environment
 
 ARM = {"num_envs": 48, "chunk": 8, "tasks": ("reach-v3", "push-v3", "pick-place-v3"), "max_steps": 80}
@@ -72,12 +70,11 @@ def cpu_seconds() -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--workers", nargs="+", default=["0", "1", "2"], help='numbers, or "ray" for two actors')
-    parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/vla_throughput.json"))
-    given = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--seconds", type=float, default=4.0)
+    arguments.add_argument("--workers", nargs="+", default=["0", "1", "2"], help='numbers, or "ray" for two actors')
+    arguments.add_argument("--only", default="", help="cases whose name begins so")
+    given = arguments.parse_args()
     rows = []
     columns = ["simulator", "workers", "start, s", "steps/s", "decisions/s", "steps per CPU-s", "load"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
@@ -96,8 +93,7 @@ def main() -> None:
                 f"{found['decisions_per_s']:,.0f} | {found['steps_per_cpu_s']:,.0f} | {load:.1f} |",
                 flush=True,
             )
-    given.output.parent.mkdir(exist_ok=True)
-    given.output.write_text(json.dumps(rows, indent=1) + "\n")
+    save(given.out, "vla_throughput", rows)
 
 
 if __name__ == "__main__":

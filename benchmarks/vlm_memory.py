@@ -1,17 +1,16 @@
 """Peak memory of the log-probabilities of completions, forward and backward, with and without the logits.
 
-    python -m benchmarks.vlm_memory                     # a table, and benchmarks/vlm_memory.json
+    python -m benchmarks.vlm_memory
 
 `whole` makes the logits [B, T, V] in float32, divides them by the temperature and gathers from their log-softmax, as a
 training loop on `model(...).logits` does; `chunked` is `genrl.vlm.log_probs.completion_log_probs`. Both are given the
 same states and output layer and go backward to both. Each runs in a process of its own; the peak is what the process
 held at most beyond what it held before the pass (the kernel's high-water mark of resident memory), the gradient of the
-output layer included in both.
+output layer included in both. Writes vlm_memory.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -20,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).with_suffix(".json")
+from benchmarks.common import parser, save
+
 VOCABULARY = 131_072
 SHAPES = ((8, 128, 64), (8, 256, 64))
 """Answers, tokens of each, width of the model."""
@@ -68,9 +68,10 @@ def measure(way: str, rows: int, length: int, width: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", nargs=4, metavar=("WAY", "ROWS", "LENGTH", "WIDTH"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    arguments = parser(__doc__)
+    names = ("WAY", "ROWS", "LENGTH", "WIDTH")
+    arguments.add_argument("--one", nargs=4, metavar=names, help="for the processes that this program starts")
+    given = arguments.parse_args()
     if given.one:
         print(json.dumps(measure(given.one[0], *map(int, given.one[1:]))))
         return
@@ -87,7 +88,7 @@ def main() -> None:
         spread = max(abs(one["log_prob"] / results["whole"]["log_prob"] - 1) for one in results.values())
         assert spread < 1e-6, f"log-probabilities differ by {spread:.1g}"
         found.append({"answers": shape[0], "tokens": shape[1], "width": shape[2], "ways": results})
-    RESULTS.write_text(json.dumps({"vocabulary": VOCABULARY, "shapes": found}, indent=1) + "\n")
+    save(given.out, "vlm_memory", {"vocabulary": VOCABULARY, "shapes": found})
 
 
 if __name__ == "__main__":

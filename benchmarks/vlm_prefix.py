@@ -1,28 +1,27 @@
 """Replay of a group with the prompt computed once, against once per answer: positions, seconds, log-probabilities.
 
-    python -m benchmarks.vlm_prefix                     # a table, and benchmarks/vlm_prefix.json
+    python -m benchmarks.vlm_prefix [--rounds 5]
 
 1,000 tokens of prompt (a picture of 100 of them), 8 answers of 300 tokens, a random LLaVA-type model; forward and
 backward of all weights. Seconds are of the process on one thread, the median of rounds in turns.
+Writes vlm_prefix.json.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import transformers
 from PIL import Image
 
+from benchmarks.common import parser, save
 from genrl.vlm.policy import Encoded, Policy
 from genrl.vlm.processor import Tokens
 
-RESULTS = Path(__file__).with_suffix(".json")
 MODEL = "assets/tiny-vlm"
-PROMPT, ANSWER, ANSWERS, ROUNDS = 1000, 300, 8, 3
+PROMPT, ANSWER, ANSWERS = 1000, 300, 8
 SIZES = ((128, 2), (256, 4))
 """Width and layers of the language model."""
 
@@ -66,7 +65,9 @@ def once(
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=5)
+    given = arguments.parse_args()
     found = []
     print("| model | positions: once, per answer | times fewer | CPU s: once, per answer | times faster "
           "| log-probs differ by | gradients by |")  # fmt: skip
@@ -75,7 +76,9 @@ def main() -> None:
         policy = policy_of(width, layers)
         prompt, rng = question(policy), torch.Generator().manual_seed(1)
         answers = torch.randint(4, policy.model.config.text_config.vocab_size, (ANSWERS, ANSWER), generator=rng)
-        rounds = [{share: once(policy, prompt, answers, share=share) for share in (True, False)} for _ in range(ROUNDS)]
+        rounds = [
+            {share: once(policy, prompt, answers, share=share) for share in (True, False)} for _ in range(given.rounds)
+        ]
         shared, plain = rounds[0][True], rounds[0][False]
         error = float((shared[0] - plain[0]).abs().max())
         slope = float((shared[3] - plain[3]).abs().max() / plain[3].abs().max())
@@ -90,13 +93,12 @@ def main() -> None:
                 "layers": layers,
                 "positions": {"once": shared[1], "per answer": plain[1]},
                 "cpu_s": {"once": seconds[True], "per answer": seconds[False]},
+                "rounds": [{str(share): one[share][2] for share in one} for one in rounds],
                 "log_prob_error": error,
                 "gradient_error": slope,
             }
         )
-    RESULTS.write_text(
-        json.dumps({"prompt": PROMPT, "answer": ANSWER, "answers": ANSWERS, "models": found}, indent=1) + "\n"
-    )
+    save(given.out, "vlm_prefix", {"prompt": PROMPT, "answer": ANSWER, "answers": ANSWERS, "models": found})
 
 
 if __name__ == "__main__":
