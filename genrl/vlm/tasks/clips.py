@@ -1,10 +1,12 @@
 """Clips of four frames: in which of them a colour is seen (K-frames), and what is seen in one frame.
 
-Held out are pairs of key frames and colour, every fourth.
+Held out are every fourth sequence of the frames' colours, and every fourth of the places at which a lone frame shows its
+shape: never what an answer could be told from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -20,15 +22,15 @@ KEYS = (*combinations(range(FRAMES), 1), *combinations(range(FRAMES), 2))
 """The sets of frames that can show the colour, from 0."""
 
 
-def held_out(keys: tuple[int, ...], colour: str) -> bool:
-    """Whether clips that show this colour in these frames are for evaluation only."""
-    return (KEYS.index(keys) + COLOURS.index(colour)) % 4 == 0
+def held_out(colours: Sequence[str]) -> bool:
+    """Whether clips whose frames have these colours, one after the other, are for evaluation only."""
+    return sum(map(COLOURS.index, colours)) % 4 == 0
 
 
-def _frame(rng: np.random.Generator, colour: str, shape: str) -> Image.Image:
+def _frame(rng: np.random.Generator, colour: str, shape: str) -> tuple[Image.Image, Thing]:
     x, y = rng.uniform(0.35, 0.65, 2) * SIZE
     thing = Thing(colour, shape, float(x), float(y), float(rng.uniform(14, 19)))
-    return Image.fromarray(draw(Scene("single", (thing,)), PICTURE))
+    return Image.fromarray(draw(Scene("single", (thing,)), PICTURE)), thing
 
 
 def _of_colour(colour: str) -> str:
@@ -41,25 +43,26 @@ def keys(rng: np.random.Generator, split: Split) -> Drawn:
     Columns for an answerer who is shown the chosen frames only: `frames` (pictures), `about` (the question that it is
     asked) and `truth` (its right answer). The frames without the colour show other shapes.
     """
-    while True:
-        shown, colour = KEYS[rng.integers(len(KEYS))], COLOURS[rng.integers(len(COLOURS))]
-        if held_out(shown, colour) == (split == "eval"):
-            break
+    shown, colour = KEYS[rng.integers(len(KEYS))], COLOURS[rng.integers(len(COLOURS))]
     shape = SHAPES[rng.integers(len(SHAPES))]
-    others = [[kind for kind in kinds if kind != own] for kinds, own in ((COLOURS, colour), (SHAPES, shape))]
-    frames = []
-    for k in range(FRAMES):
-        kinds = (colour, shape) if k in shown else tuple(kind[rng.integers(len(kind))] for kind in others)
-        frames.append(_frame(rng, *kinds))
+    other_colours, other_shapes = ([x for x in xs if x not in (colour, shape)] for xs in (COLOURS, SHAPES))
+    while True:
+        colours = [colour if k in shown else other_colours[rng.integers(len(other_colours))] for k in range(FRAMES)]
+        if held_out(colours) == (split == "eval"):
+            break
+    frames = [
+        _frame(rng, seen, shape if k in shown else other_shapes[rng.integers(len(other_shapes))])[0]
+        for k, seen in enumerate(colours)
+    ]
     columns = {"frames": frames, "about": _of_colour(colour), "truth": shape}
     answer = " ".join(str(k + 1) for k in shown)
     return Drawn((*frames, f"in which frames is a {colour} shape ?"), answer, len(shown), columns)
 
 
 def what(rng: np.random.Generator, split: Split) -> Drawn:
-    """One frame, and which shape has its colour. Every fourth combination of colour and shape is held out."""
+    """One frame, and which shape has its colour."""
+    colour, shape = COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))]
     while True:
-        colour, shape = COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))]
-        if ((COLOURS.index(colour) + SHAPES.index(shape)) % 4 == 0) == (split == "eval"):
-            break
-    return Drawn((_frame(rng, colour, shape), _of_colour(colour)), shape, 1)
+        frame, thing = _frame(rng, colour, shape)
+        if ((int(thing.x) + int(thing.y)) % 4 == 0) == (split == "eval"):
+            return Drawn((frame, _of_colour(colour)), shape, 1)
