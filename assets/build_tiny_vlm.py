@@ -75,14 +75,18 @@ def make_tokenizer(words: Iterable[str], longest: int = 64) -> PreTrainedTokeniz
 
 
 def make_model(
-    tokenizer: PreTrainedTokenizerFast, patch: int = 16, layers: tuple[int, int] = (3, 2), width: int = 128
+    tokenizer: PreTrainedTokenizerFast,
+    patch: int = 16,
+    layers: tuple[int, int] = (3, 2),
+    width: int = 128,
+    picture: int = shapes.PICTURE,
 ) -> LlavaForConditionalGeneration:
-    """SigLIP on patches of so many pixels, and Llama. layers: of either."""
+    """SigLIP on patches of so many pixels, and Llama. layers: of either; picture: side of the pictures."""
     size = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4}
     model = LlavaForConditionalGeneration(
         LlavaConfig(
             vision_config=SiglipVisionConfig(
-                **size, num_hidden_layers=layers[0], image_size=shapes.PICTURE, patch_size=patch, vision_use_head=False
+                **size, num_hidden_layers=layers[0], image_size=picture, patch_size=patch, vision_use_head=False
             ),
             text_config={
                 **size,
@@ -106,9 +110,11 @@ def make_model(
     return model
 
 
-def make_processor(tokenizer: PreTrainedTokenizerFast, patch: int = 16) -> LlavaProcessor:
-    """Of pictures of `shapes.PICTURE` pixels."""
-    images = SiglipImageProcessorPil(size={"height": shapes.PICTURE, "width": shapes.PICTURE})
+def make_processor(
+    tokenizer: PreTrainedTokenizerFast, patch: int = 16, picture: int = shapes.PICTURE
+) -> LlavaProcessor:
+    """Of pictures of so many pixels a side."""
+    images = SiglipImageProcessorPil(size={"height": picture, "width": picture})
     return LlavaProcessor(
         images, tokenizer, patch_size=patch, vision_feature_select_strategy="full", chat_template=CHAT
     )

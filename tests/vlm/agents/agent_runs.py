@@ -18,18 +18,22 @@ from genrl.vlm.agents.session import Session
 from genrl.vlm.agents.train import open_session, settings_of
 from genrl.vlm.folder import open_policy
 
-MODEL = Path(__file__).resolve().parents[3] / "assets" / "tiny-vlm-agent"
+ASSETS = Path(__file__).resolve().parents[3] / "assets"
+MODEL, CROP = ASSETS / "tiny-vlm-agent", ASSETS / "tiny-vlm-crop"
+GRID = {"name": "grid", "answer": "plain", "parallel": 4, "steps": 3}
+TWO_BY_TWO = {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens": 20}
 
 
 def config(place: Path, preset: str, **changes: Any) -> VLMConfig:
-    """Four slots of three steps in the grid, or two groups of two episodes with the crop tool."""
+    """Four slots of three steps in the grid, so hot that many answers name no action, which is paid; or two groups of
+    two episodes with the crop tool."""
     critic = preset in ("vl_dac", "poad")
     sections: dict[str, Any] = {
-        "vlm": {"path": str(MODEL)},
+        "vlm": {"path": str(MODEL if critic else CROP)},
         "task": None,
         "rewards": None,
-        "environment": {"name": "grid", "parallel": 4, "steps": 3} if critic else {"name": "crop"},
-        "generation": {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens": 10 if critic else 20},
+        "environment": GRID if critic else {"name": "crop"},
+        "generation": {"max_new_tokens": 4, "temperature": 3.0} if critic else TWO_BY_TWO,
         "trainer": {"preset": preset},
         "evaluation": {"every": 0, "questions": 4},
     }

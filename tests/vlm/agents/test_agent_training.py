@@ -27,13 +27,14 @@ from genrl.vlm.session import Estimated
 from genrl.vlm.train import train
 
 
-def naive_log_probs(policy: Policy, acted: Rows) -> list[Tensor]:
+def naive_log_probs(session: Session, acted: Rows) -> list[Tensor]:
     """Of each turn's tokens [n], from the logits of the turn by itself."""
+    policy, temperature = session.policy, session.config.generation.temperature
     found = []
     for number, prompt in enumerate(acted.prompts):
         own = acted.tokens[number][acted.mask[number]]
         logits = policy.model(**policy.inputs([prompt], own[None])).logits[0, prompt.length - 1 : -1]
-        scores = logits.index_fill(1, policy.forbidden, IMPOSSIBLE).log_softmax(-1)
+        scores = (logits / temperature).index_fill(1, policy.forbidden, IMPOSSIBLE).log_softmax(-1)
         found.append(scores.gather(1, own[:, None])[:, 0])
     return found
 
@@ -85,7 +86,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
                 one = steps[k][slot]
                 ahead = one.reward + 0.95 * 0.95 * ahead * (not one.terminated)
                 credit[k, slot] = ahead
-        log_probs = naive_log_probs(session.policy, acted.rows)
+        log_probs = naive_log_probs(session, acted.rows)
         lengths = torch.tensor([len(one) for one in log_probs])
         if preset == "vl_dac":  # the mean of each step's tokens, of an advantage that all of them share
             advantage = (credit.flatten() - credit.mean()) / (credit.std() + 1e-8)
@@ -106,7 +107,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
             every = torch.tensor([value for row in range(12) for value in by_token[row]], dtype=torch.float64)
             whitened = ((every - every.mean()) / (every.std() + 1e-8)).split(lengths.tolist())
             loss = -sum((a.float() * one).sum() for a, one in zip(whitened, log_probs, strict=True)) / lengths.sum()
-        assert float(credit.abs().max()) > 0, "nothing was paid: take another seed"
+        assert credit.unique().numel() > 3
         loss.backward()
         compare(session, found)
 
@@ -122,7 +123,7 @@ def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch:
         reward = acted.totals.view(2, 3)
         assert acted.totals.tolist() == [episode.total for episode in session.table.episodes.values()]
         advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).flatten()
-        log_probs, loss = naive_log_probs(session.policy, acted.rows), torch.zeros(())
+        log_probs, loss = naive_log_probs(session, acted.rows), torch.zeros(())
         for row in range(6):
             own = torch.cat([log_probs[turn] for turn in (acted.rows.row == row).nonzero()[:, 0].tolist()])
             loss = loss - float(advantage[row]) * own.mean() / 6
@@ -150,6 +151,64 @@ def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
     left = acted.totals[[0, 2]]
     wanted = (left - left.mean()) / (left.std() + 1e-4)
     assert ready.batch.advantage[1] == 0 and torch.allclose(ready.batch.advantage[[0, 2]], wanted)
+
+
+@pytest.mark.parametrize("preset", ["vl_dac", "poad"])
+def test_a_step_whose_environment_is_lost_is_not_trained(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it end anything: the step before it is bootstrapped by the value of what the lost one was shown."""
+    with agent_runs.session(agent_runs.config(tmp_path, preset)) as session:
+        work, said = session.table.host.do, []
+
+        def failing(pieces: Any) -> Any:
+            told = work(pieces)
+            said.extend(k for k in pieces if k == 1 and isinstance(pieces[k], Say))
+            lost = said.count(1) == 2 and isinstance(pieces.get(1), Say)
+            return {k: Outcome(lost="died") if k == 1 and lost else told[k] for k in told}
+
+        monkeypatch.setattr(session.table.host, "do", failing)
+        assert session.critic is not None
+        torch.nn.init.constant_(session.critic.layers[-1].bias, 0.5)
+        acted, row = session.act()
+        ready, _ = session.estimate(acted)
+    assert acted.walk is not None and row["rollout/dropped"] == 1
+    before, lost, after = (acted.walk.decisions[k][1] for k in range(3))
+    assert lost.lost and not before.terminated and len(acted.rows.prompts) == 11
+    assert not any(prompt is lost.prompt for prompt in acted.rows.prompts)
+    credit = ready.batch.extra["credit"]  # of the first step, and of the one that begins the next episode
+    for place, one in ((1, before), (8, after)):
+        wanted = one.reward + (0.0 if one.terminated else 0.95 * 0.5) - 0.5
+        own = credit[place] if preset == "vl_dac" else credit[place][acted.rows.mask[place]][-1]
+        assert float(own) == pytest.approx(wanted)
+
+
+TALK = """
+from PIL import Image
+class Talk:
+    layout, help, begun = 'conversation', 'answer with one of them', ''
+    def reset(self, seed, split): return (Image.new('RGB', (56, 56)), 'get to the goal')
+    def step(self, text): return ('what do you see ?',), 1.0, False, False, {'valid': True}
+    def render(self): ...
+    def close(self): ...
+"""
+
+
+@pytest.mark.parametrize("preset", ["poad", "grpo"])
+def test_a_conversation_that_the_model_has_no_positions_for_is_cut(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(TALK)
+    place = {"name": f"{tmp_path / 'talk.py'}:Talk", "parallel": 2, "steps": 9}
+    with agent_runs.session(agent_runs.config(tmp_path, preset, environment=place)) as session:
+        session.policy.room = 110
+        acted, row = session.act()
+        session.estimate(acted)
+        new = session.config.generation.max_new_tokens
+        lengths = [prompt.length for prompt in acted.rows.prompts]
+        assert max(lengths) + new <= 110 < max(lengths) + new + 12  # another turn is eight tokens and the answer
+        assert row["rollout/too_long"] == row["rollout/episodes"] >= 2 and row["rollout/success"] == 0
+        if acted.walk is not None:
+            cut = [(k, e) for k, step in enumerate(acted.walk.decisions) for e, one in enumerate(step) if one.truncated]
+            assert cut and all(acted.walk.following[k, e] is acted.walk.decisions[k][e].prompt for k, e in cut)
 
 
 def test_a_group_begins_alike_and_is_given_its_first_word(tmp_path: Path) -> None:
@@ -207,7 +266,7 @@ def test_the_first_iterations_train_the_critic_alone(tmp_path: Path) -> None:
 
 def test_updates_end_where_the_policy_has_moved_too_far(tmp_path: Path) -> None:
     far = {"hidden": [8], "warmup": 0, "kl_stop": 1e-9}
-    for place, stop in (("never", None), ("soon", 1e-9)):
+    for place, stop in (("never", 1e9), ("soon", 1e-9)):
         (tmp_path / place).mkdir()
         changes: dict[str, Any] = {"trainer": {"epochs": 4, "critic": {**far, "kl_stop": stop}}}
         train(agent_runs.config(tmp_path / place, "poad", optimizer={"lr": 1e-3}, **changes))
@@ -258,7 +317,7 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["train", str(file)]).exit_code == 0
     first, last = rows(run)
     assert first["eval/success_low"] <= first["eval/success_mean"] <= first["eval/success_high"]
-    assert "eval/success_blind" in first and "eval/success_blind" not in last
+    assert "eval/success_blind" in first and "eval/success_blind" in last
     assert (run / "samples" / "step-000001" / "00.png").is_file() and "Success" in (run / "report.html").read_text()
     out, films = tmp_path / "scores.json", tmp_path / "films"
     found = CliRunner().invoke(app, ["eval", str(run), "--episodes", "2", "--out", str(out), "--videos", str(films)])
@@ -266,6 +325,18 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["scores"]["eval/success_mean"] in (0, 0.5, 1)
     assert (films / "episode-00.png").is_file()
     assert CliRunner().invoke(app, ["eval", str(run), "--num-prompts", "2"]).exit_code == 2
+
+
+def test_the_embedded_agent_reads_and_answers_in_minigrid(tmp_path: Path) -> None:
+    """No word that it is told is unknown to it, its actions are the environment's, and an iteration runs."""
+    pytest.importorskip("minigrid")
+    place = {"name": "MiniGrid-Empty-Random-5x5-v0", "parallel": 2, "steps": 2}
+    changes: dict[str, Any] = {"environment": place, "generation": {"max_new_tokens": 6, "temperature": 1.0}}
+    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", **changes)) as session:
+        acted, row = session.act()
+        session.estimate(acted)
+        assert session.policy.tokenizer.unk_token_id not in acted.rows.prompts[0].tokens.ids.tolist()
+        assert row["rollout/invalid"] == 0
 
 
 class TestRefused:

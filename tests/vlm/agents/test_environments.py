@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.config.vlm_agents import Environment
-from genrl.vlm.agents import crop, grid
+from genrl.vlm.agents import grid
 from genrl.vlm.agents.contract import Environment as Contract
 from genrl.vlm.agents.contract import Observation
 from genrl.vlm.agents.discrete import Misuse, named
@@ -38,7 +38,7 @@ def same(one: Observation, other: Observation) -> bool:
 def test_an_episode_is_a_function_of_its_seed_and_what_is_said(name: str) -> None:
     if name == "FrozenLake-v1":
         pytest.importorskip("pygame")
-    texts = [say("left"), "nonsense", say("up"), "<bbox>[0,0,20,20]</bbox>", say("right")] * 2
+    texts = [say("left"), "nonsense", say("forward"), "<bbox>[0,0,20,20]</bbox>", say("right")] * 2
     found = []
     for _ in range(2):
         one, steps = opened(name=name), []
@@ -54,45 +54,88 @@ def test_an_episode_is_a_function_of_its_seed_and_what_is_said(name: str) -> Non
         assert same(seen, again) and told == told_again
 
 
-def test_the_planner_reaches_the_goal_of_held_out_rooms_and_is_paid_for_speed() -> None:
-    one = opened()
-    for seed in range(20):
-        one.reset(seed, "eval")
-        room: grid.Grid = one.env.unwrapped  # type: ignore[attr-defined]
-        assert grid.held_out(room.agent, room.goal)
-        steps, ended = room.ways()[room.agent], False
-        for _ in range(steps):
-            assert not ended
-            _, reward, ended, _, info = one.step(say(room.shortest()[0]))
-        assert ended and info["success"] and reward == pytest.approx(1 - 0.9 * steps / 8)
+def room_of(one: Contract, seed: int, split: Any = "train") -> grid.Grid:
+    one.reset(seed, split)
+    found: grid.Grid = one.env.unwrapped  # type: ignore[attr-defined]
+    return found
 
 
-def test_the_wrong_thing_ends_and_the_limit_cuts() -> None:
-    one = opened()
-    one.reset(0, "train")
-    room: grid.Grid = one.env.unwrapped  # type: ignore[attr-defined]
-    assert not grid.held_out(room.agent, room.goal)
-    room.walls, room.agent, room.goal, room.other = frozenset(), (1, 0), (2, 2), (1, 1)
-    room.kinds = {}
-    _, reward, terminated, truncated, info = one.step(say("right"))
-    assert (reward, terminated, truncated, info["success"]) == (-1.0, True, False, False)
-    one.reset(1, "train")
-    room.agent, room.goal, room.other, room.walls = (0, 0), (2, 2), (2, 1), frozenset()
-    room.kinds = {}
-    ends = [one.step(say("up"))[2:4] for _ in range(8)]
-    assert ends == [(False, False)] * 7 + [(False, True)]
+class TestGrid:
+    def test_the_planner_reaches_the_goal_of_held_out_rooms_and_is_paid_for_speed(self) -> None:
+        one = opened()
+        for seed in range(20):
+            room = room_of(one, seed, "eval")
+            assert grid.held_out(room.goal, room.blocks) and len(room.blocks) == 5
+            steps, ended = room.ways()[room.pose], False
+            for _ in range(steps):
+                assert not ended
+                _, reward, ended, _, info = one.step(say(room.action_words[room.shortest()[0]]))
+            assert ended and info["success"] and reward == pytest.approx(1 - 0.9 * steps / 30)
+
+    def test_no_way_is_shorter_than_the_planners(self) -> None:
+        """Breadth first by the steps themselves, from the agent on."""
+        room = room_of(opened(), 3)
+        wanted, reached, steps = room.ways()[room.pose], {room.pose}, 0
+        while not any(cell == room.goal for cell, _ in reached):
+            reached |= {room.moved(pose, action) for pose in reached for action in range(3)}
+            steps += 1
+        assert steps == wanted
+
+    def test_blocks_and_walls_stop_and_the_limit_cuts(self) -> None:
+        one = opened()
+        room = room_of(one, 0)
+        room.blocks, room.goal, room.pose = frozenset({(2, 2)}), (4, 4), ((3, 2), 0)
+        one.step(say("forward"))
+        assert room.pose == ((3, 2), 0)
+        one.step(say("right"))
+        one.step(say("forward"))
+        assert room.pose == ((3, 3), 1)
+        ends = [one.step(say("forward"))[2:4] for _ in range(27)]
+        assert room.pose == ((3, 4), 1) and ends == [(False, False)] * 26 + [(False, True)]
+
+    def test_the_picture_is_what_lies_before_the_agent(self) -> None:
+        """At (row 2, column 1) of the room and looking down: what is right of it is on the left."""
+        room = room_of(opened(), 0)
+        room.blocks, room.goal, room.pose = frozenset({(3, 1), (2, 0)}), (4, 2), ((2, 1), 2)
+        cells = room.view()
+        assert cells.shape == (7, 7) and cells[6, 3] == grid.FLOOR
+        assert (cells[5, 3], cells[6, 4], cells[4, 2]) == (grid.BLOCK, grid.BLOCK, grid.GOAL)
+        assert (cells[:4] == grid.WALL).all() and (cells[4:, 5:] == grid.WALL).all()
+        shown = room.seen()
+        assert shown.shape == (56, 56, 3) and (shown[4 * 8 + 4, 2 * 8 + 4] == grid.COLOURS[grid.GOAL]).all()
+        assert room.render().shape == (56, 56, 3)
+
+    def test_too_many_blocks_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="0 to 12 of the 25 cells, got 13"):
+            opened(options={"blocks": 13})
 
 
-def test_an_answer_without_an_action_is_a_random_one_and_is_told() -> None:
-    one, moves = opened(), set()
-    for seed in range(12):
-        one.reset(seed, "train")
-        room: grid.Grid = one.env.unwrapped  # type: ignore[attr-defined]
-        room.walls, room.agent, room.goal, room.other = frozenset(), (1, 1), (2, 2), (0, 0)
-        _, _, _, _, info = one.step("i do not know")
-        assert info["valid"] is False
-        moves.add(room.agent)
-    assert len(moves) > 1
+class TestAnswersWithoutAnAction:
+    def test_do_nothing_in_a_step_that_counts_and_costs(self) -> None:
+        one = opened()
+        room = room_of(one, 0)
+        pose, shown = room.pose, room.seen()
+        told = [one.step("i do not know") for _ in range(30)]
+        assert room.pose == pose and {reward for _, reward, *_ in told} == {-0.05}
+        assert [cut for *_, cut, _ in told] == [False] * 29 + [True]
+        assert all(info == {"valid": False, "success": False} for *_, info in told)
+        assert isinstance(told[0][0][0], Image.Image) and (np.asarray(told[0][0][0]) == shown).all()
+
+    def test_or_are_random_actions(self) -> None:
+        one, found = opened(invalid="random", invalid_reward=0.0), set()
+        for seed in range(12):
+            room = room_of(one, seed)
+            room.blocks, room.goal, room.pose = frozenset(), (0, 0), ((3, 3), 1)
+            _, reward, *_, info = one.step("i do not know")
+            assert info["valid"] is False and reward == 0
+            found.add(room.pose)
+        assert len(found) == 3
+
+    def test_doing_nothing_needs_a_limit_of_steps(self) -> None:
+        with pytest.raises(Misuse, match="write environment.max_steps"):
+            opened(name="Blackjack-v1")
+        opened(name="Blackjack-v1", max_steps=3)
+        opened(name="Blackjack-v1", invalid="random")
 
 
 @pytest.mark.parametrize(
@@ -121,60 +164,6 @@ def test_words_become_actions(text: str, answer: Any, found: int | None) -> None
 @given(st.text(max_size=30), st.sampled_from(["json", "plain"]))
 def test_any_text_is_an_action_or_none(text: str, answer: Any) -> None:
     assert named(text, ["left", "right"], answer) in (None, 0, 1)
-
-
-class TestCrop:
-    def test_patterns_are_one_colour_in_what_is_shown_and_differ_in_a_part(self) -> None:
-        things = {4: ("red", "square")}
-        drawn = [crop.draw({cell: (kind, pattern) for cell, kind in things.items()}) for pattern in crop.PATTERNS]
-        inside = (20, 20, 28, 28)  # of the shape, away from its edge
-        small = [np.asarray(one.reduce(4).crop(inside)) for one in drawn]
-        assert (
-            all((pixels == small[0]).all() for pixels in small) and len(np.unique(small[0].reshape(-1, 3), axis=0)) == 1
-        )
-        large = [np.asarray(one.resize((48, 48), Image.Resampling.BOX, box=(64, 64, 128, 128)), int) for one in drawn]
-        for a in range(4):
-            for b in range(a):
-                assert np.abs(large[a] - large[b]).mean() > 5
-
-    def test_a_part_is_cut_from_the_large_picture_in_the_coordinates_of_the_small_one(self) -> None:
-        one = opened(name="crop")
-        assert isinstance(one, crop.Crop)
-        one.reset(3, "train")
-        seen, _, ended, _, info = one.step("<think> look </think> <bbox> [ 16 , 0 , 32 , 16 ] </bbox>")
-        assert one.crops == [(64, 0, 128, 64)] and info["valid"] and not ended
-        picture = seen[0]
-        assert isinstance(picture, Image.Image)
-        wanted = one.large.resize((48, 48), Image.Resampling.BOX, box=(64, 0, 128, 64))
-        assert picture.tobytes() == wanted.tobytes()
-
-    @pytest.mark.parametrize(
-        "text", ["<bbox>[0,0,4,4]</bbox>", "<bbox>[1,2,3]</bbox>", "hello", "<bbox>[9,9,1,1]</bbox>"]
-    )
-    def test_what_cannot_be_done_is_explained(self, text: str) -> None:
-        one = opened(name="crop")
-        one.reset(3, "train")
-        seen, reward, terminated, truncated, info = one.step(text)
-        assert isinstance(seen[0], str) and "<bbox>" in seen[0]
-        assert not info["valid"] and reward == 0 and not terminated and not truncated
-
-    @pytest.mark.parametrize(("rule", "worth"), [("accuracy", 1.0), ("para_grpo", 1 + 1 + 0.8), ("vrag_rl", 1.0)])
-    def test_a_right_answer_after_a_look_is_worth_all(self, rule: str, worth: float) -> None:
-        one = opened(name="crop", options={"rule": rule})
-        assert isinstance(one, crop.Crop)
-        one.reset(7, "train")
-        x, y = (round(value / 4) for value in one.middle)
-        one.step(f"<think> i look closer </think> <bbox>[{x - 8},{y - 8},{x + 8},{y + 8}]</bbox>")
-        _, reward, ended, _, info = one.step(f"<think> it is it </think> <answer> {one.answer} </answer>")
-        assert ended and info["success"] and reward == pytest.approx(worth) and info["parts"]["looked"] == 1
-
-    def test_the_last_turn_cuts_and_held_out_pictures_are_arranged_otherwise(self) -> None:
-        one = opened(name="crop", options={"turns": 2})
-        assert isinstance(one, crop.Crop)
-        one.reset(1, "eval")
-        assert crop.held_out(tuple(one.things))
-        assert one.step("<bbox>[0,0,16,16]</bbox>")[2:4] == (False, False)
-        assert one.step("<bbox>[0,0,16,16]</bbox>")[2:4] == (False, True)
 
 
 class Odd(gymnasium.Env[Any, Any]):
@@ -207,8 +196,8 @@ class TestRefused:
             ({"name": "FrozenLak-v1"}, "did you mean FrozenLake"),
             ({"name": "Pendulum-v1"}, "cannot be named in words"),
             ({"name": "grid", "options": {"limits": 3}}, "limits"),
-            ({"name": "grid", "actions": ("a", "b")}, "has 4 actions"),
-            ({"name": "grid", "actions": ("a", "b", "c", "A")}, "two actions have one word"),
+            ({"name": "grid", "actions": ("a", "b")}, "has 3 actions"),
+            ({"name": "grid", "actions": ("a", "b", "A")}, "two actions have one word"),
             ({"name": "nowhere.py:f"}, "there is no file"),
             ({"name": "crop", "options": {"rule": "best"}}, "rule is accuracy"),
         ],
@@ -232,10 +221,10 @@ class TestRefused:
         monkeypatch.setattr(Odd, "__init__", lambda self, render_mode=None: None)
         with pytest.raises(Misuse, match="write environment.actions"):
             opened(name="Odd-v0")
-        one = opened(name="Odd-v0", actions=("a", "b"))
+        one = opened(name="Odd-v0", actions=("a", "b"), max_steps=9)
         with pytest.raises(Misuse, match="has no picture"):
             one.reset(0, "train")
-        one = opened(name="Seen-v0", actions=("a", "b"))
+        one = opened(name="Seen-v0", actions=("a", "b"), max_steps=9)
         one.reset(0, "train")
         with pytest.raises(ValueError, match=r"pays nan in step 1 of the episode of seed 0.*'b'"):
             one.step(say("b"))
