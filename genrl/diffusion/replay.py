@@ -36,6 +36,7 @@ from genrl.diffusion.flow_grpo import policy_loss, reference_kl
 from genrl.diffusion.loading import load_pipeline
 from genrl.diffusion.policy import Batch, Children, Kernel, Policy, Trajectory
 from genrl.diffusion.spo import pair_of, preference
+from genrl.diffusion.train import use_kernels
 from genrl.diffusion.weights import Weights
 from genrl.runtime import checkpoint
 from genrl.runtime.guards import Dump, non_finite, read_dump
@@ -87,6 +88,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
         reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
         offload_text_encoders=config.model.offload_text_encoders,
     )
+    use_kernels(policy, config.kernels)  # but not compiled: modules are looked into
     weights = Weights(policy.denoisers, config.model.lora, seed=config.seed)
     if not weights.is_lora and config.uses_reference:
         weights.snapshot("reference")

@@ -221,8 +221,9 @@ def open_session(
         offload_text_encoders=config.model.offload_text_encoders,
     )
     spare_vae(pipe, offload=config.model.offload_vae, sliced=config.model.slice_vae)
-    if config.kernels.model_copy(update={"compile": False}) != Kernels():
-        progress.say(use_kernels(policy, config.kernels))
+    said = use_kernels(policy, config.kernels)
+    if said:
+        progress.say(said)
     if config.model.lora is not None:
         check_lora_loader(policy)
     weights = Weights(policy.denoisers, config.model.lora, seed=config.seed, sharded=config.distributed.fsdp)
@@ -251,10 +252,13 @@ def open_session(
 
 
 def use_kernels(policy: Policy, kernels: Kernels) -> str:
-    """Set the fused kernels and attention back-ends that a configuration asks for; returns what runs, in a line.
+    """Set the fused kernels and attention back-ends that a configuration asks for; returns what runs, in a line, empty
+    where it asks for none.
 
     Raises ValueError where the model does not fit, or what is named cannot run on its device in its precision.
     """
+    if not (kernels.fused or kernels.attention or kernels.evaluation_attention):
+        return ""
     like = torch.empty(0, dtype=policy.autocast or next(policy.denoiser.parameters()).dtype, device=policy.device)
     running = [f"{name} by {choose(FUSED[name], like, kernels.backend)}" for name in kernels.fused]
     for key, name in (("attention", kernels.attention), ("evaluation_attention", kernels.evaluation_attention)):

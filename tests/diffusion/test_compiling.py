@@ -46,9 +46,10 @@ def ratios(run: Path) -> list[float]:
     return [row["ratio/max_abs_dev"] for row in rows]
 
 
-def batch_of(family: Family, size: int = 2) -> Batch:
-    texts = ["a red star", "two blue dogs", "a cat"][:size]
-    return Batch(texts, [(7, 0, k) for k in range(size)], {"num_inference_steps": 4, **family.call})
+def batch_of(family: Family) -> Batch:
+    texts = ["a red star", "two blue dogs"]
+    call = {"num_inference_steps": 4, **family.call}
+    return Batch(texts, [(7, 0, k) for k in range(2)], call, inputs=family.inputs)
 
 
 def test_a_run_is_the_same_with_the_same_names(
@@ -93,6 +94,23 @@ def test_without_gradients_the_graph_is_that_with_them(traced: None) -> None:
     with_gradients = policy.velocity(batch, state, torch.tensor(0.5))
     assert with_gradients.requires_grad and not without.requires_grad
     assert torch.equal(with_gradients, without) and len(lines) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_pipeline_compiles_at_every_step(name: str, traced: None) -> None:
+    """At most once per prediction and shape; the others are parts of models that torch cuts in pieces."""
+    family = FAMILIES[name]()
+    policy = Policy(family.pipe)
+    policy.denoiser.requires_grad_(True)
+    lines: list[str] = []
+    compile_denoisers(policy.denoisers.values(), say=lines.append)
+    kernel = Kernel("ddim", 1.0) if policy.head.parametrisation == "diffusion" else Kernel("flow_sde", 0.7)
+    with torch.no_grad():
+        recorded = policy.roll_out(batch_of(family), kernel, (0, 1, 2))
+    for i, log_prob in recorded.log_probs.items():
+        assert torch.equal(policy.replay(recorded, i).log_prob.detach(), log_prob)
+    assert 1 <= len(lines) <= 4 and len(recorded.log_probs) >= 2
 
 
 def test_inputs_that_change_with_every_call_are_refused(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from genrl.runtime.run import Run, write_atomic
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 QUIET = {"evaluation": {"every": 0}}
+KERNELS = {"window": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "math"}}
 TRAINERS: dict[str, dict[str, Any]] = {
     "flow_grpo": {"algorithm": "flow_grpo", "kernel": "flow_cps", "noise_level": 0.8, "kl_weight": 0.1},
     "window": {"algorithm": "flow_grpo", "window": {"size": 1, "low": 1}, "guidance_in_training": False},
@@ -58,7 +59,16 @@ def test_it_computes_what_the_run_computed(folder: Path, model: Path, name: str,
     if lora is None and name == "diffusion_nft":
         trainer = {**trainer, "updates_per_iteration": 1, "inner_epochs": 1}
         last = 5
-    config = runs.config(folder, model, lora=lora, trainer=trainer, sampling=sampling, iterations=2, **QUIET)
+    config = runs.config(
+        folder,
+        model,
+        lora=lora,
+        trainer=trainer,
+        sampling=sampling,
+        kernels=KERNELS.get(name, {}),
+        iterations=2,
+        **QUIET,
+    )
     dump, loss = stopped(config, last)
     again = replay(dump)
     assert again.dump.step == 1 and again.weights.startswith("the dump's" if lora else "step-000001's: as")
