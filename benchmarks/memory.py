@@ -113,6 +113,13 @@ def peak_of(work: Callable[[], object]) -> int:
     return trace.peaks()["work"]
 
 
+def trial(session: Session, size: int) -> int:
+    """Peak bytes of what `sampling.fit_batch` tries with so many samples."""
+    found = peak_of(lambda: fit.attempt(session, size))
+    session.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
 def iteration_peaks(session: Session) -> tuple[dict[str, int], int]:
     """Peak bytes of the second iteration's phases, and what was there before it."""
     trace, finish, take = Trace(), session.finish, session.take
@@ -143,8 +150,7 @@ def measure(changes: Sequence[str], row: str, path: str) -> dict[str, Any]:
     parts = dict(memory(config, read_components(Path(path))))
     with ExitStack() as stack:
         session = opened(config, stack)
-        one, two = (peak_of(lambda n=n: fit.attempt(session, n)) for n in (1, 2))
-        session.optimizer.zero_grad(set_to_none=True)
+        one, two = (trial(session, n) for n in (1, 2))
         peaks, before = iteration_peaks(session)
         gradients = sum(4 * p.numel() for p in session.weights.parameters)
         batch = config.sampling.batch_size
