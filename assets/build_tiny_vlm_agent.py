@@ -3,8 +3,8 @@
     python assets/build_tiny_vlm_agent.py     # assets/tiny-vlm-agent, about five minutes of one core
 
 It imitates walks in training rooms (`genrl/vlm/agents/grid.py`). Its answer says where the goal is in the picture and
-what is left of the agent, before it and right of it, always rightly, then an action: a planner's with probability
-`PLANNED`, else a random one. Some lessons name MiniGrid's further actions, which it never takes.
+what is left of the agent, before it and right of it, always rightly, then an action: a planner's with
+probability `planned`, else a random one. Some lessons name MiniGrid's further actions, which it never takes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,13 +27,29 @@ from genrl.vlm.agents.grid import CELL, GOAL, VIEW, Grid
 from genrl.vlm.agents.hosts import Local
 from genrl.vlm.policy import Policy
 
-from transformers import PreTrainedTokenizerFast  # isort: skip  # after the policy, which prepares it
+from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast  # isort: skip  # after the policy, which prepares it
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0
-STEPS, BATCH, RATE, WARMUP = 1150, 64, 2e-3, 40
-PLANNED, ELSEWHERE = 0.15, 0.25  # shares: of the planner's actions, of lessons with MiniGrid's words
-BLOCKS = 9  # of 25 cells: with the room's own five, the one before the agent was learnt last, if at all
+BATCH, WARMUP = 64, 40
+
+
+class Lessons(NamedTuple):
+    """steps at a rate, that falls to 0 with `cooling`; planned: share of a planner's actions; blocks in the room."""
+
+    steps: int
+    rate: float
+    cooling: bool
+    planned: float
+    blocks: int
+
+
+LESSONS = (
+    # to see: with the room's own five blocks, the cell before the agent was learnt last, if at all
+    Lessons(1150, 2e-3, cooling=False, planned=0.15, blocks=9),
+    Lessons(80, 1e-3, cooling=True, planned=0.3, blocks=5),  # to act by what is seen, a little
+)
+ELSEWHERE = 0.25  # share of lessons with MiniGrid's words
 LAYERS, WIDTH, LONGEST = (2, 2), 112, 128
 
 WORDS = Grid.action_words
@@ -43,7 +60,7 @@ PLACES = tuple(f"{column}{row + 1}" for row in range(VIEW) for column in "abcdef
 
 
 def thoughts(grid: Grid) -> str:
-    """Where the goal is in the picture, as on a chessboard, and what is left of the agent, before it and right of it."""
+    """Where the goal is in the picture, as on a chessboard, and what is left of, before and right of the agent."""
     cells, middle = grid.view(), VIEW // 2
     goal = np.argwhere(cells == GOAL)
     place = PLACES[(VIEW - 1 - goal[0, 0]) * VIEW + goal[0, 1]] if len(goal) else "nothing"
@@ -51,7 +68,7 @@ def thoughts(grid: Grid) -> str:
     return " ".join([place, *beside])
 
 
-def lesson(grid: Grid, rng: np.random.Generator) -> tuple[NDArray[np.uint8], str, str]:
+def lesson(grid: Grid, planned: float, rng: np.random.Generator) -> tuple[NDArray[np.uint8], str, str]:
     """(picture, text, answer) of a training room on a random walk."""
     while True:
         grid.reset(seed=int(rng.integers(2**31)), options={"split": "train"})
@@ -59,7 +76,7 @@ def lesson(grid: Grid, rng: np.random.Generator) -> tuple[NDArray[np.uint8], str
             grid.step(int(rng.integers(len(WORDS))))
         if grid.pose[0] != grid.goal:
             break
-    choice = grid.shortest() if rng.random() < PLANNED else range(len(WORDS))
+    choice = grid.shortest() if rng.random() < planned else range(len(WORDS))
     return grid.seen(), TEXTS[int(rng.random() < ELSEWHERE)], f"{thoughts(grid)} {WORDS[rng.choice(choice)]}"
 
 
@@ -79,7 +96,6 @@ def encoded(tokenizer: PreTrainedTokenizerFast, some: list[tuple[NDArray[np.uint
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS / "tiny-vlm-agent")
-    parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
     torch.manual_seed(SEED)
     words = [word for text in TEXTS for word in text.split()]
@@ -88,13 +104,13 @@ def main() -> None:
     processor = make_processor(tokenizer, CELL, picture)
     model = make_model(tokenizer, CELL, LAYERS, WIDTH, picture)
 
-    def save() -> Policy:
+    def save(model: LlavaForConditionalGeneration) -> Policy:
         processor.save_pretrained(args.out)
         half = {name: value.half() for name, value in model.state_dict().items()}
         model.save_pretrained(args.out, state_dict=half)
         return Policy(str(args.out))
 
-    policy = save()
+    policy = save(model)
     print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
     settings = Settings(name="grid", answer="plain")
     table = Table(settings, Local(settings))
@@ -103,23 +119,32 @@ def main() -> None:
     one, rows = policy.encode(table.prompt(0)).tokens, encoded(tokenizer, [(grid.seen(), TEXTS[0], "left")])
     assert one.ids.tolist() == rows["input_ids"][0, : len(one.ids)].tolist(), "lessons are written as prompts"
     torch.testing.assert_close(one.pixels["pixel_values"], rows["pixel_values"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    crowded, started, shown = Grid(BLOCKS), time.process_time(), 0.0
+    started = time.process_time()
+    for number, lessons in enumerate(LESSONS):
+        teach(model, tokenizer, lessons, number)
+        model = save(model).model
+        print(f"{time.process_time() - started:.0f} CPU seconds", flush=True)
+
+
+def teach(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, lessons: Lessons, k: int) -> None:
+    """The k-th part of what it is taught."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lessons.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    grid, shown = Grid(lessons.blocks), 0.0
     model.train()
-    for step in range(args.steps):
+    for step in range(lessons.steps):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min((step + 1) / WARMUP, 1)
-        rng = np.random.default_rng(derive_seed("agent lesson", SEED, step))
-        loss = model(**encoded(tokenizer, [lesson(crowded, rng) for _ in range(BATCH)])).loss
+            left = (lessons.steps - step) / lessons.steps if lessons.cooling else 1.0
+            group["lr"] = lessons.rate * min((step + 1) / WARMUP, left)
+        rng = np.random.default_rng(derive_seed("agent lesson", SEED + k, step))
+        loss = model(**encoded(tokenizer, [lesson(grid, lessons.planned, rng) for _ in range(BATCH)])).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         shown += 0.1 * (float(loss.detach()) - shown)
         if (step + 1) % 50 == 0:
-            print(f"step {step + 1}, loss {shown:.3f}, {time.process_time() - started:.0f} CPU seconds", flush=True)
+            print(f"step {step + 1}, loss {shown:.3f}", flush=True)
     model.eval()
-    save()
 
 
 if __name__ == "__main__":
