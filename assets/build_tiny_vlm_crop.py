@@ -3,9 +3,10 @@
     python assets/build_tiny_vlm_crop.py     # assets/tiny-vlm-crop
 
 It imitates training episodes of `genrl/vlm/agents/{crop,search,watch}.py`. A share `DIRECT` of the first answers guess
-without looking, a share `ASTRAY` of parts, words and scores are any, and a share `WRONG` of the answers. Two further
-questions are always answered rightly and teach it to see: where in a picture the shape is, and what a part shows. The
-last steps, from `COOL` on, begin with the weights in half precision and a new optimiser, at rates going down to 0.
+without looking, a share `ASTRAY` of parts, words and scores are any, and a share `WRONG` of the answers; in the last
+phase a share `HABIT` of the looks are at the middle of the picture, so that it often looks there first. Two further
+questions are always answered rightly and teach it to see: where in a picture the shape is, and what a part shows. Every
+phase begins with the weights in half precision and a new optimiser.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ from transformers import LlavaProcessor  # isort: skip  # after the policy, whic
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0
-STEPS, COOL, BATCH, RATE, WARMUP, LONGEST = 550, 450, 32, 2e-3, 30, 320
+PHASES = ((450, 2e-3, 2e-3, 30), (100, 1e-3, 0.0, 10), (250, 1e-3, 0.0, 10))
+"""Batches, rates at the beginning and at the end, and batches of warming up."""
+BATCH, LONGEST = 32, 320
 EVERY, PROBE, NEW = 50, 64, 24
 SEEING, CROP = 0.45, 0.3  # shares of the lessons; the rest search. Every `CLIPS`th batch is of clips
-DIRECT, ASTRAY, AGAIN, WRONG = 0.15, 0.3, 0.5, 0.35
+DIRECT, ASTRAY, HABIT, AGAIN, WRONG = 0.15, 0.3, 0.5, 0.5, 0.35
 CLIPS = 8
 
 SIGNS = ("<bbox>", "</bbox>", "<search>", "</search>", "<clip>", "</clip>", "<score>", "</score>")
@@ -69,37 +72,41 @@ def call(left: int, top: int) -> str:
     return f"<bbox> [ {left} , {top} , {left + SIDE} , {top + SIDE} ] </bbox>"
 
 
-def look(rng: np.random.Generator, cell: int) -> str:
-    """At a cell, or, as often as `ASTRAY` says, anywhere in steps of half a cell."""
+def look(rng: np.random.Generator, cell: int, *, habit: bool) -> str:
+    """At a cell; or, as often as `HABIT` says, at the middle; or, without, as `ASTRAY` says, anywhere in half cells."""
     left, top = SIDE * (cell % CELLS), SIDE * (cell // CELLS)
-    if rng.random() < ASTRAY:
-        left, top = (SIDE // 2 * int(k) for k in rng.integers(2 * CELLS - 1, size=2))
+    if rng.random() < (HABIT if habit else ASTRAY):
+        left, top = (SIDE, SIDE) if habit else (SIDE // 2 * int(k) for k in rng.integers(2 * CELLS - 1, size=2))
     return f"i look closer </think> {call(left, top)}"
 
 
-def looking(table: Table, rng: np.random.Generator, thing: Thing) -> Lesson:
+def looking(table: Table, rng: np.random.Generator, thing: Thing, *, habit: bool) -> Lesson:
     """From a picture on: a guess, a look, or what is said after up to two looks, of which the last but one missed."""
     if rng.random() < 0.4:
         direct = rng.random() < DIRECT
-        return table.prompt(0), answered(rng, "i look closer", None, COLOURS) if direct else look(rng, thing.cell)
+        return table.prompt(0), answered(rng, "i look closer", None, COLOURS) if direct else look(
+            rng, thing.cell, habit=habit
+        )
     for last in (False, True):
-        said = look(rng, thing.cell)
+        said = look(rng, thing.cell, habit=habit)
         table.say({0: said})
         if crop.holds(crop.boxes_in(said)[0], thing):  # type: ignore[arg-type]
             return table.prompt(0), answered(rng, f"it is {thing.inside}", thing.inside, COLOURS)
         if last or rng.random() > AGAIN:
             break
     again = not last and rng.random() < 0.5
-    return table.prompt(0), look(rng, thing.cell) if again else answered(rng, "it is nothing", None, COLOURS)
+    return table.prompt(0), look(rng, thing.cell, habit=habit) if again else answered(
+        rng, "it is nothing", None, COLOURS
+    )
 
 
-def crop_lesson(table: Table, rng: np.random.Generator) -> Lesson:
+def crop_lesson(table: Table, rng: np.random.Generator, *, habit: bool) -> Lesson:
     """Of the crop tool."""
     table.begin({0: int(rng.integers(2**31))}, "train")
-    return looking(table, rng, table.host.environments[0].thing)  # type: ignore[attr-defined]
+    return looking(table, rng, table.host.environments[0].thing, habit=habit)  # type: ignore[attr-defined]
 
 
-def search_lesson(table: Table, rng: np.random.Generator) -> Lesson:
+def search_lesson(table: Table, rng: np.random.Generator, *, habit: bool) -> Lesson:
     """A search by the words of the question, each any other one as often as `ASTRAY` says; or what follows."""
     table.begin({0: int(rng.integers(2**31))}, "train")
     thing: Thing = table.host.environments[0].thing  # type: ignore[attr-defined]
@@ -111,7 +118,7 @@ def search_lesson(table: Table, rng: np.random.Generator) -> Lesson:
     if first:
         return table.prompt(0), said
     table.say({0: said})
-    return looking(table, rng, thing)
+    return looking(table, rng, thing, habit=habit)
 
 
 def watch_lesson(table: Table, rng: np.random.Generator, *, scored: bool) -> Lesson:
@@ -210,29 +217,29 @@ def main() -> None:
     tables = {name: Table(settings, Local(settings)) for name, settings in games.items()}
     probed = {name: Table(settings, Local(settings)) for name, settings in games.items()}
 
-    def lesson(rng: np.random.Generator, step: int) -> Lesson:
+    def lesson(rng: np.random.Generator, step: int, *, habit: bool) -> Lesson:
         if step % CLIPS == CLIPS - 1:
             scored = rng.random() < 0.5
             return watch_lesson(tables["conan" if scored else "watch"], rng, scored=scored)
         kind = rng.random()
         if kind < SEEING:
             return seeing_lesson(rng)
-        return crop_lesson(tables["crop"], rng) if kind < SEEING + CROP else search_lesson(tables["search"], rng)
+        name, teach = ("crop", crop_lesson) if kind < SEEING + CROP else ("search", search_lesson)
+        return teach(tables[name], rng, habit=habit)
 
     started, shown = time.process_time(), 0.0
-    for step in range(STEPS):
-        if step == COOL:
-            for parameter in model.parameters():
+    plan = [(phase, k) for phase, (number, *_) in enumerate(PHASES) for k in range(number)]
+    for step, (phase, k) in enumerate(plan):
+        number, first, last, warmup = PHASES[phase]
+        if k == 0:
+            for parameter in model.parameters() if phase else ():
                 parameter.data = parameter.data.half().float()
-        if step in (0, COOL):
-            optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        late = step - COOL
-        part = min((step + 1) / WARMUP, 1.0) if late < 0 else 0.5 * min((late + 1) / 10, 1 - late / (STEPS - COOL))
+            optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         for group in optimizer.param_groups:
-            group["lr"] = RATE * part
+            group["lr"] = min(first * (k + 1) / warmup, first + (last - first) * k / number)
         rng = np.random.default_rng(derive_seed("crop lesson", SEED, step))
         model.train()
-        loss = model(**batch(policy, [lesson(rng, step) for _ in range(BATCH)])).loss
+        loss = model(**batch(policy, [lesson(rng, step, habit=phase == 2) for _ in range(BATCH)])).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
