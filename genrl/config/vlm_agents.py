@@ -13,8 +13,9 @@ class Environment(Section):
     """Where the model acts, instead of a task: episodes of several turns."""
 
     name: Text = "grid"
-    """grid and crop need no download; else the id of a gymnasium environment with discrete actions and a picture
-    (MiniGrid-FourRooms-v0, FrozenLake-v1), or path/file.py:function that returns one or a `contract.Environment`."""
+    """grid, crop, search, watch, cards-numberline, cards-ezpoints, cards-points24 and cards-blackjack need no download;
+    else the id of a gymnasium environment with discrete actions and a picture (MiniGrid-FourRooms-v0, FrozenLake-v1),
+    or path/file.py:function that returns one or a `contract.Environment`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     actions: Annotated[tuple[Text, ...], Field(min_length=2)] | None = None
@@ -22,13 +23,13 @@ class Environment(Section):
     instruction: str = ""
     """What is to be done, for environments that do not say so themselves."""
     answer: Literal["json", "plain"] = "json"
-    """How an action is written: {"thoughts": "...", "action": "left"}, or the word alone. crop has tags of its own."""
+    """How an action is written: {"thoughts": "...", "action": "left"}, or the word alone. Tools have their own tags."""
     invalid: Literal["noop", "random"] = "noop"
     """What an answer that names no action does: nothing, in a step that counts; or a random action (VL-DAC)."""
     invalid_reward: Number = -0.05
     """Added to the reward of such a step."""
     images: Annotated[int, Field(strict=True, ge=1, le=4)] = 1
-    """Pictures in a prompt: that many last ones (VL-DAC: 1 to 4). crop shows them all."""
+    """Pictures in a prompt: that many last ones (VL-DAC: 1 to 4). Tools show them all."""
     picture: Count | None = None
     """Side to which pictures are reduced, in pixels; null = as they are drawn."""
     max_steps: Count | None = None
