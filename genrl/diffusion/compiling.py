@@ -55,6 +55,10 @@ def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None
     @functools.wraps(denoiser.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal times
+        if cuda_graphs and torch.is_grad_enabled():
+            for parameter in denoiser.parameters():  # a first gradient would stay where the graph is to write again
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         graphs, began = counters["stats"]["unique_graphs"], time.perf_counter()
         # beyond its limit torch would go on without compiling, in silence
         with torch.enable_grad(), dynamo.patch(recompile_limit=4 * MOST, fail_on_recompile_limit_hit=True):

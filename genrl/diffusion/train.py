@@ -104,19 +104,18 @@ def train(config: Config, resume: Path | None = None) -> Path:
             graphs = config.kernels.compile == "cuda_graphs"
             session.weights.by_copy |= graphs
             compile_denoisers(session.policy.denoisers.values(), cuda_graphs=graphs, say=progress.say)
-        again = True
-        while again:
-            again = False
+        while True:
             try:
                 run_algorithm(session)
-            except NoRoom:
-                again = True  # below: here the error still holds what did not fit
+                break
             except Abandoned:
                 session.take_back()
                 logger.info("the running iteration is done again on resume")
-            if again:
-                session.take_back()
-                shrink(session)
+                break
+            except NoRoom:
+                pass  # until here the error holds what did not fit
+            session.take_back()
+            shrink(session)
         finish(session)
     if stop.requested:
         raise SystemExit(stop.exit_code)

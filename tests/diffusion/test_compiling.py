@@ -155,13 +155,17 @@ def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> Non
 
 
 EVERYWHERE: dict[str, Any] = {
-    "kernels": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "math", "compile": True},
+    "kernels": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "auto", "compile": True},
     "model": {"autocast": "bfloat16", "offload_text_encoders": True, "offload_vae": True, "slice_vae": True},
     "sampling": {"guidance_scale": 3.0, "score_in_background": True},
     "optimizer": {"lr": 1e-3},
 }
 SWITCHES: dict[str, dict[str, Any]] = {  # what does not go together, apart
-    "kept graphs": {"trainer": {"keep_graph": True}},
+    "kept graphs": {
+        "trainer": {"keep_graph": True},
+        "kernels": {"evaluation_attention": "math"},
+        "evaluation": {"every": 1},
+    },
     "trees": {"trainer": {"tree": {"ways": 2}, "window": {"size": 1}, "tail_ratio": 0.5}},
     "least memory": {
         "trainer": {"kl_weight": 0.01},
@@ -179,7 +183,7 @@ def with_every_switch(folder: Path, model: Path, name: str) -> Config:
     }
     sections["trainer"]["algorithm"] = "flow_grpo"
     of_model = sections.pop("model")
-    config = runs.config(folder, model, **sections, iterations=1, evaluation={"every": 0})
+    config = runs.config(folder, model, **{"evaluation": {"every": 0}, **sections}, iterations=1)
     return config.model_copy(update={"model": config.model.model_copy(update=of_model)})
 
 
