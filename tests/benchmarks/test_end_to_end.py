@@ -25,3 +25,16 @@ def test_rows_take_turns_and_their_figures_follow_from_their_rounds(monkeypatch:
         assert row["cpu_minutes"] == pytest.approx(sum(row["iteration_cpu_s"]) / 60)
         before, after = row["reward"]
         assert row["gain_per_cpu_minute"] == pytest.approx((after - before) / row["cpu_minutes"])
+
+
+def test_whole_runs_by_hand() -> None:
+    """0.2 in two minutes; a run on another scorer, or of unknown cost, is left out."""
+    run = {
+        "cpu_s": 120.0,
+        "trained": ["shapes"],
+        "logged": ["clipscore"],
+        "curves": {"shapes": [[0, 0.4], [9, 0.9], [10, 0.6]], "clipscore": [[0, 0.5], [10, 0.4]]},
+    }
+    others = {"jpeg-0": run | {"trained": ["jpeg"]}, "awm-0": run | {"cpu_s": None}}
+    found = end_to_end.whole_runs({"crd-1": run, "crd-0": run, **others})
+    assert list(found) == ["crd"] and found["crd"] == [pytest.approx([0.1, -0.05])] * 2
