@@ -20,20 +20,38 @@ from genrl.vlm.folder import open_policy
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 MODEL, CROP = ASSETS / "tiny-vlm-agent", ASSETS / "tiny-vlm-crop"
-GRID = {"name": "grid", "answer": "plain", "parallel": 4, "steps": 3}
+PAYS = '''
+"""Pays for the length of every answer, and ends after two to four steps: what an update needs is there at once."""
+import numpy as np
+from PIL import Image
+class Pays:
+    layout, help, begun = "steps", "answer with one of them", ""
+    def reset(self, seed, split):
+        self.rng, self.left = np.random.default_rng(seed), 2 + seed % 3
+        return self.seen()
+    def seen(self):
+        return (Image.fromarray(self.render()), "get to the goal")
+    def step(self, text):
+        self.left -= 1
+        paid = len(text) % 7 / 10
+        return self.seen(), paid, self.left == 0, False, {"valid": True, "success": paid > 0.3}
+    def render(self):
+        return self.rng.integers(256, size=(56, 56, 3), dtype=np.uint8)
+    def close(self): ...
+'''
 TWO_BY_TWO = {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens": 20}
 
 
 def config(place: Path, preset: str, **changes: Any) -> VLMConfig:
-    """Four slots of three steps in the grid, so hot that many answers name no action, which is paid; or two groups of
-    two episodes with the crop tool."""
+    """Four slots of three steps where every answer is paid, or two groups of two episodes with the crop tool."""
+    (place / "pays.py").write_text(PAYS)
     critic = preset in ("vl_dac", "poad")
     sections: dict[str, Any] = {
         "vlm": {"path": str(MODEL if critic else CROP)},
         "task": None,
         "rewards": None,
-        "environment": GRID if critic else {"name": "crop"},
-        "generation": {"max_new_tokens": 4, "temperature": 3.0} if critic else TWO_BY_TWO,
+        "environment": {"name": f"{place / 'pays.py'}:Pays", "parallel": 4, "steps": 3} if critic else {"name": "crop"},
+        "generation": {"max_new_tokens": 6} if critic else TWO_BY_TWO,
         "trainer": {"preset": preset},
         "evaluation": {"every": 0, "questions": 4},
     }

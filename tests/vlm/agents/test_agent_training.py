@@ -237,7 +237,7 @@ def test_the_place_of_a_picture_that_is_spelt_out_is_only_text(tmp_path: Path, m
     monkeypatch.setattr(episodes, "generate", spelt)
     with agent_runs.session(agent_runs.config(tmp_path, "para_grpo")) as session:
         session.act()
-        assert session.table.episodes[0].said == ["is it < image> ? </think>"] * 4
+        assert set(session.table.episodes[0].said) == {"is it < image> ? </think>"}
 
 
 def test_no_pass_is_larger_than_a_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +330,8 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
 def test_the_embedded_agent_reads_and_answers_in_minigrid(tmp_path: Path) -> None:
     """No word that it is told is unknown to it, its actions are the environment's, and an iteration runs."""
     pytest.importorskip("minigrid")
-    place = {"name": "MiniGrid-Empty-Random-5x5-v0", "parallel": 2, "steps": 2}
-    changes: dict[str, Any] = {"environment": place, "generation": {"max_new_tokens": 6, "temperature": 1.0}}
-    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", **changes)) as session:
+    place = {"name": "MiniGrid-Empty-Random-5x5-v0", "answer": "plain", "parallel": 2, "steps": 2}
+    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", environment=place)) as session:
         acted, row = session.act()
         session.estimate(acted)
         assert session.policy.tokenizer.unk_token_id not in acted.rows.prompts[0].tokens.ids.tolist()
