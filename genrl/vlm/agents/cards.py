@@ -39,7 +39,7 @@ TARGETS = {"ezpoints": (2, 12, "+*"), "points24": (4, 24, "+-*/")}
 """By game: cards, what the formula is to be worth, and its operators."""
 
 NUMBERS = tuple(str(number) for number in range(1, 11))
-WORDS = {
+WORDS: dict[Game, tuple[str, ...]] = {
     "numberline": ("+", "-"),
     "ezpoints": (*NUMBERS, "+", "*", "="),
     "points24": (*NUMBERS, "+", "-", "*", "/", "(", ")", "="),

@@ -71,7 +71,7 @@ class Search:
             if texts.count(texts[self.gold]) == 1 and self.thing.held_out == (split == "eval"):
                 break
         self.index, self.answer = Index(texts), self.thing.inside
-        self.turn, self.failed, self.looked = 0, 0, False
+        self.turn, self.failed, self.looked = 0, False, False
         self.fetched: list[int] = []
         return (question(self.thing),)
 
@@ -89,7 +89,7 @@ class Search:
         elif not ended:
             seen = (f"there is no action. {HELP}",)
         valid = ended or isinstance(seen[0], Image.Image)
-        self.failed += not valid
+        self.failed = self.failed or not valid
         cut = self.turn >= self.turns and not ended
         right = ended and exact([written], [self.answer], tag="")[0] == 1.0
         info: dict[str, Any] = {"valid": valid, "success": right}
@@ -123,5 +123,5 @@ class Search:
         if box is None:
             return (f"there is no box in it. {HELP}",)
         page = self.things[self.fetched[-1]]
-        self.looked = self.looked or (page == self.thing and holds(box, page))
+        self.looked = self.looked or (self.fetched[-1] == self.gold and holds(box, page))
         return cut_out(draw(page), box), "larger"
