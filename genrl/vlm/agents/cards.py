@@ -47,6 +47,10 @@ WORDS: dict[Game, tuple[str, ...]] = {
 }
 """The actions."""
 GAMES = tuple(WORDS)
+ASKED = {game: f"use every card once in a formula that is {target}" for game, (_, target, _) in TARGETS.items()} | {
+    "numberline": "move the current number to the target",
+    "blackjack": "come nearer to 21 than the dealer, and not above",
+}
 
 
 class Cards:
@@ -97,8 +101,9 @@ class Cards:
             _label(pen, (10, 18), f"target {self.target}")
             _label(pen, (10, 54), f"current {self.current}")
         else:
+            apart = min(CARD[0] + 4, 176 // len(self.hand))  # many cards lie over each other
             for k, rank in enumerate(self.hand):
-                _picture(pen, 6 + k * (CARD[0] + 4), rank, self.suits[k])
+                _picture(pen, 6 + k * apart, rank, self.suits[k])
             if self.game == "blackjack":
                 _picture(pen, WIDTH - CARD[0] - 6, self.dealer[0], self.suits[-1])
             _label(pen, (6, 68), "".join(self.formula))
@@ -108,22 +113,16 @@ class Cards:
         """Nothing to close."""
 
     def _shown(self) -> Observation:
-        asked = {
-            "numberline": "move the current number to the target",
-            "blackjack": "come nearer to 21 than the dealer, and not above",
-        }
-        text = asked.get(self.game) or f"use every card once in a formula that is {TARGETS[self.game][1]}"
-        return Image.fromarray(self.render()), text
+        return Image.fromarray(self.render()), ASKED[self.game]
 
     def _card(self) -> str:
         return RANKS[self.rng.integers(len(RANKS))]
 
     def _move(self, word: str) -> tuple[float, bool, bool]:
         there = self.current + (1 if word == "+" else -1)
-        if not 0 <= there <= LAST:
-            return -1.0, False, False
-        self.current = there
-        return float(there == self.target), there == self.target, True
+        if inside := 0 <= there <= LAST:
+            self.current = there
+        return (float(there == self.target) if inside else -1.0), there == self.target, inside
 
     def _draw(self, word: str) -> tuple[float, bool, bool]:
         if word == "hit":
@@ -133,7 +132,7 @@ class Cards:
         while points(self.dealer) < 17:
             self.dealer.append(self._card())
         own, other = points(self.hand), points(self.dealer)
-        return (1.0 if other > 21 or own > other else -float(own < other)), True, True
+        return float(other > 21 or own > other) or -float(own < other), True, True
 
     def _write(self, word: str) -> tuple[float, bool, bool]:
         number, target, _ = TARGETS[self.game]
