@@ -30,13 +30,14 @@ class Pays:
         self.rng, self.left = np.random.default_rng(seed), 2 + seed % 3
         return self.seen()
     def seen(self):
-        return (Image.fromarray(self.render()), "get to the goal")
+        self.picture = self.rng.integers(256, size=(56, 56, 3), dtype=np.uint8)
+        return (Image.fromarray(self.picture), "get to the goal")
     def step(self, text):
         self.left -= 1
         paid = len(text) % 7 / 10
         return self.seen(), paid, self.left == 0, False, {"valid": True, "success": paid > 0.3}
     def render(self):
-        return self.rng.integers(256, size=(56, 56, 3), dtype=np.uint8)
+        return self.picture
     def close(self): ...
 '''
 TWO_BY_TWO = {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens": 20}
