@@ -13,7 +13,7 @@ from benchmarks import __main__ as every
 from benchmarks import kernels
 
 
-@pytest.mark.parametrize("name", [*every.BRIEF, "reward_cost", "vla_throughput"])
+@pytest.mark.parametrize("name", [*every.BRIEF, "compiled", "reward_cost", "vla_throughput"])
 def test_help_teaches(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr(sys, "argv", [name, "--help"])

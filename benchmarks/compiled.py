@@ -1,0 +1,81 @@
+"""The denoiser of the embedded model compiled (`kernels.compile: true`) against eager, in sampling and in training.
+
+    python -m benchmarks.compiled --rounds 7
+
+Both take turns in one process; compilation is told apart. Written to benchmarks/results/compiled.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import clock, parser, save
+from genrl.config import LoRA
+from genrl.config.schema import Model
+from genrl.diffusion.compiling import compile_denoisers
+from genrl.diffusion.loading import load_pipeline
+from genrl.diffusion.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.weights import Weights
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-t2i"
+STEPS = 4
+MODES = {"eager": "force_eager", "compiled": "default"}
+
+
+def sampled(policy: Policy, batch: Batch) -> Trajectory:
+    with torch.no_grad():
+        return policy.roll_out(batch, Kernel("flow_sde", 0.7), range(STEPS - 1))
+
+
+def trained(policy: Policy, recorded: Trajectory) -> None:
+    for i in recorded.log_probs:
+        policy.replay(recorded, i).log_prob.sum().backward()
+
+
+def measured(policy: Policy, size: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """CPU seconds by phase and mode. The first calls compile and are not among them."""
+    batch = Batch(
+        ["a red star"] * size, [(0, k) for k in range(size)], {"num_inference_steps": STEPS, "guidance_scale": 4.5}
+    )
+    recorded = sampled(policy, batch)
+    trained(policy, recorded)
+    phases = {
+        "sampling": functools.partial(sampled, policy, batch),
+        "training": functools.partial(trained, policy, recorded),
+    }
+    found: dict[str, dict[str, list[float]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
+    for turn in range(rounds + 1):  # the first warms up
+        for mode, stance in MODES.items():
+            with torch.compiler.set_stance(stance):
+                for phase, work in phases.items():
+                    began = clock()
+                    work()
+                    if turn:
+                        found[phase][mode].append((clock() - began).cpu)
+    return found
+
+
+def main() -> None:
+    of = parser(__doc__)
+    of.add_argument("--rounds", type=int, default=7, help="of turns; default: 7")
+    of.add_argument("--sizes", type=int, nargs="+", default=[1, 8], help="pictures at a time; default: 1 8")
+    given = of.parse_args()
+    policy = Policy(load_pipeline(Model(path=str(TINY))))
+    Weights(policy.denoisers, LoRA())
+    compile_denoisers(policy.denoisers.values(), say=print)
+    found = {}
+    for size in given.sizes:
+        found[size] = measured(policy, size, given.rounds)
+        for phase, seconds in found[size].items():
+            ratios = sorted(one / other for one, other in zip(seconds["eager"], seconds["compiled"], strict=True))
+            times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times faster compiled"
+            print(f"{size} pictures, {phase}: {times}", flush=True)
+    save(given.out, "compiled", found)
+
+
+if __name__ == "__main__":
+    main()
