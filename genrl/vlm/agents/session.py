@@ -241,7 +241,7 @@ class Session:
         died = [(k, slot) for k, slot in lost.nonzero().tolist()]
         asked = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
         places = list(asked)
-        size = self.config.trainer.micro_batch or len(places)
+        size = self.config.trainer.micro_batch or max(1, len(places))
         for first in range(0, len(places), size):
             some = places[first : first + size]
             _, states = self.policy.prefix([asked[place] for place in some])

@@ -240,6 +240,16 @@ def test_the_place_of_a_picture_that_is_spelt_out_is_only_text(tmp_path: Path, m
         assert set(session.table.episodes[0].said) == {"is it < image> ? </think>"}
 
 
+def test_an_iteration_in_which_all_episodes_end_needs_no_value_of_what_follows(tmp_path: Path) -> None:
+    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", environment={"parallel": 1, "steps": 1})) as session:
+        session._next_seed = lambda slot: 0  # type: ignore[method-assign]  # whose episode has two steps
+        session.estimate(session.act()[0])
+        acted, _ = session.act()
+        assert acted.walk is not None and acted.walk.decisions[0][0].terminated and not acted.walk.following
+        _, row = session.estimate(acted)
+        assert row["critic/explained_variance"] == 1.0  # of one return
+
+
 def test_no_pass_is_larger_than_a_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor that for the values of what follows the last step."""
     with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 2})) as session:
