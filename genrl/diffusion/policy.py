@@ -270,6 +270,9 @@ class Policy:
         self.fused_step: Backend | None = None
         """Back-end of the fused stochastic step and log-probability (`genrl.kernels.sde_step`); None: apart."""
         self.switches = Switches()
+        self.singly = False
+        """Whether samples of unequal noise levels are called one by one where they cannot be together: the groups of
+        equal levels have any size, and a compiled denoiser has a graph per size."""
         self._injected: Tensor | None = None
         self._broadcasts_timesteps: dict[tuple[tuple[str, Any], ...], bool] = {}
         self._wrap_prepare_latents()
@@ -420,14 +423,14 @@ class Policy:
 
         state: float32 [B, ...]; sigma: noise level in [0, 1], [] or one per sample [B] (diffusion parametrisation:
         the timestep itself). Where the pipeline does not broadcast one timestep per sample (guidance by doubling the
-        batch, for one), samples are called in groups of equal sigma; one by one where the denoiser is sharded, since
-        every process has to make as many calls.
+        batch, for one), samples are called in groups of equal sigma; one by one with `singly`, and where the denoiser
+        is sharded, since every process has to make as many calls.
         """
         if sigma.numel() == 1:  # one sample says nothing about whether the pipeline takes one timestep per sample
             sigma = sigma.reshape(())
         if sigma.ndim == 0 or self._takes_timesteps(batch, state, sigma):
             return self._leave_at(batch, Request(at=sigma), state).model_output
-        if self._is_sharded:
+        if self.singly or self._is_sharded:
             groups = list(torch.arange(len(batch), device=sigma.device).split(1))
         else:
             groups = [(sigma == level).nonzero().flatten() for level in sigma.unique()]

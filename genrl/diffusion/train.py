@@ -102,7 +102,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
         settle(session)
         if config.kernels.compile:
             graphs = config.kernels.compile == "cuda_graphs"
-            session.weights.by_copy |= graphs
+            session.policy.singly, session.weights.by_copy = True, graphs
             compile_denoisers(session.policy.denoisers.values(), cuda_graphs=graphs, say=progress.say)
         while True:
             try:

@@ -154,6 +154,19 @@ def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> Non
     assert all(torch.equal(p, before[key][1]) for key, p in weights.named.items())
 
 
+@pytest.mark.slow
+def test_unequal_noise_levels_need_no_graph_per_group(
+    folder: Path, model: Path, traced: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guided SD3 takes one timestep per call: 8 samples at levels of their own would be groups of any size.
+    Sampling, training and the reference have one each."""
+    sampling = {"guidance_scale": 3.0, "prompts_per_iteration": 4, "group_size": 4, "batch_size": 8}
+    changes: dict[str, Any] = {"kernels": {"compile": True}, "evaluation": {"every": 0}}
+    train(runs.config(folder, model, trainer={"algorithm": "diffusion_nft"}, sampling=sampling, **changes))
+    said = capsys.readouterr().err
+    assert "(3 of at most 16 times)" in said and "(4 of at most 16 times)" not in said
+
+
 EVERYWHERE: dict[str, Any] = {
     "kernels": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "auto", "compile": True},
     "model": {"autocast": "bfloat16", "offload_text_encoders": True, "offload_vae": True, "slice_vae": True},
