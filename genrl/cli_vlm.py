@@ -81,7 +81,7 @@ def evaluate(model: Path, config: VLMConfig, *, questions: int | None, out: Path
     from genrl.runtime.progress import Progress
     from genrl.vlm import artefacts
     from genrl.vlm.data import Questions
-    from genrl.vlm.evaluate import figures, judge
+    from genrl.vlm.evaluate import figures, judge, shows_pictures
     from genrl.vlm.folder import load_trained, open_policy
     from genrl.vlm.rollout import open_rewards
 
@@ -91,14 +91,21 @@ def evaluate(model: Path, config: VLMConfig, *, questions: int | None, out: Path
     is_run = (model / "config.yaml").is_file()
     policy = load_trained(config, model, device=device) if is_run else open_policy(config, device, str(model))
     asked = Questions(config, "eval")
+    opened = open_rewards(config)
+    blind = config.evaluation.blind and config.vlm.output == "text" and shows_pictures(asked)
     with Progress(1, unit="answers") as progress:
-        progress.phase("evaluating", len(asked))
+        progress.phase("evaluating", len(asked) * (1 + blind))
         ask = judge if config.vlm.output == "text" else artefacts.judge
-        found = ask(policy, config, open_rewards(config), asked, range(len(asked)), advance=progress.advance)
-    scores = figures(config, found)
+        found = ask(policy, config, opened, asked, range(len(asked)), advance=progress.advance)
+        scores = figures(config, found)
+        if blind:
+            unseen = judge(policy, config, opened, asked, range(len(asked)), blind=True, advance=progress.advance)
+            scores["eval/accuracy_blind"] = figures(config, unseen)["eval/accuracy_mean"]
     table = Table("", "mean", "95 % interval", title=safe(f"{model}, {len(asked)} questions"), title_justify="left")
     low, high = scores["eval/accuracy_low"], scores["eval/accuracy_high"]
     table.add_row("right answers", f"{scores['eval/accuracy_mean']:.3f}", f"{low:.3f} to {high:.3f}")
+    if blind:
+        table.add_row("with black pictures", f"{scores['eval/accuracy_blind']:.3f}", "")
     for label in (*config.reward_labels, "total"):
         table.add_row(safe(label), f"{scores[f'eval/{label}_mean']:.3f}", "")
     console.print(table)

@@ -237,8 +237,7 @@ class VLMEvaluation(Section):
     right_at: Number = 1.0
     """An answer is right where the first reward is at least this."""
     blind: Flag = True
-    """At the start, ask the questions with black pictures too: what is right then does not come from seeing. Of agents
-    at the end, too."""
+    """At the start and the end, ask with black pictures too: what is right then does not come from seeing."""
 
 
 class Stage(Section):

@@ -694,7 +694,7 @@ _LANGUAGE = {
         "upper end of the 95 % Wilson interval of `eval/accuracy_mean`", "What more questions could show.", "share 0..1"
     ),
     "eval/accuracy_blind": MetricDoc(
-        "the same with black pictures, before training",
+        "the same with black pictures, before and after training",
         "What can be guessed. Where `eval/accuracy_mean` is no higher, the model does not see what is asked, and "
         "reinforcement sharpens its guesses only.",
         "share 0..1",

@@ -35,6 +35,11 @@ class Judged:
         return Judged(self.names + other.names, self.texts + other.texts, scores)
 
 
+def shows_pictures(questions: Questions) -> bool:
+    """Whether there is anything to make black."""
+    return any(not isinstance(part, str) for part in questions[0].prompt.parts)
+
+
 def judge(
     policy: Policy,
     config: VLMConfig,

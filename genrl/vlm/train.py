@@ -24,7 +24,7 @@ from genrl.vlm import artefacts, music_rl, trainer
 from genrl.vlm.agents import train as agents
 from genrl.vlm.compose import preset_of
 from genrl.vlm.data import Questions
-from genrl.vlm.evaluate import Judged, figures, judge
+from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
 from genrl.vlm.extras import Average, needed
 from genrl.vlm.folder import open_policy, save_model
 from genrl.vlm.policy import Policy
@@ -161,11 +161,13 @@ class Judge:
 
     def __call__(self, iteration: int) -> dict[str, float]:
         found = self._asked(blind=False)
+        assert self.questions is not None
         row = figures(self.config, found)
-        if iteration == 0 and self.config.evaluation.blind and self._shows_pictures():
+        ends = iteration in (0, self.config.iterations)
+        if ends and self.config.evaluation.blind and shows_pictures(self.questions):
             blind = figures(self.config, self._asked(blind=True))["eval/accuracy_mean"]
             row["eval/accuracy_blind"] = blind
-            if row["eval/accuracy_mean"] - blind < SEEN:
+            if iteration == 0 and row["eval/accuracy_mean"] - blind < SEEN:
                 self.loop.progress.say(
                     f"warning: {row['eval/accuracy_mean']:.3f} of the answers are right, {blind:.3f} with black "
                     "pictures: the model does not see what is asked, and reinforcement will not teach it to"
@@ -173,11 +175,6 @@ class Judge:
         if self.loop.is_main:
             self._write(found, iteration)
         return row
-
-    def _shows_pictures(self) -> bool:
-        """Whether there is anything to make black."""
-        assert self.questions is not None
-        return any(not isinstance(part, str) for part in self.questions[0].prompt.parts)
 
     def _asked(self, *, blind: bool) -> Judged:
         loop = self.loop
