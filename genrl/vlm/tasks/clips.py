@@ -1,7 +1,7 @@
 """Clips of four frames: in which of them a colour is seen (K-frames), and what is seen in one frame.
 
-Held out are every fourth sequence of the frames' colours, and every fourth of the places at which a lone frame shows its
-shape: never what an answer could be told from.
+Held out are every fourth sequence of the frames' colours, and every fourth of the places at which a lone frame shows
+its shape: never what an answer could be told from.
 """
 
 from __future__ import annotations
