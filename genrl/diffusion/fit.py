@@ -125,8 +125,8 @@ def peak(session: Session, size: int) -> int | None:
 
 
 def attempt(session: Session, size: int) -> None:
-    """What a micro-batch asks for at most: its decoded pictures, and a model call with its backward pass beside room
-    for the copies of every trained number that are still to come (`copies_to_come`)."""
+    """What a micro-batch asks for at most: its decoded pictures, and a model call with its backward pass beside the
+    gradients of the one before it and room for the copies of every trained number still to come (`copies_to_come`)."""
     config, policy = session.config, session.policy
     rows = [session.prompts[k % len(session.prompts)] for k in range(size)]
     keys = [("fit", k) for k in range(size)]
@@ -136,6 +136,8 @@ def attempt(session: Session, size: int) -> None:
     with policy.uncounted():
         with torch.no_grad():
             policy.decode(batch, state)
+        for parameter in session.weights.parameters:
+            parameter.grad = torch.zeros_like(parameter)
         room = [torch.empty_like(p) for p in session.weights.parameters for _ in range(copies_to_come(session))]
         sigma = torch.tensor(0.5 if policy.head.parametrisation == "flow" else 500)
         policy.velocity(batch, state, sigma).square().sum().backward()
