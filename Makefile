@@ -13,7 +13,7 @@ help:
 	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (a minute after installing)"
 	@echo "make test    install into $(VENV), run linters, types and all tests"
 	@echo "make lint    linters, types and import rules only"
-	@echo "make bench   the benchmarks that run on a CPU, into runs/benchmarks (about ten minutes on a free core)"
+	@echo "make bench   the benchmarks that run on a CPU, into runs/benchmarks (a quarter of an hour on a free core)"
 
 $(VENV)/genrl: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
