@@ -45,13 +45,14 @@ HEAD = """
 # Presets for vision-language models: what was measured
 
 Every row is a configuration of `configs/vlm/` as it stands, run to its end on one thread of a shared CPU; a mean ±
-sample standard deviation stands where there are several seeds, and then each of them. All start from the same embedded
-model, so seeds differ in questions and drawn answers alone; `q_hawkeye.yaml` has a model and a task of its own (scores of
-picture quality, right within half a point) and is not to be compared with the others. **Right** is the share of 256 held-out questions that are
-answered rightly, most probable tokens, on pictures arranged as no training picture is: the standard error of one figure
-is at most 0.031. **Reward** is the weighted sum that is trained on, of the same answers. Tokens are those of all drawn
-answers, left-out groups included; CPU seconds are of the process, loading and evaluations included (a dash: the run was
-interrupted). Settings are the presets' own with one learning rate for all, not searched over.
+sample standard deviation stands where there are several seeds, and then each of them. All start from the same
+embedded model, so seeds differ in questions and drawn answers alone; `q_hawkeye.yaml` has a model and a task of its
+own (scores of picture quality, right within half a point) and is not to be compared with the others. **Right** is the
+share of 256 held-out questions that are answered rightly, most probable tokens, on pictures arranged as no training
+picture is: the standard error of one figure is at most 0.031. **Reward** is the weighted sum that is trained on, of
+the same answers. Tokens are those of all drawn answers, left-out groups included; CPU seconds are of the process,
+loading and evaluations included (a dash: the run was interrupted). Settings are the presets' own with one learning
+rate for all, not searched over.
 """
 AFTER = """
 ![share of right answers over thousands of drawn tokens](img/vlm_methods.svg)
