@@ -108,8 +108,11 @@ class Table:
         return told
 
     def draw(self, slots: Sequence[int]) -> dict[int, Image.Image]:
-        """Pictures of the scenes."""
+        """Pictures of the scenes. An episode whose environment hangs or dies over it is lost, and has none."""
         told = self.host.do({slot: Draw() for slot in slots})
+        for slot, one in told.items():
+            if one.lost:
+                self.episodes[slot].truncated = self.episodes[slot].lost = True
         return {slot: Image.fromarray(one.picture) for slot, one in told.items() if one.picture is not None}
 
     def prompt(self, slot: int) -> Prompt:
@@ -220,13 +223,10 @@ def play(
     table.begin(seeds, split)
     watch(0)
     found: dict[int, list[Decision]] = {slot: [] for slot in seeds}
-    running = list(seeds)
-    while running:
+    while running := [slot for slot in seeds if not table.episodes[slot].ended]:
         for decision in act(policy, table, running, sampling, keys, blind=blind):
             found[decision.slot].append(decision)
-        left = [slot for slot in running if not table.episodes[slot].ended]
-        watch(len(running) - len(left))
-        running = left
+        watch(sum(table.episodes[slot].ended for slot in running))
     return list(found.values())
 
 

@@ -56,9 +56,10 @@ def judge(
         shots: dict[int, list[Image.Image]] = {slot: [] for slot in filmed}
 
         def watch(ended: int, shots: dict[int, list[Image.Image]] = shots) -> None:
-            if shots:
-                for slot, picture in table.draw(list(shots)).items():
-                    shots[slot].append(picture)
+            episodes = {slot: table.episodes[slot] for slot in shots}  # a picture of each state, the last one too
+            new = [slot for slot, one in episodes.items() if not one.lost and len(shots[slot]) <= len(one.said)]
+            for slot, picture in table.draw(new).items():
+                shots[slot].append(picture)
             advance(ended)
 
         play(policy, table, seeds, "eval", sampling, ("held out",), blind=blind, watch=watch)
@@ -67,7 +68,7 @@ def judge(
             {"success": float(one.success), "total": one.total, "steps": float(len(one.said))} | one.parts
             for one in ended
         ]
-        clips = [(strip(shots[slot][: len(ended[slot].said) + 1]), asked(ended[slot])) for slot in filmed]
+        clips = [(strip(shots[slot] or [Image.new("RGB", (96, 96))]), asked(ended[slot])) for slot in filmed]
         found = found.joined(Judged(figures, clips))
     return found
 
