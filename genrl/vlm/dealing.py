@@ -94,7 +94,9 @@ def ours(batch: TokenBatch, counts: Sequence[int], rank: int, length: int) -> To
 
 
 def padded(values: Tensor, length: int) -> Tensor:
-    """[B, T] -> [B, length], with zeros on the right."""
+    """[B, T] -> [B, length], with zeros on the right. Raises ValueError where T is more."""
+    if values.shape[1] > length:
+        raise ValueError(f"values of {list(values.shape)} tokens cannot be padded to {length}: some would be lost")
     return torch.nn.functional.pad(values, (0, length - values.shape[1]))
 
 

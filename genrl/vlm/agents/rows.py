@@ -50,6 +50,9 @@ def rows_of(decisions: Sequence[Sequence[Decision]]) -> Rows:
     """One row per list of decisions."""
     flat = [one for row in decisions for one in row]
     mask = stacked(flat, "mask")
+    # answers are padded as they were drawn: to the longest, which may be one that is in no row
+    longest = int(mask.sum(1).max())
+    mask = mask[:, :longest]
     row = torch.arange(len(decisions)).repeat_interleave(torch.tensor([len(one) for one in decisions]))
     width, places = mask.shape[1], []
     for number in range(len(decisions)):
@@ -57,7 +60,8 @@ def rows_of(decisions: Sequence[Sequence[Decision]]) -> Rows:
         inside = mask[turns].nonzero()
         places.append(turns[inside[:, 0]] * width + inside[:, 1])
     place = torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)
-    return Rows([one.prompt for one in flat], stacked(flat, "tokens"), mask, stacked(flat, "log_prob"), row, place)
+    tokens, sampler = (stacked(flat, name)[:, :longest] for name in ("tokens", "log_prob"))
+    return Rows([one.prompt for one in flat], tokens, mask, sampler, row, place)
 
 
 def replay(policy: Policy, rows: Rows, turns: Tensor, temperature: float, *, entropy: bool = False) -> Replay:

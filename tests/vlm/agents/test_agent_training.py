@@ -172,7 +172,9 @@ def test_a_step_whose_environment_is_lost_is_not_trained(
         torch.nn.init.constant_(session.critic.layers[-1].bias, 0.5)
         acted, row = session.act()
         ready, _ = session.estimate(acted)
+        trainer.learn(session, acted, ready)
     assert acted.walk is not None and row["rollout/dropped"] == 1
+    assert acted.rows.tokens.shape == acted.rows.place.shape == ready.batch.mask.shape
     before, lost, after = (acted.walk.decisions[k][1] for k in range(3))
     assert lost.lost and not before.terminated and len(acted.rows.prompts) == 11
     assert not any(prompt is lost.prompt for prompt in acted.rows.prompts)
