@@ -135,17 +135,22 @@ class Table:
         return [[slot, one.seed, one.split, list(one.said)] for slot, one in self.episodes.items()]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """Begin the same episodes and give the same answers. Raises RuntimeError where the environment is no function
-        of its seed and the answers."""
+        """Begin the same episodes, none of which has ended, and give the same answers. Raises RuntimeError where an
+        environment is lost over it, or is no function of its seed and the answers."""
         for slot, seed, split, said in state:
             self.begin({slot: seed}, split)
             for text in said:
+                lost = self.say({slot: text})[slot].lost
+                if lost:
+                    raise RuntimeError(
+                        f"{self.settings.name}: the environment of the episode of seed {seed} {lost}, when the episode "
+                        "was played again to go on inside it. Resume once more, or allow more time"
+                    )
                 if self.episodes[slot].ended:
                     raise RuntimeError(
                         f"{self.settings.name}: the episode of seed {seed} ended earlier when it was played again: the "
                         "environment is no function of its seed and the actions, so a run cannot go on inside it"
                     )
-                self.say({slot: text})
 
 
 def act(

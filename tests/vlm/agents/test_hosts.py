@@ -87,3 +87,16 @@ def test_an_episode_is_played_again_from_its_seed_and_answers() -> None:
         a, b = one.episodes[slot], other.episodes[slot]
         assert a.said == b.said and a.total == b.total and a.ended == b.ended
         assert a.seen[-1][0].tobytes() == b.seen[-1][0].tobytes()  # type: ignore[union-attr]
+
+
+def test_an_episode_that_goes_otherwise_when_it_is_played_again_is_an_error(tmp_path: Path) -> None:
+    settings = frail(tmp_path)
+    table = Table(settings, Local(settings))
+    with pytest.raises(RuntimeError, match="seed 5 ended earlier"):
+        table.restore([[0, 5, "train", ["go", "end"]]])
+    host = Processes(settings)
+    try:
+        with pytest.raises(RuntimeError, match="seed 5 died with exit code 7, when"):
+            Table(settings, host).restore([[0, 5, "train", ["go", "die"]]])
+    finally:
+        host.close()
