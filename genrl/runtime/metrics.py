@@ -801,6 +801,17 @@ _AGENTS = {
         "0. Else fewer turns (`environment.max_steps`), smaller pictures, or a model of more positions.",
         "episodes",
     ),
+    "eval/dropped": MetricDoc(
+        "episodes of the evaluation whose environment hung or died; the other `eval/` figures are of the rest",
+        "0. Many: `eval/success_mean` is of fewer, perhaps other episodes.",
+        "episodes",
+    ),
+    "eval/too_long": MetricDoc(
+        "episodes of the evaluation that were cut as those of `rollout/too_long`; they count as failures "
+        "unless they had succeeded before",
+        "0. As `rollout/too_long`.",
+        "episodes",
+    ),
     "eval/success_blind": MetricDoc(
         "`eval/success_mean` with black pictures, before training and after it",
         "What can be had without seeing. Where `eval/success_mean` is no higher, reinforcement has little to work on.",

@@ -65,7 +65,9 @@ def judge(
         play(policy, table, seeds, "eval", sampling, ("held out",), blind=blind, watch=watch)
         ended = [table.episodes[slot] for slot in seeds]
         figures = [
-            {"success": float(one.success), "total": one.total, "steps": float(len(one.said))} | one.parts
+            {"success": float(one.success), "total": one.total, "steps": float(len(one.said))}
+            | {"lost": float(one.lost), "full": float(one.full)}
+            | one.parts
             for one in ended
         ]
         clips = [(strip(shots[slot] or [Image.new("RGB", (96, 96))]), asked(ended[slot])) for slot in filmed]
@@ -74,10 +76,15 @@ def judge(
 
 
 def figures_of(found: Judged) -> dict[str, float]:
-    """Metrics: success with its 95 % interval (Wilson), return, steps, and parts of the reward."""
-    right = int(sum(one["success"] for one in found.episodes))
-    low, high = wilson(right, len(found.episodes))
-    return summary(found.episodes, "eval") | {"eval/success_low": low, "eval/success_high": high}
+    """Metrics of the episodes whose environment was not lost: success with its 95 % interval (Wilson), return, steps,
+    and parts of the reward. Raises RuntimeError where all were."""
+    kept = [one for one in found.episodes if not one["lost"]]
+    if not kept:
+        raise RuntimeError(f"the environments of all {len(found.episodes)} episodes of the evaluation hung or died")
+    low, high = wilson(int(sum(one["success"] for one in kept)), len(kept))
+    row = summary(kept, "eval") | {"eval/success_low": low, "eval/success_high": high}
+    row["eval/dropped"] = float(len(found.episodes) - len(kept))
+    return row | {"eval/too_long": sum(one["full"] for one in kept)}
 
 
 def asked(episode: Episode) -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import agent_runs
 import numpy as np
+import pytest
 
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.agents.evaluate import judge
+from genrl.vlm.agents.evaluate import Judged, figures_of, judge
 from genrl.vlm.agents.session import SEEDS
 
 DIES = """
@@ -41,6 +42,11 @@ def test_what_dies_in_a_step_or_over_its_picture_is_lost_and_the_others_are_film
     with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", environment=place)) as session:
         found = judge(session.policy, session.config, session.table, numbers)
         assert [one.lost for one in session.table.episodes.values()] == [True, True, False]
+    row = figures_of(found)
+    names = ("dropped", "too_long", "success_mean", "length_mean")
+    assert [row[f"eval/{name}"] for name in names] == [2, 0, 1, 3]
+    with pytest.raises(RuntimeError, match="all 2 episodes of the evaluation hung or died"):
+        figures_of(Judged(found.episodes[:2], []))
     assert [one["steps"] for one in found.episodes] == [2, 1, 3]
     film = np.asarray(found.films[2][0])
     assert [film[0, left, 0] for left in range(0, film.shape[1], 98)] == [0, 60, 120, 180]
