@@ -76,8 +76,11 @@ def score_completions(
     and completions go in as lists of messages, `[{"role": "assistant", "content": text}]`, which is what TRL gives
     for conversational data sets (all data sets with pictures are).
     What raises leaves its N samples without score and is recorded, as in `contract.score`. Raises ValueError for a
-    column that is not there, unequal lengths, and a result of the wrong length or type.
+    column that is not there, unequal lengths, and a result of the wrong length or type; memory that runs out ends the
+    run, too.
     """
+    import torch
+
     name = name or name_of(reward)
     available: dict[str, Sequence[Any]] = {**(columns or {}), "prompts": prompts, "completions": completions}
     if conversational:
@@ -93,6 +96,8 @@ def score_completions(
     arguments = {key: list(available[key]) for key in _taken(reward, name, available)}
     try:
         result = reward(**arguments)
+    except torch.OutOfMemoryError:
+        raise
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code; kept, counted and reported, not hidden
         fatal = isinstance(error, RewardFailed)
         what = str(error) if fatal else f"{type(error).__name__}: {error}"

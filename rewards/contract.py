@@ -203,7 +203,8 @@ def score(
 
     A reward that *raises* does not end the run: its N samples have no score (NaN) and the failure is recorded
     with its traceback; `check_failures` says when that is too much. A reward that breaks the contract does:
-    ValueError for a missing column, images of another layout, a result of the wrong length or type.
+    ValueError for a missing column, images of another layout, a result of the wrong length or type. So does memory that
+    runs out (torch.OutOfMemoryError), since the next call would have no more.
     """
     import torch
 
@@ -214,6 +215,8 @@ def score(
     try:
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             result = reward(**arguments)
+    except torch.OutOfMemoryError:
+        raise
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code; kept, counted and reported, not hidden
         fatal = isinstance(error, RewardFailed)
         what = str(error) if fatal else f"{type(error).__name__}: {error}"

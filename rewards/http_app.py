@@ -120,6 +120,8 @@ async def _body(request: Any, limit: int) -> bytes:
 
 
 def _score(reward: Reward, name: str, body: bytes, content_type: str, limits: Limits) -> tuple[int, dict[str, Any]]:
+    import torch
+
     try:
         asked = wire.decode(body, content_type, limits)
         check_columns(reward, asked.columns, name=name)
@@ -135,6 +137,9 @@ def _score(reward: Reward, name: str, body: bytes, content_type: str, limits: Li
         )
     except ValueError as error:  # the reward returned something that is not scores
         return 500, {"error": str(error)}
+    except torch.OutOfMemoryError:
+        logger.exception("reward %s", name)
+        return 500, {"error": f"reward {name!r} raised OutOfMemoryError; its traceback is in the log of the server"}
     if found.failures:
         logger.error("reward %s raised:\n%s", name, found.failures[0].traceback)
         kind = found.failures[0].error.partition(":")[0]

@@ -184,8 +184,8 @@ def collect(
 
     `draw` samples from roots, given with their slots; each has `leaves` samples, at its own slot and the next ones.
     roots_together: roots per micro-batch of trees; None = independent samples, `sampling.batch_size` together.
-    `advance` is told of finished samples, `beat` called while they are scored, and samples are drawn within `fitting`,
-    which may leave where memory runs out. running: statistics of the scores of the iterations before.
+    `advance` is told of finished samples, `beat` called while they are scored, and samples are drawn and scored within
+    `fitting`, which may leave where memory runs out. running: statistics of the scores of the iterations before.
     """
     sampling = config.sampling
     rows = iteration_prompts(config, prompts, iteration)
@@ -230,7 +230,7 @@ def collect(
             )
             scoring.add(drawn.slots, images)
             advance(len(drawn.slots) * num_processes)
-        with timed("score"):
+        with timed("score"), fitting():
             scored = scoring.result()
     combined = compose.combine(scored.values, scorers.components, group, iteration=iteration, running=running)
     return Rollouts(

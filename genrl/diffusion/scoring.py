@@ -147,6 +147,7 @@ class Scoring:
         self._worker: Background[list[Found]] = Background(background)
         self._pieces: list[tuple[list[int], Tensor]] = []
         self._broken: list[int] = []
+        self._short: torch.OutOfMemoryError | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Scoring:
@@ -171,19 +172,30 @@ class Scoring:
         """The scores of all processes. A collective.
 
         Raises RewardFailed in all processes together where a reward raised for too many samples, or says itself that
-        the run is to stop.
+        the run is to stop; and torch.OutOfMemoryError in all of them where one had no memory left.
         """
-        if self._background:
-            found = [item for items in self._worker.results(self.beat) for item in items]
+        found: list[Found] = []
+        with ExitStack() as stack:
+            with self._until_all_are_there():
+                if self._background:
+                    found = [item for items in self._worker.results(self.beat) for item in items]
+                else:
+                    stack.enter_context(self.scorers.placed())
+                    for slots, images in self._pieces:
+                        found += self._ask(self._single, slots, images)
+                        self.beat()
             found += self._of_groups()
-        else:
-            with self.scorers.placed():
-                found = []
-                for slots, images in self._pieces:
-                    found += self._ask(self._single, slots, images)
-                    self.beat()
-                found += self._of_groups()
+        if any(gather_object([self._short is not None])):
+            raise self._short or torch.OutOfMemoryError("memory ran out while another process scored")
         return _gathered(list(self.scorers.rewards), found, self._broken, len(self.rows))
+
+    @contextmanager
+    def _until_all_are_there(self) -> Iterator[None]:
+        """Memory that runs out here is kept until all processes hear of it together."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._short = error
 
     def _of_groups(self) -> list[Found]:
         """The rewards that look at whole groups: their pictures are sent to all processes, which share the groups."""
@@ -196,10 +208,11 @@ class Scoring:
         for slot in sorted(pictures):
             members.setdefault(self.group[slot], []).append(slot)
         found: list[Found] = []
-        for number in sorted(members)[state.process_index :: state.num_processes]:
-            slots = members[number]
-            found += self._ask(self._grouped, slots, torch.stack([pictures[slot] for slot in slots]))
-            self.beat()
+        with self._until_all_are_there():
+            for number in sorted(members)[state.process_index :: state.num_processes]:
+                slots = members[number]
+                found += self._ask(self._grouped, slots, torch.stack([pictures[slot] for slot in slots]))
+                self.beat()
         return found
 
     def _ask(self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Tensor) -> list[Found]:

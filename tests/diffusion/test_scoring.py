@@ -74,6 +74,25 @@ def test_groupwise_and_pairwise_rewards_get_whole_groups() -> None:
     assert torch.allclose(found.values["wins"], expected / 3)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_memory_that_runs_out_is_told_to_all_processes(background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, for rewards of samples and of groups; and in another process."""
+
+    def full(images: torch.Tensor) -> list[float]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def full_of_groups(images: torch.Tensor, group: list[int]) -> list[float]:
+        return full(images)
+
+    for reward in (full, full_of_groups):
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            scored_by({"b": brightness, "full": reward}, background=background)
+    everyone = "genrl.diffusion.scoring.gather_object"
+    monkeypatch.setattr(everyone, lambda mine: [*mine, True] if mine == [False] else mine)
+    with pytest.raises(torch.OutOfMemoryError, match="another process"):
+        scored_by({"b": brightness}, background=background)
+
+
 def test_the_background_changes_nothing() -> None:
     opened = {"noisy": noisy, "b": brightness, "rank": rank, "again": noisy}
     assert same(scored_by(opened, background=True), scored_by(opened))

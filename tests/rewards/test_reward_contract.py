@@ -180,6 +180,14 @@ def test_a_reward_that_raises_gives_no_scores_and_keeps_the_traceback(raised: Ba
     assert "in mine" in scores.failures[0].traceback
 
 
+def test_memory_that_runs_out_is_not_a_failed_reward() -> None:
+    def mine(images: torch.Tensor) -> list[float]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        score(mine)
+
+
 def test_an_interrupt_is_not_a_failed_reward() -> None:
     def mine(images: torch.Tensor) -> list[float]:
         raise KeyboardInterrupt
