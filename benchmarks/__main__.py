@@ -1,7 +1,7 @@
-"""Every benchmark of a CPU, in minutes: `python -m benchmarks [NAME ...]`, into runs/benchmarks.
+"""Benchmarks of a CPU, in minutes: `python -m benchmarks [NAME ...]`, into runs/benchmarks.
 
-Those that train do so briefly here: their rates hold, the reward that they gain means little. What docs/ publishes was
-made by each without options.
+Those that train do so briefly here: their rates hold, the reward that they gain means little. How what docs/ publishes
+was made stands in the JSON files of benchmarks/results.
 """
 
 from __future__ import annotations

@@ -30,6 +30,9 @@ from genrl.runtime.run import Run, write_atomic
 from genrl.runtime.signals import Stop, Watchdog
 
 RESULTS = Path(__file__).parent / "results"
+_DESCRIBE = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+COMMIT = subprocess.run(_DESCRIBE, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip() or None
+"""What ran, as it was when the benchmark began; `-dirty` where files were changed."""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -44,10 +47,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def save(folder: Path, name: str, found: Any) -> None:
     """Write `folder/name.json`: the figures, and what is needed to judge them."""
     report = examine()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     about = {
         "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "commit": commit.stdout.strip() or None,
+        "commit": COMMIT,
         "load": os.getloadavg()[0],
         **{section: report[section] for section in ("packages", "torch", "threads")},
     }
@@ -118,7 +120,12 @@ class Parts:
 
 
 def opened(config: Config, stack: ExitStack) -> Session:
-    """A session of this configuration in a folder that is gone when the stack ends; nothing is trained yet."""
+    """A session of this configuration in a folder that is gone when the stack ends; nothing is trained yet.
+
+    Raises ValueError for what `genrl train` sets up after it.
+    """
+    if config.kernels.compile or config.sampling.fit_batch:
+        raise ValueError("kernels.compile and sampling.fit_batch are not measured here: leave them out")
     run = Run(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run")
     watchdog = stack.enter_context(Watchdog(run, 3600))
     accelerator = make_accelerator(config.distributed.timeout_s)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +25,8 @@ from genrl.diffusion.weights import Weights
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-t2i"
 STEPS = 4
-MODES = {"eager": "force_eager", "compiled": "default"}
+Forwards = dict[str, dict[str, Callable[..., Any]]]
+"""By mode, the forward pass of each denoiser."""
 
 
 def sampled(policy: Policy, batch: Batch) -> Trajectory:
@@ -36,7 +39,7 @@ def trained(policy: Policy, recorded: Trajectory) -> None:
         policy.replay(recorded, i).log_prob.sum().backward()
 
 
-def measured(policy: Policy, size: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+def measured(policy: Policy, forwards: Forwards, size: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """CPU seconds by phase and mode. The first calls compile and are not among them."""
     batch = Batch(
         ["a red star"] * size, [(0, k) for k in range(size)], {"num_inference_steps": STEPS, "guidance_scale": 4.5}
@@ -47,15 +50,16 @@ def measured(policy: Policy, size: int, rounds: int) -> dict[str, dict[str, list
         "sampling": functools.partial(sampled, policy, batch),
         "training": functools.partial(trained, policy, recorded),
     }
-    found: dict[str, dict[str, list[float]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
+    found: dict[str, dict[str, list[float]]] = {phase: {mode: [] for mode in forwards} for phase in phases}
     for turn in range(rounds + 1):  # the first warms up
-        for mode, stance in MODES.items():
-            with torch.compiler.set_stance(stance):
-                for phase, work in phases.items():
-                    began = clock()
-                    work()
-                    if turn:
-                        found[phase][mode].append((clock() - began).cpu)
+        for mode, one in forwards.items():
+            for name, denoiser in policy.denoisers.items():
+                denoiser.forward = one[name]
+            for phase, work in phases.items():
+                began = clock()
+                work()
+                if turn:
+                    found[phase][mode].append((clock() - began).cpu)
     return found
 
 
@@ -66,10 +70,12 @@ def main() -> None:
     given = of.parse_args()
     policy = Policy(load_pipeline(Model(path=str(TINY))))
     Weights(policy.denoisers, LoRA())
+    forwards = {"eager": {name: denoiser.forward for name, denoiser in policy.denoisers.items()}}
     compile_denoisers(policy.denoisers.values(), say=print)
+    forwards["compiled"] = {name: denoiser.forward for name, denoiser in policy.denoisers.items()}
     found = {}
     for size in given.sizes:
-        found[size] = measured(policy, size, given.rounds)
+        found[size] = measured(policy, forwards, size, given.rounds)
         for phase, seconds in found[size].items():
             ratios = sorted(one / other for one, other in zip(seconds["eager"], seconds["compiled"], strict=True))
             times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times faster compiled"
