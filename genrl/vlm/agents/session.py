@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from accelerate.utils import gather_object
@@ -33,7 +33,8 @@ SEEDS = 2**31  # that environments take
 @dataclass(frozen=True)
 class Acted:
     """What this process acted out in an iteration. With a critic, walk, and kept int64 [R]: of each row, which of the
-    K E steps it is (lost ones are no rows); else totals: returns [R] of whole episodes, NaN of those that were lost."""
+    K E steps it is (lost ones are no rows); else totals: returns [R] of whole episodes, NaN of those that were lost,
+    whose rows have no tokens."""
 
     rows: Rows
     walk: Walk | None = None
@@ -100,8 +101,7 @@ class Session:
                 decisions = [one for step in done.decisions for one in step]
                 # that an environment was lost is not the policy's doing: nothing of such a step is trained
                 kept = [place for place, one in enumerate(decisions) if not one.lost]
-                if not kept:
-                    raise RuntimeError(f"{self.settings.name}: all environments hung or died in one iteration")
+                self._check_alive(len(kept))
                 rows = rows_of([[decisions[place]] for place in kept])
                 acted, ended = Acted(rows, done, torch.tensor(kept)), done.ended
             else:
@@ -112,9 +112,19 @@ class Session:
                 ended = [self.table.episodes[slot] for slot in slots]
                 worths = [math.nan if one.lost else one.total for one in ended]
                 totals = torch.tensor(worths, dtype=torch.float64)
-                acted = Acted(rows_of(played), totals=totals)
+                self._check_alive(sum(not one.lost for one in ended))
+                rows = rows_of(played)
+                acted = Acted(replace(rows, place=rows.place.masked_fill(totals.isnan()[:, None], -1)), totals=totals)
         loop.leave_if_asked()
         return acted, self._figures(decisions, ended)
+
+    def _check_alive(self, left: int) -> None:
+        """left: steps or episodes of this process that were not lost. Raises RuntimeError, in all processes alike,
+        where nothing is left to learn from: of any process's steps, or of all episodes."""
+        counts = gather_object([left])
+        if not (min(counts) if self.critic is not None else sum(counts)):
+            where = "" if sum(counts) == 0 else f" of process {counts.index(0)}"
+            raise RuntimeError(f"{self.settings.name}: all environments{where} hung or died in one iteration")
 
     def _next_seed(self, slot: int) -> int:
         self.begun[slot] = self.begun.get(slot, 0) + 1

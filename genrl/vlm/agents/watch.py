@@ -68,11 +68,8 @@ class Watch:
         """Draw the clip of this seed, and ask."""
         rng = np.random.default_rng(seed)
         while True:
-            colour, first, length = (
-                COLOURS[rng.integers(len(COLOURS))],
-                int(rng.integers(FRAMES)),
-                int(rng.integers(LONGEST)) + 1,
-            )
+            colour = COLOURS[rng.integers(len(COLOURS))]
+            first, length = int(rng.integers(FRAMES)), int(rng.integers(LONGEST)) + 1
             if first + length <= FRAMES and held_out(colour, first) == (split == "eval"):
                 break
         self.relevant = frozenset(range(first, first + length))

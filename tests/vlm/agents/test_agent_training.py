@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +139,8 @@ def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That a process died is not the policy's doing: its group's other episodes are compared without it."""
-    config = agent_runs.config(tmp_path, "grpo", trainer={"regularisers": []}, generation={"group_size": 3})
+    own = {"updates": 2, "regularisers": [{"name": "kl", "beta": 0.1}]}
+    config = agent_runs.config(tmp_path, "grpo", trainer=own, generation={"group_size": 3})
     with agent_runs.session(config) as session:
         work = session.table.host.do
 
@@ -146,11 +151,61 @@ def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
         monkeypatch.setattr(session.table.host, "do", failing)
         acted, row = session.act()
         ready, _ = session.estimate(acted)
+        trainer.learn(session, acted, ready)
     assert acted.totals is not None and ready.batch.advantage is not None and row["rollout/dropped"] == 1
     assert acted.totals.isnan().tolist() == [False, True, False, False, False, False]
     left = acted.totals[[0, 2]]
     wanted = (left - left.mean()) / (left.std() + 1e-4)
+    tokens = [int(acted.rows.mask[acted.rows.row == row].sum()) for row in range(6)]
+    assert ready.batch.mask.sum(1).tolist() == [*tokens[:1], 0, *tokens[2:]]  # nor does a KL read it
+    assert sum(one.tokens for one in ready.updates) == sum(tokens) - tokens[1]
     assert ready.batch.advantage[1] == 0 and torch.allclose(ready.batch.advantage[[0, 2]], wanted)
+
+
+@pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
+def test_an_iteration_in_which_all_environments_die_is_an_error(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with agent_runs.session(agent_runs.config(tmp_path, preset)) as session:
+        work = session.table.host.do
+
+        def failing(pieces: Any) -> Any:
+            told = work(pieces)
+            return {k: Outcome(lost="died") if isinstance(pieces[k], Say) else told[k] for k in told}
+
+        monkeypatch.setattr(session.table.host, "do", failing)
+        with pytest.raises(RuntimeError, match="all environments hung or died in one iteration"):
+            session.act()
+
+
+@pytest.mark.slow
+def test_where_those_of_one_process_die_no_other_waits(tmp_path: Path) -> None:
+    dies = {"parallel": 2, "steps": 2, "processes": True}
+    agent_runs.config(tmp_path, "vl_dac", environment={**dies, "name": f"{tmp_path / 'pays.py'}:Pays"})
+    own = "        if os.environ['RANK'] == '1': os._exit(7)\n        self.left -= 1\n"
+    text = agent_runs.PAYS.replace("import numpy", "import os, numpy").replace("        self.left -= 1\n", own)
+    (tmp_path / "pays.py").write_text(text)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in "01":  # not `start_ranks`, whose processes may have none of their own
+        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-c", "from genrl.cli import app; app()", "train", str(tmp_path / "tiny.yaml")]
+        own_place = (
+            os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+        )
+        ranks.append(
+            subprocess.Popen(command, env=own_place, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+        )
+    try:
+        for process in ranks:
+            told = " ".join(process.communicate(timeout=100)[0].split())
+            assert process.returncode == 1
+            assert "all environments of process 1 hung or died in one iteration" in told, told[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 @pytest.mark.parametrize("preset", ["vl_dac", "poad"])
