@@ -55,6 +55,7 @@ def shrink(session: Session) -> None:
         raise too_large(was)
     session.memory["batch_size"] = smaller[0]
     take(session, smaller[0])
+    session.replays = False  # other shapes may run other kernels
     session.progress.say(
         f"memory ran out in iteration {session.iteration + 1} with {was} samples in a micro-batch: it is done again, "
         f"with {smaller[0]} from here on"

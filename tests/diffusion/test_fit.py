@@ -205,3 +205,10 @@ def test_no_smaller_micro_batch(folder: Path, model: Path) -> None:
     with runs.session(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 1})) as session:
         with pytest.raises(RuntimeError, match=r"micro-batch of 1 samples does not fit.*sampling\.batch_size"):
             fit.shrink(session)
+
+
+def test_replay_of_smaller_micro_batches_is_checked_anew(folder: Path, model: Path) -> None:
+    with runs.session(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8})) as session:
+        session.replays = True
+        fit.shrink(session)
+        assert session.config.sampling.batch_size == 4 and not session.replays
