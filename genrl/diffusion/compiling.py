@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,15 @@ from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
-from genrl.kernels.backend import compile_problem
+from genrl.kernels.backend import TooManyGraphs, compile_problem
 
 MOST = 16
 """Calls of a denoiser that may have to be compiled: those of training and evaluation, whole and last micro-batches,
 with the adapter and without, and a few segments of trees."""
 
 logger = logging.getLogger(__name__)
+_times: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""How often each denoiser was compiled."""
 
 
 def compile_denoisers(
@@ -48,13 +51,21 @@ def compile_denoisers(
         denoiser.forward = _one_graph(denoiser, cuda_graphs, say)
 
 
+def start_over(denoisers: Iterable[nn.Module]) -> None:
+    """Drop the graphs of these denoisers, with the memory of recorded ones, and count anew: micro-batches have another
+    size from here on."""
+    torch.compiler.reset()
+    for denoiser in denoisers:
+        _times[denoiser] = 0
+
+
 def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None]) -> Callable[..., Any]:
-    name, times = type(denoiser).__name__, 0
+    name = type(denoiser).__name__
+    _times[denoiser] = 0
     run = torch.compile(denoiser.forward, dynamic=False, mode="reduce-overhead" if cuda_graphs else None)
 
     @functools.wraps(denoiser.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal times
         if cuda_graphs and torch.is_grad_enabled():
             for parameter in denoiser.parameters():  # a first gradient would stay where the graph is to write again
                 if parameter.requires_grad and parameter.grad is None:
@@ -64,10 +75,10 @@ def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None
         with torch.enable_grad(), dynamo.patch(recompile_limit=4 * MOST, fail_on_recompile_limit_hit=True):
             found = run(*args, **kwargs)
         if counters["stats"]["unique_graphs"] > graphs:
-            times += 1
+            times = _times[denoiser] = _times[denoiser] + 1
             say(f"{name} compiled in {time.perf_counter() - began:.0f} s ({times} of at most {MOST} times)")
             if times > MOST:
-                raise RuntimeError(
+                raise TooManyGraphs(
                     f"kernels.compile: {name} was compiled {times} times, the last time for {_shapes(args, kwargs)}: "
                     "its inputs change from call to call (lengths of texts, rows of trees, a number that depends on "
                     "the step). Make them the same, or write kernels.compile: false"

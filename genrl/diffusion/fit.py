@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import gather_object
 
 from genrl.config.combinations import WHOLE_GROUPS
+from genrl.diffusion.compiling import start_over
 from genrl.diffusion.policy import Batch
 from genrl.diffusion.rollout import batch_inputs, call_arguments
 from genrl.diffusion.session import Session
@@ -56,6 +57,8 @@ def shrink(session: Session) -> None:
     session.memory["batch_size"] = smaller[0]
     take(session, smaller[0])
     session.replays = False  # other shapes may run other kernels
+    if session.config.kernels.compile:
+        start_over(session.policy.denoisers.values())
     session.progress.say(
         f"memory ran out in iteration {session.iteration + 1} with {was} samples in a micro-batch: it is done again, "
         f"with {smaller[0]} from here on"

@@ -28,7 +28,7 @@ from genrl.diffusion.blocks import Switches
 from genrl.diffusion.encoding import memoise_encode_prompt
 from genrl.diffusion.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.sharding import is_sharded
-from genrl.kernels.backend import Backend
+from genrl.kernels.backend import Backend, TooManyGraphs
 from genrl.kernels.sde_step import sde_step
 from genrl.mdp import kernels
 from genrl.mdp.gaussian import Reduction, log_prob, sample
@@ -509,7 +509,7 @@ class Policy:
                 with torch.no_grad(), self.uncounted():  # a resumed run tries again
                     self._leave_at(batch, Request(at=sigma), state)
                 self._broadcasts_timesteps[settings] = True
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, TooManyGraphs):
                 raise
             except (RuntimeError, TypeError, ValueError):
                 self._broadcasts_timesteps[settings] = False

@@ -40,6 +40,10 @@ def triton_problem(device: torch.device) -> str | None:
     return None
 
 
+class TooManyGraphs(RuntimeError):
+    """A compiled model was compiled again and again: its inputs change from call to call."""
+
+
 def compile_problem(device: torch.device) -> str | None:
     """Why torch cannot compile for this device; None where it can."""
     if device.type == "cuda":

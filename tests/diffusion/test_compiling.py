@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from genrl.diffusion.old_policy import off_policy
 from genrl.diffusion.policy import Batch, Kernel, Policy
 from genrl.diffusion.train import train
 from genrl.diffusion.weights import Weights
-from genrl.kernels.backend import compile_problem
+from genrl.kernels.backend import TooManyGraphs, compile_problem
 from genrl.runtime.run import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -123,6 +124,34 @@ def test_inputs_that_change_with_every_call_are_refused(traced: None, monkeypatc
     assert [line.rsplit(" (")[1] for line in lines] == ["1 of at most 2 times)", "2 of at most 2 times)"]
     with pytest.raises(RuntimeError, match=r"kernels.compile: Linear was compiled 3 times, .* 0 \[3, 2\]: its inputs"):
         denoiser(torch.ones(3, 2))
+
+
+def test_other_sizes_are_counted_anew(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MOST", 1)
+    lines: list[str] = []
+    denoiser = nn.Linear(2, 2)
+    compile_denoisers([denoiser], say=lines.append)
+    for rows in (4, 2, 1):  # halved twice
+        for _ in range(2):
+            denoiser(torch.ones(rows, 2))
+        compiling.start_over([denoiser])
+    assert [line.rsplit(" (")[1] for line in lines] == ["1 of at most 1 times)"] * 3
+
+
+def test_too_many_graphs_are_no_answer_to_whether_timesteps_broadcast(
+    traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MOST", 1)
+    family = FAMILIES["sd3"]()
+    policy = Policy(family.pipe)
+    compile_denoisers(policy.denoisers.values(), say=lambda line: None)
+    batch = batch_of(family)
+    batch = replace(batch, sampling={**batch.sampling, "guidance_scale": 1.0})  # else they never do
+    state = torch.zeros(policy.state_shape(batch))
+    policy.velocity(batch.take([0]), state[:1], torch.tensor(0.5))
+    with pytest.raises(TooManyGraphs):
+        policy.velocity(batch, state, torch.tensor([0.7, 0.3]))
+    assert not policy._broadcasts_timesteps
 
 
 def test_a_ratio_that_is_not_one_names_the_switch() -> None:
