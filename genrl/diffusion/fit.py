@@ -78,10 +78,10 @@ def sizes(session: Session) -> list[int]:
 
 
 def halvings(most: int, multiple: int) -> list[int]:
-    """most, most / 2, ... as far as they are whole multiples, the largest first."""
+    """most and, each half of the one before in whole multiples, the smaller ones: 12, 6, 3, 1."""
     sizes = [most]
-    while sizes[-1] % (2 * multiple) == 0:
-        sizes.append(sizes[-1] // 2)
+    while sizes[-1] >= 2 * multiple:
+        sizes.append(sizes[-1] // multiple // 2 * multiple)
     return sizes
 
 

@@ -36,7 +36,8 @@ def room_for(most: int, tried: list[int]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("most", "multiple", "sizes"), [(8, 1, [8, 4, 2, 1]), (24, 1, [24, 12, 6, 3]), (24, 6, [24, 12, 6]), (5, 1, [5])]
+    ("most", "multiple", "sizes"),
+    [(8, 1, [8, 4, 2, 1]), (24, 1, [24, 12, 6, 3, 1]), (24, 6, [24, 12, 6]), (18, 6, [18, 6]), (5, 1, [5, 2, 1])],
 )
 def test_sizes_that_are_tried(most: int, multiple: int, sizes: list[int]) -> None:
     assert fit.halvings(most, multiple) == sizes
