@@ -402,8 +402,6 @@ class Session:
             self.optimizer.load_state_dict(before.adapter.optimizer)
         self.updates, self.other_updates, self._before = 0, 0, None
         self.rollouts = self.suspect = None
-        # a trainer that begins again keeps new things
-        self._restored = {name: thing.state_dict() for name, thing in self.kept.items()}
 
     def _require_finite(self, norm: Tensor) -> None:
         kept, info, weights, pictures = self.suspect, {}, {}, {}
