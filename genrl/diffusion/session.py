@@ -273,13 +273,9 @@ class Session:
         (`leave_if_asked`), which must be the next thing they ask each other."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except torch.OutOfMemoryError:
             if self.config.sampling.fit_batch:
                 self.leave_if_asked(no_room=True)
-            error.add_note(
-                f"micro-batches of {self.config.sampling.batch_size} samples do not fit: lower sampling.batch_size, or "
-                "see sampling.fit_batch, model.gradient_checkpointing and model.dtype"
-            )
             raise
 
     def backward(self, loss: Tensor, batch: Batch, tensors: Mapping[str, Tensor], *, divisor: float) -> None:

@@ -112,6 +112,12 @@ def train(config: Config, resume: Path | None = None) -> Path:
                 session.take_back()
                 logger.info("the running iteration is done again on resume")
                 break
+            except torch.OutOfMemoryError as error:
+                error.add_note(
+                    f"micro-batches of {session.config.sampling.batch_size} samples do not fit: lower "
+                    "sampling.batch_size, or see sampling.fit_batch, model.gradient_checkpointing and model.dtype"
+                )
+                raise
             except NoRoom:
                 pass  # until here the error holds what did not fit
             session.take_back()

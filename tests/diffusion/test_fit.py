@@ -191,15 +191,43 @@ def test_processes_go_down_together(folder: Path, model: Path, phase: str) -> No
         torch.testing.assert_close(found[2].tensors["weights"][key], tensor, atol=1e-4, rtol=0)
 
 
-def test_where_an_iteration_cannot_be_left_the_error_says_what_to_do(folder: Path, model: Path) -> None:
+def test_memory_that_runs_out_in_a_reward(folder: Path, model: Path) -> None:
+    """The iteration is done again; without the key the run ends with the error and what to do."""
+    with (folder / "rewards.py").open("a") as file:
+        file.write(
+            "def full(images):\n    if len(images) > 2:\n        raise torch.OutOfMemoryError('CUDA out of memory')\n"
+            "    return brightness(images)\n"
+        )
+    changes: dict[str, Any] = {**QUIET, "iterations": 1, "rewards": [runs.reward(folder, "full")]}
+    plain = runs.config(
+        folder, model, **changes, sampling={**SAMPLING, "batch_size": 4, "fit_batch": False}, output=str(folder / "no")
+    )
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        train(plain)
+    assert "micro-batches of 4 samples do not fit: lower sampling.batch_size" in error.value.__notes__[0]
+    found = train(runs.config(folder, model, **changes, sampling={**SAMPLING, "batch_size": 4}))
+    assert runs.last_state(found).state["memory"]["batch_size"] == 2
+    assert runs.rows(found)[0]["reward/full_failed"] == 0
+
+
+def test_the_error_of_any_algorithm_says_what_to_do(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(training.spo, "train", full)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        train(runs.config(folder, model, trainer={"algorithm": "spo", "first": 1}))
+    assert "micro-batches of 2 samples do not fit: lower sampling.batch_size" in error.value.__notes__[0]
+
+
+def test_where_an_iteration_cannot_be_left(folder: Path, model: Path) -> None:
     """Without the key; and where a full fine-tuning has changed its weights already, of which there is no copy."""
     for fit_batch, updates in ((False, 0), (True, 1)):
         config = runs.config(folder, model, lora=None, sampling={**SAMPLING, "fit_batch": fit_batch})
         with runs.session(config) as session:
             session.updates = updates
-            with pytest.raises(torch.OutOfMemoryError) as error, session.fitting():
+            with pytest.raises(torch.OutOfMemoryError), session.fitting():
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            assert "micro-batches of 2 samples do not fit: lower sampling.batch_size" in error.value.__notes__[0]
 
 
 def test_no_smaller_micro_batch(folder: Path, model: Path) -> None:
