@@ -289,6 +289,8 @@ class Session:
             self.leave_if_asked()
         scale = self.loss_scale
         (loss.sum() / divisor * scale).backward()
+        if self.config.kernels.compile == "cuda_graphs":  # the next call may write over this one's memory
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         if self.suspect is None:
             gradients = [local(p.grad) for p in self.weights.parameters if p.grad is not None]
             checked = {"loss": loss.detach(), "gradient": torch.stack(torch._foreach_norm(gradients)).sum()}

@@ -161,6 +161,20 @@ def test_a_ratio_that_is_not_one_names_the_switch() -> None:
         off_policy(1e-7, 1e-4, compiled=True)
 
 
+@pytest.mark.parametrize(("compiled", "marks"), [("cuda_graphs", 2), (True, 0)])
+def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
+    compiled: Any, marks: int, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append(1))
+    with runs.session(runs.config(folder, model, kernels={"compile": compiled})) as session:
+        session.start_training(2)
+        for _ in range(2):
+            loss = torch.stack([p.sum() for p in session.weights.parameters]).sum()[None]
+            session.backward(loss, session.probe, {}, divisor=1)
+    assert len(seen) == marks
+
+
 def test_what_cannot_be_compiled_is_said_before_work_starts(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
