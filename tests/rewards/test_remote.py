@@ -97,6 +97,15 @@ def test_a_reward_that_raises_there_fails_here_and_is_not_asked_again(tmp_path: 
         assert score(remote, ["fine", ""]).failed == 0
 
 
+def test_memory_that_runs_out_there_is_not_that_of_the_run() -> None:
+    def full(images: torch.Tensor) -> list[float]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with servers.live(full) as url:
+        scores = score(Remote(url, outage=FAST))
+    assert scores.failed == len(PROMPTS) and "raised OutOfMemoryError" in scores.failures[0].error
+
+
 def test_a_slow_reply_is_waited_for_by_asking_again(tmp_path: Any) -> None:
     log = tmp_path / "log"
     with servers.live(scorers.Moody(log=str(log))) as url:
