@@ -11,13 +11,10 @@ that alone.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
-from benchmarks.methods import change, complete, cost_of, panels
+from benchmarks.methods import change, panels
+from benchmarks.vlm_runs import Results, Summary, average, command, cpu_seconds
 from genrl.config import VLMConfig, load
 from genrl.runtime.run import Run, read_metrics, write_atomic
 
@@ -62,20 +59,6 @@ Share of right answers at each evaluation over thousands of drawn tokens, one li
 Made by `python -m benchmarks.vlm_methods` (`train`, then `report`) from `benchmarks/vlm_methods.json`.
 """
 
-Summary = dict[str, Any]
-
-
-def train(folder: Path, methods: list[str], seeds: list[int]) -> None:
-    """Make every run that is not there, and go on with those that were left."""
-    for seed in seeds:
-        for name in methods:
-            run = Run(folder / f"{name}-{seed}")
-            changes = [f"seed={seed}", f"output={run.folder}", "checkpoint.keep=1", "trackers=[]"]
-            complete(run, ["train", f"configs/vlm/{name}.yaml", *changes])
-            kept = stored()
-            kept[f"{name}-{seed}"] = summary(run)
-            write_atomic(RESULTS, json.dumps(kept, indent=1, sort_keys=True) + "\n")
-
 
 def summary(run: Run) -> Summary:
     """What the page says of one run; curves are over thousands of drawn tokens."""
@@ -93,55 +76,34 @@ def summary(run: Run) -> Summary:
         "curves": curves,
         "iterations": rows[-1]["step"],
         "thousand_tokens": round(tokens, 1),
-        "cpu_s": round(json.loads(cost_of(run).read_text())["cpu_s"], 1) if cost_of(run).exists() else None,
+        "cpu_s": cpu_seconds(run),
     }
 
 
-def stored() -> dict[str, Summary]:
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-
-
-def page(results: dict[str, list[Summary]]) -> str:
+def page(results: Results) -> str:
     lines = [
         "| configuration | right, start → end ± sd (each seed) | reward, start → end ± sd | iterations "
         "| thousand tokens | CPU seconds |",
         "| --- " * 6 + "|",
     ]
-    for name, title in METHODS.items():
-        runs = results[name]
-        if not runs:
-            continue
-        known = [run["cpu_s"] for run in runs if run["cpu_s"]]
+    for name, runs in results.items():
         cells = [
-            f"`{name}.yaml`: {title}",
+            f"`{name}.yaml`: {METHODS[name]}",
             change(runs, "accuracy"),
             change(runs, "total").partition(" (")[0],
             str(runs[0]["iterations"]),
-            f"{mean(run['thousand_tokens'] for run in runs):.0f}",
-            f"{mean(known):.0f}" if known else "–",
+            average(runs, "thousand_tokens"),
+            average(runs, "cpu_s"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n\n".join([HEAD.strip(), "\n".join(lines), AFTER.strip()]) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("train", help="make the runs")
-    runs.add_argument("folder", type=Path)
-    runs.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    runs.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    commands.add_parser("report", help="print the page, write the figure")
-    given = parser.parse_args()
-    if given.command == "train":
-        train(given.folder, given.methods, given.seeds)
-        return
-    kept = stored()
-    results = {name: [kept[key] for key in sorted(kept) if key.rpartition("-")[0] == name] for name in METHODS}
+def report(results: Results) -> None:
     print(page(results), end="")
-    shown = [(title, [run["curves"]["accuracy"] for run in results[n]]) for n, title in METHODS.items() if results[n]]
+    shown = [(METHODS[name], [run["curves"]["accuracy"] for run in runs]) for name, runs in results.items()]
     write_atomic(FIGURE, panels(shown, 230, 150, 4, "share of right answers over thousands of drawn tokens"))
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, RESULTS, METHODS, (0, 1, 2), summary, report)
