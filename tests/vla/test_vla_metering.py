@@ -12,8 +12,7 @@ from genrl.runtime.metrics import METRICS, SECTIONS, document
 from genrl.runtime.run import Run, read_metrics
 from genrl.vla.train import train
 
-AGENTS = {"rollout/invalid", "rollout/episodes", "eval/success_blind"}  # vision-language models that act
-OWN = set(SECTIONS["Policies in simulation"]) - AGENTS
+OWN = set(SECTIONS["Policies in simulation"])
 SHARED = {"loss/policy", "ratio/mean", "lr", "updates", "timing/train_s", "timing/eval_s", "timing/iteration_s"}
 SHARED |= {"memory/peak_mb"}
 CRITIC = {"critic/explained_variance", "loss/value", "grad_norm/critic"}
