@@ -170,6 +170,13 @@ def right(policy: Policy, split: Split, number: int) -> dict[str, float]:
     return found
 
 
+def save(processor: LlavaProcessor, model: LlavaForConditionalGeneration, out: Path) -> Policy:
+    """Write both, the weights in half precision, and read them as a run would."""
+    processor.save_pretrained(out)
+    model.save_pretrained(out, state_dict={name: value.half() for name, value in model.state_dict().items()})
+    return Policy(str(out))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS / "tiny-vlm")
@@ -179,13 +186,7 @@ def main() -> None:
     tokenizer = make_tokenizer([*map(str, range(10)), *COLOURS, *QUESTION])
     processor, model = make_processor(tokenizer), make_model(tokenizer)
 
-    def save() -> Policy:
-        processor.save_pretrained(args.out)
-        half = {name: value.half() for name, value in model.state_dict().items()}
-        model.save_pretrained(args.out, state_dict=half)
-        return Policy(str(args.out))
-
-    policy = save()
+    policy = save(processor, model, args.out)
     print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
     pixels, ids, labels = encoded(processor, [lesson(number) for number in range(POOL)])
     check = policy.encode(tasks.row("count", "train", 0).prompt).tokens.ids
@@ -213,7 +214,7 @@ def main() -> None:
             print(f"step {step + 1}, loss {loss:.3f}, right {found}, {seconds:.0f} s", flush=True)
             if min(found.values()) >= args.enough:
                 break
-    policy = save()
+    policy = save(processor, model, args.out)
     print(f"held out: {right(policy, 'eval', 256)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from build_tiny_vlm import make_model, make_processor, make_tokenizer
+from build_tiny_vlm import make_model, make_processor, make_tokenizer, save
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from genrl.mdp.noise import derive_seed
 from genrl.vlm.agents.episodes import Table
 from genrl.vlm.agents.grid import CELL, GOAL, VIEW, Grid
 from genrl.vlm.agents.hosts import Local
-from genrl.vlm.policy import Policy
 
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast  # isort: skip  # after the policy, which prepares it
 
@@ -104,13 +103,7 @@ def main() -> None:
     processor = make_processor(tokenizer, CELL, picture)
     model = make_model(tokenizer, CELL, LAYERS, WIDTH, picture)
 
-    def save(model: LlavaForConditionalGeneration) -> Policy:
-        processor.save_pretrained(args.out)
-        half = {name: value.half() for name, value in model.state_dict().items()}
-        model.save_pretrained(args.out, state_dict=half)
-        return Policy(str(args.out))
-
-    policy = save(model)
+    policy = save(processor, model, args.out)
     print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
     settings = Settings(name="grid", answer="plain")
     table = Table(settings, Local(settings))
@@ -122,7 +115,7 @@ def main() -> None:
     started = time.process_time()
     for number, lessons in enumerate(LESSONS):
         teach(model, tokenizer, lessons, number)
-        model = save(model).model
+        model = save(processor, model, args.out).model
         print(f"{time.process_time() - started:.0f} CPU seconds", flush=True)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from build_tiny_vlm import QUESTION, make_tokenizer
+from build_tiny_vlm import QUESTION, make_tokenizer, save
 from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 
@@ -199,13 +199,7 @@ def main() -> None:
         patch_size=16, vision_feature_select_strategy="full", chat_template=start.processor.chat_template,
     )  # fmt: skip
 
-    def save() -> Policy:
-        processor.save_pretrained(args.out)
-        half = {name: value.half() for name, value in model.state_dict().items()}
-        model.save_pretrained(args.out, state_dict=half)
-        return Policy(str(args.out))
-
-    policy = save()
+    policy = save(processor, model, args.out)
     policy.model = model
     print(f"{sum(p.numel() for p in model.parameters()):,} numbers, {len(tokenizer)} words", flush=True)
     games = {
@@ -250,8 +244,8 @@ def main() -> None:
             found = probe(policy, probed["crop"], "train")
             seconds = time.process_time() - started
             print(f"step {step + 1}, loss {shown:.3f}, {seconds:.0f} CPU seconds, {found}", flush=True)
-            save()
-    policy = save()
+            save(processor, model, args.out)
+    policy = save(processor, model, args.out)
     for name, table in probed.items():
         for kind in ({}, {"blind": True}, {"temperature": 1.0}):
             print(f"held out, {name} {kind}: {probe(policy, table, 'eval', **kind)}", flush=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from build_tiny_vlm import colours_of, make_model, make_processor, make_tokenizer
+from build_tiny_vlm import colours_of, make_model, make_processor, make_tokenizer, save
 from PIL import Image, ImageDraw
 
 from genrl.mdp.noise import derive_seed
@@ -158,12 +158,7 @@ def main() -> None:
     tokenizer = make_tokenizer(sorted(words | {*map(str, range(19))}), LONGEST)
     processor, model = make_processor(tokenizer, PATCH), make_model(tokenizer, PATCH, LAYERS, WIDTH)
 
-    def save() -> Policy:
-        processor.save_pretrained(args.out)
-        model.save_pretrained(args.out, state_dict={name: value.half() for name, value in model.state_dict().items()})
-        return Policy(str(args.out))
-
-    save()
+    save(processor, model, args.out)
     rows: dict[int, list[tuple[list[Image.Image], str, str]]] = {}
     for one in (one for some in lessons.values() for one in some):
         rows.setdefault(len(one[0]), []).append(one)
@@ -185,7 +180,7 @@ def main() -> None:
         optimizer.step()
         if (step + 1) % 100 == 0:
             print(f"step {step + 1}, loss {loss:.3f}, {time.process_time() - started:.0f} s", flush=True)
-    policy = save()
+    policy = save(processor, model, args.out)
     print(f"train: {right(policy, 'train', 96)}", flush=True)
     print(f"held out: {right(policy, 'eval', 96)}, {time.process_time() - started:.0f} CPU seconds", flush=True)
 
