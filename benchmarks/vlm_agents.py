@@ -48,11 +48,10 @@ def table(results: Results) -> str:
         "| --- " * 7 + "|",
     ]
     for name, runs in results.items():
-        blind = [change(runs, "blind").partition(" ±")[0].replace("*", "")]
         cells = [
             f"`{name}.yaml`: {METHODS[name]}",
             change(runs, "success"),
-            *blind,
+            change(runs, "blind").partition(" ±")[0].replace("*", ""),
             str(runs[0]["iterations"]),
             average(runs, "thousand_steps"),
             average(runs, "explained", 2),
