@@ -9,7 +9,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    install into $(VENV), train the embedded model (about 6 minutes on 2 CPU cores, 5 of training)"
+	@echo "make demo    install into $(VENV), train the embedded model (about 6 minutes on 2 CPU cores, 5 of training);"
+	@echo "             shorter: make demo ARGS=iterations=2"
 	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (a minute after installing)"
 	@echo "make test    install into $(VENV), run linters, types and all tests"
 	@echo "make lint    linters, types and import rules only"
@@ -29,7 +30,7 @@ $(VENV)/genrl-dev: $(VENV)/genrl
 	@touch $@
 
 demo: $(VENV)/genrl
-	$(BIN)/genrl train configs/quickstart.yaml output=runs/demo-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/genrl train configs/quickstart.yaml output=runs/demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 demo-vla: $(VENV)/genrl
 	OMP_NUM_THREADS=1 $(BIN)/genrl train configs/vla/flow_sde.yaml output=runs/demo-vla-$$(date +%Y%m%d-%H%M%S)

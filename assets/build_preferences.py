@@ -16,8 +16,8 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 import rewards
-from genrl.diffusion.policy import Batch, Policy
-from genrl.prompts import load
+from genrl.data.prompts import load
+from genrl.diffusion.policy.policy import Batch, Policy
 
 TOGETHER = 48
 

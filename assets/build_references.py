@@ -13,9 +13,9 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from genrl import world
-from genrl.prompts import load
-from rewards.shapes import parse
+from genrl.data import world
+from genrl.data.prompts import load
+from rewards.scorers.objects.shapes import parse
 
 SEED = 0
 

@@ -26,9 +26,9 @@ from score_tiny_models import sample
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-from genrl import world
-from rewards.clipscore import ClipScore
-from rewards.shapes import BACKGROUND, COLOURS, PALETTE, RELATIONS, SHAPES, Group, Shapes
+from genrl.data import world
+from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, RELATIONS, SHAPES, Group, Shapes
+from rewards.scorers.preference.clipscore import ClipScore
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0

@@ -24,10 +24,10 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.codes import CODEC
+from genrl.vlm.policies.codes import CODEC
 from genrl.vlm.tasks import bodies, tunes
-from rewards.shapes import BACKGROUND, COLOURS, PALETTE
-from rewards.torchvision_compat import ensure
+from rewards.models.torchvision_compat import ensure
+from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE
 
 ensure()
 

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from genrl import world
-from rewards.dino import MEAN, STD
-from rewards.pixels import normalise
-from rewards.shapes import COLOURS, SHAPES
+from genrl.data import world
+from rewards.models.pixels import normalise
+from rewards.scorers.objects.shapes import COLOURS, SHAPES
+from rewards.scorers.pictures.dino import MEAN, STD
 
-from transformers import Dinov2Config, Dinov2Model  # isort: skip  after rewards.dino, which mends its import
+from transformers import Dinov2Config, Dinov2Model  # isort: skip  after rewards.scorers.pictures.dino, which mends its import
 
 SEED = 0
 SCENES, STEPS, BATCH, RATE = 6000, 4000, 48, 1.5e-3

@@ -22,9 +22,9 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.masked_text import MaskedPolicy
+from genrl.vlm.policies.masked_text import MaskedPolicy
 from genrl.vlm.tasks import row
-from rewards.verifiable import exact
+from rewards.scorers.texts.verifiable import exact
 
 from transformers import ModernBertConfig, ModernBertForMaskedLM, PreTrainedTokenizerFast  # isort: skip
 

@@ -40,8 +40,8 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from genrl import edits
-from genrl.world import GRAMMAR, draw
+from genrl.data import edits
+from genrl.data.world import GRAMMAR, draw
 
 PAIRS = 8_000
 BATCH = 64

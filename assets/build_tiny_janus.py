@@ -2,7 +2,8 @@
 
     python assets/build_tiny_janus.py     # assets/tiny-janus, about a minute of one core
 
-Pictures have 32 x 32 pixels and show one or two of the world's shapes (`genrl.world`), large, in one of four places;
+Pictures have 32 x 32 pixels and show one or two of the world's shapes (`genrl.data.world`), large, in one of four
+places;
 an image token stands for 8 x 8 pixels, so there are 16 of them. There are fewer kinds of patches than codes, so each is
 a code. Three stages: vectors of the codes and the decoder, on pictures with a thing in each quarter; the encoder, to
 these vectors; the language model from captions to codes, one caption in ten being left out for guidance.
@@ -25,12 +26,12 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from torch import Tensor
 
+from genrl.data.world import GRAMMAR, Scene, Thing, caption, draw
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.image_tokens import TRAINED
+from genrl.vlm.policies.image_tokens import TRAINED
 from genrl.vlm.tasks import captions
-from genrl.world import GRAMMAR, Scene, Thing, caption, draw
-from rewards.shapes import COLOURS, SHAPES, Shapes
-from rewards.torchvision_compat import ensure
+from rewards.models.torchvision_compat import ensure
+from rewards.scorers.objects.shapes import COLOURS, SHAPES, Shapes
 
 ensure()
 

@@ -52,7 +52,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from genrl import world
+from genrl.data import world
 
 ASSETS = Path(__file__).resolve().parent
 SEED = 0

@@ -23,15 +23,15 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor
 
+from genrl.data.world import SIZE, Scene, draw
 from genrl.mdp.noise import derive_seed
 from genrl.vlm import tasks
-from genrl.vlm.generation import Sampling, generate
-from genrl.vlm.policy import Policy
+from genrl.vlm.engines.generation import Sampling, generate
+from genrl.vlm.policies.policy import Policy
 from genrl.vlm.tasks import shapes
 from genrl.vlm.tasks.rows import Split
-from genrl.world import SIZE, Scene, draw
-from rewards.shapes import COLOURS
-from rewards.verifiable import exact
+from rewards.scorers.objects.shapes import COLOURS
+from rewards.scorers.texts.verifiable import exact
 
 from transformers import (  # isort: skip  # after the policy, which makes it importable beside any torchvision
     LlavaConfig,

@@ -2,7 +2,8 @@
 
     python assets/build_tiny_vlm_agent.py     # assets/tiny-vlm-agent, about five minutes of one core
 
-It imitates walks in training rooms (`genrl/vlm/agents/grid.py`). Its answer says where the goal is in the picture and
+It imitates walks in training rooms (`genrl/vlm/environments/grid.py`). Its answer says where the goal is in the
+picture and
 what is left of the agent, before it and right of it, always rightly, then an action: a planner's with
 probability `planned`, else a random one. Some lessons name MiniGrid's further actions, which it never takes.
 """
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.agents.episodes import Table
-from genrl.vlm.agents.grid import CELL, GOAL, VIEW, Grid
-from genrl.vlm.agents.hosts import Local
+from genrl.vlm.environments.grid import CELL, GOAL, VIEW, Grid
+from genrl.vlm.environments.hosts import Local
+from genrl.vlm.methods.agents.episodes import Table
 
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast  # isort: skip  # after the policy, which prepares it
 

@@ -24,17 +24,17 @@ from torch import Tensor
 
 from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.agents import crop
-from genrl.vlm.agents.contract import Split
-from genrl.vlm.agents.crop import CELLS, SHOWN, Thing
-from genrl.vlm.agents.episodes import Table, play
-from genrl.vlm.agents.hosts import Local
-from genrl.vlm.agents.session import SEEDS
-from genrl.vlm.agents.watch import FRAMES, Watch
-from genrl.vlm.generation import Sampling
-from genrl.vlm.policy import Policy
-from genrl.vlm.processor import Prompt, join_pixels
-from rewards.shapes import COLOURS, SHAPES
+from genrl.vlm.engines.generation import Sampling
+from genrl.vlm.environments import crop
+from genrl.vlm.environments.contract import Split
+from genrl.vlm.environments.crop import CELLS, SHOWN, Thing
+from genrl.vlm.environments.hosts import Local
+from genrl.vlm.environments.watch import FRAMES, Watch
+from genrl.vlm.methods.agents.episodes import Table, play
+from genrl.vlm.methods.agents.session import SEEDS
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.processor import Prompt, join_pixels
+from rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 from transformers import LlavaProcessor  # isort: skip  # after the policy, which prepares it
 

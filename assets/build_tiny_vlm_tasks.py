@@ -20,15 +20,15 @@ import torch
 from build_tiny_vlm import colours_of, make_model, make_processor, make_tokenizer, save
 from PIL import Image, ImageDraw
 
+from genrl.data.world import SIZE, caption, draw
 from genrl.mdp.noise import derive_seed
 from genrl.vlm import tasks
-from genrl.vlm.generation import Sampling, generate
-from genrl.vlm.policy import Policy
+from genrl.vlm.engines.generation import Sampling, generate
+from genrl.vlm.policies.policy import Policy
 from genrl.vlm.tasks import clips, scenes, series, shapes
 from genrl.vlm.tasks.rows import Split
-from genrl.world import SIZE, caption, draw
-from rewards.shapes import find
-from rewards.verifiable import exact
+from rewards.scorers.objects.shapes import find
+from rewards.scorers.texts.verifiable import exact
 
 from transformers import LlavaProcessor  # isort: skip  # after the policy
 

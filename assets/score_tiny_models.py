@@ -19,10 +19,10 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
-from genrl import world
+from genrl.data import world
 from rewards.contract import to_uint8
-from rewards.ocr import Ocr
-from rewards.shapes import Shapes, parse
+from rewards.scorers.objects.shapes import Shapes, parse
+from rewards.scorers.texts.ocr import Ocr
 
 ASSETS = Path(__file__).resolve().parent
 # guidance, steps, length of the silent third text encoder (tiny-t2i only)

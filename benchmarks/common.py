@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from genrl.cli.doctor import examine
 from genrl.config import Config, DiffusionNFT, FlowGRPO
-from genrl.diffusion import diffusion_nft, flow_grpo
+from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
+from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import open_session
-from genrl.doctor import examine
 from genrl.runtime.loop import make_accelerator
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, write_atomic

@@ -18,10 +18,10 @@ import torch
 from benchmarks.common import clock, parser, save
 from genrl.config import LoRA
 from genrl.config.schema import Model
-from genrl.diffusion.compiling import compile_denoisers
-from genrl.diffusion.loading import load_pipeline
-from genrl.diffusion.policy import Batch, Kernel, Policy, Trajectory
-from genrl.diffusion.weights import Weights
+from genrl.diffusion.policy.compiling import compile_denoisers
+from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.policy.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.policy.weights import Weights
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-t2i"
 STEPS = 4

@@ -4,7 +4,8 @@
 
 A call is one evaluation of one sample by the denoiser (guidance by two predictions is two), counted by a hook on the
 network itself. Every row is a configuration of this repository with few prompts, run for two iterations; the formula
-is `genrl.estimate.plan`, which `genrl check` and `genrl plan` print without running anything: of a window that is drawn
+is `genrl.config.estimate.plan`, which `genrl check` and `genrl plan` print without running anything: of a window that
+is drawn
 at random, at the places where it was drawn. `at most` marks methods that leave out what the scores do not decide (pairs
 of equal reward, pruned leaves). Ends with an error where a count is not its formula. Writes model_calls.json.
 """
@@ -18,11 +19,11 @@ from typing import Any
 
 from benchmarks.common import parser, save
 from genrl.config import Config, load
+from genrl.config.estimate import Plan, plan, read_components
 from genrl.config.files import model_folder
 from genrl.config.plans import DRAWN, is_flow_grpo
 from genrl.diffusion import train as trainer
-from genrl.diffusion.plans import window_of
-from genrl.estimate import Plan, plan, read_components
+from genrl.diffusion.methods.plans import window_of
 from genrl.runtime.run import Run, read_metrics
 
 ITERATIONS = 2

@@ -28,12 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rewards
 from benchmarks.common import Seconds, clock, opened, parser, save
-from genrl import prompts as prompt_files
 from genrl.config import Config, FlowGRPO, load
-from genrl.diffusion import flow_grpo
-from genrl.diffusion.loading import load_pipeline
-from genrl.diffusion.old_policy import check_on_policy
-from genrl.diffusion.plans import sampling_plan
+from genrl.data import prompts as prompt_files
+from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.policy.loading import load_pipeline
 
 COMMON = (
     "sampling.prompts_per_iteration=2",

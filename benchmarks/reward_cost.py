@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import rewards
-from rewards.torchvision_compat import ensure
+from rewards.models.torchvision_compat import ensure
 
 ensure()  # before transformers is imported for the first time
 
@@ -41,7 +41,7 @@ def clip_folder(folder: Path) -> str:
 
 
 def aesthetic(folder: Path) -> rewards.Reward:
-    from rewards.aesthetic import HEAD_FILES, Head
+    from rewards.scorers.preference.aesthetic import HEAD_FILES, Head
 
     model = clip_folder(folder)
     torch.save(Head(768).state_dict(), folder / HEAD_FILES[0])
@@ -50,7 +50,7 @@ def aesthetic(folder: Path) -> rewards.Reward:
 
 def imagereward(folder: Path) -> Callable[[torch.Tensor], Any]:
     """The model by itself: BLIP with a ViT-L/16 and BERT base."""
-    from rewards.imagereward import TOKENS, ImageRewardModel, prepare
+    from rewards.scorers.preference.imagereward import TOKENS, ImageRewardModel, prepare
 
     vision = transformers.BlipVisionConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=224
@@ -88,7 +88,7 @@ def geneval(folder: Path) -> Callable[[torch.Tensor], Any]:
     transformers.Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
     size = {"height": 384, "width": 384}
     transformers.Mask2FormerImageProcessorPil(size=size, num_labels=80).save_pretrained(folder)
-    from rewards.detection import Detector
+    from rewards.scorers.objects.detection import Detector
 
     detector = Detector(str(folder))
     return lambda images: [detector.find(picture, ["class 1"], 0.3) for picture in rewards.to_pil(images)]

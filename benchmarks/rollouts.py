@@ -34,15 +34,15 @@ import torch
 from torch import Tensor
 
 import rewards
-from genrl import prompts as prompt_files
 from genrl.config import Config, FlowGRPO, load
+from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
-from genrl.diffusion.export import load_lora
-from genrl.diffusion.forest import Drawn, roll_out
-from genrl.diffusion.loading import load_pipeline
-from genrl.diffusion.plans import sampling_plan, trained_steps
-from genrl.diffusion.policy import Batch, Kernel, Policy
-from genrl.diffusion.rollout import call_arguments
+from genrl.diffusion.methods.plans import sampling_plan, trained_steps
+from genrl.diffusion.policy.export import load_lora
+from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.rollout.forest import Drawn, roll_out
+from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.mdp.tree import grow
 from genrl.runtime import checkpoint
 from genrl.runtime.curves import chart

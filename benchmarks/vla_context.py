@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.common import parser, save
 from genrl.mdp.noise import generator
-from genrl.vla.encoder import Inputs
-from genrl.vla.policy import ACTION, IMAGE, STATE, TOKENS, Batch, PredictsVelocity
-from genrl.vla.sampling import Draw, FlowSteps, draw, replay, sample
-from genrl.vla.tiny_flow import TinyFlowConfig, TinyFlowVLA
+from genrl.vla.policies.encoder import Inputs
+from genrl.vla.policies.policy import ACTION, IMAGE, STATE, TOKENS, Batch, PredictsVelocity
+from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
+from genrl.vla.rollout.sampling import Draw, FlowSteps, draw, replay, sample
 
 SETTINGS = ((32, 4), (64, 4), (64, 8))
 BATCH = 64

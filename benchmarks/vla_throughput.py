@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from benchmarks.common import parser, save
-from genrl.vla.environments import open_environment
+from genrl.vla.simulators.environments import open_environment
 
 ARM = {"num_envs": 48, "chunk": 8, "tasks": ("reach-v3", "push-v3", "pick-place-v3"), "max_steps": 80}
 FETCH = {"num_envs": 16, "chunk": 8, "proprioception": 3, "instruction": "push the box to the goal"}

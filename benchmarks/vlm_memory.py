@@ -3,7 +3,8 @@
     python -m benchmarks.vlm_memory
 
 `whole` makes the logits [B, T, V] in float32, divides them by the temperature and gathers from their log-softmax, as a
-training loop on `model(...).logits` does; `chunked` is `genrl.vlm.log_probs.completion_log_probs`. Both are given the
+training loop on `model(...).logits` does; `chunked` is `genrl.vlm.policies.log_probs.completion_log_probs`. Both are
+given the
 same states and output layer and go backward to both. Each runs in a process of its own; the peak is what the process
 held at most beyond what it held before the pass (the kernel's high-water mark of resident memory), the gradient of the
 output layer included in both. Writes vlm_memory.json.
@@ -33,7 +34,7 @@ def whole(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> t
 
 
 def chunked(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, entropy: bool = False) -> torch.Tensor:
-    from genrl.vlm.log_probs import completion_log_probs
+    from genrl.vlm.policies.log_probs import completion_log_probs
 
     return completion_log_probs(states, weight, tokens, temperature=TEMPERATURE, entropy=entropy).log_prob
 

@@ -17,8 +17,8 @@ import transformers
 from PIL import Image
 
 from benchmarks.common import parser, save
-from genrl.vlm.policy import Encoded, Policy
-from genrl.vlm.processor import Tokens
+from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.processor import Tokens
 
 MODEL = "assets/tiny-vlm"
 PROMPT, ANSWER, ANSWERS = 1000, 300, 8

@@ -54,7 +54,7 @@ def make(task: str) -> Corner:
 
 def record(task: str, seed: int):
     """A demonstration: row t holds what was seen before action t, the action, and what came of it."""
-    from genrl.vla.lerobot_dataset import Episode
+    from genrl.vla.data.lerobot_dataset import Episode
 
     env, rows, done = make(task), [], False
     seen, _ = env.reset(seed=seed)
@@ -68,6 +68,6 @@ def record(task: str, seed: int):
 
 
 if __name__ == "__main__":
-    from genrl.vla.lerobot_dataset import write_dataset
+    from genrl.vla.data.lerobot_dataset import write_dataset
 
     write_dataset(Path(sys.argv[1]), (record(("red", "blue")[n % 2], n) for n in range(40)), fps=10)

@@ -172,7 +172,8 @@ def _is_differentiable(reward: Reward) -> bool:
 
 
 def is_trainable(reward: Reward) -> bool:
-    """Whether a reward is to be trained beside the model: it has `logits` (see `rewards.adversary`)."""
+    """Whether a reward is to be trained beside the model: it has `logits` (see
+    `rewards.scorers.preference.adversary`)."""
     return hasattr(reward, "logits")
 
 

@@ -25,7 +25,7 @@ class Declared(NamedTuple):
     gradients: bool | None = None
     """The attribute `differentiable`; None where the source cannot tell (a class that inherits)."""
     trainable: bool = False
-    """Whether it is a class with `logits` (see `rewards.adversary`)."""
+    """Whether it is a class with `logits` (see `rewards.scorers.preference.adversary`)."""
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from rewards.contract import Reward
 from rewards.loading import EMPTY, load
-from rewards.remote import Outage, Remote
-from rewards.serve import TOKEN_VARIABLE
+from rewards.service.remote import Outage, Remote
+from rewards.service.serve import TOKEN_VARIABLE
 
 
 def open_reward(
@@ -30,11 +30,11 @@ def open_reward(
     GENRL_REWARD_TOKEN, which may be missing.
     isolate: true for a process of its own, or the folder of a virtual environment to run it in. Neither: loaded here.
     batch_size: samples per call. cache: samples whose scores are remembered; 0 = none.
-    outage and stopped: as of `rewards.remote`.
+    outage and stopped: as of `rewards.service.remote`.
     Raises ValueError as `rewards.load`, `Remote` and `Isolated` do, and for settings that contradict each other.
     """
     from rewards.calls import Calls
-    from rewards.isolation import Isolated
+    from rewards.service.isolation import Isolated
 
     if remote is not None and (isolate or args or dtype is not None):
         raise ValueError(f"reward {name!r} is remote: args, dtype and isolate are matters of its server")

@@ -16,9 +16,9 @@ from pathlib import Path
 import uvicorn
 
 import rewards
-from rewards import serve, wire
-from rewards.http_app import app
-from rewards.wire import Limits
+from rewards.service import serve, wire
+from rewards.service.http_app import app
+from rewards.service.wire import Limits
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,7 +45,7 @@ def live(
 def spawn(reward: str, port: int) -> subprocess.Popen[bytes]:
     """`genrl serve` in a process of its own; ready when this returns."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "genrl.cli", "serve", reward, "--port", str(port)], cwd=ROOT, env=dict(os.environ)
+        [sys.executable, "-m", "genrl", "serve", reward, "--port", str(port)], cwd=ROOT, env=dict(os.environ)
     )
     end = time.monotonic() + 60
     while time.monotonic() < end:

@@ -28,17 +28,11 @@ from genrl.mdp.plan import (
 )
 from genrl.mdp.released_windows import mixgrpo_window
 from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
-from genrl.mdp.windows import (
-    backward_interval,
-    draw_start,
-    geometric_start_probabilities,
-    growing_noise,
-    moving_window,
-)
-from genrl.objectives import credit, pruning
-from genrl.objectives.advantages import aggregated_advantages, group_advantages
-from genrl.objectives.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
-from genrl.objectives.policy_losses import clipped_surrogate
+from genrl.mdp.windows import backward_interval, draw_start, geometric_start_probabilities, growing_noise, moving_window
+from genrl.objectives.advantages import credit, pruning
+from genrl.objectives.advantages.groups import aggregated_advantages, group_advantages
+from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 
 
 class Arrays:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from genrl.cli_plan import lines
+from genrl.cli.plan import lines
 from genrl.config import Config, ConfigError, load
-from genrl.estimate import plan
+from genrl.config.estimate import plan
 
 
 def blocks(page: Path, language: str) -> list[str]:

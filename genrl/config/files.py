@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from genrl import references
 from genrl.config.combinations import looks_local
 from genrl.config.direct_rules import DIRECT
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
@@ -21,10 +20,11 @@ from genrl.config.vla import VLAConfig
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
-from genrl.prompts import PromptError, PromptRows, missing_images
-from genrl.prompts import read as read_prompts
+from genrl.data import references
+from genrl.data.prompts import PromptError, PromptRows, missing_images
+from genrl.data.prompts import read as read_prompts
 from rewards.contract import FROM_SAMPLER, nearest
-from rewards.isolation import python_of
+from rewards.service.isolation import python_of
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """From the settings of Flow-GRPO to the sampling plan of an iteration, and how often which plan comes. No torch.
 
-A window that is drawn at random is drawn in `genrl.diffusion.plans`; what can be said without a draw is here.
+A window that is drawn at random is drawn in `genrl.diffusion.methods.plans`; what can be said without a draw is here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The typed configuration of a run that trains a vision-language model: a YAML file with the section `vlm`.
 
 As in `schema`, the text under each field is its description. The five functions of a loss (advantage, transforms,
-weights, surrogate, aggregation) are those of `genrl.vlm.recipe`; `genrl.vlm.compose` checks what is written of them.
+weights, surrogate, aggregation) are those of `genrl.vlm.methods.recipe`; `genrl.vlm.methods.compose` checks what is
+written of them.
 """
 
 from __future__ import annotations
@@ -158,8 +159,9 @@ class VLMReward(Section):
     """One reward of the weighted sum."""
 
     name: Text
-    """A function of `rewards.verifiable` (exact, numeric, choice, iou, tag_format ...), or path/file.py:function, also
-    as TRL takes it; others as `genrl rewards` lists them where they need no picture of a sampler."""
+    """A function of `rewards.scorers.texts.verifiable` (exact, numeric, choice, iou, tag_format ...), or
+    path/file.py:function, also as TRL takes it; others as `genrl rewards` lists them where they need no picture of a
+    sampler."""
     weight: Number = 1.0
     """Factor in the sum that is trained on; 0 = only logged."""
     args: dict[str, Any] = {}

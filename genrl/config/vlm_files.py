@@ -12,10 +12,10 @@ import rewards
 from genrl.config.combinations import looks_local
 from genrl.config.vlm import Synthesis, VLMConfig
 from genrl.config.yaml_source import KeyPath
-from genrl.prompts import PromptError, PromptRows
-from genrl.prompts import read as read_prompts
-from rewards.completions import GIVEN, resolve_text
+from genrl.data.prompts import PromptError, PromptRows
+from genrl.data.prompts import read as read_prompts
 from rewards.contract import nearest
+from rewards.scorers.texts.completions import GIVEN, resolve_text
 
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 CODEC = "codec.safetensors"

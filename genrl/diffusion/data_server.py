@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 
 from genrl.config import Model
-from genrl.diffusion.loading import check_call_arguments, load_pipeline
+from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 
 
 def serve(pipe: Any, arguments: dict[str, Any], requests: TextIO, answers: TextIO) -> None:

@@ -13,11 +13,11 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config import Config, Evaluation
-from genrl.diffusion.policy import Batch, Policy
-from genrl.diffusion.rollout import Rollouts, batch_inputs, call_arguments, to_bytes
-from genrl.diffusion.scoring import Scored, Scorers, score
+from genrl.data.prompts import Prompt
+from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.rollout.rollout import Rollouts, batch_inputs, call_arguments, to_bytes
+from genrl.diffusion.rollout.scoring import Scored, Scorers, score
 from genrl.mdp.batches import shares
-from genrl.prompts import Prompt
 from genrl.runtime import pictures
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.run import Run

@@ -15,11 +15,11 @@ import torch
 from accelerate.utils import gather_object
 
 from genrl.config.combinations import WHOLE_GROUPS
-from genrl.diffusion.compiling import start_over
-from genrl.diffusion.policy import Batch
-from genrl.diffusion.rollout import batch_inputs, call_arguments
+from genrl.config.estimate import snapshots
+from genrl.diffusion.policy.compiling import start_over
+from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.session import Session
-from genrl.estimate import snapshots
 
 MARGIN = 0.92
 """Share of the memory that may be in use: the rest is the allocator's, for pieces of other sizes."""

@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from genrl.diffusion.weights import AVERAGE
+from genrl.diffusion.policy.weights import AVERAGE
 from genrl.objectives.hacking import fallen_since
 
 if TYPE_CHECKING:

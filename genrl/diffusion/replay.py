@@ -31,13 +31,19 @@ from genrl.config import (
     OfflineDPO,
 )
 from genrl.config import load as load_config
-from genrl.diffusion import awm, crd, d3po, dgpo, diffusion_nft, dpo, draft
-from genrl.diffusion.flow_grpo import policy_loss, reference_kl
-from genrl.diffusion.loading import load_pipeline
-from genrl.diffusion.policy import Batch, Children, Kernel, Policy, Trajectory
-from genrl.diffusion.spo import pair_of, preference
+from genrl.diffusion.methods.awm import train as awm
+from genrl.diffusion.methods.crd import train as crd
+from genrl.diffusion.methods.d3po import train as d3po
+from genrl.diffusion.methods.dgpo import train as dgpo
+from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
+from genrl.diffusion.methods.dpo import train as dpo
+from genrl.diffusion.methods.draft import train as draft
+from genrl.diffusion.methods.flow_grpo.train import policy_loss, reference_kl
+from genrl.diffusion.methods.spo.train import pair_of, preference
+from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.policy.policy import Batch, Children, Kernel, Policy, Trajectory
+from genrl.diffusion.policy.weights import Weights
 from genrl.diffusion.train import use_kernels
-from genrl.diffusion.weights import Weights
 from genrl.runtime import checkpoint
 from genrl.runtime.guards import Dump, non_finite, read_dump
 from genrl.runtime.run import Run

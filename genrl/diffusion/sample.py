@@ -17,16 +17,16 @@ from diffusers import DiffusionPipeline
 
 import rewards
 from genrl.config import Model
+from genrl.data.prompts import Prompt
+from genrl.data.scoring import DRAWN, GRID, drawn_in
 from genrl.diffusion.evaluate import Evaluated, evaluate
-from genrl.diffusion.export import load_lora
-from genrl.diffusion.loading import check_call_arguments, load_pipeline
-from genrl.diffusion.policy import Policy
-from genrl.diffusion.rewriter import Rewriter, TextRoom
-from genrl.diffusion.scoring import Scorers
-from genrl.prompts import Prompt
+from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom
+from genrl.diffusion.policy.export import load_lora
+from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.rollout.scoring import Scorers
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
-from genrl.scoring import DRAWN, GRID, drawn_in
 
 
 def load(model: Model, lora: str | None) -> DiffusionPipeline:

@@ -22,12 +22,15 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.config import Config
+from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
-from genrl.diffusion.export import save_lora
-from genrl.diffusion.forest import Draw
 from genrl.diffusion.monitor import ended_at, prepare, watch
-from genrl.diffusion.policy import Batch, Policy
-from genrl.diffusion.rollout import (
+from genrl.diffusion.policy.export import save_lora
+from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.sharding import load_optimizer_state, local, whole, whole_optimizer_state
+from genrl.diffusion.policy.weights import AVERAGE, Weights
+from genrl.diffusion.rollout.forest import Draw
+from genrl.diffusion.rollout.rollout import (
     Rollouts,
     batch_inputs,
     call_arguments,
@@ -35,11 +38,8 @@ from genrl.diffusion.rollout import (
     iteration_prompts,
     score_metrics,
 )
-from genrl.diffusion.scoring import Scorers
-from genrl.diffusion.sharding import load_optimizer_state, local, whole, whole_optimizer_state
-from genrl.diffusion.weights import AVERAGE, Weights
+from genrl.diffusion.rollout.scoring import Scorers
 from genrl.mdp.noise import derive_seed
-from genrl.prompts import Prompt
 from genrl.runtime import checkpoint, state
 from genrl.runtime.guards import any_rank, any_ranks, non_finite, require_finite
 from genrl.runtime.loop import Stateful, peak_memory_mb, scheduled

@@ -11,8 +11,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 import rewards
-from genrl import preferences
-from genrl import prompts as prompt_files
 from genrl.config import (
     AWM,
     CRD,
@@ -32,37 +30,37 @@ from genrl.config import (
     PromptRL,
     Talk2Move,
 )
-from genrl.diffusion import (
-    adv_grpo,
-    awm,
-    crd,
-    d3po,
-    dgpo,
-    diff_instruct,
-    diffusion_nft,
-    direct,
-    dpo,
-    dpo_offline,
-    draft,
-    flow_grpo,
-    prdp,
-    prompt_rl,
-    spo,
-    talk2move,
-)
-from genrl.diffusion.blocks import install
-from genrl.diffusion.compiling import compile_denoisers
-from genrl.diffusion.decoding import spare_vae
+from genrl.data import preferences
+from genrl.data import prompts as prompt_files
 from genrl.diffusion.evaluate import evaluation_arguments
-from genrl.diffusion.export import check_lora_loader, save_lora, write_card
 from genrl.diffusion.fit import settle, shrink
-from genrl.diffusion.loading import check_call_arguments, load_pipeline
+from genrl.diffusion.methods import direct
+from genrl.diffusion.methods.adv_grpo import train as adv_grpo
+from genrl.diffusion.methods.awm import train as awm
+from genrl.diffusion.methods.crd import train as crd
+from genrl.diffusion.methods.d3po import train as d3po
+from genrl.diffusion.methods.dgpo import train as dgpo
+from genrl.diffusion.methods.diff_instruct import train as diff_instruct
+from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
+from genrl.diffusion.methods.dpo import train as dpo
+from genrl.diffusion.methods.dpo_offline import train as dpo_offline
+from genrl.diffusion.methods.draft import train as draft
+from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.prdp import train as prdp
+from genrl.diffusion.methods.prompt_rl import train as prompt_rl
+from genrl.diffusion.methods.spo import train as spo
+from genrl.diffusion.methods.talk2move import train as talk2move
 from genrl.diffusion.monitor import ended_at
-from genrl.diffusion.policy import Policy
-from genrl.diffusion.rollout import call_arguments, check_inputs
-from genrl.diffusion.scoring import open_scorers
+from genrl.diffusion.policy.blocks import install
+from genrl.diffusion.policy.compiling import compile_denoisers
+from genrl.diffusion.policy.decoding import spare_vae
+from genrl.diffusion.policy.export import check_lora_loader, save_lora, write_card
+from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.weights import AVERAGE, Weights
+from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
+from genrl.diffusion.rollout.scoring import open_scorers
 from genrl.diffusion.session import Abandoned, NoRoom, Session
-from genrl.diffusion.weights import AVERAGE, Weights
 from genrl.kernels.backend import choose
 from genrl.kernels.joint_attention import attention_problem, usable
 from genrl.runtime import run as run_folder

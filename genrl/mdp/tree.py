@@ -67,7 +67,8 @@ class Tree:
 
     @property
     def leaves(self) -> Tensor:
-        """Nodes without children, int64 [L], in level order: the order of leaf values in `genrl.objectives.credit`.
+        """Nodes without children, int64 [L], in level order: the order of leaf values in
+        `genrl.objectives.advantages.credit`.
         Where all are of one depth, leaf k has slot k."""
         return (self.num_children == 0).nonzero()[:, 0]
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from genrl.mdp.noise import generator
 from genrl.runtime.intervals import wilson
-from genrl.vla.environments import Environment, evaluation_episodes
-from genrl.vla.policy import Policy
-from genrl.vla.rollout import observe
-from genrl.vla.sampling import Frozen, Sampler, act
-from genrl.vla.videos import Clip
+from genrl.vla.data.videos import Clip
+from genrl.vla.policies.policy import Policy
+from genrl.vla.rollout.rollout import observe
+from genrl.vla.rollout.sampling import Frozen, Sampler, act
+from genrl.vla.simulators.environments import Environment, evaluation_episodes
 
 
 class Judged(NamedTuple):

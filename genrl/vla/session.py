@@ -13,17 +13,17 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config.vla import GRPO, PPO, Update, VLAConfig
-from genrl.objectives.gae import normalise_advantages
+from genrl.objectives.advantages.gae import normalise_advantages
 from genrl.runtime.loop import Loop
-from genrl.vla.environments import Environment
-from genrl.vla.minibatches import Minibatch, minibatches
-from genrl.vla.policy import KeepsFeatures, Policy
-from genrl.vla.ray_rollout import RayRollouts
-from genrl.vla.rollout import ChunkRollout, collect, episode_returns, training_rows
-from genrl.vla.sampling import Frozen, draw, replay, sample
-from genrl.vla.scores import context_of
+from genrl.vla.methods.minibatches import Minibatch, minibatches
+from genrl.vla.methods.scores import context_of
+from genrl.vla.methods.update import Figures
+from genrl.vla.policies.policy import KeepsFeatures, Policy
+from genrl.vla.rollout.ray_rollout import RayRollouts
+from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns, training_rows
+from genrl.vla.rollout.sampling import Frozen, draw, replay, sample
 from genrl.vla.setup import longest_episode, sampler_of
-from genrl.vla.update import Figures
+from genrl.vla.simulators.environments import Environment
 
 ON_POLICY = 1e-6
 """How far a ratio may be from 1 where nothing was trained yet."""

@@ -18,18 +18,14 @@ from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
 from genrl.runtime.loop import put_back
-from genrl.vla.demonstrations import MINITABLE_REST, dataset_frames, expert_demonstrations
-from genrl.vla.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
-from genrl.vla.encoder import Inputs
-from genrl.vla.environments import Environment, minitable_tasks, open_environment
-from genrl.vla.folder import load_policy
-from genrl.vla.imitation import frame_statistics, minitable_frames
-from genrl.vla.lerobot import Adapt
-from genrl.vla.lerobot_dataset import open_dataset
-from genrl.vla.metaworld import expert as metaworld_expert
-from genrl.vla.metaworld import tasks as metaworld_tasks
-from genrl.vla.minitable import INSTRUCTIONS
-from genrl.vla.policy import (
+from genrl.vla.data.demonstrations import MINITABLE_REST, dataset_frames, expert_demonstrations
+from genrl.vla.data.lerobot_dataset import open_dataset
+from genrl.vla.methods.imitation import frame_statistics, minitable_frames
+from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.policies.encoder import Inputs
+from genrl.vla.policies.folder import load_policy
+from genrl.vla.policies.lerobot import Adapt
+from genrl.vla.policies.policy import (
     ACTION,
     ENVIRONMENT,
     IMAGE,
@@ -43,9 +39,13 @@ from genrl.vla.policy import (
     tokenise,
     vocabulary,
 )
-from genrl.vla.ray_rollout import RayRollouts
-from genrl.vla.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
-from genrl.vla.tiny_flow import NoiseHead, TinyFlowConfig, TinyFlowVLA
+from genrl.vla.policies.tiny_flow import NoiseHead, TinyFlowConfig, TinyFlowVLA
+from genrl.vla.rollout.ray_rollout import RayRollouts
+from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
+from genrl.vla.simulators.environments import Environment, minitable_tasks, open_environment
+from genrl.vla.simulators.metaworld import expert as metaworld_expert
+from genrl.vla.simulators.metaworld import tasks as metaworld_tasks
+from genrl.vla.simulators.minitable import INSTRUCTIONS
 
 
 def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:

@@ -23,10 +23,16 @@ from genrl.runtime.pictures import save_png
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Stop, Watchdog
-from genrl.vla import diwa, fisor, grpo, ppo, rl100, rl_vlm_f, sft
-from genrl.vla.environments import Environment
+from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
-from genrl.vla.folder import FIRST_STEPS, load_first_steps, save_first_steps, save_policy
+from genrl.vla.methods.diwa import train as diwa
+from genrl.vla.methods.fisor import train as fisor
+from genrl.vla.methods.grpo import train as grpo
+from genrl.vla.methods.ppo import train as ppo
+from genrl.vla.methods.rl100 import train as rl100
+from genrl.vla.methods.rl_vlm_f import train as rl_vlm_f
+from genrl.vla.methods.sft import train as sft
+from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_first_steps, save_policy
 from genrl.vla.session import Session
 from genrl.vla.setup import (
     critic_values,
@@ -44,7 +50,7 @@ from genrl.vla.setup import (
     untrained,
     with_heads,
 )
-from genrl.vla.videos import contact_sheet, write_clips
+from genrl.vla.simulators.environments import Environment
 
 FPS = 4
 """Of films, which have a frame for every decision."""

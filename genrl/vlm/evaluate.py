@@ -10,11 +10,11 @@ import numpy as np
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.intervals import wilson
-from genrl.vlm.data import Questions
-from genrl.vlm.generation import Sampling, generate
-from genrl.vlm.pictures import black, with_pictures
-from genrl.vlm.policy import Policy
-from genrl.vlm.rollout import score
+from genrl.vlm.engines.generation import Sampling, generate
+from genrl.vlm.policies.pictures import black, with_pictures
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.rollout import score
 from rewards.contract import Reward
 
 TOGETHER = 64

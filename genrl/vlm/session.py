@@ -13,20 +13,20 @@ from accelerate.utils import gather_object
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.loop import Loop
-from genrl.vlm import artefacts
-from genrl.vlm.augment import augmented, gaps
-from genrl.vlm.compose import preset_of
-from genrl.vlm.data import Questions
-from genrl.vlm.dealing import Update, dealt, everyones, ours
-from genrl.vlm.estimate import Estimate, estimate
-from genrl.vlm.extras import Average, Needed, computed, needed
-from genrl.vlm.passes import leave_out
-from genrl.vlm.policy import Policy
-from genrl.vlm.recipe import LinearBound, Preset
-from genrl.vlm.rollout import Answers, draw, joined, totals, worth
-from genrl.vlm.synthesis import Synthesis
+from genrl.vlm.methods.compose import preset_of
+from genrl.vlm.methods.dealing import Update, dealt, everyones, ours
+from genrl.vlm.methods.estimate import Estimate, estimate
+from genrl.vlm.methods.extras import Average, Needed, computed, needed
+from genrl.vlm.methods.recipe import LinearBound, Preset
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout import artefacts
+from genrl.vlm.rollout.augment import augmented, gaps
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.passes import leave_out
+from genrl.vlm.rollout.rollout import Answers, draw, joined, totals, worth
+from genrl.vlm.rollout.synthesis import Synthesis
+from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.tasks.rows import Row
-from genrl.vlm.token_batch import TokenBatch
 from rewards.contract import Reward
 
 SAMPLER_GAP = 0.1

@@ -20,18 +20,20 @@ from genrl.runtime.pictures import save_samples
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, write_atomic
 from genrl.runtime.signals import Stop, Watchdog
-from genrl.vlm import artefacts, music_rl, trainer
-from genrl.vlm.agents import train as agents
-from genrl.vlm.compose import preset_of
-from genrl.vlm.data import Questions
+from genrl.vlm.engines.vllm import open_sampler
 from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
-from genrl.vlm.extras import Average, needed
-from genrl.vlm.folder import open_policy, save_model
-from genrl.vlm.policy import Policy
-from genrl.vlm.rollout import open_rewards
+from genrl.vlm.methods import trainer
+from genrl.vlm.methods.agents import train as agents
+from genrl.vlm.methods.compose import preset_of
+from genrl.vlm.methods.extras import Average, needed
+from genrl.vlm.methods.music_rl import train as music_rl
+from genrl.vlm.policies.folder import open_policy, save_model
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout import artefacts
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.rollout import open_rewards
+from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.session import Session
-from genrl.vlm.synthesis import Synthesis
-from genrl.vlm.vllm_engine import open_sampler
 from rewards.contract import Reward
 
 SHOWN = 32

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import runs
 import torch
-from families import FAMILIES
+
+from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 
-import tiny_parts as parts
 from diffusers import FluxKontextPipeline, QwenImageEditPipeline, StableDiffusion3Img2ImgPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
-from image_families import QWEN_CALL, QWEN_UNGUIDED, SIZE, UNGUIDED, flux_parts, qwen_parts, sd3
-from tiny_parts import Family
+
+from tests.diffusion import tiny_parts as parts
+from tests.diffusion.image_families import QWEN_CALL, QWEN_UNGUIDED, SIZE, UNGUIDED, flux_parts, qwen_parts, sd3
+from tests.diffusion.tiny_parts import Family
 
 
 def sd3_img2img() -> Family:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import editing_families as editing
-import image_families as image
 import torch
-import video_families as video
-from tiny_parts import Family
 from torch import nn
+
+from tests.diffusion import editing_families as editing
+from tests.diffusion import image_families as image
+from tests.diffusion import video_families as video
+from tests.diffusion.tiny_parts import Family
 
 Builder = Callable[[], Family]
 

@@ -5,7 +5,6 @@ The classes, the schedulers and their settings are those of the real checkpoints
 
 from __future__ import annotations
 
-import tiny_parts as parts
 from diffusers import (
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
@@ -39,7 +38,9 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from tiny_parts import Family
+
+from tests.diffusion import tiny_parts as parts
+from tests.diffusion.tiny_parts import Family
 
 SIZE = {"height": 16, "width": 16}
 UNGUIDED: dict[str, object] = {"guidance_scale": 1.0}

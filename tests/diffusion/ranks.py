@@ -7,18 +7,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import runs
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from genrl.config import load
-from genrl.diffusion import awm, crd, d3po, dgpo, diff_instruct, diffusion_nft, dpo, draft, flow_grpo, prdp
 from genrl.diffusion import train as training
-from genrl.diffusion.rollout import Rollouts
+from genrl.diffusion.methods.awm import train as awm
+from genrl.diffusion.methods.crd import train as crd
+from genrl.diffusion.methods.d3po import train as d3po
+from genrl.diffusion.methods.dgpo import train as dgpo
+from genrl.diffusion.methods.diff_instruct import train as diff_instruct
+from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
+from genrl.diffusion.methods.dpo import train as dpo
+from genrl.diffusion.methods.draft import train as draft
+from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.prdp import train as prdp
+from genrl.diffusion.policy.sharding import whole
+from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.session import Session
-from genrl.diffusion.sharding import whole
 from genrl.runtime.guards import NonFiniteError
+from tests.diffusion import runs
 
 TRAINERS: dict[str, Callable[[Session, Any], None]] = {
     "flow_grpo": flow_grpo.train,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import yaml
-from run_folders import differences, last_state, rows, start, start_ranks, wait
 
 from genrl.config import Config, load
 from genrl.diffusion.session import Session
@@ -21,6 +20,7 @@ from genrl.runtime.loop import make_accelerator
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Watchdog, catch_stop
+from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
 
 __all__ = ["differences", "last_state", "rows", "start", "start_ranks", "wait"]  # beside its own
 

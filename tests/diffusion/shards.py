@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from families import FAMILIES
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from genrl.config import Kernels
-from genrl.diffusion.policy import Batch, Kernel, Policy
-from genrl.diffusion.sharding import whole, whole_optimizer_state
+from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.policy.sharding import whole, whole_optimizer_state
+from genrl.diffusion.policy.weights import Weights
 from genrl.diffusion.train import use_kernels
-from genrl.diffusion.weights import Weights
 from genrl.runtime.state import pack
+from tests.diffusion.families import FAMILIES
 
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8}
 BATCH = Batch(["a red star", "two blue dogs", "a cat"], [(7, 0, 0), (7, 0, 1), (7, 0, 2)], SAMPLING)

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-import runs
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from genrl.diffusion.policy import Batch, Kernel
-from genrl.diffusion.rollout import call_arguments
+from genrl.diffusion.policy.policy import Batch, Kernel
+from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.runtime.guards import read_dump
 from genrl.runtime.run import Run, read_metrics
+from tests.diffusion import ranks, runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

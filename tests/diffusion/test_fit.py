@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-import runs
 import torch
 
 from genrl.diffusion import fit
@@ -16,6 +14,7 @@ from genrl.diffusion import train as training
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.runtime.run import read_metrics
+from tests.diffusion import ranks, runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
 from peft import load_peft_weights
 from safetensors.torch import load_file
@@ -18,6 +17,7 @@ from genrl.diffusion import session as session_module
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
+from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
 from torch import nn
 
-from genrl.cli_tables import print_replay, replay_verdict
+from genrl.cli.tables import print_replay, replay_verdict
 from genrl.config import Config, VLAConfig
 from genrl.config import dump as to_yaml
 from genrl.diffusion import replay as replaying
-from genrl.diffusion.diffusion_nft import train as train_nft
-from genrl.diffusion.flow_grpo import train as train_grpo
-from genrl.diffusion.loading import load_pipeline
+from genrl.diffusion.methods.diffusion_nft.train import train as train_nft
+from genrl.diffusion.methods.flow_grpo.train import train as train_grpo
+from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.replay import first_not_finite, replay
 from genrl.runtime.guards import NonFiniteError, non_finite, require_finite
 from genrl.runtime.run import Run, write_atomic
+from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 

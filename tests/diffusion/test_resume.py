@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 
 from genrl.config import dump, load
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
+from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -50,7 +50,7 @@ def test_two_and_two_iterations_are_four(
     """Ended after 2 of 4 iterations, and gone on with: weights, snapshots, optimiser, RNG and metrics to the bit."""
     if trainer == "nft delayed_ramp":  # its ramp begins after 75 steps; here after 1
         delayed = lambda step, kind: 0.0 if step < 1 else min(0.2 * (step - 1), 0.9)  # noqa: E731
-        monkeypatch.setattr("genrl.diffusion.diffusion_nft.nft_old_policy_decay", delayed)
+        monkeypatch.setattr("genrl.diffusion.methods.diffusion_nft.train.nft_old_policy_decay", delayed)
     common: dict[str, Any] = {"trainer": TRAINERS[trainer], "lora": lora, "sampling": SAMPLING, "iterations": 4}
     common |= {"optimizer": {"lr": 1e-2 if lora else 1e-4, "schedule": "cosine", "warmup_steps": 1}}
     # 2 calls of the reward score an iteration, 1 an evaluation (before the first iteration, and after every second).

@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import runs
 from diffusers import DiffusionPipeline
 
 import genrl.diffusion.train as train_module
@@ -19,6 +18,7 @@ from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
+from tests.diffusion import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # deprecations within diffusers
 

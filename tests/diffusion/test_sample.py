@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import runs
 import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from PIL import Image
@@ -17,11 +16,12 @@ from safetensors.torch import save_file
 
 import rewards
 from genrl.config import Model
+from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import spread
+from genrl.diffusion.rollout.scoring import plain
 from genrl.diffusion.sample import evaluate_pipeline, load, sample
-from genrl.diffusion.scoring import plain
 from genrl.diffusion.train import train
-from genrl.prompts import Prompt
+from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 

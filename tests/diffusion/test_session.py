@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
 
-from genrl.diffusion import diffusion_nft, flow_grpo
+from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
+from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
 import yaml
 from PIL import Image
 
 from genrl.config import Config, Optimizer, load
-from genrl.diffusion import flow_grpo
 from genrl.diffusion import train as training
+from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.train import train
 from genrl.runtime.guards import NonFiniteError, read_dump
 from genrl.runtime.loop import scheduled
+from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 

@@ -6,7 +6,6 @@ The classes, the schedulers and their settings are those of the real checkpoints
 from __future__ import annotations
 
 import pytest
-import tiny_parts as parts
 from diffusers import (
     AceStepPipeline,
     AceStepTransformer1DModel,
@@ -31,7 +30,9 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
-from tiny_parts import Family
+
+from tests.diffusion import tiny_parts as parts
+from tests.diffusion.tiny_parts import Family
 
 SIZE = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 16}
 UNGUIDED: dict[str, object] = {"guidance_scale": 1.0}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton
 
 from genrl.kernels.adaln import adaln, adaln_torch
+from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton
 
 
 def example(batch: int, tokens: int, width: int, *, per_token: bool, device: str = "cpu"):

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from kernel_errors import needs_triton
 
 from genrl.kernels.aot import LIMITS, Compiled
+from tests.kernels.kernel_errors import needs_triton
 
 
 @pytest.mark.slow

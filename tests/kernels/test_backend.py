@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_errors import needs_triton
 from torch import Tensor
 
 from genrl.kernels import backend, joint_attention
 from genrl.kernels.adaln import adaln
 from genrl.kernels.backend import KERNELS, choose, summary
 from genrl.kernels.qk_norm_rope import qk_norm_rope
+from tests.kernels.kernel_errors import needs_triton
 
 
 @pytest.fixture(autouse=True)

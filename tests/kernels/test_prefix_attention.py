@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton
 
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch, slots
+from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton
 
 BACKENDS = ["sdpa", pytest.param("triton", marks=needs_triton)]
 

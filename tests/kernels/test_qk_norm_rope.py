@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton
 
 from genrl.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_torch
+from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton
 
 
 def example(batch: int, tokens: int, heads: int, size: int, *, across: bool, device: str = "cpu"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_errors import DEVICES, needs_triton, values_and_gradients
 
 from genrl.kernels.sde_step import sde_step, sde_step_torch
 from genrl.mdp import gaussian, kernels
+from tests.kernels.kernel_errors import DEVICES, needs_triton, values_and_gradients
 
 BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
 

@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-from golden_cases import Case, check_all, error
 from torch import Tensor
 
 from genrl.mdp import chains, ddpm, kernels, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.kernels import Transition
+from tests.golden_cases import Case, check_all, error
 
 Errors = dict[str, tuple[float, float]]
 

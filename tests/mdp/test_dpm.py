@@ -7,12 +7,12 @@ import re
 
 import pytest
 import torch
-from golden_cases import Case, check_all, error
 from torch import Tensor
 
 from genrl.mdp import gaussian, kernels, schedules
 from genrl.mdp.dpm import Prediction, dpm_solver, predict, solve
 from genrl.mdp.plan import compress_tail, make_plan
+from tests.golden_cases import Case, check_all, error
 
 Errors = dict[str, tuple[float, float]]
 

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from golden_cases import Case, cases, check_all, error
 from torch import Tensor
 
 from genrl.mdp import gaussian, kernels
 from genrl.mdp.kernels import Transition
 from genrl.mdp.released_windows import flow_factory_steps
+from tests.golden_cases import Case, cases, check_all, error
 
 Errors = dict[str, tuple[float, float]]
 

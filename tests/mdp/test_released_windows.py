@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from golden_cases import Case, check_all
 
 from genrl.mdp.released_windows import flow_factory_steps, flow_grpo_fast_start, mixgrpo_window
+from tests.golden_cases import Case, check_all
 
 
 def test_golden_windows(golden) -> None:

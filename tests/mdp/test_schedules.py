@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from golden_cases import Case, check_all, error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from genrl.mdp import schedules, windows
+from tests.golden_cases import Case, check_all, error
 
 
 def grid(case: Case) -> Tensor:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_plan import plans
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, keyed_noise
 from genrl.mdp.plan import SamplingPlan, caterpillar, make_plan
 from genrl.mdp.tree import Tree, correlated_noise, edge_noise, from_parents, grow
+from tests.mdp.test_plan import plans
 
 KEY = (5, 2)  # run seed, iteration
 SHAPE = (3,)

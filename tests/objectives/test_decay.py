@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.objectives import decay, matching
+from genrl.objectives import decay
+from genrl.objectives.forward import matching
 
 
 def number(text: str) -> float:

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import scorers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from PIL import Image
 
 import rewards
 from rewards.calls import Calls, digest
+from tests.rewards import scorers
 
 IMAGES = torch.rand(6, 3, 5, 4, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "b", "a", "b", "a", "b"]

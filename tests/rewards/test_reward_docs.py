@@ -53,9 +53,9 @@ def test_every_built_in_is_in_the_pages_table(root: Path) -> None:
 
 
 def test_the_arguments_of_the_page_are_those_of_the_classes(root: Path) -> None:
-    from rewards.clipscore import SCALES as CLIP_SCALES
-    from rewards.ocr import VARIANTS, Ocr
-    from rewards.pickscore import SCALES as PICK_SCALES
+    from rewards.scorers.preference.clipscore import SCALES as CLIP_SCALES
+    from rewards.scorers.preference.pickscore import SCALES as PICK_SCALES
+    from rewards.scorers.texts.ocr import VARIANTS, Ocr
 
     page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
     for word in [*inspect.signature(Ocr).parameters, *VARIANTS, *CLIP_SCALES, *PICK_SCALES]:

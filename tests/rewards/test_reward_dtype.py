@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_blip
-import tiny_open_clip
 import torch
-from tiny_clip import save_tiny_clip
 
 import rewards
-from rewards.aesthetic import HEAD_FILES, Head
+from rewards.scorers.preference.aesthetic import HEAD_FILES, Head
+from tests.rewards import tiny_blip, tiny_open_clip
+from tests.rewards.tiny_clip import save_tiny_clip
 
 from transformers import Dinov2Config, Dinov2Model  # isort: skip
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from rewards.clip_model import _pil_image_processor  # first: it makes transformers importable beside any torchvision
+from rewards.models.clip_model import (
+    _pil_image_processor,  # first: it makes transformers importable beside any torchvision
+)
 
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer  # isort: skip
 

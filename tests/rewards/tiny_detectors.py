@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from tiny_clip import save_tiny_clip  # first: it makes transformers importable beside any torchvision
+
+from tests.rewards.tiny_clip import save_tiny_clip  # first: it makes transformers importable beside any torchvision
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "a", "cat", "dog", "?"]
 LABELS = {0: "cat", 1: "dog", 2: "mouse"}

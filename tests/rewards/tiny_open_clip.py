@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiny_clip import byte_symbols
+
+from tests.rewards.tiny_clip import byte_symbols
 
 WIDTH, EMBED, LAYERS, PATCH, SIDE, HEADS, LENGTH = 32, 24, 2, 8, 16, 16, 77
 TOKENS = 2 * 256 + 2
@@ -73,7 +74,7 @@ def embed_texts(held: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Te
 
 
 def save(folder: Path) -> Path:
-    from rewards.clip_model import _pil_image_processor  # first: it makes transformers importable
+    from rewards.models.clip_model import _pil_image_processor  # first: it makes transformers importable
 
     assert _pil_image_processor() is not None
     from transformers import CLIPTokenizer

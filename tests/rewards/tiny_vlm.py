@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tiny_clip import byte_symbols  # first: it makes transformers importable beside any torchvision
+
+from tests.rewards.tiny_clip import byte_symbols  # first: it makes transformers importable beside any torchvision
 
 from transformers import (  # isort: skip
     Qwen2Tokenizer,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from genrl.vla.policy import STATE
+from genrl.vla.policies.policy import STATE
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import vla_runs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from genrl.runtime.intervals import wilson
 from genrl.runtime.metrics import document
-from genrl.vla.environments import Environment, open_environment
+from genrl.vla.data.videos import Clip
 from genrl.vla.evaluate import Judged, balanced, by_task, evaluate, slug, success_rates
-from genrl.vla.folder import load_policy
-from genrl.vla.minitable import INSTRUCTIONS, TOUCH
-from genrl.vla.sampling import Diffusion, FlowSteps
+from genrl.vla.policies.folder import load_policy
+from genrl.vla.rollout.sampling import Diffusion, FlowSteps
+from genrl.vla.simulators.environments import Environment, open_environment
+from genrl.vla.simulators.minitable import INSTRUCTIONS, TOUCH
 from genrl.vla.train import judge_policy, train
-from genrl.vla.videos import Clip
+from tests.vla import vla_runs
 
 
 def tables(num_envs: int, **changes: Any) -> Environment:

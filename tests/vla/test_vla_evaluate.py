@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-import vla_runs
-from published import pi_folder
-from test_published_rollout import STATE3
-from tiny_policies import flow, frames
 
-from genrl.cli_vla import export
+from genrl.cli.vla import export
 from genrl.runtime.progress import Progress
 from genrl.vla import train
 from genrl.vla.evaluate import evaluate, success_rates
-from genrl.vla.folder import load_first_steps, load_policy
-from genrl.vla.minitable import MiniTable
-from genrl.vla.policy import ACTION
-from genrl.vla.sampling import FlowSteps, Frozen, act
+from genrl.vla.policies.folder import load_first_steps, load_policy
+from genrl.vla.policies.policy import ACTION
+from genrl.vla.rollout.sampling import FlowSteps, Frozen, act
 from genrl.vla.setup import load_trained, sampler_of
+from genrl.vla.simulators.minitable import MiniTable
+from tests.vla import vla_runs
+from tests.vla.published import pi_folder
+from tests.vla.rollout.test_published_rollout import STATE3
+from tests.vla.tiny_policies import flow, frames
 
 
 def test_it_tells_of_every_decision_and_of_every_episode() -> None:

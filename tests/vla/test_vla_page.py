@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_policies import diffusion, frames
 
 from genrl.config import check_files, load
-from genrl.vla.folder import save_first_steps, save_policy
-from genrl.vla.lerobot_dataset import open_dataset
-from genrl.vla.policy import ACTION
+from genrl.vla.data.lerobot_dataset import open_dataset
+from genrl.vla.policies.folder import save_first_steps, save_policy
+from genrl.vla.policies.policy import ACTION
+from tests.vla.tiny_policies import diffusion, frames
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import vla_ranks
-import vla_runs
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,6 +16,7 @@ from genrl.config import load
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.vla.train import train
+from tests.vla import vla_ranks, vla_runs
 
 EVALUATED = {"evaluation": {"every": 2, "episodes": 6, "num_envs": 3}}
 COSINE = {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 3}}

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import vla_runs
-from tiny_policies import diffusion, flow
 
-from genrl.vla.environments import evaluation_episodes
-from genrl.vla.folder import load_policy, save_policy
+from genrl.vla.policies.folder import load_policy, save_policy
+from genrl.vla.policies.tiny_flow import NoiseHead
 from genrl.vla.setup import open_tables, sampler_of, with_heads
-from genrl.vla.tiny_flow import NoiseHead
+from genrl.vla.simulators.environments import evaluation_episodes
 from genrl.vla.train import check_processes, train
+from tests.vla import vla_runs
+from tests.vla.tiny_policies import diffusion, flow
 
 
 @pytest.mark.parametrize(("had", "wanted"), [("expert", "context"), ("context", "expert"), ("none", "expert")])

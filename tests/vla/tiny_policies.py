@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from genrl.vla.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
-from genrl.vla.encoder import Inputs
-from genrl.vla.imitation import frame_statistics, minitable_frames
-from genrl.vla.minitable import INSTRUCTIONS, PUT, demonstrate, task
-from genrl.vla.policy import Batch, vocabulary
-from genrl.vla.tiny_flow import NoiseHead, TinyFlowConfig, TinyFlowVLA
+from genrl.vla.methods.imitation import frame_statistics, minitable_frames
+from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.policies.encoder import Inputs
+from genrl.vla.policies.policy import Batch, vocabulary
+from genrl.vla.policies.tiny_flow import NoiseHead, TinyFlowConfig, TinyFlowVLA
+from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, demonstrate, task
 
 WORDS = vocabulary(INSTRUCTIONS)
 SEES = Inputs(state=3, vocabulary=WORDS, image=32)

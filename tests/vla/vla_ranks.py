@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vla_runs
 from safetensors.torch import save_file
 
-from genrl.vla.rollout import ChunkRollout
+from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.session import Session
+from tests.vla import vla_runs
 
 
 def record(path: str, out: str, teaching: int | None = None) -> None:

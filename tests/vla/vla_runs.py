@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import yaml
-from run_folders import differences, last_state, rows, start, start_ranks, wait
-from tiny_policies import WORDS, diffusion, flow
 from torch import Tensor
 
 from genrl.config import VLAConfig, load
@@ -20,12 +18,14 @@ from genrl.runtime.loop import make_accelerator
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Watchdog, catch_stop
-from genrl.vla.demonstrations import expert_demonstrations
-from genrl.vla.environments import minitable_tasks
-from genrl.vla.folder import load_policy, save_policy
-from genrl.vla.imitation import imitate, minitable_frames
+from genrl.vla.data.demonstrations import expert_demonstrations
+from genrl.vla.methods.imitation import imitate, minitable_frames
+from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.session import Session
+from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.train import open_policy, open_session, train
+from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
+from tests.vla.tiny_policies import WORDS, diffusion, flow
 
 __all__ = ["WORDS", "differences", "last_state", "rows", "start", "start_ranks", "wait"]  # beside its own
 

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.vlm.generation import Sampling, generate
-from genrl.vlm.policy import Encoded, Policy
-from genrl.vlm.processor import Tokens
-from genrl.vlm.weights import checkpoint_weights
+from genrl.vlm.engines.generation import Sampling, generate
+from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.processor import Tokens
+from genrl.vlm.policies.weights import checkpoint_weights
 
 IMAGE_TOKENS = 9  # of the embedded model
 

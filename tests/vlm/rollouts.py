@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from genrl.vlm import recipe
-from genrl.vlm.presets import PRESETS
-from genrl.vlm.recipe import Preset
-from genrl.vlm.token_batch import TokenBatch
+from genrl.vlm.methods import recipe
+from genrl.vlm.methods.presets import PRESETS
+from genrl.vlm.methods.recipe import Preset
+from genrl.vlm.rollout.token_batch import TokenBatch
 
 GROUPS, SIZE, LENGTH = 3, 4, 7
 PROMPTS = [f"prompt {k}" for k in range(GROUPS)]

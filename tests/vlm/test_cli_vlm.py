@@ -6,14 +6,14 @@ import json
 import re
 from pathlib import Path
 
-import vlm_runs
 import yaml
 from click.testing import Result
-from run_folders import last_state
 from typer.testing import CliRunner
 
-from genrl.cli import app
-from genrl.vlm.policy import Policy
+from genrl.cli.app import app
+from genrl.vlm.policies.policy import Policy
+from tests.run_folders import last_state
+from tests.vlm import vlm_runs
 
 
 def genrl(*arguments: str) -> Result:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_checkpoints
 import torch
-import vlm_runs
-from run_folders import differences, rows
 from safetensors.torch import load_file
 
-from genrl.vlm.folder import load_trained, save_model
-from genrl.vlm.policy import Policy
+from genrl.vlm.policies.folder import load_trained, save_model
+from genrl.vlm.policies.policy import Policy
 from genrl.vlm.train import train
+from tests.run_folders import differences, rows
+from tests.vlm import tiny_checkpoints, vlm_runs
 
 RUNS = [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True), ("smolvlm", False)]
 

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-import vlm_runs
 from PIL import Image
-from run_folders import differences, rows
 from torch import Tensor
 from typer.testing import CliRunner
 
-from genrl.cli import app
-from genrl.objectives.preference import dpo_loss
-from genrl.vlm import artefacts
-from genrl.vlm.estimate import estimate
-from genrl.vlm.folder import load_trained
-from genrl.vlm.policy_loss import policy_loss
-from genrl.vlm.presets import PRESETS
-from genrl.vlm.token_batch import TokenBatch
+from genrl.cli.app import app
+from genrl.objectives.preferences.preference import dpo_loss
+from genrl.vlm.methods.estimate import estimate
+from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.presets import PRESETS
+from genrl.vlm.policies.folder import load_trained
+from genrl.vlm.rollout import artefacts
+from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.train import train
+from tests.run_folders import differences, rows
+from tests.vlm import vlm_runs
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 GROUPS = {"prompts_per_iteration": 2, "group_size": 3}
@@ -49,7 +49,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "vlm": {"path": str(ASSETS / "tiny-tunes"), "output": "audio"},
         "task": {"name": "tunes"},
         "generation": {**GROUPS, "max_new_tokens": 11, "temperature": 0.99},
-        "rewards": [{"name": "rewards/tunes.py:text_fit"}, {"name": "rewards/tunes.py:sound_quality"}],
+        "rewards": [
+            {"name": "rewards/scorers/texts/tunes.py:text_fit"},
+            {"name": "rewards/scorers/texts/tunes.py:sound_quality"},
+        ],
     },
 }
 METHODS = [

@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-import vlm_ranks
-import vlm_runs
-from run_folders import differences, rows, start_ranks, wait
 from torch import Tensor
 
 from genrl.config.vlm_rules import CRITICS, MASKED
-from genrl.vlm import trainer
-from genrl.vlm.data import Questions
 from genrl.vlm.evaluate import figures, judge
-from genrl.vlm.log_probs import IMPOSSIBLE
-from genrl.vlm.policy import Policy
-from genrl.vlm.presets import PRESETS
-from genrl.vlm.rollout import Answers, open_rewards, order
+from genrl.vlm.methods import trainer
+from genrl.vlm.methods.presets import PRESETS
+from genrl.vlm.policies.log_probs import IMPOSSIBLE
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.rollout import Answers, open_rewards, order
 from genrl.vlm.session import Session
 from genrl.vlm.train import train
+from tests.run_folders import differences, rows, start_ranks, wait
+from tests.vlm import vlm_ranks, vlm_runs
 
 RUNS = [name for name in PRESETS if name not in (*CRITICS, *MASKED, "hi_grpo")]
 

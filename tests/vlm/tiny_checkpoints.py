@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from genrl.vlm import processor as pictures  # first: it makes transformers importable beside any torchvision
+from genrl.vlm.policies import processor as pictures  # first: it makes transformers importable beside any torchvision
 
 from transformers import (  # isort: skip
     Idefics3Config,

@@ -14,9 +14,9 @@ from genrl.runtime.loop import make_accelerator
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Watchdog, catch_stop
-from genrl.vlm.data import Questions
-from genrl.vlm.folder import open_policy
-from genrl.vlm.processor import Prompt
+from genrl.vlm.policies.folder import open_policy
+from genrl.vlm.policies.processor import Prompt
+from genrl.vlm.rollout.data import Questions
 from genrl.vlm.session import Session
 from genrl.vlm.train import open_session
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.processor import Prompt
+from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.tasks import bodies, captions, clips, jigsaw, quality, scenes, series, shapes, sums, tunes
 from genrl.vlm.tasks.rows import Drawn, Row, Split
 

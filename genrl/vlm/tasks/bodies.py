@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from genrl.data.world import held_out
 from genrl.vlm.tasks.rows import Drawn, Split
-from genrl.world import held_out
-from rewards.shapes import COLOURS, Group
+from rewards.scorers.objects.shapes import COLOURS, Group
 
 BODIES = ("circle", "square", "triangle")
 SIDE, BLOCK = 16, 8

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from genrl.data.world import Scene, Thing, caption
 from genrl.vlm.tasks.rows import Drawn, Split
-from genrl.world import Scene, Thing, caption
-from rewards.shapes import COLOURS, SHAPES, Group
+from rewards.scorers.objects.shapes import COLOURS, SHAPES, Group
 
 RADIUS = {"circle": 12.5, "square": 12.0, "triangle": 13.0, "star": 12.5}
-"""Of 64 pixels: `rewards.shapes` still tells the shapes apart where these are drawn in 32."""
+"""Of 64 pixels: `rewards.scorers.objects.shapes` still tells the shapes apart where these are drawn in 32."""
 
 
 def held_out(picks: Sequence[int]) -> bool:

@@ -12,10 +12,10 @@ from itertools import combinations
 import numpy as np
 from PIL import Image
 
+from genrl.data.world import SIZE, Scene, Thing, draw
 from genrl.vlm.tasks.rows import Drawn, Split
 from genrl.vlm.tasks.shapes import PICTURE
-from genrl.world import SIZE, Scene, Thing, draw
-from rewards.shapes import COLOURS, SHAPES
+from rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 FRAMES = 4
 KEYS = (*combinations(range(FRAMES), 1), *combinations(range(FRAMES), 2))

@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageDraw
 
+from genrl.data.world import SIZE, draw, held_out
 from genrl.vlm.tasks import shapes
 from genrl.vlm.tasks.rows import Drawn, Split
-from genrl.world import SIZE, draw, held_out
-from rewards.shapes import COLOURS, PALETTE, SHAPES, Group, outline
+from rewards.scorers.objects.shapes import COLOURS, PALETTE, SHAPES, Group, outline
 
 SIDE = 2  # pieces a side
 PIXELS = shapes.PICTURE

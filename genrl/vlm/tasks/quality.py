@@ -11,10 +11,10 @@ import io
 import numpy as np
 from PIL import Image, ImageFilter
 
+from genrl.data.world import draw
 from genrl.vlm.tasks import shapes
 from genrl.vlm.tasks.rows import Drawn, Split
-from genrl.world import draw
-from rewards.shapes import COLOURS, SHAPES
+from rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 STRENGTHS = 8  # steps from unharmed to worst
 KINDS = ("noise", "blur", "jpeg", "dark")

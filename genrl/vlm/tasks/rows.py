@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 
-from genrl.vlm.processor import Prompt
+from genrl.vlm.policies.processor import Prompt
 
 Split = Literal["train", "eval"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
+from genrl.data.world import Kind, Scene, caption, draw, sample_scene
 from genrl.vlm.tasks.rows import Drawn, Split
-from genrl.world import Kind, Scene, caption, draw, sample_scene
 
 KINDS: tuple[Kind, ...] = ("single", "count", "two", "mixed")
 

@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
+from genrl.data.world import SIZE, Scene, Thing, draw
 from genrl.vlm.tasks.rows import Drawn, Split
-from genrl.world import SIZE, Scene, Thing, draw
-from rewards.shapes import COLOURS, SHAPES
+from rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 Task = Literal["count", "colour", "shapes"]
 

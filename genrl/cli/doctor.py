@@ -1,0 +1,142 @@
+"""`genrl doctor`: what a bug report needs. Versions, devices, back-ends, and the installations known to be broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+Finding = dict[str, str | int | float | bool | None]
+Report = dict[str, Finding]
+
+REQUIRED = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy",
+            "pillow", "pydantic", "typer", "rich")  # fmt: skip
+OPTIONAL = {
+    "rapidocr": "reward ocr",
+    "onnxruntime": "reward ocr",
+    "bitsandbytes": "8-bit optimisers",
+    "xformers": "attention",
+    "flash-attn": "attention",
+    "triton": "fused kernels",
+    "ftfy": "prompts of Wan and other video pipelines",
+    "sentencepiece": "T5 tokenizers (SD3, FLUX, PixArt)",
+}
+TRACKERS = ("tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive")
+
+
+def examine() -> Report:
+    """Everything, as section -> name -> value. Imports torch; a broken torchvision is reported, not raised."""
+    return {
+        "system": _system(),
+        "packages": {name: _version(name) for name in REQUIRED},
+        "optional": {name: _version(name) for name in OPTIONAL},
+        "torch": _torch(),
+        "kernels": _kernels(),
+        "threads": _threads(),
+        "trackers": {name: importlib.util.find_spec(name) is not None for name in TRACKERS},
+        "hub": _hub(),
+    }
+
+
+def advice(report: Report) -> list[str]:
+    """What to do about the findings, one line each; empty where all is well."""
+    found = [f"{name} is missing: pip install {name}" for name, v in report["packages"].items() if v is None]
+    if report["torch"]["torchvision"] == "declared":
+        found.append(
+            "torchvision does not fit this torch: genrl works around it; other programs need the torchvision built "
+            "for this torch (same index), or none"
+        )
+    threads, cores = report["threads"]["torch_threads"], report["threads"]["usable_cores"]
+    if report["torch"]["device"] == "cpu" and isinstance(threads, int) and threads > 1:
+        found.append(
+            f"{threads} torch threads on {cores} cores: on a busy machine one thread per process is much faster; "
+            "set OMP_NUM_THREADS=1 and start more processes by --nproc"
+        )
+    free = report["system"]["free_disk_gb"]
+    if isinstance(free, float) and free < 5:
+        found.append(f"only {free:g} GB of disk are free here: checkpoints and pictures need room")
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _system() -> Finding:
+    pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "memory_gb": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**30, 1) if pages else None,
+        "free_disk_gb": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
+    }
+
+
+def _torch() -> Finding:
+    import torch
+
+    from rewards.models.torchvision_compat import ensure
+
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    found: Finding = {
+        "device": "cuda" if cuda else "mps" if mps else "cpu",
+        "cuda_build": torch.version.cuda,
+        "torchvision": ensure(),
+        "distributed": ", ".join(_collectives()) or "none",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    for index in range(torch.cuda.device_count() if cuda else 0):
+        properties = torch.cuda.get_device_properties(index)
+        text = f"{properties.name}, {properties.total_memory / 2**30:.1f} GB, bfloat16 {torch.cuda.is_bf16_supported()}"
+        found[f"cuda:{index}"] = text
+    return found
+
+
+def _kernels() -> Finding:
+    """What `kernels.backend: auto` and each name of kernels.attention would run here, in half precision, and whether
+    `kernels.compile` can."""
+    import torch
+
+    from genrl.kernels import backend, joint_attention
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    return {
+        **backend.summary(),
+        "joint_attention": ", ".join(joint_attention.usable(like)),
+        "compile": backend.compile_problem(like.device) or ("true, cuda_graphs" if device == "cuda" else "true"),
+    }
+
+
+def _collectives() -> list[str]:
+    from torch import distributed
+
+    if not distributed.is_available():
+        return []
+    known = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
+    return [name for name, available in known.items() if available]
+
+
+def _threads() -> Finding:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return {
+        "usable_cores": cores,
+        "torch_threads": torch.get_num_threads(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
+    }
+
+
+def _hub() -> Finding:
+    from huggingface_hub import constants
+
+    return {"cache": constants.HF_HUB_CACHE, "offline": constants.HF_HUB_OFFLINE}  # a token is never shown

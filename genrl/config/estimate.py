@@ -1,0 +1,403 @@
+"""What a configuration will cost: model calls by closed form, memory from the headers of weight files. No torch.
+
+A model call is one denoiser evaluation of one sample, as the metrics `model_calls/*` count it; a guided step is two.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from genrl.config.candidates import candidate_plan
+from genrl.config.files import read_json
+from genrl.config.plans import Round, is_flow_grpo, is_talk2move, roots_together, rounds, step_evaluation_calls
+from genrl.config.schema import (
+    ATTENTION_LAYERS,
+    AWM,
+    CRD,
+    D3PO,
+    DGPO,
+    DPO,
+    PRDP,
+    Config,
+    DiffInstruct,
+    DiffusionNFT,
+    Draft,
+    FlowGRPO,
+    OfflineDPO,
+)
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+                "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
+_HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_KEPT, _KEPT_WITH_LORA = 22, 13  # numbers kept per token, layer and unit of width: measured 21.4 to 22.9, 12.0 to 12.8
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+class HeaderError(ValueError):
+    """A file that is not safetensors."""
+
+
+@dataclass(frozen=True)
+class Component:
+    """One network of a pipeline folder."""
+
+    name: str
+    kind: str
+    """Class named in model_index.json."""
+    num_parameters: int
+    num_file_bytes: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """Weight name -> shape."""
+    settings: Mapping[str, Any]
+    """Its config.json."""
+    note: str = ""
+    """Why nothing could be read, if so."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One iteration (the mean over all), and the whole run."""
+
+    images: int
+    micro_batches: int
+    trained_steps: float
+    """Denoising steps, or noise levels, trained per sample."""
+    guidance: int
+    """Model calls per guided step: 1 or 2."""
+    sample_calls: float
+    train_calls: float
+    """Forward calls in training, those without gradient included."""
+    backward_calls: float
+    optimizer_steps: int
+    evaluations: int
+    evaluation_calls: int
+    """Of one evaluation."""
+
+    def total_calls(self, iterations: int) -> int:
+        """Forward model calls of the run."""
+        return round(iterations * (self.sample_calls + self.train_calls)) + self.evaluations * self.evaluation_calls
+
+
+def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
+    """Closed-form cost of `config`; `components` tell whether guidance is an input of the model or a second call.
+
+    Of windows and trees that move it is the mean over the run's iterations, where they are drawn at random the
+    expectation. What depends on the scores (pruned widths, contrasted or undecided samples) is counted as trained.
+    """
+    sampling, trainer, evaluation = config.sampling, config.trainer, config.evaluation
+    images, steps = sampling.images_per_iteration, sampling.num_inference_steps
+    guidance = _guidance(sampling.guidance_scale, sampling.pipeline_args, components)
+    train_guidance, pieces = guidance, sampling.micro_batches
+    drawn, extra = float(images * steps), 0.0
+    if is_flow_grpo(trainer):
+        trains = rounds(config, trainer)
+        drawn = _mean(config, trains, lambda one: one.plan.calls)
+        trained = _mean(config, trains, lambda one: len(one.trained)) / sampling.prompts_per_iteration
+        replayed = _mean(config, trains, lambda one: one.plan.training_calls(one.trained))
+        if not trainer.guidance_in_training:
+            train_guidance = 1
+        if trainer.layer_tuning is not None and trainer.layer_tuning.target == "best_path":
+            extra = _mean(config, trains, lambda one: len(one.trained)) * train_guidance
+        if trainer.guard:  # the means before the first update, of the samples that it does not train on
+            extra += replayed * (1 - 1 / trainer.updates_per_iteration) * train_guidance
+        learned = replayed * replays_per_state(trainer, guidance) + extra
+        if is_talk2move(trainer) and trainer.exit_step is None:
+            times = math.ceil(config.iterations / (trainer.step_evaluation.every or config.iterations))
+            drawn += times * step_evaluation_calls(trainer, steps) / config.iterations
+        if trainer.tree is not None:
+            first = trains[0].plan
+            pieces = math.ceil(first.roots * sampling.prompts_per_iteration / roots_together(config, first, 1))
+    elif trainer.algorithm == "spo":
+        crawl = candidate_plan(sampling, trainer, last=trainer.kernel == "ddim")
+        drawn, trained = float(images * crawl.calls), float(len(crawl.splits))
+        replayed = images * trained  # at most, where every comparison counts
+        learned = 2 * replayed * trainer.inner_epochs * guidance  # the policy and the reference
+    elif trainer.algorithm == "draft":
+        drawn, trained, forwards = _direct(trainer, steps)
+        drawn, replayed = images * drawn, images * trained
+        learned = images * forwards * guidance
+    elif trainer.algorithm == "diff_instruct":  # the assistant learning; both scores; the generator
+        teacher = 1 if trainer.guidance == "none" else 2
+        trained, through = 1.0, (1 + teacher) * (trainer.divergence == "score")
+        learned = float(images * (trainer.assistant_steps + 1 + teacher + 1))
+        replayed = float(images * (trainer.assistant_steps + through + 1))
+    elif trainer.algorithm != "diffusion_nft":
+        if trainer.algorithm in ("dgpo", "dpo", "dpo_offline") and not trainer.guidance_in_training:
+            train_guidance = 1
+        if trainer.algorithm == "dpo_offline":
+            drawn = 0.0
+        trained, replayed = _trained_states(config)
+        learned = replayed * _calls_per_state(config, train_guidance, components)
+    else:
+        trained = float(trainer.timesteps_per_sample or steps - 1)
+        replayed = images * trained
+        forwards = 3 if trainer.kl_weight > 0 else 2  # the policy, the old one, and the reference for its KL
+        learned = forwards * replayed * trainer.inner_epochs * guidance
+        if trainer.old_policy_decay == "none":
+            # Until the first update the old policy is the present one, and its call is saved.
+            until = min(images, sampling.batch_size * (pieces // trainer.updates_per_iteration))
+            learned -= until * trained * guidance
+    trains_model = config.model_iterations / config.iterations
+    scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
+    eval_steps = (evaluation.num_inference_steps or steps) * evaluation.group_size
+    if trainer.algorithm == "prompt_rl":  # the prompts as they are, and rewritten
+        eval_steps *= 2
+    every = evaluation.every
+    return Plan(
+        images=images,
+        micro_batches=pieces,
+        trained_steps=trained,
+        guidance=guidance,
+        sample_calls=drawn * guidance,
+        train_calls=learned * trains_model,
+        backward_calls=replayed * trainer.inner_epochs * train_guidance * trains_model,
+        optimizer_steps=config.optimizer_steps,
+        evaluations=1 + math.ceil(config.iterations / every) if every else 0,
+        evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, sampling.pipeline_args, components),
+    )
+
+
+def _direct(trainer: Draft, steps: int) -> tuple[float, float, float]:
+    """Of a sample, expected: model calls that draw it, trained steps, and calls of training.
+
+    Where several steps are trained, each is computed again in the backward pass.
+    """
+    most = trainer.last_steps(steps)
+    if trainer.truncation == "refl":
+        return steps - (most - 1) / 2, 1.0, 1.0
+    lengths = range(1, most + 1) if trainer.truncation == "alignprop" else (most,)
+    again = [length if length == 1 else 2 * length for length in lengths]
+    return float(steps), math.fsum(lengths) / len(lengths), math.fsum(again) / len(lengths)
+
+
+def _trained_states(config: Config) -> tuple[float, float]:
+    """Steps or noise levels per sample, and noised states trained in one pass over an iteration, all pairs decided."""
+    trainer, sampling = config.trainer, config.sampling
+    last = max(1, sampling.num_inference_steps - 1)
+    match trainer:
+        case DPO() | OfflineDPO():
+            return trainer.timesteps_per_pair, 2.0 * sampling.prompts_per_iteration * trainer.timesteps_per_pair
+        case D3PO() | PRDP():
+            trained = last
+        case _:
+            trained = trainer.timesteps_per_sample or last
+    return float(trained), float(sampling.images_per_iteration * trained)
+
+
+def _calls_per_state(config: Config, guidance: int, components: tuple[Component, ...]) -> float:
+    """Model calls of an iteration for each of these states: the policy's and those it is compared with."""
+    trainer, sampling = config.trainer, config.sampling
+    calls, epochs = guidance * 2.0, trainer.inner_epochs  # the policy and the reference, or the old policy
+    match trainer:
+        case AWM():
+            calls = guidance * (1.0 + (trainer.kl_weight > 0) + (trainer.ema_kl_weight > 0))
+            updates = trainer.updates_per_iteration
+            if updates * epochs > 1:  # the old policy, from the second update on
+                first = sampling.batch_size * (sampling.micro_batches // updates) / sampling.images_per_iteration
+                return calls * epochs + guidance * (epochs - min(1.0, first))
+        case PRDP():  # the reference once; the policy twice, but for the first time: its values are recorded
+            return 2.0 * guidance * epochs
+        case DGPO() | CRD() if config.uses_reference:
+            scale, args = trainer.reference_guidance, sampling.pipeline_args
+            calls += guidance if scale is None else _guidance(scale, args, components)
+    return calls * epochs
+
+
+def replays_per_state(trainer: FlowGRPO, guidance: int) -> int:
+    """Model calls of training, in an iteration, for each state whose transitions are trained. guidance: 1 or 2."""
+    forwards = (not trainer.keep_graph) + (trainer.kl_weight > 0)  # the policy, and the reference for its KL
+    if trainer.guidance_in_training:
+        return trainer.inner_epochs * forwards * guidance
+    return trainer.inner_epochs * forwards + 1  # log-probabilities without guidance, once before the first update
+
+
+def _mean(config: Config, trains: Sequence[Round], count: Callable[[Round], int]) -> float:
+    """Of what is counted per prompt, the mean over the run's iterations, of all prompts of one."""
+    per_prompt = math.fsum(one.share * count(one) for one in trains)
+    return round(config.sampling.prompts_per_iteration * per_prompt, 6)
+
+
+def _guidance(scale: float | None, pipeline_args: Mapping[str, Any], components: tuple[Component, ...]) -> int:
+    """2 where the pipeline evaluates the model twice per step. Unknown (null, the pipeline's default) counts as 2."""
+    true_cfg = pipeline_args.get("true_cfg_scale")
+    if isinstance(true_cfg, int | float):
+        return 2 if true_cfg > 1 and pipeline_args.get("negative_prompt") is not None else 1
+    if any(component.settings.get("guidance_embeds") is True for component in components):
+        return 1
+    return 1 if scale is not None and scale <= 1 else 2
+
+
+def read_components(folder: Path, variant: str | None = None) -> tuple[Component, ...]:
+    """The networks of a pipeline folder, from model_index.json and the headers of their safetensors files."""
+    index = read_json(folder / "model_index.json")
+    found = []
+    for name, entry in index.items():
+        if isinstance(entry, list) and len(entry) == 2 and entry[1] and (folder / name / "config.json").is_file():
+            found.append(_component(folder / name, name, str(entry[1]), variant))
+    return tuple(found)
+
+
+def _component(folder: Path, name: str, kind: str, variant: str | None) -> Component:
+    settings = read_json(folder / "config.json")
+    files = _weight_files(folder, variant)
+    shapes: dict[str, tuple[int, ...]] = {}
+    num_bytes = 0
+    note = "" if files else "no safetensors file"
+    for file in files:
+        try:
+            for key, shape, dtype in read_header(file):
+                shapes[key] = shape
+                num_bytes += math.prod(shape) * _DTYPE_BYTES.get(dtype, 0)
+        except (HeaderError, OSError) as error:
+            note = f"{file.name}: {error}"
+    num_parameters = sum(math.prod(shape) for shape in shapes.values())
+    return Component(name, kind, num_parameters, num_bytes, shapes, settings, note)
+
+
+def _weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """The safetensors files that diffusers and transformers would load: those of the variant, else the plain ones."""
+    files = sorted(folder.glob("*.safetensors"))
+    of_variant = [file for file in files if variant and variant in file.name.split(".")]
+    plain = [file for file in files if file.name.count(".") == 1]
+    return of_variant or plain
+
+
+def read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of every tensor of a safetensors file. Reads the JSON header only, no weights."""
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= _MAX_HEADER_BYTES:
+            raise HeaderError("not a safetensors file")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise HeaderError("its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise HeaderError("its header is not a JSON object")
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            yield name, tuple(int(size) for size in entry["shape"]), str(entry["dtype"])
+        except (KeyError, TypeError, ValueError):
+            raise HeaderError(f"its entry {name[:60]!r} is not a tensor") from None
+
+
+def trained_parameters(config: Config, components: tuple[Component, ...]) -> int:
+    """Number of weights that are trained: those of the adapters, or all of the denoisers."""
+    denoisers = [component for component in components if component.name in DENOISERS]
+    lora = config.model.lora
+    if lora is None:
+        return sum(component.num_parameters for component in denoisers)
+    targets = lora.targets or ATTENTION_LAYERS
+    total = 0
+    for component in denoisers:
+        for name, shape in component.shapes.items():
+            module = name.removesuffix(".weight")
+            if len(shape) == 2 and name.endswith(".weight") and _matches(module, targets):
+                total += lora.rank * sum(shape)
+    return total
+
+
+def _matches(module: str, targets: tuple[str, ...]) -> bool:
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str, int]]:
+    """(what, bytes) of one process, largest parts first: weights, then what training adds.
+
+    Activations are an estimate for transformer denoisers: numbers kept for the backward pass per token, layer and unit
+    of width, measured on SD3 and FLUX blocks without attention scores. They are left out where the model's
+    configuration does not tell its width (UNets).
+    """
+    held = _HELD_BYTES[config.model.dtype]
+    trained = trained_parameters(config, components)
+    lora = config.model.lora is not None
+    parts: list[tuple[str, int]] = []
+    for component in components:
+        size = 4 if component.name in DENOISERS and not lora else held
+        parts.append((f"weights of {component.name}", component.num_parameters * size))
+    if lora:
+        parts.append(("adapters", trained * 4))
+    parts.append(("gradients (float32)", trained * 4))
+    parts.append(("AdamW's two moments (float32)", trained * 8))
+    for name in snapshots(config):
+        parts.append((name, trained * 4))
+    activations = _activations(config, components)
+    if activations and is_flow_grpo(config.trainer) and config.trainer.keep_graph:
+        # in the iteration that keeps most, by one process; several share it
+        most = max(one.plan.training_calls(one.trained) for one in rounds(config, config.trainer))
+        kept = most * config.sampling.prompts_per_iteration / config.sampling.batch_size
+        parts.append(("activations kept from sampling (rough)", round(activations * kept)))
+    elif activations:
+        parts.append(("activations of one micro-batch (rough)", activations))
+    return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
+
+
+def snapshots(config: Config) -> list[str]:
+    """Copies of the trained parameters that a run comes to keep, by what they are for."""
+    names = ["average (ema)"] if config.ema is not None else []
+    monitor = config.evaluation.monitor
+    if monitor is not None and monitor.action == "roll_back":
+        names += ["best evaluation (monitor)"]
+    trainer = config.trainer
+    match trainer:
+        case DiffusionNFT():
+            names += ["old policy"]
+        case CRD():
+            names += ["old policy", "sampling policy"]
+        case AWM() | DGPO():
+            names += ["slow copy"]
+            names += ["old policy"] if trainer.algorithm == "awm" and config.optimizer_steps > config.iterations else []
+        case DiffInstruct():
+            names += ["assistant", "assistant's first moment", "assistant's second moment"]
+        case DPO() | OfflineDPO():
+            names += [] if trainer.reference_every is None else ["refreshed reference"]
+    if config.model.lora is None and config.uses_reference:  # with adapters it is the model without them
+        always = trainer.algorithm in ("spo", "d3po", "dpo", "dpo_offline", "dgpo", "diff_instruct")
+        names.append("reference" if always else "reference (kl_weight above 0)")
+    return names
+
+
+def _activations(config: Config, components: tuple[Component, ...]) -> int:
+    denoiser = next((component for component in components if component.name in DENOISERS), None)
+    vae = next((component for component in components if component.name == "vae"), None)
+    if denoiser is None:
+        return 0
+    settings = denoiser.settings
+    heads, head_dim = settings.get("num_attention_heads"), settings.get("attention_head_dim")
+    layers = _number(settings.get("num_layers")) + _number(settings.get("num_single_layers"))
+    if not isinstance(heads, int) or not isinstance(head_dim, int) or not layers:
+        return 0
+    tokens = _tokens(config, settings, vae.settings if vae else {})
+    half = config.model.autocast is not None or config.model.dtype != "float32"
+    kept = _KEPT_WITH_LORA if config.model.lora is not None else _KEPT
+    numbers = kept + layers if config.model.gradient_checkpointing else kept * layers
+    batch = config.sampling.batch_size * plan(config, components).guidance
+    return int(batch * tokens * heads * head_dim * numbers * (2 if half else 4))
+
+
+def _tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
+    """Latent tokens of one sample; text tokens are left out."""
+    channels = vae.get("block_out_channels")
+    scale = 2 ** (len(channels) - 1) if isinstance(channels, list) else 8
+    patch = settings.get("patch_size")
+    patch = patch[-1] if isinstance(patch, list) else max(_number(patch), 1)
+    packed = 2 if patch == 1 and settings.get("in_channels") in (64, 128) else patch  # FLUX packs 2 x 2 beforehand
+    side = scale * (_number(settings.get("sample_size")) or 128)
+    height, width = config.sampling.height or side, config.sampling.width or side
+    frames = 1 + (config.sampling.num_frames - 1) // 4 if config.sampling.num_frames else 1
+    return max(1, frames * (height // (scale * packed)) * (width // (scale * packed)))
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0

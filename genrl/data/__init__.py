@@ -1,0 +1,1 @@
+"""Prompt files, preference sets, references, edits, and the embedded world. No torch."""

@@ -1,0 +1,123 @@
+"""AWM: advantage weighted matching, a policy gradient on the forward process (arXiv 2509.25050).
+
+One iteration, with the paper's symbols (sigma is its t):
+
+1. collect   x_0 of each prompt from the present policy, by any solver; no log-probabilities
+2. score     R(x_0, c)
+3. estimate  A~ = clip(A, -5, 5) / 5, the group-relative advantage in [-1, 1]
+4. update    x_t = (1 - t) x_0 + t eps;  log p(x_0) = -w(t, m),  m = <(v_theta(x_t, t) - (eps - x_0))^2>
+             rho = p_theta / p_old;  minimise  max(-A~ rho, -A~ clip(rho, 1 +- c))
+                                              + b |v_theta - v_ref|^2 + b_ema |v_theta - v_ema|^2
+5. follow    v_ema <- d v_ema + (1 - d) v_theta,  d = min(.001 n, .3) after n optimiser steps
+
+docs/forward_process.md has the equations of AWM, DGPO and CRD side by side, metrics and figures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from genrl.config import AWM
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, noised, own_noise, require_flow, under, update
+from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.rollout.forest import Drawn, independent
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.session import Session
+from genrl.mdp.noise import generator
+from genrl.mdp.noise_levels import logit_normal_draws, stratified_steps, uniform_draws
+from genrl.objectives.advantages.groups import group_advantages, group_statistics
+from genrl.objectives.decay import ramp
+from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_velocity
+
+EMA, OLD = "ema_reference", "old"
+
+
+def train(session: Session, settings: AWM) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    policy, weights = session.policy, session.weights
+    require_flow(session)
+    if EMA not in weights.snapshots:  # a resumed run has it
+        weights.snapshot(EMA)
+
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
+        return independent(policy.roll_out(batch), slots)
+
+    for _ in session.iterations():
+        # 1, 2. Collect and score.
+        rollouts = session.collect(draw)
+        if settings.updates_per_iteration * settings.inner_epochs > 1:
+            weights.snapshot(OLD)
+        metrics = learn(session, settings, rollouts)
+        del rollouts
+        # 5. The slow copy follows.
+        decay = ramp(session.optimizer_steps, slope=0.001, maximum=0.3)
+        weights.blend(EMA, decay)
+        session.finish(metrics | {"policy/ema_decay": decay})
+
+
+def learn(session: Session, settings: AWM, rollouts: Rollouts) -> dict[str, float]:
+    """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
+    config = session.config
+
+    # 3. Estimate.
+    advantages = group_advantages(
+        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
+    )
+    meter = Meter()
+    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+
+    # 4. Update.
+    def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
+        clean, batch = micro_batch.final, micro_batch.batch
+        drawn = generator(config.seed, session.iteration, "levels", epoch)  # the same levels for all samples
+        sigma = levels(settings, micro_batch.sigmas, drawn)[k].to(clean)
+        given = noised(clean, own_noise(micro_batch, epoch, k), sigma)
+        given["advantage"] = awm_advantage(advantages[micro_batch.slots], clip=settings.advantage_clip).to(clean)
+        if session.updates > 0:  # until then the old policy is the present one
+            given["old"] = under(session, OLD, batch, given["noisy"], sigma)
+        if settings.kl_weight > 0:
+            given["reference"] = under(session, REFERENCE, batch, given["noisy"], sigma)
+        if settings.ema_kl_weight > 0:
+            given["ema"] = under(session, EMA, batch, given["noisy"], sigma)
+        return batch, given
+
+    update(session, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
+           meter)  # fmt: skip
+    return meter.result()
+
+
+def levels(settings: AWM, grid: Tensor, drawn: torch.Generator) -> Tensor:
+    """Noise levels of one pass over the samples, [K]; grid: the levels of sampling, [T + 1]."""
+    count = settings.timesteps_per_sample
+    if settings.levels == "logit_normal":
+        return logit_normal_draws(count, drawn, factor=3.0)
+    if settings.levels == "uniform":
+        return 0.2 + 0.8 * uniform_draws(count, drawn)
+    # Neither the first level, at which the state says nothing of the sample, nor the last tenth.
+    return grid[stratified_steps(count, 1, max(1, int(0.9 * (len(grid) - 1))), drawn)]
+
+
+def objective(settings: AWM, velocity: Tensor, given: Given) -> Tensors:
+    """The loss of each sample, [B], and metrics."""
+    target, sigma, advantage = given["target"], given["sigma"], given["advantage"]
+    log_prob = awm_log_prob(velocity, target, sigma, settings.weighting)
+    old = log_prob.detach()
+    if "old" in given:
+        old = awm_log_prob(given["old"], target, sigma, settings.weighting)
+    surrogate = clipped_surrogate(log_prob, old, advantage, settings.clip_range, settings.clip_range)
+    loss, terms = surrogate.loss, {}
+    for name, metric, weight in (("reference", "kl", settings.kl_weight), ("ema", "kl/ema", settings.ema_kl_weight)):
+        if weight > 0:
+            terms[metric] = kl_velocity(velocity, given[name])
+            loss = loss + weight * terms[metric]
+    return terms | {
+        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
+        "loss/policy": surrogate.loss,
+        "ratio/mean": surrogate.ratio,
+        "ratio/std": surrogate.ratio - 1.0,
+        "ratio/max_abs_dev": (surrogate.ratio - 1.0).abs(),
+        "forward/error": matching_error(velocity, target),
+    }

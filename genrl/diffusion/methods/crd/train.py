@@ -1,0 +1,132 @@
+"""CRD: centred reward distillation, the reward that a policy implies, up to a constant of the prompt (2603.14128).
+
+One iteration, with u = eps - x_0, e = <(v(x_t, t) - u)^2> / <|v - u|> the matching error, sigma the paper's t:
+
+1. collect   x_0 of each prompt by the deterministic solver, from the sampling policy
+2. score     R(x_0, c)
+3. estimate  a = clip(A, -5, 5) / 10 + 1/2 in [0, 1]
+4. update    r_theta = e_old - e_theta, the implicit reward: R + constant(c) at the KL-regularised optimum. Minimise
+             5 / beta [beta (r_theta - mean_g r_theta) - (a - mean_g a)]^2 + b(a) |v_theta - v_ref|^2,
+             means over the prompt's group;  b(a) = m + a (b - m): good samples are held more tightly
+5. follow    v_old with d = min(.25 + .005 n, .999), the sampling policy with d = min(.0075 (n - 75), .999)
+
+docs/forward_process.md has the equations of AWM, DGPO and CRD side by side, metrics and figures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from genrl.config import CRD
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.noising import (
+    REFERENCE,
+    Given,
+    Tensors,
+    check_reference_guidance,
+    guided,
+    noised,
+    own_noise,
+    require_flow,
+    under,
+    update,
+)
+from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.rollout.forest import Drawn, independent
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.session import Session
+from genrl.mdp.noise import generator
+from genrl.objectives.advantages.groups import group_advantages, group_statistics
+from genrl.objectives.decay import ramp
+from genrl.objectives.forward.forward_process import (
+    crd_loss,
+    crd_target,
+    group_centres,
+    implicit_reward,
+    matching_error,
+    reward_adaptive_weight,
+)
+from genrl.objectives.surrogates.policy_losses import kl_velocity
+
+OLD, SAMPLING = "old", "sampling"
+
+
+def train(session: Session, settings: CRD) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    policy, weights = session.policy, session.weights
+    require_flow(session)
+    check_reference_guidance(session, settings.reference_guidance)
+    for name in (OLD, SAMPLING):
+        if name not in weights.snapshots:  # a resumed run has them
+            weights.snapshot(name)
+
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
+        with weights.use(SAMPLING):
+            return independent(policy.roll_out(batch), slots)
+
+    for _ in session.iterations():
+        # 1, 2. Collect and score.
+        rollouts = session.collect(draw)
+        metrics = learn(session, settings, rollouts)
+        del rollouts
+        # 5. The old policy and the one that samples follow the one that is trained.
+        step = session.optimizer_steps
+        old = ramp(step, start_value=0.25, slope=0.005, maximum=0.999)
+        sampling = ramp(step, start_step=75, slope=0.0075, maximum=0.999)
+        weights.blend(OLD, old)
+        weights.blend(SAMPLING, sampling)
+        session.finish(metrics | {"policy/old_decay": old, "policy/sampling_decay": sampling})
+
+
+def learn(session: Session, settings: CRD, rollouts: Rollouts) -> dict[str, float]:
+    """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
+    config = session.config
+    num_draws = settings.timesteps_per_sample or max(1, config.sampling.num_inference_steps - 1)
+
+    # 3. Estimate.
+    advantages = group_advantages(
+        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
+    )
+    aims = crd_target(advantages, clip=settings.advantage_clip)
+    # Without a score there is nothing to distil: such a sample is a group of its own, whose loss is 0.
+    alone = -1 - torch.arange(rollouts.num_samples)
+    group = torch.where(rollouts.total.isnan(), alone, rollouts.group)
+    meter = Meter()
+    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+
+    # 4. Update.
+    def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
+        clean, batch, slots = micro_batch.final, micro_batch.batch, micro_batch.slots
+        grid = micro_batch.sigmas[:-1]
+        steps = torch.randperm(len(grid), generator=generator(config.seed, session.iteration, "levels", epoch))
+        sigma = grid[steps[k]].to(clean)  # one level for all samples: implicit rewards are compared within it
+        given = noised(clean, own_noise(micro_batch, epoch, k), sigma)
+        given |= {"aim": aims[slots].to(clean), "group": group[slots]}
+        given["old"] = under(session, OLD, batch, given["noisy"], sigma)
+        if settings.kl_weight > 0:
+            judge = guided(batch, settings.reference_guidance)
+            given["reference"] = under(session, REFERENCE, judge, given["noisy"], sigma)
+        return batch, given
+
+    update(session, rollouts, num_draws, prepare, lambda v, given: objective(settings, v, given), meter)
+    return meter.result()
+
+
+def objective(settings: CRD, velocity: Tensor, given: Given) -> Tensors:
+    """The loss of each sample, [B], of whole groups, and metrics."""
+    target, aim, group = given["target"], given["aim"], given["group"]
+    implicit = implicit_reward(velocity, given["old"], target)
+    centres = group_centres(implicit, aim, group, temperature=settings.temperature)
+    distilled = crd_loss(implicit, aim, centres, beta=settings.beta, kind=settings.loss)
+    loss, terms = settings.advantage_clip / settings.beta * distilled, {}
+    if settings.kl_weight > 0:
+        terms["kl"] = kl_velocity(velocity, given["reference"])
+        weight = reward_adaptive_weight(aim, settings.kl_weight)
+        loss = loss + weight * terms["kl"]
+    return terms | {
+        "loss": loss * (group >= 0),
+        "forward/error": matching_error(velocity, target),
+        "crd/residual": distilled,
+        "crd/implicit_abs": implicit.abs(),
+    }

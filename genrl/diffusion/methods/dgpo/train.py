@@ -1,0 +1,123 @@
+"""DGPO: direct group preference optimisation, the preference of a whole group at once (arXiv 2510.08425).
+
+One iteration, with m the matching error <(v(x_t, t) - (eps - x_0))^2> and sigma the paper's t:
+
+1. collect   x_0 of each prompt by the deterministic solver, from theta, later from its slow average theta_ema
+2. score     R(x_0, c)
+3. estimate  A, the group-relative advantage
+4. update    one t and one eps for a group g of K samples;  S_g = beta / K sum_i A_i (m_theta,i - m_ref,i)
+             minimise  sigmoid(S_g) A_i m_theta,i + b |v_theta - v_ref|^2, whose gradient is that of
+             -log sigmoid(-S_g); a sample whose ratio exp(m_ema - m_theta) has gone beyond 1 +- c has none
+5. follow    theta_ema <- d theta_ema + (1 - d) theta,  d = min(.001 n, .3) after n optimiser steps
+
+docs/forward_process.md has the equations of AWM, DGPO and CRD side by side, metrics and figures.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from genrl.config import DGPO
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.noising import (
+    REFERENCE,
+    Given,
+    Tensors,
+    check_reference_guidance,
+    group_noise,
+    guided,
+    noised,
+    require_flow,
+    under,
+    update,
+    without_guidance,
+)
+from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.rollout.forest import Drawn, independent
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.session import Session
+from genrl.mdp.noise import generator
+from genrl.objectives.advantages.groups import group_advantages, group_statistics
+from genrl.objectives.decay import ramp
+from genrl.objectives.forward.forward_process import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error
+from genrl.objectives.surrogates.policy_losses import kl_velocity
+
+EMA = "ema_reference"
+
+
+def train(session: Session, settings: DGPO) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    policy, weights = session.policy, session.weights
+    require_flow(session)
+    check_reference_guidance(session, settings.reference_guidance)
+    if EMA not in weights.snapshots:  # a resumed run has it
+        weights.snapshot(EMA)
+
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
+        late = session.optimizer_steps > settings.switch_after
+        with weights.use(EMA) if late else nullcontext():
+            return independent(policy.roll_out(batch), slots)
+
+    for _ in session.iterations():
+        # 1, 2. Collect and score.
+        rollouts = session.collect(draw)
+        metrics = learn(session, settings, rollouts)
+        del rollouts
+        # 5. The slow average follows.
+        decay = ramp(session.optimizer_steps, slope=0.001, maximum=0.3)
+        weights.blend(EMA, decay)
+        session.finish(metrics | {"policy/ema_decay": decay})
+
+
+def learn(session: Session, settings: DGPO, rollouts: Rollouts) -> dict[str, float]:
+    """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
+    config = session.config
+
+    # 3. Estimate.
+    advantages = group_advantages(
+        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
+    )
+    meter = Meter()
+    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+
+    # 4. Update.
+    def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
+        clean, group = micro_batch.final, rollouts.group[micro_batch.slots]
+        batch = micro_batch.batch
+        batch = batch if settings.guidance_in_training else without_guidance(session.policy, batch)
+        steps = torch.randperm(
+            settings.first_steps, generator=generator(config.seed, session.iteration, "levels", epoch)
+        )
+        sigma = micro_batch.sigmas[steps[k]].to(clean)  # the same levels for all samples
+        given = noised(clean, group_noise(micro_batch, group, epoch, k), sigma)
+        given |= {"advantage": advantages[micro_batch.slots].to(clean), "group": group}
+        given["ema"] = under(session, EMA, batch, given["noisy"], sigma)
+        if settings.reference == "model" or settings.kl_weight > 0:
+            judge = guided(batch, settings.reference_guidance)
+            given["reference"] = under(session, REFERENCE, judge, given["noisy"], sigma)
+        return batch, given
+
+    update(session, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
+           meter)  # fmt: skip
+    return meter.result()
+
+
+def objective(settings: DGPO, velocity: Tensor, given: Given) -> Tensors:
+    """The loss of each sample, [B], of whole groups, and metrics."""
+    target, advantage = given["target"], given["advantage"]
+    error, old_error = matching_error(velocity, target), matching_error(given["ema"], target)
+    ref_error = matching_error(given["reference"], target) if settings.reference == "model" else old_error
+    weight = dgpo_group_weight(error, ref_error, advantage, given["group"], beta=settings.beta)
+    loss, terms = dgpo_loss(error, old_error, advantage, weight, clip=settings.clip_range), {}
+    if settings.kl_weight > 0:
+        terms["kl"] = kl_velocity(velocity, given["reference"])
+        loss = loss + settings.kl_weight * terms["kl"]
+    return terms | {
+        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
+        "forward/error": error,
+        "dgpo/group_weight": weight,
+        "dgpo/clip_frac": dgpo_clipped(error, old_error, advantage, clip=settings.clip_range),
+    }

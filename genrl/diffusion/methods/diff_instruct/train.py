@@ -1,0 +1,185 @@
+"""Diff-Instruct*: a one-step generator from a multi-step teacher, by score-based divergence (arXiv 2410.20898).
+
+The generator is the pipeline itself at one step, x_0 = z - v_theta(z, 1); the teacher, s_ref, is the model before
+training at all noise levels. One iteration, with x_s = (1 - sigma) x_0 + sigma eps, sigma ~ U(.02, .98) and eps drawn
+anew in (2) and (3):
+
+1. collect   x_0 = g_theta(z, c), and its scores, for the log
+2. follow    the assistant s_phi, a second network which begins as the teacher, learns the scores of the generator's
+             samples by denoising score matching: sigma^2 |s_phi(x_s) + eps / sigma|^2
+3. update    minimise  -alpha r(x_0, c) + L_reg,  with y = s_phi(x_s) - s_ref(x_s), of which the parameters are frozen,
+             L_reg = -sigma^2 d'(y)^T (s_phi(x_s) + eps / sigma),  d'(y) = y / sqrt(|y|^2 + c^2)
+             whose gradient is that of the divergence sigma^2 d(y), d pseudo-Huber (score projection, 2410.16794);
+             divergence: kl takes sigma^2 sg(y)^T x_s instead (Diff-Instruct, 2305.18455)
+
+alpha are the rewards' weights; without any this is distillation. Guidance g of the teacher: in s_ref itself ("inner":
+s_0 + g (s_c - s_0)), or as a reward of its own ("outer": -g sigma^2 sg(s_c - s_0)^T x_s). docs/diff_instruct.md has
+metrics and figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from genrl.config import DiffInstruct
+from genrl.diffusion.methods.direct import reward_gradient
+from genrl.diffusion.methods.draft.train import pull
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.noising import own_noise, require_flow
+from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.rollout.forest import Drawn, Piece
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.session import Session
+from genrl.mdp.forward import flow_sample
+from genrl.mdp.noise import generator
+from genrl.objectives.forward.diff_instruct import (
+    diff_instruct_loss,
+    diff_instruct_star_loss,
+    guided_score,
+    huber_constant,
+    outer_guidance_loss,
+    score_divergence,
+    score_from_noise,
+    score_from_velocity,
+    score_matching_loss,
+)
+from genrl.objectives.forward.direct_reward import reward_loss
+
+ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
+LOW, HIGH = 0.02, 0.98  # of the noise levels
+GRID = 100  # steps of the schedule by which a noise level becomes the model's time: one step is too coarse a grid
+
+
+def train(session: Session, settings: DiffInstruct) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    policy, weights = session.policy, session.weights
+    require_flow(session)
+    if ASSISTANT not in weights.snapshots:  # a resumed run has it
+        weights.snapshot(ASSISTANT)
+    own = session.config.optimizer
+    optimizer = torch.optim.AdamW(
+        weights.parameters,
+        lr=settings.assistant_lr or own.lr,
+        betas=own.betas,
+        eps=own.eps,
+        weight_decay=own.weight_decay,
+    )
+    session.keep(OPTIMIZER, optimizer)
+
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
+        made = policy.roll_out(batch)
+        return Drawn(slots, batch, made.final, made.sigmas, [Piece(made, {})])
+
+    for _ in session.iterations():
+        rollouts = session.collect(draw)
+        meter = Meter()
+        session.start_training(len(rollouts.mine))
+        for k in range(settings.assistant_steps):
+            follow(session, rollouts, optimizer, k, meter)
+        update(session, settings, rollouts, meter)
+        del rollouts
+        session.finish(meter.result())
+
+
+def follow(session: Session, rollouts: Rollouts, optimizer: torch.optim.Optimizer, k: int, meter: Meter) -> None:
+    """Step 2: one step of the assistant on the generator's samples."""
+    with session.weights.use(ASSISTANT):
+        for noisy, noise, sigma, micro_batch in noised(rollouts, "assistant", k):
+            score = score_of(session.policy, micro_batch.batch, noisy, sigma)
+            loss = score_matching_loss(score, score_from_noise(noise, sigma), weight=sigma**2)
+            (loss.sum() / rollouts.num_samples).backward()
+            meter.add("assistant/error", loss / noisy[0].numel())
+            session.beat()
+        meter.add("assistant/grad_norm", torch.tensor([session.step_other(optimizer)]))
+
+
+def update(session: Session, settings: DiffInstruct, rollouts: Rollouts, meter: Meter) -> None:
+    """Step 3: one step of the generator."""
+    for noisy, noise, sigma, micro_batch in noised(rollouts, "generator", 0):
+        batch, z = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
+        gradient, divergence = divergence_gradient(session, settings, batch, noisy, noise, sigma)
+        rewarded = reward_gradient(session, rollouts, micro_batch, reward_loss)
+        pulled = gradient + rewarded.gradient.to(gradient)
+        final = session.policy.advance(batch, z, 0)
+        given = {"state": z, "first": torch.tensor(0), "last": torch.tensor(1), "pulled": pulled, "final": final}
+        session.backward(pull(final, pulled), batch, given, divisor=rollouts.num_samples)
+        meter.add("diff_instruct/divergence", divergence)
+        meter.add("diff_instruct/pull", gradient.flatten(1).norm(dim=1))
+        meter.add("diff_instruct/reward_pull", rewarded.gradient.flatten(1).norm(dim=1))
+    meter.add("grad_norm", torch.tensor([session.step()]))
+
+
+def divergence_gradient(
+    session: Session, settings: DiffInstruct, batch: Batch, noisy: Tensor, noise: Tensor, sigma: Tensor
+) -> tuple[Tensor, Tensor]:
+    """d L_reg / d x_0, [B, ...], and the divergence itself, [B].
+
+    Each network is differentiated by its own weights: the gradients at the two scores first, then each one's way back
+    to x_s while its weights are in place.
+    """
+    policy, weights = session.policy, session.weights
+    through = settings.divergence == "score"  # the Kullback-Leibler form takes the scores as constants
+    leaf = noisy.detach().requires_grad_()
+    with torch.set_grad_enabled(through):
+        with weights.use(ASSISTANT):
+            score = score_of(policy, batch, leaf, sigma)
+        with weights.reference():
+            conditioned, blank = teacher_scores(policy, settings, batch, leaf, sigma)
+    scale = settings.guidance_scale if settings.guidance == "inner" else 1.0
+    reference = guided_score(blank, conditioned, scale)
+    weight, huber_c = sigma**2, huber_constant(noisy[0].numel())
+    ours, theirs = score.detach().requires_grad_(), reference.detach().requires_grad_()
+    divergence = score_divergence(ours, theirs, weight=weight, huber_c=huber_c).detach()
+    if through:
+        conditional = score_from_noise(noise, sigma)
+        loss = diff_instruct_star_loss(ours, theirs, conditional, weight=weight, huber_c=huber_c)
+        on_ours, on_theirs = torch.autograd.grad(loss.sum(), (ours, theirs))
+        with weights.use(ASSISTANT):
+            gradient = torch.autograd.grad(score, leaf, on_ours)[0]
+        with weights.reference():
+            gradient = gradient + torch.autograd.grad(reference, leaf, on_theirs)[0]
+    else:
+        loss = diff_instruct_loss(leaf, ours, theirs, weight=weight)
+        gradient = torch.autograd.grad(loss.sum(), leaf)[0]
+    if settings.guidance == "outer":
+        loss = settings.guidance_scale * outer_guidance_loss(leaf, blank, conditioned, weight=weight)
+        gradient = gradient + torch.autograd.grad(loss.sum(), leaf)[0]
+    return (1.0 - column(sigma, noisy)) * gradient, divergence
+
+
+def teacher_scores(
+    policy: Policy, settings: DiffInstruct, batch: Batch, noisy: Tensor, sigma: Tensor
+) -> tuple[Tensor, Tensor]:
+    """s_ref with the prompt, and without where guidance needs it (else the same again).
+
+    Two calls and not the pipeline's own guidance, which takes one noise level for all samples.
+    """
+    conditioned = score_of(policy, batch, noisy, sigma)
+    if settings.guidance == "none":
+        return conditioned, conditioned
+    negative = batch.sampling.get("negative_prompt") or ""
+    return conditioned, score_of(policy, replace(batch, prompts=[negative] * len(batch)), noisy, sigma)
+
+
+def score_of(policy: Policy, batch: Batch, noisy: Tensor, sigma: Tensor) -> Tensor:
+    """The score of the model under its present weights at noise levels [B], [B, ...]."""
+    fine = replace(batch, sampling={**batch.sampling, "num_inference_steps": GRID})
+    return score_from_velocity(noisy, policy.velocity(fine, noisy, sigma), sigma)
+
+
+def noised(rollouts: Rollouts, name: str, k: int) -> Iterator[tuple[Tensor, Tensor, Tensor, MicroBatch]]:
+    """(x_s, eps, sigma [B], its micro-batch) of this process's samples, by their keys, `name` and `k`."""
+    for micro_batch in rollouts.mine.values():
+        noise, keys = own_noise(micro_batch, name, k), micro_batch.batch.keys
+        uniform = torch.cat([torch.rand(1, generator=generator(*key, "level", name, k)) for key in keys])
+        sigma = (LOW + (HIGH - LOW) * uniform).to(noise)
+        yield flow_sample(micro_batch.final, noise, sigma), noise, sigma, micro_batch
+
+
+def column(sigma: Tensor, like: Tensor) -> Tensor:
+    """[B] as [B, 1, ...]."""
+    return sigma.reshape(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,94 @@
+"""What the trainers that differentiate a reward share: which rewards can be, and the gradient at finished samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import rewards
+from genrl.config import Config
+from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.rollout.scoring import Scorers
+from genrl.diffusion.session import Session
+from rewards.calls import inner
+
+
+class Pulled(NamedTuple):
+    """Where a reward pulls B finished samples."""
+
+    total: Tensor
+    """The weighted sum of the rewards that are trained on, float32 [B]."""
+    gradient: Tensor
+    """d loss / d final state, float32 [B, ...]."""
+    loss: Tensor
+    """float32 [B]."""
+
+
+def check_gradients(config: Config, scorers: Scorers) -> None:
+    """Raise ValueError, naming the key, where a reward that is trained on has no gradients.
+
+    Of what is loaded; what the source of a reward declares is checked with the files (`genrl.config.files`).
+    """
+    fit = [label for label, reward in scorers.rewards.items() if _fits(reward)]
+    for index, label in enumerate(config.reward_labels):
+        if config.rewards[index].weight == 0 or label in fit:
+            continue
+        instead = f"train on {fit[0]} alone" if fit else "train on clipscore, pickscore or aesthetic"
+        raise ValueError(
+            f"rewards.{index}.name: {config.trainer.algorithm} differentiates the reward, and {label} has no gradients "
+            "(a reward that has takes `images`, is pointwise and says `differentiable = True`); "
+            f"{instead} and give {label} weight 0, or use flow_grpo or diffusion_nft, which need none"
+        )
+
+
+def reward_gradient(
+    session: Session, rollouts: Rollouts, micro_batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]
+) -> Pulled:
+    """Through decoder and rewards, one picture at a time: the graph of the decoder is what takes memory.
+
+    loss_of: total [1] -> loss [1]. The denoiser takes no part: d loss / d final is handed to it by the chain rule.
+    Zeros where all weights of this iteration are 0.
+    """
+    final = micro_batch.final
+    weights = {label: weight for label, weight in rollouts.weights.items() if weight != 0}
+    columns = _columns(session, micro_batch.slots)
+    pulled = Pulled(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
+    if not weights:
+        return pulled
+    with session.scorers.placed(), torch.enable_grad():
+        for row in range(len(final)):
+            leaf = final[row : row + 1].detach().clone().requires_grad_()
+            total = _total(session, weights, micro_batch.batch.take([row]), leaf, columns[row])
+            loss = loss_of(total)
+            pulled.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
+            pulled.total[row], pulled.loss[row] = total.detach()[0], loss.detach()[0]
+            session.beat()
+    return pulled
+
+
+def _total(
+    session: Session, weights: Mapping[str, float], one: Batch, final: Tensor, columns: Mapping[str, list[Any]]
+) -> Tensor:
+    """The weighted sum of the rewards of one final state [1, ...], [1], with its graph."""
+    images = session.policy.decode(one, final, grad=True)
+    total = torch.zeros(1, device=images.device)
+    for label, weight in weights.items():
+        reward = inner(session.scorers.rewards[label])
+        scores = rewards.score_with_gradients(reward, images=images, prompts=one.prompts, columns=columns, name=label)
+        total = total + weight * scores.to(total)
+    return total
+
+
+def _fits(reward: rewards.Reward) -> bool:
+    needed = rewards.needs(inner(reward))
+    return needed.gradients and needed.images and needed.kind == "pointwise"
+
+
+def _columns(session: Session, slots: list[int]) -> list[Mapping[str, list[Any]]]:
+    """The columns of each slot's prompt, as lists of one row."""
+    rows, size = session.iteration_prompts, session.config.sampling.group_size
+    return [{name: [value] for name, value in rows[slot // size].columns.items()} for slot in slots]

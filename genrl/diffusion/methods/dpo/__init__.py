@@ -1,0 +1,1 @@
+"""Diffusion-DPO, online and from a preference data set."""

@@ -1,0 +1,1 @@
+"""Diffusion-DPO from a preference data set."""

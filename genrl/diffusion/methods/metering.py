@@ -1,0 +1,81 @@
+"""Running means over the micro-batches of an iteration, over all processes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.objectives.advantages.groups import GroupStatistics
+from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+
+
+class Meter:
+    """Collects per-sample values; `result` is their mean (`*/std`: standard deviation, `*/max_abs_dev`: maximum).
+
+    Values may have weights, then the mean is the weighted one.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = defaultdict(list)
+        self._weights: dict[str, list[Tensor]] = defaultdict(list)
+        self._same: dict[str, float] = {}
+
+    def add(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
+        """Values [any] of this process, with weights of the same shape; None = 1 each, 0 = not counted."""
+        kept = values.detach().flatten().double().cpu()
+        weight = torch.ones_like(kept) if weights is None else weights.detach().flatten().double().cpu()
+        counted = weight > 0
+        self._values[name].append(kept[counted])
+        self._weights[name].append(weight[counted])
+
+    def add_groups(self, statistics: GroupStatistics, advantages: Tensor, clip: float) -> None:
+        """What all processes know alike."""
+        self.add_spread(statistics)
+        self.add_advantages(advantages, clip)
+
+    def add_spread(self, statistics: GroupStatistics) -> None:
+        self._same |= {"zero_std_ratio": statistics.zero_std_ratio, "group_std_mean": statistics.mean_std}
+
+    def add_advantages(self, advantages: Tensor, clip: float) -> None:
+        trained = advantages[advantages != 0]
+        self._same |= {
+            "advantage/abs_mean": float(trained.abs().mean()) if len(trained) else 0.0,
+            "advantage/clipped": float((trained.abs() >= clip).double().mean()) if len(trained) else 0.0,
+        }
+
+    def add_surrogate(self, surrogate: SurrogateOutput, advantage: Tensor, weight: Tensor | None = None) -> None:
+        """weight: of each transition in the loss; those of 0 are not trained and not counted."""
+        ratio = surrogate.ratio
+        trained = None if weight is None else weight > 0
+        self.add("loss/policy", surrogate.loss, weight)
+        self.add("ratio/mean", ratio, trained)
+        self.add("ratio/std", ratio - 1.0, trained)  # about 1, where squares would lose what distinguishes ratios
+        self.add("ratio/max_abs_dev", (ratio - 1.0).abs(), trained)
+        self.add("clip_frac_high", surrogate.clipped & (advantage > 0), trained)
+        self.add("clip_frac_low", surrogate.clipped & (advantage < 0), trained)
+
+    def result(self) -> dict[str, float]:
+        """Name -> value over all processes; the same on each."""
+        summed = {}
+        for name, values in self._values.items():
+            v, w = torch.cat(values), torch.cat(self._weights[name])
+            if len(v):
+                squares = float((w * v.square()).sum())
+                summed[name] = (float((w * v).sum()), float(w.sum()), float(v.max()), squares)
+        everyone: list[dict[str, tuple[float, float, float, float]]] = gather_object([summed])
+        found = dict(self._same)
+        for name in sorted({name for one in everyone for name in one}):
+            pieces = [one[name] for one in everyone if name in one]
+            count = sum(p[1] for p in pieces)
+            mean = math.fsum(p[0] for p in pieces) / count
+            if name.endswith("/max_abs_dev"):
+                found[name] = max(p[2] for p in pieces)
+            elif name.endswith("/std"):
+                found[name] = math.sqrt(max(0.0, math.fsum(p[3] for p in pieces) / count - mean**2))
+            else:
+                found[name] = mean
+        return found

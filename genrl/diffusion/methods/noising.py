@@ -1,0 +1,128 @@
+"""What the trainers on the forward process share: finished samples noised to drawn levels, and the updates.
+
+A method is what it draws (`prepare`) and what it makes of the model's answer (`objective`): see `diffusion_nft.py`,
+`awm.py`, `dgpo.py`, `crd.py` and `dpo.py`. Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.session import Session
+from genrl.mdp.forward import flow_sample, flow_target
+from genrl.mdp.noise import keyed_noise
+
+Tensors = dict[str, Tensor]
+Given = Mapping[str, Tensor]
+
+REFERENCE = "reference"
+
+
+def require_flow(session: Session) -> None:
+    """Raise ValueError where the model predicts something else than a velocity."""
+    if session.policy.head.parametrisation != "flow":
+        raise ValueError(
+            f"trainer.algorithm: {session.config.trainer.algorithm} needs a flow-matching model; "
+            f"{session.config.model.path} predicts {session.policy.prediction_type}. Use flow_grpo with kernel: ddim"
+        )
+
+
+def noised(clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensors:
+    """The state at `sigma` on the straight path from `clean` to `noise`, and the velocity there. sigma [] or [B]."""
+    return {
+        "sigma": sigma,
+        "noisy": flow_sample(clean, noise, sigma),
+        "target": flow_target(clean, noise),
+    }
+
+
+def own_noise(micro_batch: MicroBatch, *names: int | str) -> Tensor:
+    """Noise of each sample, by its key and `names`, [B, ...]."""
+    clean = micro_batch.final
+    return torch.stack([keyed_noise(clean.shape[1:], *key, "forward", *names) for key in micro_batch.batch.keys]).to(
+        clean
+    )
+
+
+def group_noise(micro_batch: MicroBatch, group: Tensor, *names: int | str) -> Tensor:
+    """Noise of each sample, the same for all of a group (int64 [B]), [B, ...]."""
+    clean, (seed, iteration, *_) = micro_batch.final, micro_batch.batch.keys[0]
+    noises = {
+        g: keyed_noise(clean.shape[1:], seed, iteration, "group", g, "forward", *names) for g in set(group.tolist())
+    }
+    return torch.stack([noises[g] for g in group.tolist()]).to(clean)
+
+
+def guided(batch: Batch, scale: float | None) -> Batch:
+    """The same conditions under this guidance; None = as they are."""
+    return batch if scale is None else replace(batch, sampling={**batch.sampling, "guidance_scale": scale})
+
+
+def without_guidance(policy: Policy, batch: Batch) -> Batch:
+    """The same conditions for a policy that is trained without guidance.
+
+    Guidance that is an input of the network stays: it is no extrapolation that could be left out, and another value
+    would be another condition than that of sampling.
+    """
+    return batch if policy.embeds_guidance else guided(batch, 1.0)
+
+
+def check_reference_guidance(session: Session, scale: float | None) -> None:
+    """Raise ValueError where the reference is to have its own guidance, and guidance is an input of the network."""
+    if scale is not None and session.policy.embeds_guidance:
+        raise ValueError(
+            f"trainer.reference_guidance: {session.config.model.path} takes guidance as an input of its network, so "
+            f"at {scale:g} the starting model would be judged under another condition than the policy; write null"
+        )
+
+
+@torch.no_grad()
+def under(session: Session, snapshot: str, batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
+    """The model's output under a snapshot ("reference": the model before training), [B, ...], without gradient."""
+    weights = session.weights
+    with weights.reference() if snapshot == REFERENCE else weights.use(snapshot):
+        return session.policy.velocity(batch, state, sigma)
+
+
+def update(
+    session: Session,
+    rollouts: Rollouts,
+    num_draws: int,
+    prepare: Callable[[MicroBatch, int, int], tuple[Batch, Tensors] | None],
+    objective: Callable[[Tensor, Given], Tensors],
+    meter: Meter,
+    count: Callable[[list[int]], int] = len,
+) -> None:
+    """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels, per inner epoch.
+
+    prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of, `noisy` and `sigma` among
+    it; None = nothing to train; `counts` false = evaluated with the other processes, but in no metric.
+    objective(velocity, what was given) gives "loss" [B] and metrics by name. count(slots): losses that the samples of
+    an update have at one draw, over all processes.
+    """
+    settings, policy = session.config.trainer, session.policy
+    session.start_training(settings.inner_epochs * num_draws * len(rollouts.mine))
+    for epoch in range(settings.inner_epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
+            divisor = count(slots) * num_draws
+            for micro_batch, k in product(micro_batches, range(num_draws)):
+                with session.fitting():
+                    found = prepare(micro_batch, epoch, k)
+                    if found is None:
+                        continue
+                    batch, given = found
+                    output = policy.velocity(batch, given["noisy"], given["sigma"])
+                    terms = objective(output, given)
+                    session.backward(terms["loss"], batch, given | {"model_output": output}, divisor=max(divisor, 1))
+                if bool(given.get("counts", True)):
+                    for name, values in terms.items():
+                        meter.add(name, values)
+            meter.add("grad_norm", torch.tensor([session.step()]))

@@ -1,0 +1,81 @@
+"""From the settings of Flow-GRPO to the sampling plan of an iteration: which steps are noisy, where trees branch.
+
+Functions of (configuration, iteration): the same in all processes, known before anything is run. What needs no random
+number is in `genrl.config.plans`. `choose_kernel` asks the loaded model too whether the transition is one for it.
+"""
+
+from __future__ import annotations
+
+from genrl.config import D3PO, PRDP, SPO, Config, FlowGRPO
+from genrl.config.plans import fixed_window, plan_of, pruned_depths, roots_together, stochastic_steps, window_end
+from genrl.diffusion.policy.policy import Batch, Kernel
+from genrl.diffusion.rollout.forest import Draw, Drawn, independent
+from genrl.diffusion.session import Session
+from genrl.mdp.kernels import FLOW_KERNELS
+from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
+from genrl.mdp.schedules import geometric_window, window_steps
+
+__all__ = ["choose_kernel", "every_step", "kept_steps", "roots_together", "sampling_plan", "trained_steps", "window_of"]
+
+
+def window_of(config: Config, settings: FlowGRPO, iteration: int) -> range | None:
+    """Steps of the window in this iteration, never empty; None without one."""
+    window, steps = settings.window, config.sampling.num_inference_steps
+    if window is None:
+        return None
+    place = {"size": window.size, "low": window.low, "high": window_end(window, steps)}
+    if window.schedule == "random":
+        return window_steps(**place, seed=config.seed, iteration=iteration)
+    if window.schedule == "geometric":
+        return geometric_window(**place, ratio=window.ratio, seed=config.seed, iteration=iteration)
+    return fixed_window(window, steps=steps, iteration=iteration, iterations=config.iterations)
+
+
+def trained_steps(config: Config, settings: FlowGRPO, iteration: int) -> tuple[int, ...]:
+    """Steps whose transitions are trained: the window and the splits, or all but the last step."""
+    window = window_of(config, settings, iteration)
+    return stochastic_steps(settings, window, steps=config.sampling.num_inference_steps)
+
+
+def kept_steps(config: Config, settings: FlowGRPO, iteration: int) -> tuple[int, ...]:
+    """Steps whose graphs sampling keeps: the trained ones, but for pruned depths; none without `keep_graph`."""
+    if not settings.keep_graph:
+        return ()
+    steps, prune = trained_steps(config, settings, iteration), settings.tree.prune if settings.tree else None
+    if prune is None:
+        return steps
+    plan = sampling_plan(config, settings, iteration)
+    return unpruned_steps(steps, pruned_depths(prune, plan, iteration=iteration, iterations=config.iterations))
+
+
+def sampling_plan(config: Config, settings: FlowGRPO, iteration: int) -> SamplingPlan:
+    """How the group of one prompt is drawn in this iteration."""
+    return plan_of(config.sampling, settings, window_of(config, settings, iteration))
+
+
+def choose_kernel(session: Session, settings: FlowGRPO | SPO | D3PO | PRDP, plan: SamplingPlan) -> Kernel:
+    """The configured transition. Raises ValueError where it is not one for what the model predicts."""
+    is_flow = session.policy.head.parametrisation == "flow"
+    if is_flow == (settings.kernel == "ddim"):
+        predicts = "a velocity (flow matching)" if is_flow else session.policy.prediction_type
+        legal = ", ".join(FLOW_KERNELS[1:]) if is_flow else "ddim"
+        raise ValueError(
+            f"trainer.kernel: {settings.kernel} is no transition for {session.config.model.path}, which predicts "
+            f"{predicts}; use {legal}"
+        )
+    level = settings.noise_level or 0.0
+    others = {i: plan.noise_levels[i] for i in plan.stochastic if plan.noise_levels[i] != level}
+    return Kernel(settings.kernel, level, {i: other for i, other in others.items() if other is not None})
+
+
+def every_step(session: Session, settings: D3PO | PRDP) -> tuple[range, Draw]:
+    """The trained steps, all but the last, and what draws samples whose trained steps are all stochastic."""
+    sampling = session.config.sampling
+    steps = range(sampling.num_inference_steps - 1)
+    plan = make_plan(len(steps) + 1, noise=dict.fromkeys(steps, settings.noise_level or 0.0), roots=sampling.group_size)
+    kernel = choose_kernel(session, settings, plan)
+
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
+        return independent(session.policy.roll_out(batch, kernel, steps), slots)
+
+    return steps, draw

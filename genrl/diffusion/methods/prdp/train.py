@@ -1,0 +1,120 @@
+"""PRDP: proximal reward difference prediction (arXiv 2402.08714), online.
+
+One iteration, with the paper's symbols:
+
+1. collect   B samples x_0 of each prompt c from pi_old, every step but the last drawn from N(mu, s^2 I)
+2. score     r(x_0, c)
+3. update    K gradient steps on all pairs (a, b) of every prompt:
+             l = (dr_hat - (r_a - r_b) / beta)^2,  dr_hat = sum_t (log rho_a,t - log rho_b,t),  rho = pi_theta / pi_ref;
+             the mean of max(l, l_clip), in l_clip each log rho kept within clip_range of the old policy's
+
+At the minimum pi_theta is the optimum of E r - beta KL(pi_theta || pi_ref): a regression, no policy gradient, and no
+baseline that a prompt's history would have to give. The loss couples all samples of a prompt and all their steps, which
+one graph cannot hold; the gradient is that of sum c log pi_theta with c = d loss / d log pi_theta, a small table. So a
+gradient step evaluates every log-probability without gradients (in the first one they are those recorded), then each
+again with its coefficient. docs/prdp.md has metrics and figures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from genrl.config import PRDP
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.plans import every_step
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.session import Session
+from genrl.objectives.advantages.groups import group_statistics
+from genrl.objectives.preferences.prdp import prdp_gradient
+
+Tensors = dict[str, Tensor]
+
+
+def train(session: Session, settings: PRDP) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    steps, draw = every_step(session, settings)
+    for _ in session.iterations():
+        # 1, 2. Collect and score.
+        rollouts = session.collect(draw)
+        check_on_policy(session, rollouts, clip=settings.clip_range)
+        # 3. Update.
+        metrics = learn(session, settings, rollouts, num_steps=len(steps))
+        del rollouts
+        session.finish(metrics)
+
+
+def learn(session: Session, settings: PRDP, rollouts: Rollouts, *, num_steps: int) -> dict[str, float]:
+    """Step 3 of the algorithm on the samples of one iteration; returns its metrics."""
+    policy, weights = session.policy, session.weights
+    meter = Meter()
+    meter.add_spread(group_statistics(rollouts.total, rollouts.group))
+    empty = torch.full((num_steps, rollouts.num_samples), torch.nan, dtype=torch.float64)
+    session.start_training(settings.inner_epochs * num_steps * len(rollouts.mine))
+    recorded = [
+        (i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()
+    ]
+    old = session.gather(recorded, empty.clone())
+    with weights.reference():
+        reference = session.gather(log_probs(session, rollouts), empty.clone())
+    rewards = rollouts.total.view(-1, session.config.sampling.group_size)
+    for epoch in range(settings.inner_epochs):
+        new = old if epoch == 0 else session.gather(log_probs(session, rollouts), empty.clone())
+        now, start, before = (table.T.reshape(*rewards.shape, num_steps) for table in (new, reference, old))
+        out, gradient = prdp_gradient(
+            now, start, before, rewards,
+            beta=settings.beta, clip=settings.clip_range, reduction=settings.step_reduction, pairs=settings.pairs,
+        )  # fmt: skip
+        coefficients = gradient.flatten(0, 1).T.float()
+        for micro_batch in rollouts.mine.values():
+            trajectory, batch = micro_batch.pieces[0].trajectory, micro_batch.batch
+            for i in trajectory.log_probs:
+                coefficient = coefficients[i, micro_batch.slots].to(policy.device)
+                # A sharded model is evaluated by all processes together: each as often as the others.
+                if not weights.is_sharded and not bool(coefficient.any()):
+                    continue
+                step = policy.replay(trajectory, i)
+                session.backward(
+                    coefficient * step.log_prob,
+                    batch,
+                    {
+                        "step": torch.tensor(i),
+                        "state": trajectory.states[i],
+                        "next_state": trajectory.next_states[i],
+                        "coefficient": coefficient,
+                        "model_output": step.model_output,
+                        "log_prob": step.log_prob,
+                    },
+                    divisor=1.0,  # the coefficients are of a mean over the pairs of all processes
+                )
+        meter.add("grad_norm", torch.tensor([session.step()]))
+        if out.num_pairs > 0:
+            meter.add("loss", out.loss)
+            meter.add("prdp/clip_frac", torch.tensor([out.clipped]))
+            for name, value in fit(now - start, rewards, settings).items():
+                meter.add(name, value)
+        meter.add("prdp/pairs", torch.tensor([float(out.num_pairs)]))
+    return meter.result()
+
+
+def fit(log_ratio: Tensor, rewards: Tensor, settings: PRDP) -> Tensors:
+    """How well log-ratios [P, B, T'] predict differences of rewards [P, B], over the pairs of different rewards."""
+    total = log_ratio.sum(2) if settings.step_reduction == "sum" else log_ratio.mean(2)
+    above = rewards[:, :, None] > rewards[:, None, :]
+    predicted = (total[:, :, None] - total[:, None, :])[above]
+    target = (rewards[:, :, None] - rewards[:, None, :])[above] / settings.beta
+    if len(target) == 0:
+        return {}
+    unexplained = (predicted - target).square().mean() / target.square().mean()
+    return {"prdp/unexplained": unexplained, "prdp/correct": predicted > 0}
+
+
+@torch.no_grad()
+def log_probs(session: Session, rollouts: Rollouts) -> list[tuple[int, list[int], Tensor]]:
+    """(step, slots, log-probabilities [B]) of all recorded steps of this process, under the present weights."""
+    return [
+        (i, micro_batch.slots, session.policy.replay(micro_batch.pieces[0].trajectory, i).log_prob)
+        for micro_batch in rollouts.mine.values()
+        for i in micro_batch.pieces[0].trajectory.log_probs
+    ]

@@ -1,0 +1,255 @@
+"""A causal language model that rewrites prompts: sampling, log-probabilities, adapter (PromptRL, arXiv 2602.01382).
+
+Any model that transformers' `AutoModelForCausalLM` loads, with a peft LoRA: switched off it is the model before
+training, so there is never a second copy of the weights. Answers to one prompt are written together and one prompt at a
+time, from a generator of their own: they are a function of the weights, the prompt and its key, whoever writes what
+else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import (
+    LoraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.utils import logging as transformers_logging
+
+from genrl.config import Rewriter as RewriterSettings
+from genrl.mdp.noise import generator
+from genrl.objectives.advantages.prompt_rl import completion_mask
+from genrl.runtime.run import write_atomic
+
+SETTINGS = "rewriter.json"
+ANY = 1_000_000
+"""Tokenizers without a limit say that theirs is larger than this."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """R answers to one prompt."""
+
+    prompt: str
+    tokens: Tensor
+    """What was written, int64 [R, L]; after an answer's end anything."""
+    log_probs: Tensor
+    """Of each token under the policy that wrote it, float32 [R, L]."""
+    mask: Tensor
+    """Which tokens belong to an answer, its end included, bool [R, L]."""
+    texts: list[str]
+    """The new prompts; the prompt itself in place of an answer that holds none."""
+    well_formed: list[bool]
+    """Whether the answer came to its end and has one new prompt between its tags that the text encoders take whole."""
+
+
+class Rewriter:
+    """The language model, its trainable adapter and its optimiser.
+
+    Raises ValueError, naming the key, where the model, its tokenizer or its layers do not fit.
+    """
+
+    def __init__(self, settings: RewriterSettings, *, seed: int = 0, device: str | torch.device = "cpu") -> None:
+        self.settings = settings
+        self.tokenizer, base = load_base(settings)
+        self.end = int(self.tokenizer.eos_token_id)
+        config = LoraConfig(
+            r=settings.lora.rank,
+            lora_alpha=settings.lora.alpha,  # type: ignore[arg-type]  # peft takes any number
+            target_modules=list(settings.lora.targets) if settings.lora.targets else "all-linear",
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # the adapter's initial values depend on the run's seed alone
+            try:
+                self.model = get_peft_model(base, config)
+            except ValueError as error:
+                raise ValueError(f"trainer.rewriter.lora.targets: {error}") from error
+        self.model.to(device).eval()  # dropout off: what is trained is what wrote
+        for parameter in self.parameters:
+            parameter.data = parameter.data.float()
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.lr, weight_decay=0.0)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def room(self) -> int | None:
+        """Positions of the model; None where it says nothing."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    def asked(self, prompt: str) -> Tensor:
+        """The model's input for a prompt: the instruction in the tokenizer's chat template, or plain; int64 [1, P]."""
+        text = self.settings.instruction.replace("{prompt}", prompt)
+        if not self.tokenizer.chat_template:
+            return self.tokenizer(text, return_tensors="pt").input_ids.to(self.model.device)
+        chat = [{"role": "user", "content": text}]
+        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(self.model.device)
+
+    @torch.no_grad()
+    def write(self, prompt: str, count: int, key: Sequence[int | str], fits: Callable[[str], bool]) -> Written:
+        """`count` answers, drawn from the policy by Gumbel noise of a generator seeded by `key`.
+
+        fits: whether the text encoders take a text whole. Raises ValueError where the model has too few positions.
+        """
+        asked, longest = self.asked(prompt), self.settings.max_new_tokens
+        if self.room is not None and asked.shape[1] + longest > self.room:
+            raise ValueError(
+                f"trainer.rewriter.max_new_tokens: {asked.shape[1]} tokens of instruction and prompt and {longest} new "
+                f"ones are more than the {self.room} positions of {self.settings.path}: {prompt!r}; use fewer"
+            )
+        draw = _Draw(self.settings.temperature, generator(*key))
+        found = self.model.generate(
+            input_ids=asked.expand(count, -1),
+            attention_mask=torch.ones_like(asked).expand(count, -1),
+            max_new_tokens=longest,
+            logits_processor=LogitsProcessorList([draw]),
+        )
+        tokens = found[:, asked.shape[1] :]
+        mask = completion_mask(tokens, self.end)
+        answers = [self._new_prompt(row[kept], fits) for row, kept in zip(tokens, mask, strict=True)]
+        texts = [prompt if answer is None else answer for answer in answers]
+        return Written(prompt, tokens, torch.stack(draw.log_probs, 1), mask, texts, [a is not None for a in answers])
+
+    def _new_prompt(self, tokens: Tensor, fits: Callable[[str], bool]) -> str | None:
+        """What one answer holds between its tags; None where it does not end, or holds not just one thing there."""
+        if tokens[-1] != self.end:
+            return None
+        text = self.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+        first, last = self.settings.answer_tags
+        if text.count(first) != 1 or text.count(last) != 1:
+            return None
+        between, closed, _ = text.partition(first)[2].partition(last)
+        found = " ".join(between.split())
+        return found if closed and found and fits(found) else None  # not closed: the last tag stands before the first
+
+    def log_probs(self, written: Written) -> Tensor:
+        """Of each token under the present weights, float32 [R, L], with gradients; teacher forcing without a cache."""
+        asked, count = self.asked(written.prompt), len(written.tokens)
+        tokens = torch.cat([asked.expand(count, -1), written.tokens], 1)
+        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits[:, asked.shape[1] - 1 :]
+        log_p = (logits.float() / self.settings.temperature).log_softmax(-1)
+        return log_p.gather(2, written.tokens[..., None])[..., 0]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within the block the model is the one that training began from."""
+        with self.model.disable_adapter():
+            yield
+
+    def rewrite(self, prompt: str, key: Sequence[int | str], fits: Callable[[str], bool] = lambda text: True) -> str:
+        """One new prompt, a function of the weights and `key`."""
+        return self.write(prompt, 1, ("rewritten", *key), fits).texts[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "adapter": {key: p.detach() for key, p in get_peft_model_state_dict(self.model).items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_peft_model_state_dict(self.model, state["adapter"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def save_pretrained(self, folder: Path) -> None:
+        """The adapter as peft loads it, and how the model is asked (`rewriter.json`).
+
+        Without the tokenizer: beside one `AutoPeftModelForCausalLM` resizes the model's vocabulary.
+        """
+        self.model.save_pretrained(str(folder))
+        write_atomic(folder / SETTINGS, json.dumps(self.settings.model_dump(mode="json"), indent=1))
+
+
+def load_rewriter(folder: Path, device: str | torch.device = "cpu") -> Rewriter:
+    """The trained rewriter that a run left in `folder`. Raises ValueError where there is none."""
+    if not (folder / SETTINGS).is_file():
+        raise ValueError(
+            f"{folder} holds no rewriter: it has no {SETTINGS}; a run of prompt_rl has one in RUN/rewriter"
+        )
+    settings = RewriterSettings.model_validate_json((folder / SETTINGS).read_text(encoding="utf-8"))
+    rewriter = Rewriter(settings, device=device)
+    set_peft_model_state_dict(rewriter.model, load_peft_weights(str(folder)))
+    return rewriter
+
+
+def load_base(settings: RewriterSettings) -> tuple[Any, Any]:
+    """(tokenizer, model), the model frozen and without the generation defaults of its makers: an answer is a sample."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(settings.path, revision=settings.revision)
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.path, revision=settings.revision, dtype=getattr(torch, settings.dtype)
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"trainer.rewriter.path: {settings.path} cannot be loaded as a causal language model of transformers: "
+            f"{error}"
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(level)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"trainer.rewriter.path: the tokenizer of {settings.path} has no eos_token, so no answer would ever end; "
+            "set tokenizer.eos_token to the token that ends a turn, and save it"
+        )
+    end = tokenizer.eos_token_id
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
+    return tokenizer, model.requires_grad_(False)
+
+
+class TextRoom:
+    """Whether a text fits into the longest of a pipeline's text encoders; the others cut it, as ever.
+
+    The limit is the tokenizer's `model_max_length`, for those that take it (all but CLIP's) also `max_sequence_length`
+    of the call.
+    """
+
+    def __init__(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
+        parameter = inspect.signature(type(pipe).__call__).parameters.get("max_sequence_length")
+        called = arguments.get("max_sequence_length", parameter.default if parameter else None)
+        self.name, self.tokenizer, self.limit = "", None, 0
+        for name, part in sorted(pipe.components.items()):
+            if not name.startswith("tokenizer") or part is None:
+                continue
+            limit = int(getattr(part, "model_max_length", ANY))
+            if isinstance(called, int) and "CLIP" not in type(part).__name__:
+                limit = min(limit, called)
+            if limit > self.limit:
+                self.name, self.tokenizer, self.limit = name, part, limit
+
+    def length(self, text: str) -> int:
+        """Its tokens, those of the beginning and the end included."""
+        return len(self.tokenizer(text, verbose=False).input_ids) if self.tokenizer is not None else 0
+
+    def __call__(self, text: str) -> bool:
+        return self.tokenizer is None or self.limit >= ANY or self.length(text) <= self.limit
+
+
+class _Draw(LogitsProcessor):
+    """Samples by its own noise: the largest of log p + Gumbel noise is a draw from p. Keeps its log-probabilities."""
+
+    def __init__(self, temperature: float, source: torch.Generator) -> None:
+        self.temperature, self.source = temperature, source
+        self.log_probs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        log_p = (scores.float() / self.temperature).log_softmax(-1)
+        uniform = torch.rand(log_p.shape, generator=self.source, dtype=torch.float64)
+        noisy = log_p - uniform.log().neg().log().to(log_p)
+        self.log_probs.append(log_p.gather(1, noisy.argmax(1, keepdim=True))[:, 0])
+        return noisy

@@ -1,0 +1,208 @@
+"""PromptRL: a language model that rewrites prompts and the flow model that draws them learn jointly (arXiv 2602.01382).
+
+One iteration of groups of n samples, of which m keep their prompt as it is:
+
+1. write     n - m refinements y of each prompt c by the language model pi_phi
+2. collect   one sample of each refinement, m of c itself, as Flow-GRPO does
+3. score     R = R_gen(x_0, c) + w R_fmt(y), by the prompt as it was; a retained sample has its group's mean R_fmt
+4. estimate  A = (R - mean) / std over all n of the group
+5. update    phi by -(exp(l - sg l) A - beta k3) on the tokens of the n - m, strictly on policy; theta by Flow-GRPO's
+             clipped surrogate and KL on the samples of all n
+
+The two have no weights and no gradient in common: what joins them is the group that both are judged in. The retained
+samples keep the flow model good at prompts that nobody rewrote. docs/prompt_rl.md has metrics and figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.config import PromptRL
+from genrl.data.prompts import Prompt
+from genrl.diffusion.methods.estimation import advantages_of
+from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, Written
+from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.rollout.forest import Draw, Drawn
+from genrl.diffusion.rollout.rollout import Rollouts, call_arguments
+from genrl.diffusion.session import Session
+from genrl.objectives.advantages.prompt_rl import joint_rewards, prompt_group, rewriter_loss, tagged_rewards
+from genrl.objectives.surrogates.policy_losses import kl_k3
+
+OFF_POLICY = 0.05
+"""Mean |ratio - 1| of tokens above which the texts were not written by the model that is trained."""
+
+
+def train(session: Session, settings: PromptRL) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    config, device = session.config, session.accelerator.device
+    size, retained = config.sampling.group_size, settings.retained
+    fits = TextRoom(session.policy.pipe, call_arguments(config.sampling))
+    check_prompts(session, settings, fits)
+    rewriter = Rewriter(settings.rewriter, seed=config.seed, device=device)
+    session.keep("rewriter", rewriter)
+    session.rewrite = partial(rewritten, session, rewriter, fits)
+    for iteration in session.iterations():
+        prompts = session.iteration_prompts
+        # 1. Write.
+        with session.timed("rewrite"):
+            mine, answers = write(session, rewriter, prompts, size - retained, fits)
+        groups = [prompt_group(p.text, texts, retained) for p, (texts, _) in zip(prompts, answers, strict=True)]
+        # 2, 3. Collect and score.
+        plan = sampling_plan(config, settings, iteration)
+        draw = from_texts([text for group in groups for text in group], flow_grpo.drawing(session, settings, plan))
+        rollouts = session.collect(draw)
+        first = not session.replays
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        generation = judged(settings, rollouts, prompts).view(-1, size)
+        formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
+        total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)
+        rollouts = replace(rollouts, total=total.flatten())
+        # 4, 5. Estimate and update; the flow model's advantages are the same function of the same rewards.
+        advantages = advantages_of(session, settings, rollouts)
+        advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip).view(-1, size)
+        metrics = flow_grpo.learn(session, settings, rollouts, plan)
+        metrics |= learn_to_write(session, settings, rewriter, mine, advantages, check=first)
+        metrics |= compared(generation, formats, [texts for texts, _ in answers])
+        del rollouts
+        session.finish(metrics)
+    if session.is_main and session.is_complete:
+        rewriter.save_pretrained(session.run.folder / "rewriter")
+
+
+def from_texts(texts: Sequence[str], draw: Draw) -> Draw:
+    """`draw`, with each slot's own text in place of its prompt. Scores are of the prompts all the same."""
+
+    def drawn(batch: Batch, slots: list[int]) -> Drawn:
+        return draw(replace(batch, prompts=[texts[slot] for slot in slots]), slots)
+
+    return drawn
+
+
+def write(
+    session: Session, rewriter: Rewriter, prompts: Sequence[Prompt], count: int, fits: TextRoom
+) -> tuple[dict[int, Written], list[tuple[list[str], list[bool]]]]:
+    """(answers that this process wrote by the index of their prompt, new prompts and formats of all prompts).
+
+    Processes share out the prompts. The generator is that of (seed, iteration, prompt): nobody's answers depend on who
+    else writes.
+    """
+    config, process = session.config, session.accelerator.process_index
+    mine = {}
+    for p in range(process, len(prompts), session.accelerator.num_processes):
+        key = (config.seed, "rewrite", session.iteration, p)
+        mine[p] = rewriter.write(prompts[p].text, count, key, fits)
+        session.pulse()
+    found = dict(gather_object([(p, (w.texts, w.well_formed)) for p, w in mine.items()]))
+    return mine, [found[p] for p in range(len(prompts))]
+
+
+def learn_to_write(
+    session: Session,
+    settings: PromptRL,
+    rewriter: Rewriter,
+    mine: dict[int, Written],
+    advantages: Tensor,
+    *,
+    check: bool = False,
+) -> dict[str, float]:
+    """One optimiser step of the language model on the answers of all processes; returns its metrics.
+
+    advantages: of all samples, [P, n], refined ones first. check: raise RuntimeError, in all processes, where the model
+    in training is not the one that wrote.
+    """
+    meter = Meter()
+    answers = len(advantages) * (advantages.shape[1] - settings.retained)
+    for p, written in mine.items():
+        with torch.no_grad(), rewriter.reference():
+            reference = rewriter.log_probs(written)
+        new = rewriter.log_probs(written)
+        count, mask = len(written.texts), written.mask
+        advantage = advantages[p, :count].to(new.device)
+        loss = rewriter_loss(new, reference, advantage, mask, kl_weight=settings.rewriter.kl_weight)
+        (loss.sum() / answers).backward()
+        session.beat()
+        ratio = (new.detach() - written.log_probs).expm1().abs()[mask]
+        meter.add("rewriter/ratio/max_abs_dev", ratio)
+        meter.add("rewriter/ratio/mean_abs_dev", ratio)
+        meter.add("rewriter/loss", loss)
+        meter.add("rewriter/kl", kl_k3(new.detach(), reference)[mask])
+        meter.add("rewriter/tokens", mask.sum(1))
+    metrics = meter.result()
+    if check and not metrics["rewriter/ratio/mean_abs_dev"] <= OFF_POLICY:
+        raise RuntimeError(
+            "before the first update the ratio of the language model in training to the one that wrote is off 1 by "
+            f"{metrics['rewriter/ratio/mean_abs_dev']:.3g} in the mean over tokens: its answers cannot be learnt from. "
+            "Usual causes: low precision (trainer.rewriter.dtype: float32), or attention that answers otherwise with a "
+            "cache than without"
+        )
+    return metrics | {"rewriter/grad_norm": session.step_other(rewriter.optimizer)}
+
+
+def judged(settings: PromptRL, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Tensor:
+    """Reward of every sample before that of the format, float64 [N]: the weighted sum, or the one its prompt names."""
+    if settings.reward_column is None:
+        return rollouts.total
+    labels = list(rollouts.parts)
+    tags = torch.tensor([labels.index(prompt.columns[settings.reward_column]) for prompt in prompts])
+    return tagged_rewards([rollouts.parts[label] for label in labels], tags[rollouts.group])
+
+
+def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence[str]]) -> dict[str, float]:
+    """What all processes know alike of the answers: generation [P, n], formats [P, n - m], texts [P][n - m]."""
+    count = formats.shape[1]
+    found = {
+        "rewriter/format": float(formats.mean()),
+        "rewriter/distinct": sum(len(set(texts)) for texts in refinements) / (len(refinements) * count),
+    }
+    if count < generation.shape[1]:
+        gain = generation[:, :count].nanmean(1) - generation[:, count:].nanmean(1)
+        found["rewriter/gain"] = float(gain.nanmean())
+    return found
+
+
+def rewritten(session: Session, rewriter: Rewriter, fits: TextRoom, prompts: Sequence[Prompt]) -> list[str]:
+    """A new prompt for each of the prompts, the same in all processes, which share them out."""
+    process, processes = session.accelerator.process_index, session.accelerator.num_processes
+    mine = []
+    for row in range(process, len(prompts), processes):
+        mine.append((row, rewriter.rewrite(prompts[row].text, (session.config.evaluation.seed, row), fits)))
+        session.beat()
+    found = dict(gather_object(mine))
+    return [found[row] for row in range(len(prompts))]
+
+
+def check_prompts(session: Session, settings: PromptRL, fits: TextRoom) -> None:
+    """Raise ValueError, with its line, for a prompt that the text encoders would cut or that names no reward."""
+    config = session.config
+    trained = [label for label, reward in zip(config.reward_labels, config.rewards, strict=True) if reward.weight != 0]
+    for rows, source in ((session.prompts, config.prompts.train), (session.eval_prompts, config.prompts.eval)):
+        for row in rows:
+            where = f"{source}:{row.line}"
+            if not fits(row.text):
+                raise ValueError(
+                    f"{where}: {fits.length(row.text)} tokens, but {fits.name} of {config.model.path} takes "
+                    f"{fits.limit}: what comes after would not be drawn; shorten the prompt, or raise "
+                    "sampling.pipeline_args.max_sequence_length where the model has one"
+                )
+    if (column := settings.reward_column) is None:
+        return
+    for row in session.prompts:
+        where, label = f"{config.prompts.train}:{row.line}", row.columns.get(column)
+        if label not in trained:
+            near = get_close_matches(str(label), trained, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            has = f"no column {column!r}" if column not in row.columns else f"{column} {label!r}, which is no reward"
+            raise ValueError(
+                f"trainer.reward_column: {where} has {has}; {hint}rewards that are trained on: {', '.join(trained)}"
+            )

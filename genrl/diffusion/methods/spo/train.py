@@ -1,0 +1,281 @@
+"""SPO: preferences between candidates for one next state (arXiv 2406.04314).
+
+One iteration, for a chain of every slot, with k candidates from step d on:
+
+1. crawl     at state x_t draw k candidates x_{t-1} ~ pi_theta(. | x_t, c); evaluate the model on all of them; go on
+             from one drawn uniformly, whose evaluation also makes the next candidates
+2. score     every candidate x_{t-1}: the reward of its predicted clean sample x_0(x_{t-1}), decoded; of the last step
+             the reward of the picture itself
+3. compare   best and worst candidate of a state are a pair, where tanh((s_max - s_min) / 2) > threshold
+4. update    -log sigmoid(beta (log clip r_w - log clip r_l)),  r = pi_theta / pi_ref of the candidate, kept in
+             1 +- clip_range; both sides of a pair share one evaluation of the model
+
+Step 2 is not the paper's: it scores noisy candidates by a preference model trained for every noise level. Here the
+configured rewards judge the predicted clean sample, early in the chain a blurred one, so comparisons are less certain
+there. Model calls of sampling, per chain of T steps: d + 1 + k (T - d - 1). docs/spo.md has equations and figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from genrl.config import SPO
+from genrl.config.candidates import candidate_plan
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.plans import choose_kernel
+from genrl.diffusion.policy.policy import Batch, Children, Kernel, NoiseKey, Policy, Trajectory
+from genrl.diffusion.rollout.forest import Drawn
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.rollout.scoring import Scoring
+from genrl.diffusion.session import Session
+from genrl.mdp.noise import generator
+from genrl.mdp.plan import SamplingPlan
+from genrl.objectives.preferences.preference import PreferenceOutput, step_preference_loss, step_winners
+from rewards import compose
+from rewards.compose import Running
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """For the next state of n chains at one step."""
+
+    state: Tensor
+    """What they were drawn from, float32 [n, ...]."""
+    drawn: Tensor
+    """float32 [n, k, ...]."""
+    clean: Tensor
+    """Clean samples predicted from them, float32 [n, k, ...]."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The outcome of all comparisons of an iteration, by chain (slot) and compared step."""
+
+    win: Tensor
+    """Candidate, int64 [N, S]."""
+    lose: Tensor
+    valid: Tensor
+    """Whether the comparison counts, bool [N, S]."""
+    gap: Tensor
+    """Best score minus worst, float64 [N, S]; NaN where a candidate has no score."""
+
+
+Found = dict[int, dict[int, Candidates]]  # first slot of a micro-batch -> step -> candidates
+
+
+def train(session: Session, settings: SPO) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    config, policy = session.config, session.policy
+    sampling = config.sampling
+    if session.weights.is_sharded and sampling.images_per_iteration % sampling.batch_size:
+        raise ValueError(
+            f"distributed.fsdp: {sampling.images_per_iteration} chains in micro-batches of {sampling.batch_size} leave "
+            "a smaller one, which calls the model less often than the others; change sampling.batch_size"
+        )
+    for _ in session.iterations():
+        plan = candidate_plan(sampling, settings, last=last_step_is_drawn(policy))
+        kernel = choose_kernel(session, settings, plan)
+        # 1. Crawl. The chains' ends are scored too: they are the samples that a run reports.
+        found: Found = {}
+        rollouts = session.collect(
+            partial(draw, policy, plan=plan, kernel=kernel, batch_size=sampling.batch_size, found=found)
+        )
+        # 2, 3. Score and compare.
+        pairs = compare(judge(session, rollouts, found, plan), threshold=settings.threshold)
+        # 4. Update.
+        metrics = learn(session, settings, rollouts, found, pairs, plan, kernel)
+        del rollouts, found
+        session.finish(metrics)
+
+
+def learn(
+    session: Session, settings: SPO, rollouts: Rollouts, found: Found, pairs: Pairs, plan: SamplingPlan, kernel: Kernel
+) -> dict[str, float]:
+    """Step 4 of the algorithm on the pairs of one iteration; returns its metrics."""
+    policy, weights = session.policy, session.weights
+    meter = Meter()
+    meter.add("spo/valid_ratio", pairs.valid)
+    if not bool(pairs.gap.isnan().all()):
+        meter.add("spo/gap", pairs.gap[~pairs.gap.isnan()])
+    session.start_training(settings.inner_epochs * len(rollouts.mine) * len(plan.splits))
+    for _ in range(settings.inner_epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
+            divisor = float(pairs.valid[slots].sum())
+            for micro_batch in micro_batches:
+                for column, (i, candidates) in enumerate(found[micro_batch.slots[0]].items()):
+                    counts = pairs.valid[micro_batch.slots, column]
+                    # A sharded model is evaluated by all processes together: each as often as the others.
+                    rows = torch.arange(len(counts)) if weights.is_sharded else counts.nonzero()[:, 0]
+                    if len(rows) == 0 or divisor == 0:
+                        continue
+                    chosen = torch.stack([table[micro_batch.slots, column] for table in (pairs.win, pairs.lose)], dim=1)
+                    batch = micro_batch.batch.take(rows.tolist())
+                    pair = pair_of(batch, kernel, i, candidates.state[rows], candidates.drawn[rows], chosen[rows])
+                    with torch.no_grad(), weights.reference():
+                        reference = policy.replay(pair, i).log_prob.view(-1, 2)
+                    new = policy.replay(pair, i)
+                    log_prob = new.log_prob.view(-1, 2)
+                    out = preference(settings, log_prob, reference)
+                    weight = counts[rows].to(out.loss)
+                    session.backward(
+                        weight * out.loss,
+                        batch,
+                        {
+                            "step": torch.tensor(i),
+                            "state": pair.states[i],
+                            "next_state": pair.next_states[i],
+                            "weight": weight,
+                            "reference_log_prob": reference,
+                            "model_output": new.model_output,
+                            "log_prob": new.log_prob,
+                        },
+                        divisor=divisor,
+                    )
+                    counted = weight > 0
+                    if bool(counted.any()):
+                        ratio = (log_prob - reference)[counted].exp()
+                        meter.add("loss", out.loss[counted])
+                        meter.add("spo/correct", out.correct[counted])
+                        meter.add("spo/clip_frac", (ratio - 1.0).abs() > settings.clip_range)
+            meter.add("grad_norm", torch.tensor([session.step()]))
+    return meter.result()
+
+
+def last_step_is_drawn(policy: Policy) -> bool:
+    """Whether the last step has a distribution to compare candidates of: DDIM's, unless it ends at alpha-bar 1. (Those
+    of flows leave noise in the picture, or have no variance.)"""
+    return policy.head.parametrisation == "diffusion" and float(policy.head.final_alpha_cumprod) < 1.0
+
+
+def draw(
+    policy: Policy, batch: Batch, slots: list[int], *, plan: SamplingPlan, kernel: Kernel, batch_size: int, found: Found
+) -> Drawn:
+    """The chains of one micro-batch, from noise to sample; their candidates go into `found`, by the first slot.
+
+    batch_size: rows of one model call, hence candidates evaluated together.
+    """
+    together = max(1, batch_size // plan.branching[plan.splits[0]])
+    parts = [
+        crawl(policy, batch.take(rows.tolist()), plan, kernel) for rows in torch.arange(len(batch)).split(together)
+    ]
+    found[slots[0]] = {
+        i: Candidates(
+            torch.cat([part[i].state for part, _, _ in parts]),
+            torch.cat([part[i].drawn for part, _, _ in parts]),
+            torch.cat([part[i].clean for part, _, _ in parts]),
+        )
+        for i in plan.splits
+    }
+    return Drawn(slots, batch, torch.cat([final for _, final, _ in parts]), parts[0][2], [])
+
+
+def crawl(
+    policy: Policy, batch: Batch, plan: SamplingPlan, kernel: Kernel
+) -> tuple[dict[int, Candidates], Tensor, Tensor]:
+    """Candidates by compared step, final states [n, ...] and schedule of n chains. The rows of a chain's candidates
+    are neighbours: candidate j of chain r is row r k + j."""
+    chains, first = len(batch), plan.splits[0]
+    ways = plan.branching[first]
+    of_chain = torch.arange(chains).repeat_interleave(ways)
+    many = batch.take(of_chain.tolist())
+    keys: list[NoiseKey] = [(*key, "candidate", j) for key in batch.keys for j in range(ways)]
+
+    last = policy.roll_out(batch, kernel, plan.stochastic, stop=first + 1, children=Children(of_chain, keys))
+    state, found = last.states[first], dict[int, Candidates]()
+    for i in range(first + 1, plan.steps):
+        drawn, going = last.final, chosen_rows(batch, ways, i)
+        last = policy.roll_out(
+            many,
+            kernel,
+            plan.stochastic,
+            start=i,
+            stop=i + 1,
+            state=drawn,
+            children=Children(going[of_chain], keys) if i in plan.splits else None,
+            predict=True,
+        )
+        assert last.predicted is not None
+        found[i - 1] = Candidates(state, *(x.unflatten(0, (chains, ways)) for x in (drawn, last.predicted)))
+        state = drawn[going]
+    if plan.steps - 1 in plan.splits:  # nothing is left to predict
+        drawn, going = last.final, chosen_rows(batch, ways, plan.steps)
+        pictures = drawn.unflatten(0, (chains, ways))
+        found[plan.steps - 1] = Candidates(state, pictures, pictures)
+    return found, last.final[going], last.sigmas
+
+
+def chosen_rows(batch: Batch, ways: int, depth: int) -> Tensor:
+    """Row of the candidate at this depth from which each chain goes on, drawn uniformly, int64 [n]."""
+    picks = [int(torch.randint(ways, (), generator=generator(*key, "continue", depth))) for key in batch.keys]
+    return torch.arange(len(batch)) * ways + torch.tensor(picks)
+
+
+def judge(session: Session, rollouts: Rollouts, found: Found, plan: SamplingPlan) -> Tensor:
+    """Total reward of every candidate of all processes, float64 [N, S, k]; NaN = no score. A collective.
+
+    The candidates of one state are a group, to rewards that compare and to those that are normalised in groups.
+    """
+    config, policy, steps = session.config, session.policy, plan.splits
+    ways, number = plan.branching[steps[0]], len(steps)
+    sampling = config.sampling
+    chains = [row for row in session.iteration_prompts for _ in range(sampling.group_size)]
+    rows = [chain for chain in chains for _ in range(number * ways)]
+    group = torch.arange(len(chains) * number).repeat_interleave(ways)
+    background = sampling.score_in_background
+    with Scoring(session.scorers, rows, group.tolist(), background=background, beat=session.beat) as scoring:
+        for micro_batch in rollouts.mine.values():
+            of_chain = torch.arange(len(micro_batch.slots)).repeat_interleave(ways)
+            for column, candidates in enumerate(found[micro_batch.slots[0]].values()):
+                slots = [(slot * number + column) * ways + j for slot in micro_batch.slots for j in range(ways)]
+                clean = candidates.clean.flatten(0, 1)
+                for some in torch.arange(len(slots)).split(sampling.batch_size):
+                    with session.timed("decode"), torch.no_grad():
+                        images = policy.decode(micro_batch.batch.take(of_chain[some].tolist()), clean[some]).cpu()
+                    scoring.add([slots[row] for row in some.tolist()], images)
+                session.beat()
+        with session.timed("score"):
+            scored = scoring.result()
+    running = {label: Running(**kept) for label, kept in session.memory.get("scores", {}).items()}
+    combined = compose.combine(
+        scored.values, session.scorers.components, group, iteration=session.iteration, running=running
+    )
+    return combined.total.view(len(chains), number, ways)
+
+
+def compare(scores: Tensor, *, threshold: float) -> Pairs:
+    """The pair of every state from the scores [N, S, k] of its candidates. Without a score for each there is none."""
+    win, lose, valid = step_winners(scores.flatten(0, 1).T, threshold=threshold)
+    shape = scores.shape[:2]
+    gap = scores.amax(dim=-1) - scores.amin(dim=-1)
+    return Pairs(win.view(shape), lose.view(shape), valid.view(shape) & ~gap.isnan(), gap)
+
+
+def preference(settings: SPO, log_prob: Tensor, reference: Tensor) -> PreferenceOutput:
+    """The loss of pairs, [n], from log-probabilities of winner and loser, [n, 2]."""
+    return step_preference_loss(
+        log_prob[:, 0],
+        reference[:, 0],
+        log_prob[:, 1],
+        reference[:, 1],
+        torch.ones_like(log_prob[:, 0]),
+        beta=settings.beta,
+        clip=settings.clip_range,
+    )
+
+
+def pair_of(batch: Batch, kernel: Kernel, step: int, state: Tensor, drawn: Tensor, chosen: Tensor) -> Trajectory:
+    """A recorded step of which `Policy.replay` gives the log-probabilities of two candidates per state, [2 n]: row 2 r
+    is the winner of chain r, row 2 r + 1 the loser.
+
+    state [n, ...]; drawn [n, k, ...]; chosen: winner and loser, int64 [n, 2].
+    """
+    chains = torch.arange(len(batch))
+    actions = drawn[chains[:, None], chosen].flatten(0, 1)
+    children = Children(chains.repeat_interleave(2), [])
+    return Trajectory(
+        batch, kernel, {step: state}, {step: actions}, {}, actions, torch.empty(0), step + 1, state, children
+    )

@@ -1,0 +1,1 @@
+"""Any diffusers pipeline as a policy: scheduler, encoding, decoding, loading, weights."""

@@ -1,0 +1,46 @@
+"""The autoencoder (VAE) between its uses: off the device, and one picture at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from genrl.diffusion.policy.encoding import keep_execution_device
+
+
+def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
+    """offload: the VAE waits on the CPU and is on the pipeline's device only while it encodes or decodes, without a
+    backward pass through it. sliced: it decodes one picture after the other, which differs by rounding.
+
+    Raises ValueError, naming the key, where the pipeline has no VAE, or none that can.
+    """
+    vae, home = pipe.components.get("vae"), pipe._execution_device
+    for key, asked in (("offload_vae", offload), ("slice_vae", sliced)):
+        if asked and not (isinstance(vae, nn.Module) and hasattr(vae, "decode")):
+            raise ValueError(f"model.{key}: {type(pipe).__name__} has no VAE (component vae); write false")
+    if sliced:
+        try:
+            vae.enable_slicing()
+        except (AttributeError, NotImplementedError) as error:
+            raise ValueError(f"model.slice_vae: {type(vae).__name__} does not decode in slices; write false") from error
+    if offload:
+        keep_execution_device(pipe, home)
+        vae.to("cpu")
+        for name in ("encode", "decode"):
+            if hasattr(vae, name):
+                setattr(vae, name, _fetched(vae, getattr(vae, name), home))
+
+
+def _fetched(vae: nn.Module, original: Callable[..., Any], home: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        vae.to(home)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            vae.to("cpu")
+
+    return call

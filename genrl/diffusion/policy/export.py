@@ -1,0 +1,270 @@
+"""Weights that plain diffusers loads: LoRA adapters, verified by reloading, and whole pipelines with their card."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+from peft import get_peft_model_state_dict
+from torch import Tensor, nn
+
+from genrl import __version__
+from genrl.config import Config
+from genrl.config import load as load_config
+from genrl.data import prompts as prompt_files
+from genrl.diffusion.evaluate import evaluation_arguments
+from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.weights import ADAPTER
+from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run, read_metrics, write_atomic
+
+_RELOADED = "genrl_reloaded"
+_SECOND = "_2"
+"""How the component of a second denoiser ends: `transformer_2`."""
+
+
+class ExportError(RuntimeError):
+    """The written adapter does not give back the model it was made from."""
+
+
+def check_lora_loader(policy: Policy) -> None:
+    """Raise ValueError, naming the key, where diffusers has no LoRA loader for the denoisers of this pipeline.
+
+    It may have adapters for the denoiser all the same; then training would work and saving would not.
+    """
+    kind = type(policy.pipe)
+    loader = hasattr(kind, "load_lora_weights") and hasattr(kind, "save_lora_weights")
+    takes = inspect.signature(kind.save_lora_weights).parameters.keys() if loader else ()
+    if not all(f"{name.removesuffix(_SECOND)}_lora_layers" in takes for name in policy.denoisers):
+        raise ValueError(
+            f"model.lora: {kind.__name__} cannot load LoRA weights of its {', '.join(policy.denoisers)}; train all "
+            "weights with model.lora=null"
+        )
+
+
+def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
+    """Write the present adapter so that `pipe.load_lora_weights(folder)` restores it, and prove it.
+
+    The second expert of a pipeline that has two (Wan 2.2) gets the folder `transformer_2` within, to be loaded with
+    `load_into_transformer_2=True`. Everything is loaded back through the pipeline's own loader under another adapter
+    name, and the denoising of `probe` must come out equal. Raises ExportError where it does not, ValueError where the
+    pipeline has no LoRA loader.
+    """
+    check_lora_loader(policy)
+    pipe = policy.pipe
+    for name, denoiser in policy.denoisers.items():
+        part = name.removesuffix(_SECOND)
+        arguments = {
+            f"{part}_lora_layers": get_peft_model_state_dict(denoiser, adapter_name=ADAPTER),
+            # Without the metadata lora_alpha is lost: the adapter would load at another strength, without a word.
+            f"{part}_lora_adapter_metadata": denoiser.peft_config[ADAPTER].to_dict(),
+        }
+        type(pipe).save_lora_weights(folder if part == name else folder / name, **arguments)
+    with torch.compiler.set_stance("force_eager"):  # a compiled denoiser: not for two calls
+        verify_lora(policy, folder, probe)
+
+
+@torch.no_grad()
+def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
+    """Raise ExportError unless the adapter in `folder`, as diffusers loads it, acts like the one in memory."""
+    stop = None if len(policy.denoisers) > 1 else 1  # each expert has its steps
+    wanted = policy.roll_out(probe, stop=stop).final
+    try:
+        with warnings.catch_warnings(), _quiet_loading():  # a second adapter beside the first is what we want here
+            warnings.simplefilter("ignore")
+            _load_again(policy, folder)
+        for denoiser in policy.denoisers.values():
+            _require_equal_adapters(denoiser, folder)
+            denoiser.set_adapter(_RELOADED)
+        found = policy.roll_out(probe, stop=stop).final
+    finally:
+        for denoiser in policy.denoisers.values():
+            denoiser.set_adapter(ADAPTER)
+            denoiser.delete_adapters(_RELOADED)
+    # Equal bits in float32 on a CPU; a pipeline in lower precision holds the reloaded adapter rounded to it.
+    tolerance = max(1e-5, 4 * torch.finfo(policy.denoiser.dtype).eps) * float(wanted.abs().max())
+    difference = float((wanted - found).abs().max())
+    if not difference <= tolerance:
+        raise ExportError(f"the adapter in {folder} acts differently after reloading (by up to {difference:g})")
+
+
+def _load_again(policy: Policy, folder: Path) -> None:
+    """Load the folder beside the adapter in training. Raises ExportError where diffusers cannot read it."""
+    try:
+        for name in policy.denoisers:
+            if name.endswith(_SECOND):
+                path = str(folder / name)
+                policy.pipe.load_lora_weights(path, adapter_name=_RELOADED, load_into_transformer_2=True)
+            else:
+                policy.pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ExportError(f"the adapter in {folder} cannot be loaded again: {error}") from error
+
+
+def _require_equal_adapters(denoiser: nn.Module, folder: Path) -> None:
+    """The reloaded adapter is the trained one: scale, rank, names, and values up to the dtype it is held in."""
+    if _RELOADED not in denoiser.peft_config:
+        raise ExportError(f"the adapter in {folder} holds nothing for the {type(denoiser).__name__}")
+    trained, reloaded = (denoiser.peft_config[name] for name in (ADAPTER, _RELOADED))
+    values, again = (get_peft_model_state_dict(denoiser, adapter_name=name) for name in (ADAPTER, _RELOADED))
+    same = (trained.r, trained.lora_alpha) == (reloaded.r, reloaded.lora_alpha) and values.keys() == again.keys()
+    if not same or any(not torch.equal(values[key].to(again[key].dtype), again[key]) for key in values):
+        raise ExportError(f"the adapter in {folder} has other weights, rank or alpha after reloading")
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    level = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        diffusers_logging.set_verbosity(level)
+
+
+def load_lora(pipe: DiffusionPipeline, lora: str) -> None:
+    """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
+    two, any other that diffusers reads, or a hub id. Raises ValueError where there is none to load."""
+    if not hasattr(pipe, "load_lora_weights"):
+        raise ValueError(f"{type(pipe).__name__} cannot load LoRA weights")
+    folder = Path(lora)
+    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", lora):
+        raise ValueError(f"the LoRA {lora!r} is not there: no such folder (a hub id is written org/name)")
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"the folder {lora} holds no LoRA: there is no .safetensors file in it")
+    try:
+        with _quiet_loading():  # it warns of every text encoder without an adapter, and only warns of no adapter at all
+            pipe.load_lora_weights(lora)
+            if (folder / f"transformer{_SECOND}").is_dir():
+                pipe.load_lora_weights(str(folder / f"transformer{_SECOND}"), load_into_transformer_2=True)
+    except Exception as error:  # noqa: BLE001  whatever a file, the hub or peft may say; told with the adapter's name
+        raise ValueError(f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}: {error}") from error
+    if not any(getattr(part, "peft_config", None) for part in pipe.components.values()):
+        raise ValueError(f"the LoRA {lora!r} holds nothing for {type(pipe).__name__}: it is of another model")
+
+
+def export(run: Path, out: Path, *, step: int | None = None, full: bool = False) -> Path:
+    """Write a run's model for plain diffusers into the new folder `out`, with its card; returns `out`.
+
+    step: iterations of the checkpoint to take (None = the newest). full: the whole pipeline, a LoRA merged into it;
+    a fully fine-tuned model is always written whole. Averaged weights are taken where the run keeps an average.
+    Raises ValueError where there is no such checkpoint, or where `out` is not empty.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: choose another --out")
+    folders = Run(run).checkpoints
+    source = checkpoint.latest(folders) if step is None else folders / f"step-{step:06d}"
+    if source is None or not source.is_dir():
+        have = ", ".join(str(int(path.name.removeprefix("step-"))) for path in checkpoint.steps(folders)) or "none"
+        wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
+        raise ValueError(f"{run} has {wanted}; checkpoints there: {have}")
+    loaded = checkpoint.load(source)
+    config = load_config(run / "config.yaml")
+    if config.model.lora is not None and not full:
+        shutil.copytree(source / "lora", out, dirs_exist_ok=True)
+    else:
+        pipe = load_pipeline(config.model)
+        if config.model.lora is not None:
+            load_lora(pipe, str(source / "lora"))
+            adapted = [name for name, part in pipe.components.items() if hasattr(part, "peft_config")]
+            pipe.fuse_lora(components=adapted)  # by default not the second expert
+            pipe.unload_lora_weights()
+        else:
+            _fill(pipe, loaded.tensors.get("snapshot-average", loaded.tensors["weights"]))
+        pipe.save_pretrained(out)
+    rows = [row for row in read_metrics(Run(run).metrics) if row["step"] <= loaded.step and "eval/total_mean" in row]
+    prompts = prompt_files.load(config.prompts.eval or config.prompts.train, config.prompts.column)[:5]
+    write_card(out, config, rows, [prompt.text for prompt in prompts], whole=full)
+    return out
+
+
+@torch.no_grad()
+def _fill(pipe: DiffusionPipeline, tensors: Mapping[str, Tensor]) -> None:
+    """Put `component.parameter` tensors of a checkpoint into a pipeline."""
+    for name, tensor in tensors.items():
+        component, _, key = name.partition(".")
+        pipe.components[component].get_parameter(key).copy_(tensor)
+
+
+def write_card(
+    folder: Path, config: Config, rows: Sequence[Mapping[str, float | None]], prompts: list[str], *, whole: bool = False
+) -> None:
+    """README.md of an exported model: base model, method, held-out rewards, how to load and call it.
+
+    rows: of metrics.jsonl, the evaluations by step. The last is this model's; that of step 0, where there is one, is of
+    the base model.
+    """
+    is_lora = config.model.lora is not None and not whole
+    base = json.dumps(config.model.path if is_lora else "THIS_FOLDER")
+    dtype = config.model.dtype
+    load = f"pipe = DiffusionPipeline.from_pretrained({base}{'' if dtype == 'float32' else f', dtype=torch.{dtype}'})"
+    load = f'{load}\npipe.load_lora_weights("THIS_FOLDER")' if is_lora else load
+    imports = (
+        "from diffusers import DiffusionPipeline"
+        if dtype == "float32"
+        else "import torch\nfrom diffusers import DiffusionPipeline"
+    )
+    given = call_arguments(config.sampling) | evaluation_arguments(config.evaluation)
+    call = [f"    prompt={json.dumps(prompts[0] if prompts else 'a prompt')},"]
+    call += [f"    {name}={value!r}," for name, value in given.items()]
+    call += [
+        f"    {name}=...,  # the picture of the row's column {column!r}"
+        for name, column in config.sampling.inputs.items()
+    ]
+    result = "images" if config.sampling.num_frames is None else "frames"
+    table = _card_table(rows)
+    examples = "\n".join(f"- `{json.dumps(prompt, ensure_ascii=False)}`" for prompt in prompts)
+    rewards = ", ".join(f"{reward.name} (weight {reward.weight:g})" for reward in config.rewards)
+    newline = "\n"
+    text = f"""---
+base_model: {config.model.path}
+library_name: diffusers
+tags: [{"lora, " if is_lora else ""}reinforcement-learning, genrl, {config.trainer.algorithm}]
+---
+
+# {config.model.path} fine-tuned by {config.trainer.algorithm}
+
+{"LoRA adapter" if is_lora else "Pipeline"} trained by reinforcement learning with genrl {__version__}.
+Rewards: {rewards}. {config.iterations} iterations of {config.sampling.images_per_iteration} samples.
+The licence of the base model applies.
+
+```python
+{imports}
+
+{load}
+{result} = pipe(
+{newline.join(call)}
+).{result}
+```
+
+{table}
+
+Prompts it was evaluated on, among others:
+
+{examples}
+"""
+    write_atomic(folder / "README.md", text)
+
+
+def _card_table(rows: Sequence[Mapping[str, float | None]]) -> str:
+    """The last evaluation, beside that of step 0 where there is one."""
+    last = rows[-1] if rows else {}
+    first = rows[0] if len(rows) > 1 and rows[0].get("step") == 0 else None
+    titles = ["held-out metric", *([] if first is None else ["before"]), "value" if first is None else "after"]
+    lines = [titles, ["---"] * len(titles)]
+    for name, value in sorted(last.items()):
+        if name.startswith("eval/") and value is not None:
+            numbers = [value] if first is None else [first.get(name), value]
+            lines.append([f"`{name}`", *("-" if number is None else f"{number:.4g}" for number in numbers)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,1 @@
+"""Samples of an iteration: which prompts, from which noise, in which trees, and their scores."""

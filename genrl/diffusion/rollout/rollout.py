@@ -1,0 +1,278 @@
+"""One iteration's samples: which prompts, from which noise, drawn by whom, and how they are scored.
+
+Slot s of an iteration is sample `s % group_size` of its prompt `s // group_size`. Slots (of trees: those of the roots)
+are cut into micro-batches of `batch_size` in slot order and the micro-batches are shuffled, both by (seed, iteration)
+alone; position p of the shuffled list belongs to process `p % num_processes`. So prompts, noise and the make-up of
+every micro-batch (hence, to the bit, its pictures) are the same for any number of processes, and replay sees the very
+batches that were recorded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import rewards
+from genrl.config import Config, Sampling
+from genrl.data.prompts import Prompt
+from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.rollout.forest import Draw, Piece
+from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring
+from genrl.mdp.batches import prompt_indices
+from genrl.mdp.noise import generator
+from rewards import compose
+from rewards.compose import Running
+
+Timer = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples drawn together by one process."""
+
+    slots: list[int]
+    batch: Batch
+    final: Tensor
+    """Final states, float32 [B, ...]."""
+    sigmas: Tensor
+    """The full schedule, float32 [T + 1] (diffusion: timesteps [T])."""
+    pieces: list[Piece]
+    """The recorded segments that led to them."""
+    images: Tensor
+    """uint8 on the CPU: [B, 3, H, W], or [B, F, 3, H, W]. For pictures of the run; rewards had them as floats."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The samples of one iteration that this process drew, and the scores of all of them."""
+
+    mine: dict[int, MicroBatch]
+    """Position in the shuffled list -> micro-batch."""
+    num_micro_batches: int
+    prompts: list[str]
+    """Prompt of every slot [N]."""
+    group: Tensor
+    """Prompt slot of every sample, int64 [N]."""
+    scored: Scored
+    total: Tensor
+    """What is trained on: the weighted sum of the rewards, gated and normalised, float64 [N]; NaN = no score."""
+    slots: list[list[int]] = field(default_factory=list)
+    """Slots of the samples at each position."""
+    bounds: list[int] = field(default_factory=list)
+    """Positions where updates begin, and the end; empty = cut evenly."""
+    used: dict[str, float] = field(default_factory=dict)
+    """Metrics of the scores as they entered the total."""
+    running: dict[str, Running] = field(default_factory=dict)
+    """Statistics of the scores so far, this iteration's included."""
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """Label -> what of each reward entered the total, before its weight, float64 [N]."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Label -> weight in this iteration."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def sample_elements(self) -> int:
+        """Numbers in one sample's state; 1 where this process drew none."""
+        return next((m.final[0].numel() for m in self.mine.values()), 1)
+
+    def updates(self, count: int) -> Iterator[tuple[list[MicroBatch], list[int]]]:
+        """Cut the iteration into `count` optimiser steps: (this process's micro-batches, slots of all processes')."""
+        bounds = self.bounds or [self.num_micro_batches * k // count for k in range(count + 1)]
+        for first, last in pairwise(bounds):
+            yield (
+                [self.mine[p] for p in range(first, last) if p in self.mine],
+                [slot for slots in self.slots[first:last] for slot in slots],
+            )
+
+
+def call_arguments(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of the pipeline call; what is null is left to the pipeline."""
+    named = {
+        name: getattr(sampling, name)
+        for name in ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")
+    }
+    return {name: value for name, value in named.items() if value is not None} | dict(sampling.pipeline_args)
+
+
+def batch_inputs(columns: Mapping[str, str], rows: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """The pictures that the pipeline is given with these prompts: argument of its call -> PIL pictures, RGB.
+
+    columns: argument -> column that names the file.
+    """
+    return {argument: [_picture(row.columns[column]) for row in rows] for argument, column in columns.items()}
+
+
+@lru_cache(maxsize=256)
+def _picture(path: str) -> Image.Image:
+    return rewards.open_picture(path)
+
+
+def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str) -> None:
+    """Raise ValueError where a prompt names no picture, or one that is not there, with its line."""
+    for argument, column in columns.items():
+        for row in rows:
+            if column not in row.columns:
+                near = difflib.get_close_matches(column, row.columns, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line} has no column {column!r}{hint}")
+            if not Path(row.columns[column]).is_file():
+                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line}: no such file {row.columns[column]}")
+
+
+def iteration_prompts(config: Config, prompts: Sequence[Prompt], iteration: int) -> list[Prompt]:
+    """The prompts of an iteration, one for each group of samples, in slot order."""
+    count = config.sampling.prompts_per_iteration
+    return [prompts[row] for row in prompt_indices(len(prompts), count, seed=config.seed, iteration=iteration)]
+
+
+def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
+    """Slots of the roots of each micro-batch, in the order of training."""
+    cut = [list(roots[s : s + batch_size]) for s in range(0, len(roots), batch_size)]
+    order = torch.randperm(len(cut), generator=generator(seed, "micro-batches", iteration)).tolist()
+    return [cut[k] for k in order]
+
+
+def tree_micro_batches(
+    roots: Sequence[int], together: int, updates: int, *, seed: int, iteration: int
+) -> tuple[list[list[int]], list[int]]:
+    """Slots of the roots of each micro-batch, and where updates begin. Which trees an update has depends on seed and
+    iteration alone; how many are run together (`together`), on the number of processes."""
+    order = torch.randperm(len(roots), generator=generator(seed, "micro-batches", iteration)).tolist()
+    found: list[list[int]] = []
+    bounds = [0]
+    for u in range(updates):
+        first, last = (len(roots) * k // updates for k in (u, u + 1))
+        some = sorted(roots[k] for k in order[first:last])
+        found += [some[s : s + together] for s in range(0, len(some), together)]
+        bounds.append(len(found))
+    return found, bounds
+
+
+def collect(
+    config: Config,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    scorers: Scorers,
+    draw: Draw,
+    *,
+    iteration: int,
+    running: Mapping[str, Running],
+    process: int,
+    num_processes: int,
+    timed: Timer,
+    advance: Callable[[int], None],
+    beat: Callable[[], None],
+    leaves: int = 1,
+    roots_together: int | None = None,
+    fitting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Rollouts:
+    """Draw, decode and score one iteration.
+
+    `draw` samples from roots, given with their slots; each has `leaves` samples, at its own slot and the next ones.
+    roots_together: roots per micro-batch of trees; None = independent samples, `sampling.batch_size` together.
+    `advance` is told of finished samples, `beat` called while they are scored, and samples are drawn and scored within
+    `fitting`, which may leave where memory runs out. running: statistics of the scores of the iterations before.
+    """
+    sampling = config.sampling
+    rows = iteration_prompts(config, prompts, iteration)
+    slot_rows = [row for row in rows for _ in range(sampling.group_size)]
+    group = torch.arange(len(slot_rows)) // sampling.group_size
+    roots = range(0, len(slot_rows), leaves)
+    keys = {"seed": config.seed, "iteration": iteration}
+    plan, bounds = micro_batches(roots, sampling.batch_size, **keys), []
+    if roots_together is not None:
+        plan, bounds = tree_micro_batches(roots, roots_together, config.trainer.updates_per_iteration, **keys)
+    arguments = call_arguments(sampling)
+
+    mine: dict[int, MicroBatch] = {}
+    background = sampling.score_in_background
+    with Scoring(scorers, slot_rows, group.tolist(), background=background, beat=beat) as scoring:
+        for position in range(process, -(-len(plan) // num_processes) * num_processes, num_processes):
+            if position >= len(plan):  # another process has one more: meet it where the end is agreed
+                advance(0)
+                continue
+            slots = plan[position]
+            batch = Batch(
+                prompts=[slot_rows[s].text for s in slots],
+                keys=[(config.seed, iteration, s) for s in slots],
+                sampling=arguments,
+                initial_keys=[(config.seed, iteration, "group", int(group[s])) for s in slots]
+                if sampling.same_initial_noise
+                else None,
+                inputs=batch_inputs(sampling.inputs, [slot_rows[s] for s in slots]),
+            )
+            with torch.no_grad(), fitting():
+                with timed("sample"):
+                    drawn = draw(batch, slots)
+                with timed("decode"):
+                    images = torch.cat(
+                        [
+                            policy.decode(drawn.batch.take(some), drawn.final[some]).cpu()
+                            for some in _chunks(len(drawn.slots), sampling.batch_size)
+                        ]
+                    )
+            mine[position] = MicroBatch(
+                drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)
+            )
+            scoring.add(drawn.slots, images)
+            advance(len(drawn.slots) * num_processes)
+        with timed("score"), fitting():
+            scored = scoring.result()
+    combined = compose.combine(scored.values, scorers.components, group, iteration=iteration, running=running)
+    return Rollouts(
+        mine=mine,
+        num_micro_batches=len(plan),
+        prompts=[row.text for row in slot_rows],
+        group=group,
+        scored=scored,
+        total=combined.total,
+        bounds=bounds,
+        slots=[[leaf for slot in slots for leaf in range(slot, slot + leaves)] for slots in plan],
+        used=compose.metrics(combined, scorers.components),
+        running=combined.running,
+        parts=combined.values,
+        weights=combined.weights,
+    )
+
+
+def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
+    """Means and spreads of an iteration's scores, over the samples that have one."""
+    metrics = {"reward/total_mean": _mean(total), "reward/total_std": _std(total)}
+    for label, values in scored.values.items():
+        metrics[f"reward/{label}_mean"] = _mean(values)
+        metrics[f"reward/{label}_std"] = _std(values)
+        metrics[f"reward/{label}_failed"] = float(values.isnan().sum())
+    metrics |= {f"reward/{name}_mean": _mean(values) for name, values in scored.parts.items()}
+    return metrics
+
+
+def _chunks(count: int, size: int) -> list[list[int]]:
+    return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
+
+
+def to_bytes(image: Tensor) -> Tensor:
+    """Floats in [0, 1] as uint8; what is not a number is black."""
+    return (image.nan_to_num() * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.nanmean()) if not bool(values.isnan().all()) else math.nan
+
+
+def _std(values: Tensor) -> float:
+    kept = values[~values.isnan()]
+    return float(kept.std(correction=0)) if len(kept) else math.nan

@@ -1,0 +1,264 @@
+"""The rewards of a run: opened as the configuration says, asked for scores, gathered from all processes.
+
+Pointwise rewards score each micro-batch where it was drawn; the others get whole groups, which are shared out to the
+processes. Micro-batches are scored in the order in which they were drawn, each by all rewards in their order, whether
+in the background or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import Tensor
+
+import rewards
+from genrl.config import Config
+from genrl.data.prompts import Prompt
+from rewards.background import Background
+from rewards.calls import inner
+from rewards.compose import Component, Gate
+from rewards.placing import open_reward
+from rewards.service.remote import Outage
+
+Found = tuple[str, list[int], rewards.Scores]  # label, slots, their scores
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores of N samples by reward label, gathered from all processes and ordered by slot."""
+
+    values: dict[str, Tensor]
+    """Label -> float64 [N]; NaN = no score."""
+    parts: dict[str, Tensor]
+    """`label/part` -> float64 [N]."""
+
+
+@dataclass(frozen=True)
+class Scorers:
+    """The rewards of a run, by label."""
+
+    rewards: dict[str, rewards.Reward]
+    components: dict[str, Component]
+    """How each enters the total."""
+    offloaded: dict[str, str] = field(default_factory=dict)
+    """Labels of those whose models are off their device between scorings, and that device."""
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Context in which every model is on its device."""
+        try:
+            for label, device in self.offloaded.items():
+                rewards.move(self.rewards[label], device)
+            yield
+        finally:
+            for label in self.offloaded:
+                rewards.move(self.rewards[label], "cpu")
+
+    def close(self) -> None:
+        """End the processes that were started for rewards."""
+        for reward in self.rewards.values():
+            rewards.close(reward)
+
+
+def plain(opened: Mapping[str, rewards.Reward]) -> Scorers:
+    """Rewards that are added up as they are."""
+    return Scorers(dict(opened), {label: Component() for label in opened})
+
+
+def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lambda: False) -> Scorers:
+    """Load, start or connect to every reward of the configuration; `device` is the run's, `stopped` whether it is to
+    end and waits for no server any more.
+
+    Raises ValueError as `rewards.placing.open_reward`, and where a model is to be moved that cannot be.
+    """
+    opened: dict[str, rewards.Reward] = {}
+    offloaded: dict[str, str] = {}
+    with ExitStack() as undo:
+        for index, (label, settings) in enumerate(zip(config.reward_labels, config.rewards, strict=True)):
+            where = str(settings.args.get("device", device))
+            reward = open_reward(
+                settings.name,
+                settings.args,
+                device=where,
+                batch_size=settings.batch_size,
+                cache=settings.cache,
+                remote=settings.remote,
+                isolate=settings.isolate,
+                outage=Outage(**settings.outage.model_dump()),
+                stopped=stopped,
+            )
+            undo.callback(rewards.close, reward)
+            opened[label] = reward
+            if settings.offload:
+                if not hasattr(inner(reward), "to"):
+                    raise ValueError(
+                        f"rewards.{index}.offload: {settings.name!r} has no method to(device), by which its model "
+                        "would be moved; leave offload out"
+                    )
+                offloaded[label] = where
+                rewards.move(reward, "cpu")
+        undo.pop_all()
+    return Scorers(opened, components(config), offloaded)
+
+
+def components(config: Config) -> dict[str, Component]:
+    """How each reward of the configuration enters the total."""
+    found: dict[str, Component] = {}
+    for label, settings in zip(config.reward_labels, config.rewards, strict=True):
+        gate = Gate(**settings.gate.model_dump()) if settings.gate is not None else None
+        found[label] = Component(settings.weight, settings.schedule, settings.normalize, gate)
+    return found
+
+
+class Scoring:
+    """The scoring of one iteration, or of one evaluation, while its samples are drawn.
+
+        with Scoring(scorers, rows, group, background=True) as scoring:
+            for ...:
+                scoring.add(slots, images)
+            scored = scoring.result()
+
+    rows and group: prompt row and group of every slot [N], the same in all processes. `beat` is called, in this thread,
+    after each micro-batch and each group. With the background off, everything is scored in `result`.
+    """
+
+    def __init__(
+        self,
+        scorers: Scorers,
+        rows: Sequence[Prompt],
+        group: Sequence[int],
+        *,
+        background: bool = False,
+        beat: Callable[[], None] = lambda: None,
+    ):
+        self.rows, self.group, self.beat = rows, group, beat
+        self.scorers = scorers
+        kinds = {label: rewards.needs(reward).kind for label, reward in scorers.rewards.items()}
+        self._single = {k: reward for k, reward in scorers.rewards.items() if kinds[k] == "pointwise"}
+        self._grouped = {k: reward for k, reward in scorers.rewards.items() if kinds[k] != "pointwise"}
+        self._background = background
+        self._worker: Background[list[Found]] = Background(background)
+        self._pieces: list[tuple[list[int], Tensor]] = []
+        self._broken: list[int] = []
+        self._short: torch.OutOfMemoryError | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Scoring:
+        if self._background:
+            self._stack.enter_context(self.scorers.placed())
+        self._stack.enter_context(self._worker)  # left first: no model is moved away from under it
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def add(self, slots: list[int], images: Tensor) -> None:
+        """A micro-batch of this process: its slots, and its pictures, float [B, 3, H, W] or [B, F, 3, H, W]."""
+        # A picture that is not finite has no score, whatever a reward makes of it.
+        self._broken += [s for s, image in zip(slots, images, strict=True) if not image.isfinite().all()]
+        if self._background:
+            self._worker.submit(partial(self._ask, self._single, slots, images))
+        if not self._background or self._grouped:
+            self._pieces.append((slots, images))
+
+    def result(self) -> Scored:
+        """The scores of all processes. A collective.
+
+        Raises RewardFailed in all processes together where a reward raised for too many samples, or says itself that
+        the run is to stop; and torch.OutOfMemoryError in all of them where one had no memory left.
+        """
+        found: list[Found] = []
+        with ExitStack() as stack:
+            with self._until_all_are_there():
+                if self._background:
+                    found = [item for items in self._worker.results(self.beat) for item in items]
+                else:
+                    stack.enter_context(self.scorers.placed())
+                    for slots, images in self._pieces:
+                        found += self._ask(self._single, slots, images)
+                        self.beat()
+            found += self._of_groups()
+        if any(gather_object([self._short is not None])):
+            raise self._short or torch.OutOfMemoryError("memory ran out while another process scored")
+        return _gathered(list(self.scorers.rewards), found, self._broken, len(self.rows))
+
+    @contextmanager
+    def _until_all_are_there(self) -> Iterator[None]:
+        """Memory that runs out here is kept until all processes hear of it together."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._short = error
+
+    def _of_groups(self) -> list[Found]:
+        """The rewards that look at whole groups: their pictures are sent to all processes, which share the groups."""
+        if not self._grouped:
+            return []
+        state = PartialState()
+        mine = [pair for slots, images in self._pieces for pair in zip(slots, images, strict=True)]
+        pictures: dict[int, Tensor] = dict(gather_object(mine))
+        members: dict[int, list[int]] = {}
+        for slot in sorted(pictures):
+            members.setdefault(self.group[slot], []).append(slot)
+        found: list[Found] = []
+        with self._until_all_are_there():
+            for number in sorted(members)[state.process_index :: state.num_processes]:
+                slots = members[number]
+                found += self._ask(self._grouped, slots, torch.stack([pictures[slot] for slot in slots]))
+                self.beat()
+        return found
+
+    def _ask(self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Tensor) -> list[Found]:
+        found: list[Found] = []
+        for label, reward in scorers.items():
+            columns = {c: [self.rows[s].columns[c] for s in slots] for c in rewards.needs(reward).columns}
+            scores = rewards.score(
+                reward,
+                images=images,
+                prompts=[self.rows[s].text for s in slots],
+                columns=columns,
+                group=[self.group[s] for s in slots],
+                name=label,
+            )
+            found.append((label, slots, scores))
+        return found
+
+
+def score(
+    scorers: Scorers,
+    pieces: Sequence[tuple[list[int], Tensor]],
+    rows: Sequence[Prompt],
+    group: Sequence[int],
+    beat: Callable[[], None] = lambda: None,
+) -> Scored:
+    """The scores of all processes for their pieces (slots, images); arguments and errors as of `Scoring`."""
+    with Scoring(scorers, rows, group, beat=beat) as scoring:
+        for slots, images in pieces:
+            scoring.add(slots, images)
+        return scoring.result()
+
+
+def _gathered(labels: Sequence[str], found: list[Found], broken: list[int], count: int) -> Scored:
+    everything: list[Found] = gather_object(found)
+    without = set(gather_object(broken))
+    values = {label: torch.full((count,), math.nan, dtype=torch.float64) for label in labels}
+    parts: dict[str, Tensor] = {}
+    failures: dict[str, list[rewards.Failure]] = {label: [] for label in labels}
+    for label, slots, scores in everything:
+        values[label][slots] = torch.tensor(scores.values, dtype=torch.float64)
+        values[label][[slot for slot in slots if slot in without]] = math.nan
+        failures[label] += scores.failures
+        for part, numbers in scores.parts.items():
+            column = parts.setdefault(f"{label}/{part}", torch.full((count,), math.nan, dtype=torch.float64))
+            column[slots] = torch.tensor(numbers, dtype=torch.float64)
+    for label, of_label in failures.items():
+        failed = sum(failure.samples for failure in of_label)
+        rewards.check_failures(label, failed, count, rewards.first_failure(of_label))
+    return Scored(values, parts)

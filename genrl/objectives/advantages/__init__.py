@@ -1,0 +1,1 @@
+"""From rewards to advantages, of finished samples and of transitions."""

@@ -1,0 +1,125 @@
+"""Which edges of a tree are trained: BranchGRPO's pruning (arXiv 2509.06040) of depths and of widths.
+
+Pruning removes training edges only: no model call of sampling is saved by it. Trees as in `credit`: `parent`, int64 [N]
+in level order, depth int64 [N], leaf values [..., L]; masks are bool [..., N], False for roots. "The last split" is the
+last step at which nodes have several children; every edge up to and including it is kept by width pruning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from genrl.objectives.advantages.credit import edges_to, leaf_nodes, mean_of_leaves
+
+
+def depth_pruned(depth: Tensor, window: Collection[int]) -> Tensor:
+    """Keep the edges into nodes whose depth is not in `window` (depth = step + 1), [N]."""
+    dropped = torch.isin(depth, torch.tensor(sorted(window), dtype=depth.dtype, device=depth.device))
+    return (depth > 0) & ~dropped
+
+
+def best_siblings(parent: Tensor, depth: Tensor, leaf_values: Tensor, *, last_split: int) -> Tensor:
+    """Parent-Top1: the leaves below the best child of each node that branches at the last split, bool [..., L].
+
+    A child is worth the mean of its leaves (it has one). The first of equals is kept; of several children without a
+    score, all are dropped unless none has one.
+    """
+    values = mean_of_leaves(parent, leaf_values).nan_to_num(-torch.inf)
+    children = (depth == last_split + 1).nonzero()[:, 0]
+    kept = torch.zeros_like(values, dtype=torch.bool)
+    for mother in sorted(set(parent[children].tolist())):
+        siblings = children[parent[children] == mother]
+        kept.scatter_(-1, siblings[values[..., siblings].argmax(-1, keepdim=True)], True)
+    return kept[..., _ancestors(parent, depth, last_split + 1)[leaf_nodes(parent)]]
+
+
+def extreme_leaves(leaf_values: Tensor, count: int) -> Tensor:
+    """Extreme-b: the `count` best and the `count` worst leaves of each tree, bool [..., L] (all, if there are no more).
+
+    The first of equals is better. A leaf without a score is not kept. Raises ValueError for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count: keeping the {count} best and worst leaves leaves nothing to train; use 1 or more")
+    scored = ~leaf_values.isnan()
+    best = leaf_values.nan_to_num(-torch.inf).argsort(dim=-1, descending=True, stable=True)[..., :count]
+    worst = leaf_values.nan_to_num(torch.inf).flip(-1).argsort(dim=-1, stable=True)[..., :count]
+    kept = torch.zeros_like(scored).scatter(-1, best, True)
+    return kept.scatter(-1, leaf_values.shape[-1] - 1 - worst, True) & scored
+
+
+def width_pruned(parent: Tensor, depth: Tensor, kept_leaves: Tensor, *, last_split: int) -> Tensor:
+    """Keep every edge up to the last split, and below it the paths to the kept leaves, bool [..., N].
+
+    Raises ValueError where no leaf is kept.
+    """
+    if not bool(kept_leaves.any(-1).all()):
+        raise ValueError("width: no leaf of a tree is kept, so nothing below its last split would be trained")
+    return (depth > 0) & ((depth <= last_split + 1) | edges_to(parent, kept_leaves))
+
+
+def released_width_pruned(
+    parent: Tensor,
+    depth: Tensor,
+    advantages: Tensor,
+    kept: Tensor,
+    *,
+    last_split: int,
+    mode: Literal["per_branch", "global"],
+    rate: float = 0.5,
+) -> Tensor:
+    """The width pruning of BranchGRPO's released code, edge by edge over a batch of trees, bool [B, N].
+
+    "per_branch" (its mode 1): of the edges below each node that the last split made, the best max(1, floor(n rate)).
+    These edges are one chain with one advantage, so it keeps the first half of every chain: depths, not widths.
+    "global" (mode 2): of all edges after the last split in the batch, max(2, floor(n rate)), half best and half worst.
+    Ties go by the code's order of edges, tree after tree and depth first. advantages, kept: [B, N], `kept` what depth
+    pruning has left. For comparison: `best_siblings` and `extreme_leaves` are the paper's.
+    """
+    trees = len(kept)
+    after = kept & (depth > last_split + 1)
+    order = _preorder(parent, depth)
+    result = kept & ~after
+    if mode == "per_branch":
+        branch = _ancestors(parent, depth, last_split + 1)
+        groups = [
+            [(tree, node) for node in order if after[tree, node] and int(branch[node]) == top]
+            for tree in range(trees)
+            for top in (depth == last_split + 1).nonzero()[:, 0].tolist()
+        ]
+    else:
+        groups = [[(tree, node) for tree in range(trees) for node in order if after[tree, node]]]
+    for group in groups:
+        ranked = sorted(group, key=lambda edge: -float(advantages[edge]))
+        if mode == "per_branch":
+            chosen = ranked[: max(1, int(len(group) * rate))]
+        else:
+            number = min(max(2, int(len(group) * rate)), len(group))
+            chosen = ranked[: number // 2] + ranked[len(ranked) - (number - number // 2) :]
+        for edge in chosen:
+            result[edge] = True
+    return result
+
+
+def _ancestors(parent: Tensor, depth: Tensor, level: int) -> Tensor:
+    """The ancestor of each node at this depth, int64 [N]; the node itself where it is not deeper."""
+    node = torch.arange(len(parent), device=parent.device)
+    while bool((depth[node] > level).any()):
+        node = torch.where(depth[node] > level, parent[node], node)
+    return node
+
+
+def _preorder(parent: Tensor, depth: Tensor) -> list[int]:
+    """Nodes depth first, children in order."""
+    children: dict[int, list[int]] = {}
+    for node, mother in enumerate(parent.tolist()):
+        children.setdefault(mother, []).append(node)
+    stack, order = children[-1][::-1], []
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack += children.get(node, [])[::-1]
+    return order

@@ -1,0 +1,1 @@
+"""Losses on the forward process and on differentiable rewards."""

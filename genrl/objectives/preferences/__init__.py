@@ -1,0 +1,1 @@
+"""Losses on pairs of samples, one preferred to the other."""

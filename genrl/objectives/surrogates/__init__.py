@@ -1,0 +1,1 @@
+"""Policy-gradient surrogates, divergences and value losses."""

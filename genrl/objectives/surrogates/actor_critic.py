@@ -1,0 +1,141 @@
+"""Losses of an actor and a critic on action chunks: dual clip, decoupled PPO, value losses, DPPO's inner weights.
+
+Elementwise unless said otherwise, at whatever level the ratio has (chunk [B], action [B, C] or element [B, C, D]);
+advantages broadcast against it. The clipped surrogate itself is `policy_losses.clipped_surrogate`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from genrl.objectives.surrogates.policy_losses import importance_ratio
+
+
+class DecoupledOutput(NamedTuple):
+    """loss and kept (bool: the behaviour policy was near enough), elementwise: average the loss over the kept ones."""
+
+    loss: Tensor
+    kept: Tensor
+
+
+def dual_clip(loss: Tensor, advantage: Tensor, bound: float) -> Tensor:
+    """`min(loss, c |A|)`: a surrogate loss bounded where A < 0 and the ratio explodes (arXiv 1912.09729, eq. 5).
+
+    bound c > 1 (3 is usual). For A > 0 the loss is never positive and the bound never binds.
+    """
+    if bound <= 1:
+        raise ValueError(f"the bound of a dual clip must exceed 1, got {bound}")
+    return torch.minimum(loss, bound * advantage.detach().abs().to(loss.dtype))
+
+
+def decoupled_surrogate(
+    log_prob: Tensor,
+    proximal_log_prob: Tensor,
+    behaviour_log_prob: Tensor,
+    advantage: Tensor,
+    clip: float,
+    *,
+    largest_weight: float | None = None,
+) -> DecoupledOutput:
+    """PPO whose clip is round another policy than the one that acted (arXiv 2110.00641, eq. 3): for stale rollouts.
+
+    `w max(-A r, -A clip(r, 1 -+ clip))`, r = pi / pi_proximal, w = pi_proximal / pi_behaviour without gradient.
+    largest_weight: samples with a greater w are not kept (5 in pi_RL's asynchronous recipe).
+    """
+    ratio = importance_ratio(log_prob, proximal_log_prob)
+    weight = torch.exp(proximal_log_prob.detach() - behaviour_log_prob.detach())
+    pull = -advantage.detach().to(ratio.dtype)
+    loss = weight * torch.maximum(pull * ratio, pull * ratio.clamp(1.0 - clip, 1.0 + clip))
+    kept = torch.ones_like(weight, dtype=torch.bool) if largest_weight is None else weight <= largest_weight
+    return DecoupledOutput(loss, kept)
+
+
+def interpolated_proximal(log_prob: Tensor, behaviour_log_prob: Tensor, version: Tensor, current: float) -> Tensor:
+    """The proximal policy's log-prob, `l_b + a (l - l_b)`, a = (v - 1 - v_b) / (v - v_b) clamped to [0, 1].
+
+    Without gradient. v is the current version of the weights, v_b = version the one that acted: one update behind, the
+    proximal policy is the behaviour policy; far behind, nearly the current one. It saves a forward pass.
+    """
+    age = current - version.double()
+    share = torch.where(age > 0, (age - 1.0) / age.clamp(min=1e-9), 0.0).clamp(0.0, 1.0).to(log_prob.dtype)
+    return (behaviour_log_prob + share * (log_prob - behaviour_log_prob)).detach()
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    *,
+    old_values: Tensor | None = None,
+    clip: float | None = None,
+    huber_delta: float | None = None,
+) -> Tensor:
+    """`(R - V)^2 / 2`, or its Huber form: linear beyond huber_delta (10 in pi_RL). Elementwise, any shape.
+
+    With clip: the larger of the losses of V and of `V_old + clamp(V - V_old, +-clip)` (PPO's value clip, .2).
+    Raises ValueError where a clip has no old values.
+    """
+    plain = _half_square(returns - values, huber_delta)
+    if clip is None:
+        return plain
+    if old_values is None:
+        raise ValueError("a clipped value loss needs the values of the rollout: old_values")
+    near = old_values.detach() + (values - old_values.detach()).clamp(-clip, clip)
+    return torch.maximum(plain, _half_square(returns - near, huber_delta))
+
+
+def episode_weighted_mean(elements: Tensor, valid: Tensor, length: Tensor, longest: int) -> Tensor:
+    """Mean over *all* slots of `x valid longest / length`: every episode weighs the same, whatever its length. [].
+
+    length: number of valid steps of the episode a slot belongs to; longest: the time limit (pi_RL, with a loss mask).
+    elements [B, ...]; valid and length broadcastable to it.
+    """
+    weight = torch.where(valid.bool(), longest / length.to(elements.dtype).clamp(min=1.0), 0.0)
+    return (torch.where(valid.bool(), elements, 0.0) * weight).mean()
+
+
+def masked_mean(elements: Tensor, valid: Tensor) -> Tensor:
+    """Mean over the valid elements, [] (0 where none is): elements and valid of one shape, or broadcastable."""
+    mask = valid.bool().expand(elements.shape)
+    return torch.where(mask, elements, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def approximate_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """`r - 1 - ln r`, r = pi / pi_old, elementwise: never negative, its mean under pi_old is KL(pi_old || pi).
+
+    The stop of PPO's epochs: leave an iteration's updates once its mean exceeds a bound (.3 for chunk sums, 1 in DPPO).
+    """
+    difference = (log_prob - old_log_prob).detach()
+    return difference.expm1() - difference
+
+
+def denoising_discount(index: Tensor, steps: int, gamma: float) -> Tensor:
+    """`gamma^(K' - 1 - i)`: DPPO's weight of the advantage at fine-tuned step i, 0 the noisiest (arXiv 2409.00588)."""
+    return gamma ** (steps - 1 - index.double())
+
+
+def denoising_clip(index: Tensor, steps: int, *, clip: float, base: float, rate: float = 3.0) -> Tensor:
+    """DPPO's clip range at fine-tuned step i: from base at the noisiest to clip at the last, exponentially.
+
+    `base + (clip - base) (e^(rate t) - 1) / (e^rate - 1)`, t = i / (K' - 1); with one step (K' = 1, where the released
+    code divides 0 by 0) it is clip.
+    """
+    if steps == 1:
+        return torch.full(index.shape, clip, dtype=torch.float64)
+    place = index.double() / (steps - 1)
+    return base + (clip - base) * torch.expm1(rate * place) / math.expm1(rate)
+
+
+def quantile_clip(advantages: Tensor, low: float, high: float) -> Tensor:
+    """Advantages clamped to their own quantiles: DPPO's guard against outliers (0 and 1 change nothing)."""
+    return advantages.clamp(advantages.quantile(low), advantages.quantile(high))
+
+
+def _half_square(error: Tensor, huber_delta: float | None) -> Tensor:
+    if huber_delta is None:
+        return 0.5 * error**2
+    size = error.abs()
+    return torch.where(size <= huber_delta, 0.5 * error**2, huber_delta * (size - 0.5 * huber_delta))

@@ -1,0 +1,1 @@
+"""Advantages, surrogates, weights and aggregation of token policies."""

@@ -1,0 +1,254 @@
+"""Surrogates of the GRPO family: from token log-probabilities and advantages to loss terms.
+
+Each takes (log_prob, old_log_prob, advantage, mask) as `tokens.py` describes them, and returns a `SurrogateOutput` of
+[B, T], or [B, 1] where the ratio is one of the whole completion: `loss` to be minimised, `ratio`, and `clipped` (the
+term has no gradient for its clip). On policy, with `old_log_prob = log_prob.detach()`, no clip is active and all of
+them have the gradient of `-A l` (GSPO, LUSPO: that of the row's mean l).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from genrl.objectives.surrogates.policy_losses import (
+    SurrogateOutput,
+    clipped_surrogate,
+    importance_ratio,
+    score_function_loss,
+)
+from genrl.objectives.tokens.tokens import log_ratio, masked, mean_log_ratio, per_token, sequence_log_ratio
+
+Bound = Tensor | float
+
+
+def clip_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: Bound = 0.2,
+    high: Bound = 0.2,
+    cap: float | None = None,
+    dual: float | None = None,
+    drop_above: float | None = None,
+) -> SurrogateOutput:
+    """`-min(rho A, clip(rho, 1 - low, 1 + high) A)` per token: GRPO (arXiv 2402.03300, eq. 3), with DAPO's two widths.
+
+    low, high: numbers, or both tensors [B, 1] or [B, T] (a width per row: ETR).
+    cap: rho is at most this also where the clip does not bind (A < 0): INTELLECT-2's two-sided clip, cap > 1 + high.
+    dual: for A < 0 the objective is at least dual * A (dual clip; 3 in verl and EasyR1, 10 in DCPO).
+    drop_above: rows with any rho above it keep the clipped branch only (VL-DAC's code: 10).
+    """
+    difference = log_ratio(log_prob, old_log_prob, mask)
+    if cap is not None:
+        if bool((torch.as_tensor(high) + 1.0 >= cap).any()):
+            raise ValueError(f"cap must be above 1 + high, got cap {cap} and high {high}")
+        difference = difference.clamp(max=math.log(cap))
+    return _clipped(difference, per_token(advantage, mask), low, high, dual=dual, drop_above=drop_above)
+
+
+def elastic_width(advantage: Tensor, rewards: Tensor, group: Tensor, *, alpha: float, gamma: float) -> Tensor:
+    """Factor [N] of a row's clip widths, 1 or more: ETR, **experimental**.
+
+    `(1 + alpha tanh |A|) (1 + gamma v)`, v the population variance of the group's rewards over the batch's largest:
+    wider for a large advantage and for a group that disagrees. The form is ours; only the idea is published in the
+    abstract. For `clip_surrogate`: `low=.2 * width[:, None]`. Whole rollout batch; rewards NaN = no score.
+    """
+    index = torch.unique(group, return_inverse=True)[1]
+    variances = torch.zeros_like(rewards, dtype=torch.float64)
+    for slot in range(int(index.max()) + 1):
+        scores = rewards[(index == slot) & ~rewards.isnan()].double()
+        if len(scores) > 1:
+            variances[index == slot] = scores.var(correction=0)
+    spread = variances / variances.max().clamp(min=1e-12)
+    return (1.0 + alpha * advantage.abs().tanh()) * (1.0 + gamma * spread)
+
+
+def log_clamp_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    delta: float = 1e3,
+    low: float = 0.2,
+    high: float = 0.2,
+) -> SurrogateOutput:
+    """`clip_surrogate` of `rho = exp(clip(l - l_old, -log delta, log delta))`: StableReinforce (arXiv 2505.02835).
+
+    The ratio cannot overflow. Outside the clamp there is no gradient, also where PPO's minimum would keep one.
+    """
+    if delta <= 1:
+        raise ValueError(f"delta bounds the ratio to [1 / delta, delta] and must be above 1, got {delta}")
+    bound = math.log(delta)
+    difference = log_ratio(log_prob, old_log_prob, mask).clamp(-bound, bound)
+    return _clipped(difference, per_token(advantage, mask), low, high)
+
+
+def dynamic_clip_bounds(
+    old_log_prob: Tensor, *, low: float = 0.16, high: float = 0.2, maximum: float = 10.0
+) -> tuple[Tensor, Tensor]:
+    """DCPO's bounds of the ratio by the token's old probability q (arXiv 2509.02333): wide for rare tokens.
+
+    `[1/2 + 1/2 sqrt(max(1 - 4 low / q, 0)), min(1/2 + 1/2 sqrt(1 + 4 high / q), maximum)]`, elementwise.
+    """
+    inverse = torch.exp(-old_log_prob.detach())
+    lowest = 0.5 + 0.5 * (1.0 - 4.0 * low * inverse).clamp(min=0.0).sqrt()
+    highest = (0.5 + 0.5 * (1.0 + 4.0 * high * inverse).sqrt()).clamp(max=maximum)
+    return lowest, highest
+
+
+def dynamic_clip_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: float = 0.16,
+    high: float = 0.2,
+    maximum: float = 10.0,
+    dual: float = 10.0,
+) -> SurrogateOutput:
+    """PPO's clip at `dynamic_clip_bounds`, with a dual clip: DCPO. Widths .16, .2 in the paper, .2, .28 in scripts."""
+    old = masked(old_log_prob.detach(), mask)
+    lowest, highest = dynamic_clip_bounds(old, low=low, high=high, maximum=maximum)
+    difference = log_ratio(log_prob, old_log_prob, mask)
+    return _clipped(difference, per_token(advantage, mask), 1.0 - lowest, highest - 1.0, dual=dual)
+
+
+def sequence_clip_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: float = 3e-4,
+    high: float = 4e-4,
+) -> SurrogateOutput:
+    """PPO's clip of `s_b = exp(mean_t (l - l_old))`, one term [B, 1] per row: GSPO (arXiv 2507.18071, eq. 5).
+
+    advantage [B]. With aggregation "seq_sum" it is LUSPO: each row times its length.
+    """
+    if advantage.dim() != 1:
+        raise ValueError(f"one ratio per row needs one advantage per row [B], got {list(advantage.shape)}")
+    return _clipped(mean_log_ratio(log_prob, old_log_prob, mask)[:, None], advantage[:, None], low, high)
+
+
+def sequence_token_clip_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: float = 3e-4,
+    high: float = 4e-4,
+) -> SurrogateOutput:
+    """PPO's clip of `sg(s_b) exp(l - sg l)` per token: GSPO-token (arXiv 2507.18071, eq. 13), for advantages [B, T]."""
+    kept = masked(log_prob, mask)
+    row = mean_log_ratio(log_prob.detach(), old_log_prob, mask)[:, None]
+    return _clipped(row + (kept - kept.detach()), per_token(advantage, mask), low, high)
+
+
+def cispo_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    lowest: float = 0.0,
+    highest: float = 5.0,
+) -> SurrogateOutput:
+    """`-sg(clip(rho, lowest, highest)) A l`: CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4). No token loses its gradient.
+
+    The bounds are of the ratio itself, as in TRL; verl and EasyR1 clamp to [1 - .2, 1 + .28] instead.
+    `clipped` marks the ratios outside of the bounds.
+    """
+    ratio = log_ratio(log_prob, old_log_prob, mask).detach().exp()
+    kept = ratio.clamp(lowest, highest)
+    loss = kept * score_function_loss(masked(log_prob, mask), per_token(advantage, mask))
+    return SurrogateOutput(loss, ratio, kept != ratio)
+
+
+def sapo_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    positive: float = 1.0,
+    negative: float = 1.05,
+) -> SurrogateOutput:
+    """`-(4 / tau) sigmoid(tau (rho - 1)) A`: SAPO's soft gate (arXiv 2511.20347) instead of a clip.
+
+    tau is `positive` where A > 0, else `negative`. The gate's derivative is 1 at rho = 1; nothing is ever clipped.
+    """
+    ratio = importance_ratio(log_ratio(log_prob, old_log_prob, mask), torch.zeros((), device=log_prob.device))
+    weight = per_token(advantage.detach(), mask).to(ratio.dtype)
+    tau = torch.where(weight > 0, torch.full_like(weight, positive), negative)
+    loss = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * weight
+    return SurrogateOutput(loss, ratio, torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def reinforce_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> SurrogateOutput:
+    """`-A l` per token, the policy gradient itself; `old_log_prob` is used for the reported ratio only."""
+    ratio = log_ratio(log_prob, old_log_prob, mask).detach().exp()
+    loss = score_function_loss(masked(log_prob, mask), per_token(advantage, mask))
+    return SurrogateOutput(loss, ratio, torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def vespo_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> SurrogateOutput:
+    """`-sg(phi(W)) A l`, `W = exp(sum_t (l - l_old))`, `phi = W^k exp(lambda (1 - W))`: VESPO's soft sequence weight.
+
+    (k, lambda) is `positive` where A >= 0, else `negative`. phi(1) = 1, and it falls to 0 far off policy on both sides.
+    advantage [B]; `ratio` is W, [B, 1].
+    """
+    if advantage.dim() != 1:
+        raise ValueError(f"one weight per row needs one advantage per row [B], got {list(advantage.shape)}")
+    log_weight = sequence_log_ratio(log_prob.detach(), old_log_prob, mask)[:, None]
+    up = (advantage >= 0)[:, None]
+    power = torch.where(up, torch.full_like(log_weight, positive[0]), negative[0])
+    rate = torch.where(up, torch.full_like(log_weight, positive[1]), negative[1])
+    phi = torch.exp(rate + power * log_weight - rate * log_weight.exp())
+    loss = phi * score_function_loss(masked(log_prob, mask), advantage[:, None])
+    return SurrogateOutput(loss, log_weight.exp(), torch.zeros_like(phi, dtype=torch.bool))
+
+
+def _clipped(
+    difference: Tensor,
+    advantage: Tensor,
+    low: Bound,
+    high: Bound,
+    *,
+    dual: float | None = None,
+    drop_above: float | None = None,
+) -> SurrogateOutput:
+    """PPO's clip of `exp(difference)`, with the dual clip and VL-DAC's rule."""
+    plain = clipped_surrogate(difference, torch.zeros((), device=difference.device), advantage, low, high)
+    loss, clipped = plain.loss, plain.clipped
+    weight = advantage.detach().to(loss.dtype)
+    if dual is not None:
+        if dual <= 1:
+            raise ValueError(
+                f"the dual clip bounds the objective by dual * A for A < 0 and must be above 1, got {dual}"
+            )
+        limit = -dual * weight
+        bounded = (weight < 0) & (loss > limit)
+        loss, clipped = torch.where(bounded, limit, loss), clipped | bounded
+    if drop_above is not None:
+        outside = (plain.ratio.detach() < 1.0 - low) | (plain.ratio.detach() > 1.0 + high)
+        dropped = (plain.ratio.detach() > drop_above).any(dim=1, keepdim=True)
+        bounded_loss = -weight * torch.clamp(plain.ratio, 1.0 - low, 1.0 + high)  # type: ignore[arg-type]
+        loss, clipped = torch.where(dropped, bounded_loss, loss), clipped | (dropped & outside)
+    return SurrogateOutput(loss, plain.ratio, clipped)

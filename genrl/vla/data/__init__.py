@@ -1,0 +1,1 @@
+"""Demonstrations, LeRobot data sets, videos."""

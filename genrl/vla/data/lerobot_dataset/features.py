@@ -1,0 +1,114 @@
+"""Columns of episodes as features of a data set, and as columns of its files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from genrl.vla.data import mp4
+from genrl.vla.data.lerobot_dataset import layout
+from genrl.vla.data.lerobot_dataset.layout import Episode
+
+_HEIGHT_WIDTH = ["height", "width", "channels"]
+
+
+def infer(episode: Episode, fps: int, names: Mapping[str, Sequence[str]], videos: bool) -> dict[str, dict[str, Any]]:
+    """`features` of meta/info.json. Raises ValueError for a name or an array that the layout has no place for."""
+    unknown = sorted(names.keys() - episode.columns.keys())
+    if unknown:
+        raise ValueError(f"names are given for {unknown}, the episodes have the columns {sorted(episode.columns)}")
+    features: dict[str, dict[str, Any]] = {}
+    for name, values in episode.columns.items():
+        if name in layout.INDICES or name == "task" or "/" in name:
+            raise ValueError(f"a column cannot be called {name!r}: {sorted(layout.INDICES)} are made, '/' is reserved")
+        if values.ndim == 4 and values.dtype == np.uint8 and values.shape[-1] == 3:
+            height, width = values.shape[1:3]
+            feature: dict[str, Any] = {"dtype": "image", "shape": [height, width, 3], "names": _HEIGHT_WIDTH}
+            if videos:
+                feature |= {"dtype": "video", "info": _video_info(fps, height, width)}
+        elif values.ndim == 2 and values.shape[1] and values.dtype.kind in "fiub":
+            given = list(names[name]) if name in names else None
+            if given is not None and len(given) != values.shape[1]:
+                raise ValueError(f"{name} has {values.shape[1]} numbers, its names are {given}")
+            feature = {"dtype": values.dtype.name, "shape": [values.shape[1]], "names": given}
+        else:
+            raise ValueError(
+                f"{name} must be numbers [T, D] or pictures uint8 [T, H, W, 3], got {values.dtype} {list(values.shape)}"
+            )
+        features[name] = feature
+    return features | {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in layout.INDICES.items()}
+
+
+def _video_info(fps: int, height: int, width: int) -> dict[str, Any]:
+    return {
+        "video.height": height,
+        "video.width": width,
+        "video.codec": mp4.CODEC,
+        "video.pix_fmt": mp4.PIXELS,
+        "video.is_depth_map": False,
+        "video.fps": fps,
+        "video.channels": 3,
+        "has_audio": False,
+    }
+
+
+def schema(features: Mapping[str, Mapping[str, Any]]) -> pa.Schema:
+    """Of the data files, with the metadata by which `datasets` knows pictures and fixed lengths."""
+    from datasets import Features, Image, List, Value
+
+    kinds: dict[str, Any] = {}
+    for name, feature in features.items():
+        if feature["dtype"] == "image":
+            kinds[name] = Image()
+        elif feature["shape"] == [1]:
+            kinds[name] = Value(feature["dtype"])
+        elif feature["dtype"] != "video":
+            kinds[name] = List(Value(feature["dtype"]), length=feature["shape"][0])
+    return Features(kinds).arrow_schema
+
+
+def cells(values: NDArray[Any], feature: Mapping[str, Any]) -> pa.Array:
+    """The values [T, ...] of a feature as a column of T cells of `schema`'s type."""
+    if feature["dtype"] == "image":
+        pictures = pa.array([_png(picture) for picture in values], pa.binary())
+        paths = pa.array([f"frame-{t:06d}.png" for t in range(len(values))], pa.string())
+        return pa.StructArray.from_arrays([pictures, paths], names=["bytes", "path"])
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    return flat if feature["shape"] == [1] else pa.FixedSizeListArray.from_arrays(flat, feature["shape"][0])
+
+
+def _png(picture: NDArray[np.uint8]) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "PNG")
+    return file.getvalue()
+
+
+def check(episode: Episode, features: Mapping[str, Mapping[str, Any]], number: int) -> None:
+    """Raise ValueError where an episode is not as the first one."""
+    length = len(episode.instructions)
+    if not length:
+        raise ValueError(f"episode {number} has no frame")
+    empty = [t for t, text in enumerate(episode.instructions) if not text.strip()]
+    if empty:
+        raise ValueError(f"episode {number}, frame {empty[0]}: the instruction is empty")
+    expected = [name for name in features if name not in layout.INDICES]
+    if set(episode.columns) != set(expected):
+        raise ValueError(f"episode {number} has the columns {sorted(episode.columns)}, the first one {expected}")
+    for name in expected:
+        values, feature = episode.columns[name], features[name]
+        dtype = "uint8" if feature["dtype"] in ("image", "video") else feature["dtype"]
+        if values.dtype != dtype or list(values.shape) != [length, *feature["shape"]]:
+            raise ValueError(
+                f"episode {number}: {name} must be {dtype} {[length, *feature['shape']]} (a row per instruction, "
+                f"the rest as in the first episode), got {values.dtype} {list(values.shape)}"
+            )
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            frame = int((~np.isfinite(values)).any(1).nonzero()[0][0])
+            raise ValueError(f"episode {number}, frame {frame}: {name} is not finite: {values[frame].tolist()}")

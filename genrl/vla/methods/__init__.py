@@ -1,0 +1,1 @@
+"""Training methods for policies in simulation, one folder each, and what they share."""

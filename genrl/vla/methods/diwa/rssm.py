@@ -1,0 +1,216 @@
+"""A recurrent state-space model: what happens next, in latents (PlaNet, arXiv 1811.04551; DreamerV2, arXiv 2010.02193).
+
+A latent is (h, z): h [B, D] deterministic, by a GRU from what was before; z [B, S] drawn, from h alone (the prior, in
+imagination) or from h and the observation (the posterior, in the world). z is Gaussian: the categorical one of
+DreamerV2 suits pictures, and observations here are a few precise numbers. Observations [B, O], actions [B, A], in the
+robot's units.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from genrl.mdp.noise import generator
+from genrl.vla.policies.normalise import normalise, statistics, unnormalise
+
+_LEAST_STD = 0.05
+
+
+class Latent(NamedTuple):
+    """h [B, D], z [B, S]."""
+
+    h: Tensor
+    z: Tensor
+
+    def rows(self, index: Tensor) -> Latent:
+        """The rows `index` (numbers or a mask)."""
+        return Latent(self.h[index], self.z[index])
+
+
+class Gaussian(NamedTuple):
+    """mean and std of z [B, S]."""
+
+    mean: Tensor
+    std: Tensor
+
+
+class WorldModel(nn.Module):
+    """GRU of width `deterministic`, z of width `stochastic`, MLPs of two hidden layers; statistics are buffers."""
+
+    observation_mean: Tensor
+    observation_std: Tensor
+    action_mean: Tensor
+    action_std: Tensor
+
+    def __init__(self, observation: Tensor, action: Tensor, *, deterministic: int = 128, stochastic: int = 32) -> None:
+        """observation [.., O], action [.., A]: the data, whose statistics (mean, std) are kept."""
+        super().__init__()
+        self.deterministic, self.stochastic = deterministic, stochastic
+        for name, values in (("observation", observation), ("action", action)):
+            found = statistics(values)
+            self.register_buffer(f"{name}_mean", found["mean"])
+            self.register_buffer(f"{name}_std", found["std"].clamp(min=0.02))
+        seen, done, width = observation.shape[-1], action.shape[-1], 2 * deterministic
+        self.entry = nn.Sequential(nn.Linear(stochastic + done, deterministic), nn.SiLU())
+        self.cell = nn.GRUCell(deterministic, deterministic)
+        self.prior = _mlp(deterministic, width, 2 * stochastic)
+        self.posterior = _mlp(deterministic + seen, width, 2 * stochastic)
+        self.decoder = _mlp(deterministic + stochastic, width, seen)
+
+    def start(self, count: int) -> Latent:
+        """Before the first observation: zeros."""
+        like = self.cell.weight_hh
+        return Latent(like.new_zeros(count, self.deterministic), like.new_zeros(count, self.stochastic))
+
+    def forward_h(self, latent: Latent, action: Tensor) -> Tensor:
+        """h after an action [B, A], taken in a latent."""
+        acted = normalise(action, self._stats("action"), "MEAN_STD")
+        h: Tensor = self.cell(self.entry(torch.cat([latent.z, acted], 1)), latent.h)
+        return h
+
+    def expected(self, h: Tensor) -> Gaussian:
+        """The prior of z."""
+        return _gaussian(self.prior(h))
+
+    def seen(self, h: Tensor, observation: Tensor) -> Gaussian:
+        """The posterior of z."""
+        shown = normalise(observation, self._stats("observation"), "MEAN_STD")
+        return _gaussian(self.posterior(torch.cat([h, shown], 1)))
+
+    def decode(self, latent: Latent) -> Tensor:
+        """The observation that a latent stands for, [B, O]."""
+        return unnormalise(self.decoder(torch.cat(latent, 1)), self._stats("observation"), "MEAN_STD")
+
+    @torch.no_grad()
+    def imagine(self, latent: Latent, action: Tensor, noise: Tensor) -> Latent:
+        """The next latent without looking; noise [B, S] standard normal."""
+        h = self.forward_h(latent, action)
+        prior = self.expected(h)
+        return Latent(h, prior.mean + prior.std * noise)
+
+    @torch.no_grad()
+    def look(self, latent: Latent, action: Tensor, observation: Tensor) -> Latent:
+        """The next latent with the observation seen: the mean of the posterior."""
+        h = self.forward_h(latent, action)
+        return Latent(h, self.seen(h, observation).mean)
+
+    @torch.no_grad()
+    def first(self, observation: Tensor) -> Latent:
+        """The latent of the first observation of an episode."""
+        nothing = self.start(len(observation))
+        h = self.forward_h(nothing, self.action_mean.expand(len(observation), -1))
+        return Latent(h, self.seen(h, observation).mean)
+
+    def _stats(self, name: str) -> dict[str, Tensor]:
+        return {"mean": getattr(self, f"{name}_mean"), "std": getattr(self, f"{name}_std")}
+
+
+class WorldLoss(NamedTuple):
+    """reconstruction, [] (normalised units, summed over numbers, half squares); kl [], balanced; loss []."""
+
+    reconstruction: Tensor
+    kl: Tensor
+    loss: Tensor
+
+
+def kl_gaussian(left: Gaussian, right: Gaussian) -> Tensor:
+    """KL(left || right) summed over z, [B], in nats."""
+    ratio = (left.std / right.std) ** 2
+    gap = ((left.mean - right.mean) / right.std) ** 2
+    return 0.5 * (ratio + gap - 1.0 - ratio.log()).sum(-1)
+
+
+def balanced_kl(posterior: Gaussian, prior: Gaussian, *, balance: float) -> Tensor:
+    """`balance KL(sg(q) || p) + (1 - balance) KL(q || sg(p))`, [B]: DreamerV2, algorithm 2; balance .8.
+
+    Its value is the KL; its gradient moves the prior more than the posterior.
+    """
+    still_q, still_p = (Gaussian(g.mean.detach(), g.std.detach()) for g in (posterior, prior))
+    return balance * kl_gaussian(still_q, prior) + (1.0 - balance) * kl_gaussian(posterior, still_p)
+
+
+def world_loss(
+    model: WorldModel, observations: Tensor, actions: Tensor, noise: Tensor, *, balance: float, kl_scale: float
+) -> WorldLoss:
+    """The loss of sequences: observations [B, T + 1, O], actions [B, T, A] between them, noise [B, T + 1, S].
+
+    kl_scale weighs the KL against half squares of normalised observations: small numbers ask for precision.
+    """
+    latent = model.start(len(observations))
+    before = model.action_mean.expand(len(observations), -1)
+    shown = normalise(observations, model._stats("observation"), "MEAN_STD")
+    errors, kls = [], []
+    for t in range(observations.shape[1]):
+        h = model.forward_h(latent, before)
+        prior, posterior = model.expected(h), model.seen(h, observations[:, t])
+        latent = Latent(h, posterior.mean + posterior.std * noise[:, t])
+        errors.append(0.5 * (model.decoder(torch.cat(latent, 1)) - shown[:, t]).square().sum(-1))
+        if t:  # nothing foretells the first observation
+            kls.append(balanced_kl(posterior, prior, balance=balance))
+        if t < actions.shape[1]:
+            before = actions[:, t]
+    reconstruction, kl = torch.stack(errors).mean(), torch.stack(kls).mean()
+    return WorldLoss(reconstruction, kl, reconstruction + kl_scale * kl)
+
+
+def world_step(
+    model: WorldModel,
+    optimiser: torch.optim.Optimizer,
+    observations: Tensor,
+    actions: Tensor,
+    *,
+    length: int,
+    batch_size: int,
+    balance: float,
+    kl_scale: float,
+    grad_clip: float,
+    seed: int,
+    step: int,
+) -> WorldLoss:
+    """One update on `batch_size` windows of `length` actions of data [E, T + 1, O] and [E, T, A], by (seed, step)."""
+    rng = generator(seed, "world", step)
+    episode = torch.randint(len(actions), (batch_size,), generator=rng)
+    begin = torch.randint(actions.shape[1] - length + 1, (batch_size,), generator=rng)
+    window = begin[:, None] + torch.arange(length + 1)
+    noise = torch.randn((batch_size, length + 1, model.stochastic), generator=rng)
+    shown, done = observations[episode[:, None], window], actions[episode[:, None], window[:, :-1]]
+    found = world_loss(model, shown, done, noise, balance=balance, kl_scale=kl_scale)
+    optimiser.zero_grad(set_to_none=True)
+    found.loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    optimiser.step()
+    return WorldLoss(*(value.detach() for value in found))
+
+
+@torch.no_grad()
+def imagination_error(model: WorldModel, observations: Tensor, actions: Tensor, *, context: int, seed: int) -> Tensor:
+    """Root mean square of imagined minus true observations after 1, 2, .. actions without looking, [T - context, O].
+
+    observations [B, T + 1, O], actions [B, T, A]; the model looks at the first `context` + 1 observations.
+    """
+    latent = model.first(observations[:, 0])
+    rng, errors = generator(seed, "imagination"), []
+    for t in range(actions.shape[1]):
+        if t < context:
+            latent = model.look(latent, actions[:, t], observations[:, t + 1])
+            continue
+        noise = torch.randn((len(actions), model.stochastic), generator=rng)
+        latent = model.imagine(latent, actions[:, t], noise)
+        errors.append((model.decode(latent) - observations[:, t + 1]).square().mean(0).sqrt())
+    return torch.stack(errors)
+
+
+def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
+        nn.Linear(width, outputs),
+    )  # fmt: skip
+
+
+def _gaussian(numbers: Tensor) -> Gaussian:
+    mean, raw = numbers.chunk(2, -1)
+    return Gaussian(mean, functional.softplus(raw) + _LEAST_STD)

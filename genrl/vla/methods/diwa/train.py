@@ -1,0 +1,210 @@
+"""DiWA: a diffusion policy fine-tuned inside a frozen world model (arXiv 2508.03645).
+
+Once: a world model of play, the demonstrations as it sees them, a classifier that says when an instruction is
+fulfilled, and a policy that imitates in latents. Then DPPO in dreams, as in the world. The real table is for evaluation
+only, where the policy acts on what the world model makes of each observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from genrl.config.vla import DiWA, VLAConfig
+from genrl.mdp.noise import derive_seed
+from genrl.vla.methods.diwa.dream import (
+    Dream,
+    Encoded,
+    LatentTable,
+    RewardClassifier,
+    encode_demonstrations,
+    encode_play,
+    latent_inputs,
+    train_classifier,
+)
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
+from genrl.vla.methods.imitation import frame_statistics, imitate
+from genrl.vla.methods.offline import Store
+from genrl.vla.methods.ppo import train as ppo
+from genrl.vla.methods.update import Figures
+from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.policies.normalise import statistics
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
+from genrl.vla.setup import side_by_side
+from genrl.vla.simulators.environments import minitable_tasks
+from genrl.vla.simulators.minitable import INSTRUCTIONS, task
+from genrl.vla.simulators.minitable.play import play
+
+if TYPE_CHECKING:
+    from genrl.vla.session import Session
+
+
+def new_policy(config: VLAConfig, settings: DiWA) -> DiffusionMLP:
+    """A diffusion policy that reads latents and instructions; its statistics are put in once there are latents."""
+    made, world = config.policy.new, settings.world
+    assert made is not None
+    tasks = minitable_tasks(config.environment.tasks or ())
+    words = vocabulary([INSTRUCTIONS[number] for number in tasks])
+    bounds = torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])
+    stats: Statistics = {ACTION: statistics(bounds)}
+    for name, width in ((STATE, world.deterministic), (ENVIRONMENT, world.stochastic)):
+        stats[name] = statistics(torch.tensor([[-1.0], [1.0]]).expand(2, width))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "policy") % 2**32)
+        model = WorldModel(
+            torch.zeros(2, 9), torch.zeros(2, 3), deterministic=world.deterministic, stochastic=world.stochastic
+        )
+        inputs = latent_inputs(model, words)
+        return DiffusionMLP(DiffusionMLPConfig(inputs, 3, made.horizon, train_steps=made.train_steps), stats)
+
+
+def train(session: Session, settings: DiWA) -> None:
+    """Make the world (or take it from the checkpoint), then iterations of DPPO in it."""
+    config, loop, policy = session.config, session.loop, session.policy
+    tasks = minitable_tasks(config.environment.tasks or ())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "world") % 2**32)
+        toys = play(settings.world.tables, settings.world.length, seed=derive_seed(config.seed, "play") % 2**32)
+        observations, actions = torch.from_numpy(toys.observations), torch.from_numpy(toys.actions)
+        sizes = {"deterministic": settings.world.deterministic, "stochastic": settings.world.stochastic}
+        world = WorldModel(observations, actions, **sizes)
+        placeholder = {STATE: torch.zeros(2, world.deterministic), ENVIRONMENT: torch.zeros(2, world.stochastic)}
+        judge = RewardClassifier(world, placeholder, policy.config.inputs.vocabulary)
+    store = Store(world=world, judge=judge, frozen=session.frozen)
+    loop.keep("diwa", store)
+    if not store.ready:
+        store.data = {
+            "figures": train_world(loop.phase, loop.advance, world, observations, actions, settings, config.seed)
+        }
+    world.requires_grad_(False)
+    keys = task.episode_keys(config.seed, np.arange(_demonstrations(config)), np.zeros(_demonstrations(config)))
+    words, horizon = policy.config.inputs.vocabulary, policy.horizon
+    shown = encode_demonstrations(world, keys, tasks, words, horizon=horizon, still=settings.classifier.still)
+    put_statistics(shown, policy.stats, judge.encoder.stats, session.frozen.stats)
+    if not store.ready:
+        store.data["figures"] |= teach(
+            session, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
+        )
+        session.frozen.load_state_dict(policy.state_dict())
+        store.ready = True
+    judge.requires_grad_(False)
+    session.env.close()
+    session.env = dream(config, world, judge, shown)
+    count = side_by_side(config, config.evaluation.episodes)
+    limit = config.environment.max_steps or task.MAX_STEPS
+    # the judge of the run, with the real table as the policy's world model sees it
+    real: Any = loop.evaluate
+    real.env = LatentTable(world, count, tasks=tasks, chunk=session.env.chunk, max_steps=limit)
+    told = {name: value for name, value in store.data["figures"].items()}
+    finish = session.finish
+
+    def with_figures(rollout: Any, figures: Figures, found: dict[str, float]) -> None:
+        finish(rollout, figures, found | told)
+
+    session.finish = with_figures  # type: ignore[method-assign]
+    ppo.train(session, settings)
+
+
+def train_world(
+    phase: Callable[[str, int], None],
+    advance: Callable[[float], None],
+    world: WorldModel,
+    observations: torch.Tensor,
+    actions: torch.Tensor,
+    settings: DiWA,
+    seed: int,
+) -> dict[str, float]:
+    """The world model from play; its figures over the last tenth of the updates."""
+    how, figures = settings.world, Figures()
+    optimiser = torch.optim.Adam(world.parameters(), lr=how.lr)
+    phase("learning the world", how.steps)
+    for step in range(how.steps):
+        optimiser.param_groups[0]["lr"] = how.lr * max(0.05, 1.0 - step / how.steps)
+        found = world_step(
+            world,
+            optimiser,
+            observations,
+            actions,
+            length=how.window,
+            batch_size=how.batch_size,
+            balance=how.balance,
+            kl_scale=how.kl_scale,
+            grad_clip=100.0,
+            seed=seed,
+            step=step,
+        )
+        if step >= 0.9 * how.steps:
+            figures.add({"world/reconstruction": float(found.reconstruction), "world/kl": float(found.kl)})
+        advance(1)
+    return figures.means
+
+
+def teach(
+    session: Session, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
+) -> dict[str, float]:
+    """The classifier and the imitating policy, from demonstrations in latents."""
+    loop, policy, seed = session.loop, session.policy, session.config.seed
+    how, figures = settings.classifier, Figures()
+    loop.phase("learning the reward", how.steps)
+    for row in train_classifier(
+        judge,
+        world,
+        shown,
+        background,
+        steps=how.steps,
+        batch_size=how.batch_size,
+        learning_rate=how.lr,
+        seed=seed,
+        temperature=how.temperature,
+        weight=how.weight,
+    ):
+        figures.add({f"classifier/{name}": value for name, value in row.items()})
+        loop.advance(1)
+    loop.phase("imitating", settings.imitation_steps)
+    frames = shown.observation | {ACTION: shown.action}
+    for loss in imitate(
+        policy,
+        rows(frames, ~shown.done),
+        steps=settings.imitation_steps,
+        batch_size=settings.imitation_batch,
+        learning_rate=settings.imitation_lr,
+        seed=seed,
+        train_steps=policy.config.train_steps,
+    ):
+        figures.add({"loss/imitation": loss})
+        loop.advance(1)
+    return figures.means
+
+
+def dream(config: VLAConfig, world: WorldModel, judge: RewardClassifier, shown: Encoded) -> Dream:
+    """As many dreams as the configuration has environments, from the beginnings of the demonstrations."""
+    env, made = config.environment, config.policy.new
+    assert made is not None
+    starts = Latent(shown.observation[STATE][shown.first], shown.observation[ENVIRONMENT][shown.first])
+    lines = [line for line, first in zip(shown.lines, shown.first.tolist(), strict=True) if first]
+    return Dream(
+        world,
+        judge,
+        starts,
+        lines,
+        num_envs=env.num_envs,
+        chunk=env.chunk or made.horizon,
+        max_steps=env.max_steps or task.MAX_STEPS,
+        group_size=env.group_size,
+    )
+
+
+def put_statistics(shown: Encoded, *several: Statistics) -> None:
+    """Normalise latents by those of the demonstrations, in place: the policies' and the classifier's."""
+    found = frame_statistics({name: shown.observation[name] for name in (STATE, ENVIRONMENT)})
+    for stats in several:
+        for name, numbers in found.items():
+            stats[name].update(numbers)
+
+
+def _demonstrations(config: VLAConfig) -> int:
+    assert config.demonstrations is not None and config.demonstrations.expert is not None
+    return config.demonstrations.expert

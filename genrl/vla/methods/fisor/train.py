@@ -1,0 +1,265 @@
+"""FISOR: safe offline learning by feasibility-guided diffusion cloning (arXiv 2401.10700).
+
+Three things from fixed data, side by side: how good (reward IQL), how safe at best (V_h, Q_h: the least worst violation
+that can be reached, by a reversed expectile), and a diffusion policy cloned with weights that ask for reward where
+safety can be kept and for less violation where it cannot. It acts by the least Q_h of several samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from genrl.config.vla import VLAConfig
+from genrl.config.vla_offline import FISOR
+from genrl.mdp import forward
+from genrl.mdp.noise import derive_seed, generator
+from genrl.objectives.surrogates import feasibility, iql
+from genrl.runtime.intervals import wilson
+from genrl.vla import setup
+from genrl.vla.methods.offline import (
+    Behaviour,
+    Critics,
+    Reader,
+    Step,
+    Store,
+    Transitions,
+    Words,
+    frames_of,
+    play,
+    stepper,
+    take,
+)
+from genrl.vla.methods.update import Figures
+from genrl.vla.policies.diffusion_mlp import DiffusionMLP
+from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
+from genrl.vla.rollout.sampling import Diffusion, Draw, sample
+from genrl.vla.simulators.environments import minitable_tasks
+from genrl.vla.simulators.minitable import INSTRUCTIONS
+from genrl.vla.simulators.minitable.hazard import HazardTable, mixed_quality
+
+if TYPE_CHECKING:
+    from genrl.vla.session import Session
+
+SAFE = -1.0
+"""h of a transition without cost."""
+
+
+class Fisor(nn.Module):
+    """The networks: `reward` and `violation` critics, the `actor`, and `slow_actor`, the copy that acts."""
+
+    def __init__(self, actor: DiffusionMLP, *, width: int = 256) -> None:
+        super().__init__()
+        inputs, numbers = actor.config.inputs, actor.horizon * actor.action_dim
+        self.reward = Critics(inputs, actor.stats, numbers, width=width)
+        self.violation = Critics(inputs, actor.stats, numbers, width=width)
+        self.actor = actor
+        self.slow_actor = copy.deepcopy(actor).requires_grad_(False)
+
+
+def critic_losses(nets: Fisor, batch: Transitions, settings: FISOR) -> dict[str, Tensor]:
+    """The four regressions of one batch, [] each: "v", "q" of rewards, "v_h", "q_h" of violations."""
+    observation, action = batch.observation, batch.action
+    values = nets.reward.v(observation)
+    better = nets.reward.slow_q(observation, action).amin(0)
+    worst = nets.violation.v(observation)
+    violating = nets.violation.slow_q(observation, action).amax(0)
+    with torch.no_grad():
+        following, ahead = nets.reward.v(batch.next_observation), nets.violation.v(batch.next_observation)
+    target = iql.q_target(batch.reward, following, batch.terminated, batch.discount)
+    h = torch.where(batch.cost > 0, settings.violation, SAFE)
+    reach = feasibility.feasibility_target(h, ahead, ~batch.terminated, settings.critics.gamma)
+    return {
+        "v": iql.expectile_loss(better - values, settings.critics.expectile).mean(),
+        "q": (nets.reward.q_values(observation, action) - target).square().mean(),
+        "v_h": feasibility.reversed_expectile_loss(violating - worst, settings.cost_expectile).mean(),
+        "q_h": (nets.violation.q_values(observation, action) - reach).square().mean(),
+    }
+
+
+@torch.no_grad()
+def weights(nets: Fisor, observation: Batch, action: Tensor, settings: FISOR) -> Tensor:
+    """`feasibility.cloning_weights` of data actions, [N]."""
+    return feasibility.cloning_weights(
+        nets.reward.slow_q(observation, action).amin(0),
+        nets.reward.v(observation),
+        nets.violation.slow_q(observation, action).amax(0),
+        nets.violation.v(observation),
+        reward_temperature=settings.reward_temperature,
+        cost_temperature=settings.cost_temperature,
+        largest_cost_weight=settings.largest_cost_weight,
+    )
+
+
+def actor_loss(nets: Fisor, batch: Transitions, sampler: Diffusion, settings: FISOR, rng: torch.Generator) -> Tensor:
+    """Weighted noise regression on the chunks of a batch, []."""
+    actor, count = nets.actor, len(batch.action)
+    actions = actor.normalised(batch.action)
+    noise = torch.randn(actions.shape, generator=rng)
+    timestep = torch.randint(sampler.train_steps, (count,), generator=rng)
+    bars = sampler.grid.alpha_bar.flip(0)
+    x = forward.diffusion_sample(actions, noise, bars[timestep])
+    predicted = actor.noise(actor.encode(batch.observation), x, timestep)
+    weight = weights(nets, batch.observation, batch.action, settings) if settings.weighted else torch.ones(count)
+    return feasibility.weighted_noise_loss(predicted.flatten(1), noise.flatten(1), weight)
+
+
+def train_step(
+    nets: Fisor,
+    data: Transitions,
+    sampler: Diffusion,
+    settings: FISOR,
+    critics: torch.optim.Optimizer,
+    step_actor: Step,
+    *,
+    seed: int,
+    step: int,
+) -> dict[str, float]:
+    """One update of the critics and one of the actor, each with a batch of its own; then the slow copies follow."""
+    rng = generator(seed, "fisor", step)
+    found: dict[str, float] = {}
+    if settings.weighted:
+        index = torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng)
+        losses = critic_losses(nets, take(data, index), settings)
+        critics.zero_grad(set_to_none=True)
+        torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
+        critics.step()
+        nets.reward.follow(settings.critics.target_rate)
+        nets.violation.follow(settings.critics.target_rate)
+        found = {f"critic/{name}_loss": value.item() for name, value in losses.items()}
+    batch = take(data, torch.randint(len(data.reward), (settings.actor_batch,), generator=rng))
+    loss = actor_loss(nets, batch, sampler, settings, rng)
+    step_actor(loss)
+    with torch.no_grad():
+        for slow, fast in zip(nets.slow_actor.parameters(), nets.actor.parameters(), strict=True):
+            slow.lerp_(fast, settings.actor_rate)
+    return found | {"loss/policy": loss.item()}
+
+
+def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Behaviour:
+    """The behaviour of a trained policy: of N samples of the slow actor the one of least max Q_h, in robot units.
+
+    Noise is a function of (seed, decision, slot).
+    """
+    policy = nets.slow_actor
+
+    @torch.no_grad()
+    def behave(observation: Batch, decision: int) -> Tensor:
+        count, chunk = len(observation[STATE]), (policy.horizon, policy.action_dim)
+        rng = generator(seed, "safest", decision)
+        noise = torch.randn((count * candidates, sampler.steps + 1, *chunk), generator=rng)
+        repeated = torch.arange(count).repeat_interleave(candidates)
+        context = rows(policy.encode(observation), repeated)
+        drawn = Draw(noise, torch.ones(len(noise), sampler.steps, dtype=torch.bool))
+        actions = policy.actions(sample(policy, sampler, context, drawn).chunk)
+        risk = nets.violation.slow_q(rows(observation, repeated), actions).amax(0).view(count, candidates)
+        risk = risk.clamp(min=SAFE)  # nothing is safer than safe: what is estimated below is error, and no reason
+        best: Tensor = actions.view(count, candidates, *chunk)[torch.arange(count), risk.argmin(1)]
+        return best
+
+    return behave
+
+
+def new_policy(config: VLAConfig) -> DiffusionMLP:
+    """A diffusion policy for the data, with weights by the seed."""
+    assert isinstance(config.trainer, FISOR) and config.policy.new is not None
+    tasks = minitable_tasks(config.environment.tasks or ("touch",))
+    words = vocabulary([INSTRUCTIONS[number] for number in tasks])
+    data = behaviour_data(config, config.trainer, Words(words), horizon=config.policy.new.horizon)
+    made = setup.new_policy(config, frames_of(data), words)
+    assert isinstance(made, DiffusionMLP)
+    return made
+
+
+def table(config: VLAConfig, num_envs: int) -> HazardTable:
+    """The constrained table of the configuration."""
+    env = config.environment
+    limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
+    tasks = minitable_tasks(env.tasks or ("touch",))
+    return HazardTable(num_envs, tasks=tasks, image_size=0, chunk=env.chunk or _horizon(config), **limit)
+
+
+def behaviour_data(config: VLAConfig, settings: FISOR, reads: Reader, *, horizon: int) -> Transitions:
+    """Episodes of a seeded player who reaches its goal and is careful only now and then."""
+    env = table(config, settings.episodes)
+    seed = derive_seed(config.seed, "behaviour")
+    careful = np.random.default_rng([seed, 0]).random(settings.episodes) < settings.careful
+
+    def behave(observation: Batch, decision: int) -> Tensor:
+        state, chunk = env.state, []
+        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, settings.noise, (horizon, env.num_envs, 2))
+        for k in range(horizon):
+            chunk.append(mixed_quality(state, careful, noise[k]))
+            state = env.after(state, chunk[-1])
+        return torch.from_numpy(np.stack(chunk, 1))
+
+    return play(
+        env, behave, reads, decisions=-(-env.max_steps // env.chunk), seed=seed, gamma=settings.critics.gamma,
+        one_episode=True,
+    )  # fmt: skip
+
+
+def judged(data: Transitions) -> dict[str, float]:
+    """Success with its interval, mean cost of an episode (decisions in a hazard), share of episodes with any."""
+    count = int(data.episode.max()) + 1
+    cost = torch.zeros(count).index_add(0, data.episode, data.cost)
+    won = torch.zeros(count).index_add(0, data.episode, data.success.float())
+    length = torch.zeros(count).index_add(0, data.episode, data.n_executed.float())
+    low, high = wilson(int(won.sum()), count)
+    return {
+        "eval/success_mean": float(won.mean()),
+        "eval/success_low": low,
+        "eval/success_high": high,
+        "eval/length_mean": float(length.mean()),
+        "eval/return_mean": float(won.mean()),
+        "eval/cost_mean": float(cost.mean()),
+        "eval/violating": float((cost > 0).float().mean()),
+    }
+
+
+def train(session: Session, settings: FISOR) -> None:
+    """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
+    config, loop, actor = session.config, session.loop, session.policy
+    levels = actor.config.train_steps
+    sampler = Diffusion(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
+        nets = Fisor(actor, width=settings.critics.width).to(loop.accelerator.device)
+    trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
+    critics = torch.optim.Adam(trained, lr=settings.critics.lr)
+    loop.keep("fisor", Store(reward=nets.reward, violation=nets.violation, slow=nets.slow_actor, optimiser=critics))
+    data = behaviour_data(config, settings, actor, horizon=actor.horizon)
+    episodes = config.evaluation.episodes
+    behave = safest(
+        nets, sampler, candidates=settings.candidates if settings.weighted else 1, seed=config.evaluation.seed
+    )
+
+    def evaluate(iteration: int) -> dict[str, float]:
+        env = table(config, episodes)
+        decisions = -(-env.max_steps // env.chunk)
+        loop.phase("evaluating", episodes)
+        found = judged(play(env, behave, actor, decisions=decisions, seed=config.evaluation.seed, one_episode=True))
+        return found | {"eval/within_limit": float(found["eval/cost_mean"] <= settings.cost_limit)}
+
+    loop.evaluate = evaluate
+    shown = {f"data/{name.removeprefix('eval/')}": value for name, value in judged(data).items()}
+    for iteration in loop.iterations():
+        loop.phase("training", settings.steps_per_iteration)
+        figures = Figures()
+        with loop.timed("train"):
+            for step in range(settings.steps_per_iteration):
+                number = iteration * settings.steps_per_iteration + step
+                found = train_step(nets, data, sampler, settings, critics, stepper(loop), seed=config.seed, step=number)
+                figures.add(found)
+                loop.advance(1)
+        kept = {name: shown[name] for name in ("data/success_mean", "data/cost_mean")}
+        loop.finish(figures.means | kept | {"lr": loop.optimizer.param_groups[0]["lr"]})
+
+
+def _horizon(config: VLAConfig) -> int:
+    assert config.policy.new is not None
+    return config.policy.new.horizon

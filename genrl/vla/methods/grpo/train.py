@@ -1,0 +1,30 @@
+"""GRPO on action chunks: groups of episodes that begin in the same state, no critic (SimpleVLA-RL, arXiv 2509.09674).
+
+The advantage of an episode is its return within its group; all its decisions have it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from genrl.config.vla import GRPO
+from genrl.objectives.advantages.episodes import episode_group_advantages
+from genrl.vla.methods.scores import decisions, filtered
+from genrl.vla.methods.update import Figures, learn
+from genrl.vla.rollout.rollout import episode_returns
+from genrl.vla.session import Session
+
+
+def train(session: Session, settings: GRPO) -> None:
+    """Iterations of acting, comparing and updating."""
+    for _ in session.loop.iterations():
+        rollout = session.collect(settings)
+        returns = episode_returns(rollout)
+        returns[~rollout.valid.any(0)] = math.nan  # an episode that was lost with its simulator compares with none
+        advantage = episode_group_advantages(returns, rollout.group)
+        kept = rollout.valid & filtered(rollout, settings) & (advantage != 0)
+        rows = advantage.expand(rollout.valid.shape)
+        chosen = decisions(rollout._replace(valid=kept), rows, rows, rows.new_ones(rows.shape))
+        figures = Figures()
+        learn(session, rollout, chosen, settings, figures, policy=True, critic=False)
+        session.finish(rollout, figures, {})

@@ -1,0 +1,173 @@
+"""Supervised fine-tuning on demonstrations: where a policy begins before reinforcement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from genrl.mdp import ddpm, forward
+from genrl.mdp.noise import generator
+from genrl.vla.policies.normalise import statistics
+from genrl.vla.policies.policy import (
+    ACTION,
+    ENVIRONMENT,
+    IMAGE,
+    STATE,
+    TOKENS,
+    Batch,
+    Policy,
+    PredictsNoise,
+    PredictsVelocity,
+    Statistics,
+    rows,
+    tokenise,
+)
+from genrl.vla.simulators import minitable
+
+STD_FLOOR = 0.02
+"""Least std of a state: one that hardly moves in few demonstrations must not be blown up when it does."""
+ACTION_IS_PAD = "action_is_pad"
+"""Frames may have it, bool [F, H]: actions beyond the end of an episode, which are not imitated (LeRobot's name)."""
+
+
+def minitable_frames(
+    demonstrations: minitable.Demonstrations, words: Sequence[str], *, horizon: int, image_size: int
+) -> Batch:
+    """Every step of the demonstrations as an observation and the expert's chunk from there, F rows.
+
+    `STATE` [F, 3], `ENVIRONMENT` [F, 6], `TOKENS` [F, L] in the vocabulary `words`, `ACTION` float32 [F, horizon, 3];
+    `IMAGE` uint8 [F, S, S, 3] unless image_size is 0. After its success the expert keeps still, as a chunk's tail too.
+    """
+    there = np.arange(demonstrations.actions.shape[1]) < demonstrations.length[:, None]
+    episode, _ = there.nonzero()
+    d = demonstrations
+    state = minitable.State(d.gripper[there], d.discs[there], d.held[there], d.task[episode])
+    holding = (state.held >= 0)[:, None].astype(np.float32)
+    frames = {
+        STATE: torch.from_numpy(np.concatenate([state.gripper, holding], 1)),
+        ENVIRONMENT: torch.from_numpy(state.discs.reshape(-1, 6)),
+        TOKENS: tokenise([minitable.INSTRUCTIONS[number] for number in state.task], words),
+        ACTION: torch.from_numpy(minitable.expert_chunk(state, horizon)),
+    }
+    return frames | ({IMAGE: torch.from_numpy(minitable.render(state, image_size))} if image_size else {})
+
+
+def frame_statistics(frames: Batch) -> Statistics:
+    """`normalise.statistics` of every float entry of some frames; the std of states is `STD_FLOOR` at least."""
+    found = {name: statistics(value) for name, value in frames.items() if value.is_floating_point()}
+    for name in found.keys() - {ACTION}:
+        found[name]["std"] = found[name]["std"].clamp(min=STD_FLOOR)
+    return found
+
+
+def flow_times(count: int, rng: torch.Generator) -> Tensor:
+    """`.999 Beta(1.5, 1) + .001`, float32 [count]: openpi's times, more of them near noise (A0 of pi0's training)."""
+    return 0.999 * torch.rand(count, generator=rng) ** (1.0 / 1.5) + 0.001
+
+
+def flow_matching_loss(
+    policy: PredictsVelocity,
+    context: Batch,
+    actions: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Mean of `(v(x_sigma) - (noise - a))^2` over B, H and A: flow matching (arXiv 2210.02747), [].
+
+    actions (normalised) and noise [B, H, A], sigma [B]; valid bool [B, H]: which actions were demonstrated.
+    """
+    x = forward.flow_sample(actions, noise, sigma)
+    return _mean_square(policy.velocity(context, x, sigma) - forward.flow_target(actions, noise), valid)
+
+
+def noise_matching_loss(
+    policy: PredictsNoise,
+    context: Batch,
+    actions: Tensor,
+    noise: Tensor,
+    timestep: Tensor,
+    alpha_bars: Tensor,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Mean of `(e(x_t) - noise)^2`: DDPM's simple loss (arXiv 2006.11239, eq. 14), []. timestep int64 [B]."""
+    x = forward.diffusion_sample(actions, noise, alpha_bars[timestep])
+    return _mean_square(policy.noise(context, x, timestep) - noise, valid)
+
+
+def imitation_loss(
+    policy: Policy,
+    frames: Batch,
+    index: Tensor,
+    rng: torch.Generator,
+    alpha_bars: Tensor,
+    mine: slice = slice(None),
+) -> Tensor:
+    """The part [] that the frames `index[mine]` have in the mean loss of all of index: the parts add up to it.
+
+    Flow matching, or noise matching with the levels alpha_bars. Noise and times are drawn by rng for all of index, so
+    they do not depend on how a batch is shared out. What `ACTION_IS_PAD` marks does not count. Raises TypeError for a
+    policy that predicts neither velocity nor noise.
+    """
+    here = index[mine]
+    context = policy.encode(rows({name: frames[name] for name in policy.inputs}, here))
+    device = next(iter(context.values())).device
+    actions = policy.normalised(frames[ACTION][here].to(device))
+    noise = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine].to(device)
+    padded = frames[ACTION_IS_PAD][index] if ACTION_IS_PAD in frames else torch.zeros(len(index), 1, dtype=torch.bool)
+    share = int((~padded[mine]).sum()) / max(1, int((~padded).sum()))
+    valid = ~padded[mine].to(device) if ACTION_IS_PAD in frames or not len(here) else None
+    if isinstance(policy, PredictsVelocity):
+        sigma = flow_times(len(index), rng)[mine].to(device)
+        return flow_matching_loss(policy, context, actions, noise, sigma, valid) * share
+    if isinstance(policy, PredictsNoise):
+        timestep = torch.randint(len(alpha_bars), (len(index),), generator=rng)[mine]
+        return noise_matching_loss(policy, context, actions, noise, timestep, alpha_bars, valid) * share
+    raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+
+
+def imitate(
+    policy: Policy,
+    frames: Batch,
+    *,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+    grad_clip: float = 1.0,
+    train_steps: int = 20,
+) -> Iterator[float]:
+    """Train on frames (observations and `ACTION` of the robot), yielding the loss of every step: leave when you like.
+
+    AdamW with a cosine to 0 over `steps`; batches, noise and times are functions of (seed, step). train_steps is the
+    noise schedule of a diffusion policy. Raises FloatingPointError for a loss that is not finite.
+    """
+    if not isinstance(policy, nn.Module):
+        raise TypeError(f"a policy that is trained must be a torch module, {type(policy).__name__} is none")
+    optimiser = torch.optim.AdamW(policy.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: 0.5 * (1.0 + math.cos(math.pi * s / steps)))
+    alpha_bars = ddpm.cosine_alpha_bars(train_steps)
+    for step in range(steps):
+        rng = generator(seed, "imitation", step)
+        index = torch.randint(len(frames[ACTION]), (batch_size,), generator=rng)
+        loss = imitation_loss(policy, frames, index, rng, alpha_bars)
+        if not bool(loss.isfinite()):
+            raise FloatingPointError(f"the loss of step {step} is {loss.item()}: lower the learning rate")
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(policy.parameters(), grad_clip)
+        optimiser.step()
+        schedule.step()
+        yield loss.item()
+
+
+def _mean_square(error: Tensor, valid: Tensor | None) -> Tensor:
+    square = error**2
+    if valid is None:
+        return square.mean()
+    kept = valid[..., None].expand(square.shape)
+    return torch.where(kept, square, 0.0).sum() / kept.sum().clamp(min=1)

@@ -1,0 +1,397 @@
+"""Transitions to learn from without acting: recorded decisions of any behaviour, and the critics of IQL on them.
+
+A transition is one decision: an observation, the chunk that was sent, what it paid, and the true next observation.
+Everything random is a function of the seed; nothing here touches a policy's weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from genrl.mdp import forward
+from genrl.mdp.noise import generator
+from genrl.objectives.advantages.gae import chunk_rewards
+from genrl.objectives.surrogates import iql
+from genrl.runtime.loop import Loop
+from genrl.vla.methods.imitation import flow_times
+from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, value_head
+from genrl.vla.policies.normalise import normalise
+from genrl.vla.policies.policy import (
+    ACTION,
+    ENVIRONMENT,
+    STATE,
+    TOKENS,
+    Batch,
+    Policy,
+    PredictsNoise,
+    PredictsVelocity,
+    Statistics,
+    rows,
+    tokenise,
+)
+from genrl.vla.rollout.rollout import ENVIRONMENT_NAMES, ChunkRollout, Tables
+from genrl.vla.rollout.sampling import Frozen, Sampler, act, transition
+
+
+class Transitions(NamedTuple):
+    """N decisions. observation, next_observation: name -> [N, ...], the next one final where the episode ended.
+
+    action float32 [N, H, A], the whole chunk in the robot's units, of which n_executed int64 [N] were executed.
+    reward float32 [N], `sum_j gamma^j r_j`, and discount [N], gamma^n of what follows (`gae.chunk_rewards`, "smdp").
+    cost float32 [N]: the largest cost of an executed action, 0 where the environment knows none.
+    terminated, success bool [N]; done bool [N]: the last of its episode; episode int64 [N]: its number in this set.
+    """
+
+    observation: Batch
+    action: Tensor
+    reward: Tensor
+    discount: Tensor
+    cost: Tensor
+    next_observation: Batch
+    n_executed: Tensor
+    terminated: Tensor
+    done: Tensor
+    success: Tensor
+    episode: Tensor
+
+
+class Reader(Protocol):
+    """What a policy says of its input: the entries of an observation, and its words."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+
+    def tokenise(self, instructions: Sequence[str]) -> Tensor: ...
+
+
+class Words:
+    """A reader of states who knows some words: for data that come before their policy."""
+
+    inputs = (STATE, ENVIRONMENT, TOKENS)
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.words = words
+
+    def tokenise(self, instructions: Sequence[str]) -> Tensor:
+        return tokenise(instructions, self.words)
+
+
+Behaviour = Callable[[Batch, int], Tensor]
+"""(observation of B tables, number of the decision) -> chunks float32 [B, H, A] in the robot's units."""
+
+Step = Callable[[Tensor], object]
+"""Takes a loss []: gradients, clipping and an optimiser step."""
+
+
+def stepper(loop: Loop) -> Step:
+    """An optimiser step of a run's own optimiser on the policy."""
+
+    def step(loss: Tensor) -> dict[str, float]:
+        loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
+        loop.backward(loss, evidence={"loss": loss.detach()}, info={"optimizer_steps": loop.optimizer_steps})
+        return loop.step(["policy"])
+
+    return step
+
+
+def play(
+    env: Tables,
+    behave: Behaviour,
+    reads: Reader,
+    *,
+    decisions: int,
+    seed: int | None = None,
+    gamma: float = 0.99,
+    one_episode: bool = False,
+) -> Transitions:
+    """Record up to `decisions` decisions of every table, episode by episode: N is what belongs to an episode.
+
+    seed: of the episodes; None goes on from a reset that the caller made, whose observation is `env.reset` of no seed.
+    one_episode: only the first of every table. An environment that knows costs has "costs" [B, C] in its info.
+    """
+    raw, _ = env.reset(seed=seed)
+    steps: list[dict[str, Tensor]] = []
+    seen = [observe(raw, env, reads)]
+    resetting = torch.zeros(env.num_envs, dtype=torch.bool)
+    over = torch.zeros(env.num_envs, dtype=torch.bool)
+    count = torch.zeros(env.num_envs, dtype=torch.int64)
+    for t in range(decisions):
+        chunk = behave(seen[-1], t)
+        raw, _, terminated, truncated, info = env.step(chunk[:, : env.chunk].numpy().astype(np.float32))
+        told = {name: torch.from_numpy(np.array(info[name])) for name in ("rewards", "n_executed")}
+        costs = torch.from_numpy(np.array(info.get("costs", np.zeros_like(info["rewards"]))))
+        ended = torch.from_numpy(np.array(terminated | truncated))
+        smdp = chunk_rewards(told["rewards"], told["n_executed"], gamma=gamma, mode="smdp")
+        steps.append(
+            {
+                "action": chunk.float(),
+                "reward": smdp.reward.float(),
+                "discount": smdp.discount.float(),
+                "cost": costs.float().amax(1),
+                "n_executed": told["n_executed"],
+                "terminated": torch.from_numpy(np.array(terminated)),
+                "done": ended,
+                "success": torch.from_numpy(np.array(info["is_success"])),
+                "episode": count * env.num_envs + torch.arange(env.num_envs),
+                "kept": ~resetting & ~over,
+            }
+        )
+        seen.append(observe(raw, env, reads))
+        over |= ended & one_episode
+        count = count + ended.long()
+        resetting = ended
+        if one_episode and bool(over.all()):
+            break
+    kept = torch.stack([step.pop("kept") for step in steps])
+    joined = {name: torch.stack([step[name] for step in steps])[kept] for name in steps[0]}
+    names = seen[0].keys()
+    now = {name: torch.stack([o[name] for o in _padded(seen[:-1], name)])[kept] for name in names}
+    following = {name: torch.stack([o[name] for o in _padded(seen[1:], name)])[kept] for name in names}
+    if TOKENS in now:  # an instruction belongs to its episode, also in the final observation
+        following[TOKENS] = now[TOKENS]
+    return Transitions(observation=now, next_observation=following, **joined)
+
+
+def observe(raw: dict[str, NDArray[Any]], env: Tables, reads: Reader) -> Batch:
+    """What `reads` reads of an environment's observation, by the policy's names."""
+    named = {ENVIRONMENT_NAMES[name]: value for name, value in raw.items() if name in ENVIRONMENT_NAMES}
+    found = {name: torch.from_numpy(np.array(named[name])) for name in reads.inputs if name != TOKENS}
+    return found | ({TOKENS: reads.tokenise(env.task_description)} if TOKENS in reads.inputs else {})
+
+
+@torch.no_grad()
+def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Transitions:
+    """The decisions of a rollout of the policy, which has not changed since.
+
+    A last denoising step that was not drawn is done again (`FlowSteps` with skip_last). Raises ValueError where more of
+    the chain is missing (one random step): nobody knows the chunk then; draw all, or use `play`.
+    """
+    kept, last = rollout.valid, rollout.sampler.steps - 1
+    now = {name: value[:-1][kept] for name, value in rollout.observations.items()}
+    following = {name: value[1:][kept] for name, value in rollout.observations.items()}
+    chunk, reached = rollout.next_states[:, :, -1][kept], rollout.step_index[..., -1][kept]
+    if bool((reached == last - 1).all()):
+        index, drawn = torch.full_like(reached, last), torch.zeros(len(reached))
+        chunk = transition(policy, rollout.sampler, policy.encode(now), chunk, index, drawn).mean
+    elif not bool((reached == last).all()):
+        raise ValueError("the rollout does not hold its chunks: draw all denoising steps, or record it by `play`")
+    smdp = chunk_rewards(rollout.rewards, rollout.n_executed, gamma=gamma, mode="smdp")
+    if TOKENS in now:
+        following[TOKENS] = now[TOKENS]
+    slots = torch.arange(kept.shape[1])
+    return Transitions(
+        observation=now,
+        action=policy.actions(chunk).cpu().float(),
+        reward=smdp.reward[kept].float(),
+        discount=smdp.discount[kept].float(),
+        cost=torch.zeros(len(reached)),
+        next_observation=following,
+        n_executed=rollout.n_executed[kept],
+        terminated=rollout.terminated[kept],
+        done=rollout.done[kept],
+        success=rollout.success[kept],
+        episode=(rollout.episode * len(slots) + slots)[kept],
+    )
+
+
+def take(transitions: Transitions, index: Tensor) -> Transitions:
+    """The rows `index` (numbers or a mask)."""
+    named = transitions._asdict()
+    chosen: dict[str, Any] = {name: rows(p, index) if isinstance(p, dict) else p[index] for name, p in named.items()}
+    return Transitions(**chosen)
+
+
+def merge(*sets: Transitions) -> Transitions:
+    """One set of all; episodes are numbered on. Instructions are padded to the longest."""
+    first, offset = [], 0
+    for part in sets:
+        first.append(part._replace(episode=part.episode + offset))
+        offset += int(part.episode.max()) + 1 if len(part.episode) else 0
+    joined: dict[str, Any] = {}
+    for name in Transitions._fields:
+        values = [getattr(part, name) for part in first]
+        if isinstance(values[0], dict):
+            joined[name] = {key: torch.cat([v[key] for v in _padded(values, key)]) for key in values[0]}
+        else:
+            joined[name] = torch.cat(values)
+    return Transitions(**joined)
+
+
+def frames_of(transitions: Transitions) -> Batch:
+    """The observations with their chunks as `ACTION`: what `imitation.imitate` learns from."""
+    return transitions.observation | {ACTION: transitions.action}
+
+
+def successful(transitions: Transitions) -> Tensor:
+    """Which transitions belong to an episode that succeeded, bool [N]."""
+    count = int(transitions.episode.max()) + 1
+    won = torch.zeros(count, dtype=torch.bool)
+    won[transitions.episode[transitions.success]] = True
+    return won[transitions.episode]
+
+
+def behaviour_of(policy: Policy, sampler: Sampler, seed: int, *, frozen: Policy | None = None) -> Behaviour:
+    """A policy without exploration (`sampling.act`), its initial noise a function of (seed, decision, slot)."""
+
+    @torch.no_grad()
+    def behave(observation: Batch, decision: int) -> Tensor:
+        count = len(observation[STATE])
+        noise = torch.randn(
+            (count, policy.horizon, policy.action_dim), generator=generator(seed, "behaviour", decision)
+        )
+        before = None if frozen is None else Frozen(frozen, frozen.encode(observation))
+        return policy.actions(act(policy, sampler, policy.encode(observation), noise, frozen=before)).cpu()
+
+    return behave
+
+
+class Store:
+    """What a trainer keeps beside the policy, for checkpoints: modules and optimisers by name, and data.
+
+    ready: whether the preparation that precedes the first iteration is done.
+    """
+
+    def __init__(self, **modules: Any) -> None:
+        self.modules = modules
+        self.data: dict[str, Any] = {}
+        self.ready = False
+
+    def state_dict(self) -> dict[str, Any]:
+        modules = {name: module.state_dict() for name, module in self.modules.items()}
+        data = {k: {"$transitions": v._asdict()} if isinstance(v, Transitions) else v for k, v in self.data.items()}
+        return {"modules": modules, "data": data, "ready": self.ready}
+
+    def load_state_dict(self, saved: dict[str, Any], /) -> None:
+        for name, module in self.modules.items():
+            module.load_state_dict(saved["modules"][name])
+        self.data = {
+            key: Transitions(**value["$transitions"]) if isinstance(value, dict) and "$transitions" in value else value
+            for key, value in saved["data"].items()
+        }
+        self.ready = saved["ready"]
+
+
+class CriticNet(nn.Module):
+    """Observation, and chunk where it has `numbers` of them -> [N]: the policies' encoder of its own, then an MLP."""
+
+    def __init__(self, inputs: Inputs, stats: Statistics, numbers: int, width: int) -> None:
+        super().__init__()
+        self.stats, self.numbers = stats, numbers
+        self.encoder = ObservationEncoder(inputs, stats)
+        self.head = value_head(self.encoder.size + numbers, width, 2, nn.Mish())
+
+    def forward(self, observation: Batch, action: Tensor | None = None) -> Tensor:
+        features = self.encoder(observation)
+        if self.numbers:
+            assert action is not None
+            # beyond the range of the data the robot does no more, and the critic knows nothing
+            chunk = normalise(action.to(features.device), self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
+            features = torch.cat([features, chunk.flatten(1)], 1)
+        value: Tensor = self.head(features)[:, 0]
+        return value
+
+
+class Critics(nn.Module):
+    """Two Q of (observation, chunk), their slow copies, and V of the observation."""
+
+    def __init__(self, inputs: Inputs, stats: Statistics, numbers: int, *, width: int = 256) -> None:
+        super().__init__()
+        self.q = nn.ModuleList(CriticNet(inputs, stats, numbers, width) for _ in range(2))
+        self.slow = copy.deepcopy(self.q).requires_grad_(False)
+        self.v = CriticNet(inputs, stats, 0, width)
+
+    def q_values(self, observation: Batch, action: Tensor) -> Tensor:
+        """[2, N] of the trained copies."""
+        return torch.stack([net(observation, action) for net in self.q])
+
+    @torch.no_grad()
+    def slow_q(self, observation: Batch, action: Tensor) -> Tensor:
+        """[2, N] of the slow copies."""
+        return torch.stack([net(observation, action) for net in self.slow])
+
+    @torch.no_grad()
+    def follow(self, rate: float) -> None:
+        """slow <- slow + rate (q - slow)."""
+        for slow, fast in zip(self.slow.parameters(), self.q.parameters(), strict=True):
+            slow.lerp_(fast, rate)
+
+    @torch.no_grad()
+    def advantage(self, observation: Batch, action: Tensor) -> Tensor:
+        """`min Q(s, a) - V(s)`, [N]."""
+        value: Tensor = self.v(observation)
+        return self.slow_q(observation, action).amin(0) - value
+
+
+def train_iql(
+    critics: Critics,
+    transitions: Transitions,
+    *,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    expectile: float,
+    seed: int,
+    target_rate: float = 0.005,
+    rewards: Tensor | None = None,
+) -> Iterator[dict[str, float]]:
+    """Train the critics by IQL, yielding {"q_loss", "value_loss", "value"} of every step.
+
+    rewards [N]: instead of the transitions' own (labels that were learned). Batches are functions of (seed, step).
+    """
+    paid = transitions.reward if rewards is None else rewards
+    device = next(critics.parameters()).device
+    trained = [parameter for parameter in critics.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.Adam(trained, lr=learning_rate)
+    for step in range(steps):
+        index = torch.randint(len(paid), (batch_size,), generator=generator(seed, "iql", step))
+        batch = take(transitions, index)
+        q_slow = critics.slow_q(batch.observation, batch.action).amin(0)
+        value = critics.v(batch.observation)
+        value_loss = iql.expectile_loss(q_slow - value, expectile).mean()
+        with torch.no_grad():
+            following = critics.v(batch.next_observation)
+        target = iql.q_target(paid[index].to(device), following, batch.terminated.to(device), batch.discount.to(device))
+        q_loss = (critics.q_values(batch.observation, batch.action) - target).square().mean()
+        optimiser.zero_grad(set_to_none=True)
+        (value_loss + q_loss).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        critics.follow(target_rate)
+        yield {"q_loss": q_loss.item(), "value_loss": value_loss.item(), "value": value.mean().item()}
+
+
+def cloning_errors(
+    policy: Policy, observation: Batch, action: Tensor, alpha_bars: Tensor, rng: torch.Generator
+) -> Tensor:
+    """Squared error of the policy's prediction for each data chunk, mean over H and A, [B]: flow or noise matching.
+
+    Weighted by `iql.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion policy.
+    """
+    actions = policy.normalised(action)
+    noise = torch.randn(action.shape, generator=rng).to(actions)
+    context = policy.encode(observation)
+    if isinstance(policy, PredictsVelocity):
+        sigma = flow_times(len(actions), rng).to(actions)
+        x = forward.flow_sample(actions, noise, sigma)
+        error = policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)
+    elif isinstance(policy, PredictsNoise):
+        timestep = torch.randint(len(alpha_bars), (len(actions),), generator=rng)
+        x = forward.diffusion_sample(actions, noise, alpha_bars[timestep])
+        error = policy.noise(context, x, timestep) - noise
+    else:
+        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+    return error.square().flatten(1).mean(1)
+
+
+def _padded(batches: Sequence[Batch], name: str) -> list[Batch]:
+    """The entry `name` of each batch, instructions padded to the longest."""
+    if name != TOKENS:
+        return [{name: batch[name]} for batch in batches]
+    longest = max(batch[name].shape[1] for batch in batches)
+    return [{name: nn.functional.pad(b[name], (0, longest - b[name].shape[1]))} for b in batches]

@@ -1,0 +1,124 @@
+"""Which of two policies is better, without acting: imagined decisions in a model of the data, judged by the critics.
+
+Offline policy evaluation as RL-100 gates its updates with (arXiv 2510.14830): the model's chunks and the average Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from genrl.mdp.noise import generator
+from genrl.vla.methods.offline import Critics, Transitions, take
+from genrl.vla.policies.encoder import MODES
+from genrl.vla.policies.normalise import normalise
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Batch, Policy, Statistics
+from genrl.vla.rollout.sampling import Sampler, act
+
+
+class Dynamics(nn.Module):
+    """(observation, chunk) -> the observation after it, and whether the episode is over: what the policy is judged in.
+
+    Numbers only (`STATE` and `ENVIRONMENT`, the latter where the data have it); instructions stay what they are.
+    """
+
+    scale: Tensor
+
+    def __init__(self, data: Transitions, stats: Statistics, *, width: int = 256) -> None:
+        super().__init__()
+        self.stats = stats
+        self.names = [name for name in (STATE, ENVIRONMENT) if name in data.observation]
+        moved = torch.cat([data.next_observation[n] - data.observation[n] for n in self.names], 1)
+        self.register_buffer("scale", moved.std(0).clamp(min=0.01))
+        numbers, seen = data.action[0].numel(), moved.shape[1]
+        self.body = nn.Sequential(
+            nn.Linear(seen + numbers, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
+            nn.Linear(width, width), nn.SiLU(), nn.Linear(width, seen + 1),
+        )  # fmt: skip
+
+    def forward(self, observation: Batch, action: Tensor) -> tuple[Tensor, Tensor]:
+        """The change in units of its spread [B, S], and the logit of an end [B]."""
+        shown = [normalise(observation[name], self.stats[name], "MEAN_STD") for name in self.names]
+        chunk = normalise(action, self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
+        found = self.body(torch.cat([*shown, chunk.flatten(1)], 1))
+        return found[:, :-1], found[:, -1]
+
+    @torch.no_grad()
+    def after(self, observation: Batch, action: Tensor) -> tuple[Batch, Tensor]:
+        """The next observation, and whether the episode is over, bool [B]."""
+        change, over = self(observation, action)
+        moved, new, first = change * self.scale, dict(observation), 0
+        for name in self.names:
+            width = observation[name].shape[1]
+            new[name] = observation[name] + moved[:, first : first + width]
+            first += width
+        return new, over > 0
+
+    def loss(self, batch: Transitions) -> Tensor:
+        """Squared error of the change and cross-entropy of the end, []."""
+        change, over = self(batch.observation, batch.action)
+        moved = torch.cat([batch.next_observation[n] - batch.observation[n] for n in self.names], 1)
+        ended = functional.binary_cross_entropy_with_logits(over, batch.terminated.float())
+        error: Tensor = (change - moved / self.scale).square().mean() + ended
+        return error
+
+
+def train_dynamics(
+    model: Dynamics, data: Transitions, *, steps: int, batch_size: int, learning_rate: float, seed: int
+) -> Iterator[float]:
+    """Train it on the data, yielding the loss of every step; batches are functions of (seed, step)."""
+    optimiser = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    for step in range(steps):
+        index = torch.randint(len(data.reward), (batch_size,), generator=generator(seed, "dynamics", step))
+        loss = model.loss(take(data, index))
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        yield loss.item()
+
+
+@torch.no_grad()
+def offline_value(
+    policy: Policy, sampler: Sampler, model: Dynamics, critics: Critics, start: Batch, *, steps: int, seed: int
+) -> float:
+    """Offline policy evaluation: the mean of min Q along `steps` decisions of the policy in the model from `start`.
+
+    Without exploration; the noise is the same for every policy that is compared. An imagined episode that is over keeps
+    its last Q. The critics are those that the policy climbs, so the figure can be exploited: evaluate for real, too.
+    """
+    observation, count = start, len(start[STATE])
+    over = torch.zeros(count, dtype=torch.bool)
+    kept, total = torch.zeros(count), 0.0
+    for step in range(steps):
+        noise = torch.randn(count, policy.horizon, policy.action_dim, generator=generator(seed, "judged", step))
+        actions = policy.actions(act(policy, sampler, policy.encode(observation), noise))
+        kept = torch.where(over, kept, critics.slow_q(observation, actions).amin(0))
+        total += float(kept.mean())
+        following, ended = model.after(observation, actions)
+        observation = {
+            name: torch.where(over.view(-1, *[1] * (value.dim() - 1)), value, following[name])
+            for name, value in observation.items()
+        }
+        over = over | ended
+    return total / steps
+
+
+class Gate:
+    """Which policy the trust region is centred on: a candidate takes the place of the old one if it is judged better.
+
+    best: the value of the old policy, the highest so far. accepted, refused: how many candidates were.
+    """
+
+    def __init__(self, best: float) -> None:
+        self.best, self.accepted, self.refused = best, 0, 0
+
+    def admits(self, value: float) -> bool:
+        """Whether a candidate of this value is accepted, which makes it the best."""
+        if value > self.best:
+            self.best, self.accepted = value, self.accepted + 1
+            return True
+        self.refused += 1
+        return False

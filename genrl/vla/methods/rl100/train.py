@@ -1,0 +1,438 @@
+"""RL-100 (arXiv 2510.14830): imitation, offline RL gated by offline evaluation, online RL, one-step distillation.
+
+One surrogate serves offline and online: chunks drawn by a copy of the policy, an advantage for each (of critics that
+were learned from data, or of episodes), PPO's clip at every denoising step, and an optimiser step for each of these.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from genrl.config.vla import VLAConfig
+from genrl.config.vla_offline import RL100
+from genrl.mdp import chains
+from genrl.mdp.noise import derive_seed, generator
+from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
+from genrl.objectives.surrogates.actor_critic import approximate_kl
+from genrl.objectives.surrogates.iql import expectile_loss
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.vla.evaluate import evaluate
+from genrl.vla.methods.imitation import imitate
+from genrl.vla.methods.minibatches import minibatches
+from genrl.vla.methods.offline import (
+    Critics,
+    Step,
+    Store,
+    Transitions,
+    frames_of,
+    from_rollout,
+    merge,
+    play,
+    stepper,
+    successful,
+    take,
+    train_iql,
+)
+from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
+from genrl.vla.methods.update import Figures
+from genrl.vla.policies.folder import save_policy
+from genrl.vla.policies.policy import STATE, Batch, Policy, rows
+from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
+from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.rollout.sampling import LearnedNoise, Sampler, act, draw, replay, sample
+from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side
+from genrl.vla.simulators.environments import minitable_tasks
+from genrl.vla.simulators.minitable import MiniTable, expert_chunk
+
+if TYPE_CHECKING:
+    from genrl.vla.session import Session
+
+
+class Drawn(NamedTuple):
+    """B chunks and what PPO needs of them: observation; states, next_states [B, N, H, A], step_index [B, N]; log_prob
+    [B, N], of the executed part of the chunk, summed; advantage [B]."""
+
+    observation: Batch
+    states: Tensor
+    next_states: Tensor
+    step_index: Tensor
+    log_prob: Tensor
+    advantage: Tensor
+
+
+def decayed_clip(clip: float, decay: float, uses: int, *, until: int = 200) -> float:
+    """`clip decay^min(uses, until)`: the clip range of the offline phase (.25, .96, the first 200 uses)."""
+    return float(clip * decay ** min(uses, until))
+
+
+@torch.no_grad()
+def draw_at(
+    old: Policy, sampler: Sampler, critics: Critics, observation: Batch, rng: torch.Generator, *, executed: int
+) -> Drawn:
+    """Chunks of the behaviour copy at states of the data, with `min Q(s, a) - V(s)` normalised over the batch."""
+    count = len(observation[STATE])
+    seeds = torch.randint(2**62, (count,), generator=rng).tolist()
+    drawn = sample(old, sampler, old.encode(observation), draw(sampler, old, _generators(seeds)))
+    actions = old.actions(drawn.chunk)
+    advantage = normalise_advantages(critics.advantage(observation, actions), eps=1e-8).float()
+    log_prob = _sums(drawn.log_prob, executed)
+    return Drawn(observation, drawn.states, drawn.next_states, drawn.step_index, log_prob, advantage)
+
+
+def surrogate_steps(
+    policy: Policy, sampler: Sampler, step: Step, batch: Drawn, *, clip: float, executed: int
+) -> Iterator[dict[str, float]]:
+    """An optimiser step for every denoising step i, noisiest first: `-mean min(r_i A, clip(r_i, 1 -+ clip) A)`.
+
+    r_i is of the chunk's executed part; `step` takes the loss, []. Yields {"loss/policy", "kl/updates",
+    "ratio/clipped"} of each. Raises TypeError for a sampler whose chain is one decision (`LearnedNoise`).
+    """
+    if batch.log_prob.shape[1] != batch.states.shape[1]:
+        raise TypeError(f"RL-100 needs a ratio for every denoising step, {type(sampler).__name__} has one per chain")
+    for i in range(batch.states.shape[1]):
+        one = slice(i, i + 1)
+        record = (batch.states[:, one], batch.next_states[:, one], batch.step_index[:, one])
+        log_prob = _sums(replay(policy, sampler, policy.encode(batch.observation), *record).log_prob, executed)[:, 0]
+        old = batch.log_prob[:, i].to(log_prob)
+        found = clipped_surrogate(log_prob, old, batch.advantage.to(log_prob), clip, clip)
+        loss = found.loss.mean()
+        step(loss)
+        yield {
+            "loss/policy": loss.item(),
+            "kl/updates": approximate_kl(log_prob, old).mean().item(),
+            "ratio/clipped": found.clipped.float().mean().item(),
+        }
+
+
+@torch.no_grad()
+def online_batch(
+    rollout: ChunkRollout, critics: Critics, *, gamma: float, lam: float, executed: int
+) -> tuple[Drawn, Tensor, Batch]:
+    """A rollout's decisions with GAE done right, their returns [n], and their observations.
+
+    Discount gamma^n for n executed actions, an end not bootstrapped, a time limit bootstrapped from the true next
+    observation, traces cut at both, per slot: `gae.chunk_gae`, "smdp". V is that of the offline phase.
+    """
+    decisions, count = rollout.valid.shape
+    flat = {name: value.flatten(0, 1) for name, value in rollout.observations.items()}
+    values = critics.v(flat).view(decisions + 1, count)
+    flags = (rollout.terminated, rollout.truncated)
+    found = chunk_gae(
+        *(rollout.rewards, rollout.n_executed, *flags, values[:-1], values[1:]), gamma=gamma, lam=lam, mode="smdp"
+    )
+    index = rollout.valid.flatten().nonzero()[:, 0]
+    chosen = training_rows(rollout, index)
+    advantage = normalise_advantages(found.advantages.flatten()[index], eps=1e-5).float()
+    log_prob = _sums(chosen.log_prob, executed)
+    record = (chosen.states, chosen.next_states, chosen.step_index)
+    drawn = Drawn(chosen.observation, *record, log_prob, advantage)
+    return drawn, found.returns.flatten()[index].float(), chosen.observation
+
+
+def part(batch: Drawn, index: Tensor) -> Drawn:
+    """Some rows of a batch."""
+    return Drawn(rows(batch.observation, index), *(value[index] for value in batch[1:]))
+
+
+def one_step(student: TinyFlowVLA, context: Batch, noise: Tensor) -> Tensor:
+    """The student's chunk from noise [B, H, A] in one call: `x - v(x, 1)`, a flow policy's single Euler step."""
+    return noise - student.velocity(context, noise, torch.ones(len(noise), device=noise.device))
+
+
+def distil(
+    student: TinyFlowVLA,
+    teacher: Policy,
+    sampler: Sampler,
+    observations: Batch,
+    *,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+) -> Iterator[float]:
+    """Consistency distillation: the student's one step meets the end of the teacher's chain from the same noise.
+
+    Mean square of the difference on observations of the data, yielded for every step; the teacher does not explore.
+    """
+    optimiser = torch.optim.AdamW(student.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, total_iters=steps)
+    for step in range(steps):
+        rng = generator(seed, "distillation", step)
+        index = torch.randint(len(observations[STATE]), (batch_size,), generator=rng)
+        shown = rows(observations, index)
+        noise = torch.randn((batch_size, teacher.horizon, teacher.action_dim), generator=rng)
+        with torch.no_grad():
+            goal = act(teacher, sampler, teacher.encode(shown), noise)
+        loss = (one_step(student, student.encode(shown), noise) - goal).square().mean()
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        schedule.step()
+        yield loss.item()
+
+
+def train(session: Session, settings: RL100, frames: Batch | None) -> None:
+    """Imitation of the frames (None: the policy was loaded), rounds of offline RL, online RL, the one-step copy."""
+    config, loop, policy = session.config, session.loop, session.policy
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
+        numbers, stats = policy.horizon * policy.action_dim, policy.stats
+        critics = Critics(policy.config.inputs, stats, numbers, width=settings.critics.width)
+    store = Store(critics=critics.to(loop.accelerator.device))
+    loop.keep("rl100", store)
+    if not store.ready:
+        if frames is not None:
+            loop.phase("imitating")
+            _mean_of_last(
+                imitate(
+                    policy,
+                    frames,
+                    steps=settings.imitation_steps,
+                    batch_size=settings.imitation_batch,
+                    learning_rate=settings.imitation_lr,
+                    seed=config.seed,
+                )
+            )
+        shown = demonstrated(config, policy, settings.critics.gamma)
+        store.data = {} if shown is None else {"transitions": shown}
+        store.ready = True
+    step = stepper(loop)
+    for iteration in loop.iterations():
+        if iteration < settings.rounds:
+            row = offline_round(session, settings, store, critics, step, iteration)
+        else:
+            row = online_iteration(session, settings, critics, step, iteration)
+        if iteration == config.iterations - 1 and settings.distil_steps:
+            row |= distilled(session, settings, store)
+        loop.finish(row | {"lr": loop.optimizer.param_groups[0]["lr"]})
+
+
+def offline_round(
+    session: Session, settings: RL100, store: Store, critics: Critics, step: Step, iteration: int
+) -> dict[str, float]:
+    """Collect with the policy and merge, learn critics and model, improve under the gate, imitate the union."""
+    config, loop, policy = session.config, session.loop, session.policy
+    sampler, seed = sampler_of(config, policy, iteration), derive_seed(config.seed, "round", iteration)
+    with loop.timed("rollout"):
+        new = collected(session, sampler, settings.episodes, iteration, settings.critics.gamma)
+    known = [store.data["transitions"]] if "transitions" in store.data else []
+    data = store.data["transitions"] = merge(*known, new)
+    found = {"data/transitions": float(len(data.reward)), "data/success_mean": _success(new)}
+    with loop.timed("critics"):
+        loop.phase("learning critics", settings.critic_steps)
+        how = settings.critics
+        learned = Figures()
+        for figures in train_iql(
+            critics,
+            data,
+            steps=settings.critic_steps,
+            batch_size=how.batch_size,
+            learning_rate=how.lr,
+            expectile=how.expectile,
+            target_rate=how.target_rate,
+            seed=seed,
+        ):
+            learned.add({f"critic/{name}": value for name, value in figures.items()})
+            loop.advance(1)
+        found |= learned.means
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed % 2**32)
+            model = Dynamics(data, policy.stats).to(loop.accelerator.device)
+        found["dynamics/loss"] = _mean_of_last(
+            train_dynamics(
+                model,
+                data,
+                steps=settings.dynamics_steps,
+                batch_size=how.batch_size,
+                learning_rate=how.lr,
+                seed=seed,
+            )
+        )
+    with loop.timed("train"):
+        found |= improve(session, settings, critics, model, data, step, iteration, seed)
+    if settings.union != "none":
+        loop.phase("imitating")
+        chosen = take(data, successful(data)) if settings.union == "successes" else data
+        found["loss/imitation"] = _mean_of_last(
+            imitate(
+                policy,
+                frames_of(chosen),
+                steps=settings.union_steps,
+                batch_size=settings.batch_size,
+                learning_rate=settings.union_lr,
+                seed=seed,
+            )
+        )
+    return found
+
+
+def improve(
+    session: Session,
+    settings: RL100,
+    critics: Critics,
+    model: Dynamics,
+    data: Transitions,
+    step: Step,
+    iteration: int,
+    seed: int,
+) -> dict[str, float]:
+    """The gated updates of one round; the policy is the accepted one at the end."""
+    loop, policy = session.loop, session.policy
+    sampler, figures = sampler_of(session.config, policy, iteration), Figures()
+    chosen = torch.randint(len(data.reward), (settings.gate_starts,), generator=generator(seed, "starts"))
+    start = rows(data.observation, chosen)
+
+    def worth() -> float:
+        return offline_value(policy, sampler, model, critics, start, steps=settings.gate_steps, seed=seed)
+
+    gate, old = Gate(worth()), copy.deepcopy(policy).requires_grad_(False)
+    first = gate.best
+    loop.phase("training", settings.updates)
+    for update in range(settings.updates):
+        rng = generator(seed, "update", update)
+        index = torch.randint(len(data.reward), (settings.batch_size,), generator=rng)
+        observation = rows(data.observation, index)
+        batch = draw_at(old, sampler, critics, observation, rng, executed=session.env.chunk)
+        clip = decayed_clip(settings.clip_range, settings.clip_decay, update)
+        for row in surrogate_steps(policy, sampler, step, batch, clip=clip, executed=session.env.chunk):
+            figures.add(row)
+        if (update + 1) % settings.gate_every == 0 and gate.admits(worth()):
+            old.load_state_dict(policy.state_dict())
+        loop.advance(1)
+    policy.load_state_dict(old.state_dict())
+    counts = {"gate/accepted": float(gate.accepted), "gate/refused": float(gate.refused)}
+    return figures.means | counts | {"gate/value": gate.best, "gate/gain": gate.best - first}
+
+
+def online_iteration(
+    session: Session, settings: RL100, critics: Critics, step: Step, iteration: int
+) -> dict[str, float]:
+    """PPO on episodes of the policy, with V of the offline phase, which learns on."""
+    config, loop, policy = session.config, session.loop, session.policy
+    sampler, figures, executed = sampler_of(config, policy, iteration), Figures(), session.env.chunk
+    with loop.timed("rollout"):
+        rollout = acted(session, sampler, iteration, 0)
+    loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + int(rollout.n_executed.sum())
+    gamma = settings.critics.gamma
+    batch, returns, observation = online_batch(rollout, critics, gamma=gamma, lam=settings.lam, executed=executed)
+    optimiser = torch.optim.Adam(critics.v.parameters(), lr=settings.critics.lr)
+    count = len(returns)
+    loop.phase("training", settings.online_epochs * count)
+    with loop.timed("train"):
+        for epoch in range(settings.online_epochs):
+            for dealt in minibatches(
+                [count], 0, settings.online_minibatch, config.seed, "minibatches", iteration, epoch
+            ):
+                chosen = part(batch, dealt.mine)
+                clip = settings.online_clip
+                for row in surrogate_steps(policy, sampler, step, chosen, clip=clip, executed=executed):
+                    figures.add(row)
+                error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(loop.accelerator.device)
+                optimiser.zero_grad(set_to_none=True)
+                expectile_loss(error, 0.5).mean().backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+                figures.add({"critic/value_loss": error.square().mean().item()})
+                loop.advance(len(dealt.mine))
+    first = rollout.valid & (rollout.episode == 0)
+    success = float((rollout.success & first).any(0).float().mean())
+    return figures.means | {"rollout/success": success, "rollout/env_steps": float(loop.memory["env_steps"])}
+
+
+def distilled(session: Session, settings: RL100, store: Store) -> dict[str, float]:
+    """Make the one-step copy, judge it in the environment, and save it as `one_step` in the run folder."""
+    config, loop, policy = session.config, session.loop, session.policy
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "student") % 2**32)
+        inputs = policy.config.inputs
+        student = TinyFlowVLA(TinyFlowConfig(inputs, policy.action_dim, policy.horizon), policy.stats)
+    student = student.to(loop.accelerator.device)
+    loop.phase("distilling")
+    sampler = sampler_of(config, policy, config.iterations)
+    observations = store.data["transitions"].observation
+    error = _mean_of_last(
+        distil(
+            student,
+            policy,
+            sampler,
+            observations,
+            steps=settings.distil_steps,
+            batch_size=settings.batch_size,
+            learning_rate=settings.imitation_lr,
+            seed=config.seed,
+        )
+    )
+    save_policy(student, loop.run.folder / "one_step")
+    judge = config.evaluation
+    env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
+    # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
+    found = evaluate(student, LearnedNoise(steps=1), env, episodes=judge.episodes, seed=judge.seed)
+    env.close()
+    return {"distil/error": error, "distil/success_mean": sum(found.success) / len(found.success)}
+
+
+def collected(session: Session, sampler: Sampler, episodes: int, iteration: int, gamma: float) -> Transitions:
+    """One episode in every environment, as often as it takes."""
+    parts = []
+    for turn in range(max(1, episodes // session.env.num_envs)):
+        rollout = acted(session, sampler, iteration, turn)
+        parts.append(from_rollout(rollout, session.policy, gamma=gamma))
+    return merge(*parts)
+
+
+def acted(session: Session, sampler: Sampler, iteration: int, turn: int) -> ChunkRollout:
+    """A rollout of one episode everywhere, by seeds of its own."""
+    loop, decisions = session.loop, longest_episode(session.env)
+    if decisions is None:
+        raise ValueError("environment.max_steps: the simulator does not say how long an episode can be; write it")
+    loop.phase("acting", decisions)
+    return session.acted(
+        session.policy,
+        sampler,
+        decisions=decisions,
+        seed=derive_seed(session.config.seed, "turn", turn),
+        iteration=iteration,
+        one_episode=True,
+        advance=lambda: loop.advance(1),
+    )
+
+
+def demonstrated(config: VLAConfig, policy: Policy, gamma: float) -> Transitions | None:
+    """The expert's decisions in MiniTable as transitions; None elsewhere, where data begin with the first rollouts."""
+    source, env = config.demonstrations, config.environment
+    if source is None or source.expert is None or env.name != "minitable":
+        return None
+    limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
+    tasks, chunk = minitable_tasks(env.tasks or ()), env.chunk or policy.horizon
+    table = MiniTable(source.expert, tasks=tasks, image_size=policy.image_size, chunk=chunk, **limit)
+
+    def behave(observation: Batch, decision: int) -> Tensor:
+        return torch.from_numpy(expert_chunk(table.state, policy.horizon))
+
+    decisions = -(-table.max_steps // chunk)
+    return play(table, behave, policy, decisions=decisions, seed=config.seed, gamma=gamma, one_episode=True)
+
+
+def _mean_of_last(losses: Iterator[float], count: int = 50) -> float:
+    """Run a training to its end; mean loss of its last steps."""
+    last = deque(losses, maxlen=count)
+    return sum(last) / len(last)
+
+
+def _success(data: Transitions) -> float:
+    """Share of episodes that succeeded."""
+    return float(data.success.sum()) / (int(data.episode.max()) + 1)
+
+
+def _sums(log_prob: Tensor, executed: int) -> Tensor:
+    """[B, N, H, A] -> [B, N], over the executed actions."""
+    return chains.executed(log_prob, executed, log_prob.shape[-1]).flatten(2).sum(-1)
+
+
+def _generators(seeds: list[int]) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in seeds]

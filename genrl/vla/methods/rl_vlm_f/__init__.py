@@ -1,0 +1,1 @@
+"""RL-VLM-F on offline data."""

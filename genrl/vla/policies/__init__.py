@@ -1,0 +1,1 @@
+"""Vision-language-action policies, embedded and published, and their parts."""

@@ -1,0 +1,141 @@
+"""The small encoder of the embedded policies: picture, instruction and state as one vector of features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from genrl.vla.policies import policy
+from genrl.vla.policies.normalise import Mode, normalise
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Statistics
+
+MODES: dict[str, Mode] = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ENV": "MEAN_STD", "ACTION": "MIN_MAX"}
+"""How the embedded policies normalise: actions to [-1, 1], where DPPO and ReinFlow clip."""
+
+_LANGUAGE, _PICTURE, _KEYPOINTS = 64, 128, 16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a policy reads: numbers in `STATE`, the words it knows, and, 0 for none, numbers in `ENVIRONMENT` and side
+    of `IMAGE` in pixels."""
+
+    state: int
+    vocabulary: tuple[str, ...]
+    environment: int = 0
+    image: int = 0
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the entries of an observation."""
+        there = {STATE: True, ENVIRONMENT: self.environment > 0, IMAGE: self.image > 0, TOKENS: True}
+        return tuple(name for name, used in there.items() if used)
+
+
+def check_statistics(inputs: Inputs, action_dim: int, stats: Statistics) -> None:
+    """Raises ValueError where a feature has no statistics, or those of another width."""
+    widths = {STATE: inputs.state, ENVIRONMENT: inputs.environment, ACTION: action_dim}
+    for name, width in widths.items():
+        found = {key: tuple(v.shape) for key, v in stats.get(name, {}).items() if key != "count"}
+        if width and (not found or set(found.values()) != {(width,)}):
+            raise ValueError(f"{name} needs statistics of shape [{width}] (normalise.statistics); found {found}")
+
+
+class ResidualMLP(nn.Module):
+    """Linear to `width`, then `blocks` times `x + W2 act(W1 norm(x))`, on [B, D]."""
+
+    def __init__(self, inputs: int, width: int, blocks: int, activation: nn.Module) -> None:
+        super().__init__()
+        self.entry = nn.Linear(inputs, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), activation, nn.Linear(width, width))
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def value_head(inputs: int, width: int, blocks: int, activation: nn.Module, values: int = 1) -> nn.Sequential:
+    """A critic on features [B, F]: [B, values], 0 before training."""
+    last = nn.Linear(width, values)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(ResidualMLP(inputs, width, blocks, activation), nn.LayerNorm(width), last)
+
+
+def sinusoidal(time: Tensor, width: int, *, longest: float) -> Tensor:
+    """Sines and cosines of time [B] at `width / 2` geometric periods, from 4e-3 of `longest` to it: [B, width]."""
+    periods = longest * torch.logspace(math.log10(4e-3), 0.0, width // 2, device=time.device)
+    angle = 2.0 * math.pi * time.float()[:, None] / periods
+    return torch.cat([angle.sin(), angle.cos()], 1)
+
+
+class ObservationEncoder(nn.Module):
+    """Observation -> features [B, `size`]: instruction 64, normalised state and environment, picture 128.
+
+    Words: embedding, mean, MLP. Picture: three convolutions, each with group norm and a scale and shift from the
+    instruction (FiLM, arXiv 1709.07871), then `_KEYPOINTS` mean positions (spatial softmax, arXiv 1504.00702).
+    """
+
+    def __init__(self, inputs: Inputs, stats: Statistics) -> None:
+        super().__init__()
+        self.inputs, self.stats = inputs, stats
+        self.words = nn.Embedding(1 + len(inputs.vocabulary), 32, padding_idx=0)
+        self.language = nn.Sequential(nn.Linear(32, _LANGUAGE), nn.SiLU(), nn.Linear(_LANGUAGE, _LANGUAGE))
+        self.size = _LANGUAGE + inputs.state + inputs.environment
+        if inputs.image:
+            widths = (24, 32, 32) if inputs.image <= 32 else (32, 48, 64)
+            strides = (2, 1, 1) if inputs.image <= 32 else (2, 2, 1)
+            before = (3, *widths[:2])
+            self.convolutions = nn.ModuleList(
+                nn.Conv2d(low, high, 5 if stage == 0 else 3, stride, 2 if stage == 0 else 1)
+                for stage, (low, high, stride) in enumerate(zip(before, widths, strides, strict=True))
+            )
+            self.norms = nn.ModuleList(nn.GroupNorm(8, width, affine=False) for width in widths)
+            self.film = nn.ModuleList(nn.Linear(_LANGUAGE, 2 * width) for width in widths)
+            self.keypoints = nn.Conv2d(widths[-1], _KEYPOINTS, 1)
+            self.picture = nn.Sequential(nn.Linear(2 * _KEYPOINTS, _PICTURE), nn.SiLU(), nn.Linear(_PICTURE, _PICTURE))
+            self.size += _PICTURE
+
+    def tokenise(self, instructions: Sequence[str]) -> Tensor:
+        return policy.tokenise(instructions, self.inputs.vocabulary)
+
+    def forward(self, observation: Batch) -> Tensor:
+        """Raises KeyError for an entry that is missing."""
+        missing = [name for name in self.inputs.keys if name not in observation]
+        if missing:
+            raise KeyError(f"the policy needs {missing}; the observation has {sorted(observation)}")
+        device = self.words.weight.device
+        tokens = observation[TOKENS].to(device)
+        there = (tokens > 0).float()[..., None]
+        language = self.language((self.words(tokens) * there).sum(1) / there.sum(1).clamp(min=1.0))
+        parts = [language, normalise(observation[STATE].to(device), self.stats[STATE], MODES["STATE"])]
+        if self.inputs.environment:
+            told = observation[ENVIRONMENT].to(device)
+            parts.append(normalise(told, self.stats[ENVIRONMENT], MODES["ENV"]))
+        if self.inputs.image:
+            parts.append(self._look(observation[IMAGE].to(device), language))
+        return torch.cat(parts, 1)
+
+    def _look(self, image: Tensor, language: Tensor) -> Tensor:
+        side = self.inputs.image
+        if image.dtype != torch.uint8 or image.shape[1:] != (side, side, 3):
+            raise ValueError(f"{IMAGE} must be uint8 [B, {side}, {side}, 3], got {image.dtype} {list(image.shape)}")
+        x = image.permute(0, 3, 1, 2).float() / 255.0 - 0.5
+        for convolution, norm, film in zip(self.convolutions, self.norms, self.film, strict=True):
+            scale, shift = film(language)[:, :, None, None].chunk(2, 1)
+            x = functional.relu(norm(convolution(x)) * (1.0 + scale) + shift)
+        maps = self.keypoints(x)
+        weight = maps.flatten(2).softmax(-1).view(maps.shape)
+        place = torch.linspace(-1.0, 1.0, maps.shape[-1], device=maps.device)
+        found: Tensor = self.picture(torch.cat([(weight.sum(2) * place).sum(-1), (weight.sum(3) * place).sum(-1)], 1))
+        return found

@@ -1,0 +1,350 @@
+"""SmolVLA (arXiv 2506.01844) as LeRobot publishes it.
+
+The first 16 layers of SmolVLM2 read pictures, instruction and, in a token that only itself sees, the state, once per
+observation; their keys and values, layer by layer, are the context. The action expert has three quarters of their
+width. Every second of its layers attends to the context's keys and its own, causally; the others to the context's
+alone, which they project again. Time runs as here: 1 is noise, velocity = noise - action. Chunks have the padded
+width (32).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from genrl.vla.policies import heads, lerobot
+from genrl.vla.policies.lerobot import Adapt, Folder, Layout, Prompts, Robot
+from genrl.vla.policies.pictures import letterbox
+from genrl.vla.policies.policy import TOKENS, Batch
+from genrl.vla.policies.tiny_flow import NoiseHead
+from genrl.vla.policies.transformer import (
+    cross_attention,
+    decoder_layer,
+    final_norm,
+    masked_mean,
+    prefix,
+    self_attention,
+    time_embedding,
+)
+
+PUBLISHED = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
+"""The backbone of the published policies, whose sizes are known here: no hub is asked."""
+
+_EMBEDDING = "vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
+_HEAD = "vlm_with_expert.vlm.lm_head.weight"
+
+
+@dataclass(frozen=True)
+class SmolVLAConfig:
+    """LeRobot's names."""
+
+    chunk_size: int = 50
+    max_state_dim: int = 32
+    max_action_dim: int = 32
+    resize_imgs_with_padding: tuple[int, int] | None = (512, 512)
+    vlm_model_name: str = PUBLISHED
+    num_vlm_layers: int = 16
+    num_expert_layers: int = -1
+    self_attn_every_n_layers: int = 2
+    expert_width_multiplier: float = 0.75
+    attention_mode: str = "cross_attn"
+    add_image_special_tokens: bool = False
+    adapt_to_pi_aloha: bool = False
+    min_period: float = 4e-3
+    max_period: float = 4.0
+    freeze_vision_encoder: bool = True
+    train_expert_only: bool = True
+    train_state_proj: bool = True
+
+    def __post_init__(self) -> None:
+        if self.add_image_special_tokens or self.adapt_to_pi_aloha:
+            raise ValueError("add_image_special_tokens and adapt_to_pi_aloha must be false: they are not supported")
+        if self.num_expert_layers > 0 and self.num_expert_layers != self.num_vlm_layers:
+            raise ValueError(
+                f"num_expert_layers must be that of the backbone, {self.num_vlm_layers}, or not positive; "
+                f"found {self.num_expert_layers}"
+            )
+
+    def crosses(self, layer: int) -> bool:
+        """Whether a layer of the expert attends to the context alone."""
+        every = self.self_attn_every_n_layers
+        return "cross" in self.attention_mode and not (every > 0 and layer % every == 0)
+
+
+class SmolVLA(nn.Module):
+    """A folder of type smolvla as a flow policy (`load`).
+
+    Context: "keys", "values" [B, layers, heads, P, D] of the prefix's P tokens, the state the last, "valid" bool
+    [B, P]; with a critic "prefix" [B, W], the mean of the prefix's last hidden state, which the critic reads detached.
+    """
+
+    folder: Folder
+    layout: Layout
+    value_head: nn.Sequential
+    noise_head: nn.Sequential
+
+    def __init__(self, config: SmolVLAConfig, robot: Robot, prompts: Prompts, vlm: Any) -> None:
+        """vlm: transformers' SmolVLMConfig, its vocabulary that of the weights."""
+        super().__init__()
+        robot.require_sight_and_state()
+        self.config, self.robot, self.prompts = config, robot, prompts
+        self.horizon, self.action_dim = config.chunk_size, config.max_action_dim
+        self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
+        self.inputs = (*robot.inputs, TOKENS)
+        wide = vlm.text_config.hidden_size
+        width = int(wide * config.expert_width_multiplier)
+        with torch.device("meta"):
+            backbone, expert = _backbone(config, vlm), _expert(config, vlm, width)
+            self.vlm_with_expert = nn.ModuleDict(
+                {"vlm": nn.ModuleDict({"model": backbone}), "lm_expert": nn.ModuleDict(expert)}
+            )
+            self.state_proj = nn.Linear(config.max_state_dim, wide)
+            self.action_in_proj = nn.Linear(config.max_action_dim, width)
+            self.action_out_proj = nn.Linear(width, config.max_action_dim)
+            self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.prompts.tokenizer
+
+    @property
+    def encoder(self) -> nn.Module:
+        """SmolVLM2."""
+        found: Any = self.vlm_with_expert
+        encoder: nn.Module = found["vlm"]
+        return encoder
+
+    @property
+    def critic(self) -> int:
+        return heads.values_of(self)
+
+    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> SmolVLA:
+        """This policy with exactly these heads; those it lacked are new. Raises ValueError for ReinFlow's."""
+        reads, width = self.state_proj.out_features, self.action_in_proj.out_features
+        heads.on_expert(self, reads, (1024, 512, 256), width, values=critic, noise_head=noise_head, seed=seed)
+        return self
+
+    def tokenise(self, instructions: Sequence[str]) -> Tensor:
+        return self.prompts(lerobot.with_newline(instructions))
+
+    def encode(self, observation: Batch) -> Batch:
+        """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
+        device, text = self.state_proj.weight.device, self._vlm["text_model"]
+        x, valid = self._embed(observation, device)
+        x, kept = prefix(text["layers"], x, valid)
+        # Nothing else sees the state, so it goes last and alone: what it is projected by can be trained, and no
+        # gradient passes through the rest.
+        state = self._state(observation, device)[:, None].to(x.dtype)
+        last: list[tuple[Tensor, Tensor]] = []
+        place = valid.sum(1, keepdim=True)
+        valid = torch.cat([valid, valid.new_ones(len(valid), 1)], 1)
+        for layer, past in zip(text["layers"], kept, strict=True):
+            attention = partial(
+                self_attention, layer=layer, positions=place, mask=valid[:, None, None], past=past, kept=last
+            )
+            state = decoder_layer(layer, state, attention)
+        pairs = zip(kept, last, strict=True)
+        joined = [(torch.cat([a[0], b[0]], 2), torch.cat([a[1], b[1]], 2)) for a, b in pairs]
+        context = {
+            "keys": torch.stack([keys for keys, _ in joined], 1),
+            "values": torch.stack([values for _, values in joined], 1),
+            "valid": valid,
+        }
+        if self.critic:
+            context["prefix"] = masked_mean(final_norm(text["norm"], torch.cat([x, state], 1)), valid)
+        return context
+
+    def velocity(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
+        return self._read(self._think(context, x, sigma))
+
+    def velocity_and_noise(self, context: Batch, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """Raises ValueError where the policy has no noise head."""
+        if "noise_head" not in self._modules:
+            raise ValueError("this policy has no noise head: see with_heads")
+        thought = self._think(context, x, sigma)
+        return self._read(thought), self.noise_head(thought)
+
+    def value(self, context: Batch) -> Tensor:
+        """Raises ValueError where the policy has no critic."""
+        values: Tensor = heads.critic_of(self)(context["prefix"].detach())
+        return values
+
+    def normalised(self, actions: Tensor) -> Tensor:
+        """[..., A] -> [..., 32], zeros where the robot has nothing."""
+        return self.robot.normalised(actions, self.action_dim)
+
+    def actions(self, chunk: Tensor) -> Tensor:
+        return self.robot.actions(chunk)
+
+    @property
+    def _vlm(self) -> Any:
+        encoder: Any = self.encoder
+        return encoder["model"]
+
+    def _state(self, observation: Batch, device: torch.device) -> Tensor:
+        numbers = self.robot.state(observation, device, self.config.max_state_dim)
+        state: Tensor = self.state_proj(numbers.to(self.state_proj.weight.dtype))
+        return state
+
+    def _embed(self, observation: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Pictures and instruction [B, P - 1, W] and which of it is there; all of it is scaled by sqrt W. An empty
+        camera is masked by every query, so it is left out."""
+        model, size = self._vlm, self.config.resize_imgs_with_padding
+        pictures = [self.robot.picture(observation, name, device) for name in self.robot.pictures]
+        boxed = [p if size is None else letterbox(p, size, "top_left") for p in pictures]
+        weight = model["vision_model"].embeddings.patch_embedding.weight
+        seen = model["vision_model"]((torch.cat(boxed) * 2.0 - 1.0).to(weight.dtype)).last_hidden_state
+        features = model["connector"](seen.to(model["connector"].modality_projection.proj.weight.dtype))
+        tokens, there = lerobot.tokens_of(observation, device)
+        words = functional.embedding(tokens, model["text_model"]["embed_tokens"].weight)
+        x = torch.cat([*features.chunk(len(boxed)), words], 1) * words.shape[-1] ** 0.5
+        count = x.shape[1] - tokens.shape[1]
+        x = x.to(model["text_model"]["layers"][0].self_attn.q_proj.weight.dtype)
+        return x, torch.cat([there.new_ones(len(tokens), count), there], 1)
+
+    def _think(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
+        """The expert's last hidden state, float32 [B, H, W]."""
+        found: Any = self.vlm_with_expert
+        expert, weight, valid = found["lm_expert"], self.action_in_proj.weight, context["valid"]
+        time = time_embedding(sigma, len(weight), self.config.min_period, self.config.max_period).to(weight.dtype)
+        hidden = self.action_in_proj(x.to(weight.dtype))
+        hidden = torch.cat([hidden, time[:, None].expand_as(hidden)], 2)
+        hidden = self.action_time_mlp_out(functional.silu(self.action_time_mlp_in(hidden)))
+        batch, length = len(x), self.horizon
+        own = torch.arange(length, device=x.device).expand(batch, -1)
+        causal = valid.new_ones(length, length).tril().expand(batch, -1, -1)
+        whole = torch.cat([valid[:, None].expand(-1, length, -1), causal], 2)[:, None]
+        hidden = hidden.to(expert["layers"][0].self_attn.q_proj.weight.dtype)
+        past = zip(context["keys"].unbind(1), context["values"].unbind(1), strict=True)
+        for number, (layer, before) in enumerate(zip(expert["layers"], past, strict=True)):
+            if self.config.crosses(number):
+                attention = partial(cross_attention, layer=layer, positions=own, mask=valid[:, None, None], past=before)
+            else:
+                places = valid.sum(1, keepdim=True) + own
+                attention = partial(self_attention, layer=layer, positions=places, mask=whole, past=before)
+            hidden = decoder_layer(layer, hidden, attention)
+        return final_norm(expert["norm"], hidden)
+
+    def _read(self, thought: Tensor) -> Tensor:
+        velocity: Tensor = self.action_out_proj(thought.to(self.action_out_proj.weight.dtype)).float()
+        return velocity
+
+
+def load(path: Path, device: torch.device | str, adapt: Adapt) -> SmolVLA:
+    """The policy of a LeRobot folder, in evaluation mode; what its configuration freezes has no gradient.
+
+    A backbone other than `PUBLISHED` is described by config.json in the folder's own `vlm_model_name`, or on the hub.
+    """
+    folder = lerobot.read_folder(path, adapt)
+    config = SmolVLAConfig(
+        **{name: folder.config[name] for name in SmolVLAConfig.__dataclass_fields__ if name in folder.config}
+    )
+    vlm = _vlm_config(folder, config.vlm_model_name)
+    weights, metadata = lerobot.read_weights(path)
+    names = _names(weights)
+    embedding = next((value for key, value in weights.items() if names(key) == _EMBEDDING), None)
+    if embedding is None:
+        raise ValueError(f"{path}/model.safetensors has neither {_EMBEDDING!r} nor {_HEAD!r}")
+    vlm.text_config.vocab_size = len(embedding)
+    policy = SmolVLA(config, Robot(folder), Prompts(folder, config.vlm_model_name), vlm)
+    policy.folder = folder
+    policy.layout = lerobot.place(policy, weights, metadata, names, [r"vlm_with_expert\.vlm\.lm_head\.weight"], path)
+    lerobot.add_heads(policy, path)
+    if config.freeze_vision_encoder:
+        policy._vlm["vision_model"].requires_grad_(False)
+    if config.train_expert_only:
+        policy.encoder.requires_grad_(False)
+    policy.state_proj.requires_grad_(config.train_state_proj)
+    lerobot.train_in_float32(policy)
+    return policy.to(device).eval()
+
+
+def expert_mlp(width: int) -> int:
+    """Llama's hidden size of a layer of the expert: 4 / 1 of 2 / 3 of the width, up to a multiple of 256."""
+    return 256 * -(-4 * int(2 * width / 3) // 256)
+
+
+def _names(weights: dict[str, Tensor]) -> Callable[[str], str]:
+    """Published keys have `model.` before them. A language head that is stored without the embedding is tied to it."""
+    tied = not any(key.removeprefix("model.") == _EMBEDDING for key in weights)
+
+    def own(key: str) -> str:
+        name = key.removeprefix("model.")
+        return _EMBEDDING if tied and name == _HEAD else name
+
+    return own
+
+
+def _vlm_config(folder: Folder, name: str) -> Any:
+    from rewards.models.torchvision_compat import ensure
+
+    ensure()
+    from transformers import AutoConfig, SmolVLMConfig
+
+    if name == PUBLISHED:
+        text = {"model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32}
+        text |= {"num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64, "rms_norm_eps": 1e-5}
+        vision = {"model_type": "smolvlm_vision", "hidden_size": 768, "intermediate_size": 3072, "patch_size": 16}
+        vision |= {"num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 512}
+        return SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=4)
+    own = folder.path / name / "config.json"
+    if own.is_file() and own.resolve().is_relative_to(folder.path.resolve()):
+        folder.beside[f"{name}/config.json"] = json.loads(own.read_text())
+    try:
+        return AutoConfig.from_pretrained(str(own.parent) if own.is_file() else name)
+    except OSError as error:
+        raise OSError(f"{folder.path}: put the config.json of the backbone {name!r} into {own.parent}") from error
+
+
+def _backbone(config: SmolVLAConfig, vlm: Any) -> nn.ModuleDict:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+    from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
+
+    text = vlm.text_config
+    depth = config.num_vlm_layers if config.num_vlm_layers > 0 else text.num_hidden_layers
+    model = {
+        "embed_tokens": nn.Embedding(text.vocab_size, text.hidden_size),
+        "layers": nn.ModuleList(LlamaDecoderLayer(text, number) for number in range(depth)),
+        "norm": LlamaRMSNorm(text.hidden_size, eps=text.rms_norm_eps),
+    }
+    connector: Any = SmolVLMConnector
+    return nn.ModuleDict(
+        {
+            "vision_model": SmolVLMVisionTransformer(vlm.vision_config),
+            "connector": connector(vlm),
+            "text_model": nn.ModuleDict(model),
+        }
+    )
+
+
+def _expert(config: SmolVLAConfig, vlm: Any, width: int) -> dict[str, nn.Module]:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+    text = vlm.text_config
+    depth = config.num_vlm_layers if config.num_vlm_layers > 0 else text.num_hidden_layers
+    own = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=expert_mlp(width),
+        num_hidden_layers=depth,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        hidden_act=text.hidden_act,
+        rms_norm_eps=text.rms_norm_eps,
+    )
+    layers: list[Any] = [LlamaDecoderLayer(own, number) for number in range(depth)]
+    keys = text.num_key_value_heads * text.head_dim
+    for number, layer in enumerate(layers):
+        if config.crosses(number):
+            layer.self_attn.k_proj = nn.Linear(keys, keys, bias=False)
+            layer.self_attn.v_proj = nn.Linear(keys, keys, bias=False)
+    return {"layers": nn.ModuleList(layers), "norm": LlamaRMSNorm(width, eps=text.rms_norm_eps)}

@@ -1,0 +1,1 @@
+"""Policies acting in simulators: sampling chunks and recording what was decided."""

@@ -1,0 +1,1 @@
+"""Simulators as vectorised environments whose actions are chunks."""

@@ -1,0 +1,170 @@
+"""Meta-World's tasks as environments that share what is large, forget their past, and are drawn quickly.
+
+A task's model (13 MB) is loaded once per process; its slots have states of their own, and take turns in it. A reset
+begins from what the task was when it was made, so an episode is a function of its seed, whatever was run before.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS
+from genrl.vla.simulators.simulator import Misuse, Reading, SlotHost, headless
+
+CAMERA = "corner2"
+CAMERA_PLACE = (0.75, 0.075, 0.7)
+"""LeRobot's: nearer to the table; its pictures are turned by 180 degrees."""
+PROPRIOCEPTION = 4
+"""The first numbers of the observation: the hand's position, and how far the gripper is open."""
+
+
+def host(slots: int, *, tasks: Sequence[str], reading: Reading) -> SlotHost:
+    """Slots of these tasks."""
+    return SlotHost(lambda task: MetaWorldEnv(tasks[task]), len(tasks), reading)
+
+
+class MetaWorldEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.float32]]):
+    """One task with random starts and goals, by the seed of the reset.
+
+    Observations: "environment_state" [39] (now, a step ago, the goal) and "agent_pos" [4]. Actions [4] in [-1, 1]: a
+    move of up to 1 cm along each axis, and the grip. info["success"] is 0 or 1; the reward is Meta-World's, dense.
+    """
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        self.task_description = INSTRUCTIONS[task]
+        self.scene = _scene(task)
+        self.inner: Any = None
+        self.moved: dict[str, NDArray[Any]] = {}
+        self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
+        parts = {"environment_state": (39,), "agent_pos": (PROPRIOCEPTION,)}
+        boxes: dict[str, Any] = {name: spaces.Box(-np.inf, np.inf, size, np.float64) for name, size in parts.items()}
+        self.observation_space = spaces.Dict(boxes)  # type: ignore[assignment]
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any]]:
+        """Begin an episode."""
+        super().reset(seed=seed)
+        self.scene.enter(self, begin=True)
+        inner, mujoco = self.inner, _mujoco()
+        inner.np_random = self.np_random
+        inner.curr_path_length = 0
+        for frozen in (False, True):  # as Meta-World does: only the second one sees what the first has moved
+            inner._freeze_rand_vec = frozen
+            mujoco.mj_resetData(inner.model, inner.data)
+            seen = inner.reset_model()
+        inner._prev_obs = seen[:18].copy()
+        seen[18:36] = inner._prev_obs
+        mujoco.mj_forward(inner.model, inner.data)
+        return _named(seen), {"success": 0.0}
+
+    def step(
+        self, action: NDArray[np.float32]
+    ) -> tuple[dict[str, NDArray[np.float64]], float, bool, bool, dict[str, Any]]:
+        """One action."""
+        self.scene.enter(self)
+        seen, reward, _, truncated, info = self.inner.step(action)
+        return _named(seen), float(reward), False, truncated, info
+
+    def picture(self, size: int) -> NDArray[np.uint8]:
+        """What the camera sees, uint8 [size, size, 3]."""
+        self.scene.enter(self)
+        return self.scene.picture(self.inner.data, size)
+
+    def close(self) -> None:
+        """Nothing: the model is the process's."""
+
+
+class _Scene:
+    """A task's model, which of its environments is in it, and its renderers, one per size."""
+
+    def __init__(self, task: str) -> None:
+        made = _task_class(task)()
+        made._partially_observable = False  # the goal is in the observation, as in Meta-World's MT benchmarks
+        del made.sawyer_observation_space  # whose bounds for the goal were those of a hidden one
+        made._freeze_rand_vec, made.seeded_rand_vec = False, True
+        made._set_task_called = True
+        camera = _mujoco().mj_name2id(made.model, _mujoco().mjtObj.mjOBJ_CAMERA, CAMERA)
+        made.model.cam_pos[camera] = CAMERA_PLACE
+        self.made, self.model = made, made.model
+        shared = {"model", "data", "mujoco_renderer", "np_random", "_np_random"}
+        spaces_too = {name for name, value in vars(made).items() if isinstance(value, spaces.Space)}
+        self.own = {name: value for name, value in vars(made).items() if name not in shared | spaces_too}
+        self.still = {name: getattr(self.model, name).copy() for name in ("body_pos", "site_pos")}
+        self.inside: MetaWorldEnv | None = None
+        self.renderers: dict[int, Any] = {}
+
+    def enter(self, env: MetaWorldEnv, *, begin: bool = False) -> None:
+        """Put an environment into the model; with begin, as the task was when it was made."""
+        if self.inside is not None and (begin or self.inside is not env):
+            # resets move bodies and sites of the model: who leaves takes them along
+            self.inside.moved = {name: getattr(self.model, name).copy() for name in self.still}
+        if begin:
+            env.moved = self.still
+            if env.inner is None:
+                env.inner = object.__new__(type(self.made))  # copy.copy would load another model
+                vars(env.inner).update(vars(self.made))
+                env.inner.data = _mujoco().MjData(self.model)
+            vars(env.inner).update(copy.deepcopy(self.own))
+            for side in ("left", "right"):  # live views of where the fingers are
+                setattr(env.inner, f"init_{side}_pad", env.inner.get_body_com(f"{side}pad"))
+        if begin or self.inside is not env:
+            for name, value in env.moved.items():
+                getattr(self.model, name)[:] = value
+        self.inside = env
+
+    def picture(self, data: Any, size: int) -> NDArray[np.uint8]:
+        """Without shadows, reflections and multisampling, which cost ten to twenty times the picture itself."""
+        mujoco = _mujoco()
+        if size not in self.renderers:
+            backend = mujoco.gl_context.GLContext.__module__
+            if backend.endswith("glfw") and not os.environ.get("DISPLAY"):  # it would abort the process
+                raise Misuse(
+                    "mujoco was imported without MUJOCO_GL and needs a display for pictures: set MUJOCO_GL=egl"
+                )
+            self.model.vis.quality.offsamples = 0
+            self.model.vis.global_.offwidth = self.model.vis.global_.offheight = size
+            renderer = mujoco.Renderer(self.model, size, size)
+            for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
+                renderer.scene.flags[flag] = 0
+            self.renderers[size] = renderer
+        renderer = self.renderers[size]
+        renderer.update_scene(data, camera=CAMERA)
+        return np.ascontiguousarray(renderer.render()[::-1, ::-1])
+
+
+@cache
+def _scene(task: str) -> _Scene:
+    return _Scene(task)
+
+
+def _task_class(task: str) -> Any:
+    _mujoco()
+    try:
+        from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+    except ModuleNotFoundError as error:
+        raise Misuse(f"Meta-World needs {error.name}: pip install 'genrl[metaworld]'") from error
+    return ALL_V3_ENVIRONMENTS[task]
+
+
+def _mujoco() -> Any:
+    headless()
+    try:
+        import mujoco
+    except ModuleNotFoundError as error:
+        raise Misuse("Meta-World needs mujoco: pip install 'genrl[metaworld]'") from error
+    return mujoco
+
+
+def _named(seen: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    return {"environment_state": seen, "agent_pos": seen[:PROPRIOCEPTION]}

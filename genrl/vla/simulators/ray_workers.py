@@ -1,0 +1,100 @@
+"""Simulators on Ray actors, on this machine or on many: `workers.Worker` by another road.
+
+There is at most one actor per CPU of the cluster, placed on the node with the most room. genrl and the simulator must
+be installed on all nodes. Messages stream back one by one, so timeouts mean what they mean for processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from genrl.vla.simulators.simulator import Description, Draw, Host, Message, Misuse, Run
+from genrl.vla.simulators.workers import Lost, done, report
+
+
+def connected() -> Any:
+    """The ray module, connected: to RAY_ADDRESS or a cluster of this machine, else to one that is started here."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise Misuse("workers: ray needs Ray: pip install 'genrl[ray]'") from error
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    return ray
+
+
+def actors(wanted: int) -> int:
+    """How many actors there can be: `wanted`, or with 0 one per CPU of the cluster, shared by the processes of a run.
+
+    Raises ValueError for more than there are CPUs: they would wait for ever.
+    """
+    cpus = int(connected().cluster_resources().get("CPU", 0)) // int(os.environ.get("WORLD_SIZE", "1"))
+    if wanted > cpus:
+        raise ValueError(f"ray_actors: {wanted} actors of one CPU each, the Ray cluster has {cpus}")
+    return wanted or max(1, cpus)
+
+
+def placement(gpus: float = 0.0) -> dict[str, Any]:
+    """Options of an actor: half of a CPU, since those of rollouts and those of evaluations take turns; Ray does not
+    restart it: its episodes are gone with it."""
+    return {"num_cpus": 0.5, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+
+
+class Remote:
+    """What an actor is."""
+
+    def __init__(self, description: Description, slots: int) -> None:
+        self.description, self.slots = description, slots
+        self.host: Host | None = None
+
+    def run(self, work: Run | Draw) -> Iterator[Message]:
+        """The messages of a piece of work."""
+        try:
+            if self.host is None:
+                self.host = self.description.host(self.slots)
+            yield from done(self.host, work)
+        except Exception as error:
+            yield report(error, -1)
+            raise
+
+    def close(self) -> None:
+        """Close the environments."""
+        if self.host is not None:
+            self.host.close()
+
+
+class Actor:
+    """The host in a Ray actor."""
+
+    inline = False
+
+    def __init__(self, description: Description, slots: int) -> None:
+        self.description, self.slots = description, slots
+
+    def start(self) -> None:
+        """Ask for an actor; it begins where and when there is room."""
+        self.actor = connected().remote(Remote).options(**placement()).remote(self.description, self.slots)
+
+    def do(self, work: Run | Draw) -> Iterator[Message]:
+        """See `workers.Worker`."""
+        ray = connected()
+        try:
+            for message in self.actor.run.options(num_returns="streaming").remote(work):
+                yield ray.get(message)
+        except ray.exceptions.RayError as error:
+            raise Lost(f"its Ray actor failed: {error}") from error
+
+    def kill(self) -> None:
+        """At once."""
+        connected().kill(self.actor)
+
+    def close(self) -> None:
+        """Ask, and wait for five seconds."""
+        ray = connected()
+        try:
+            ray.get(self.actor.close.remote(), timeout=5.0)
+        except ray.exceptions.RayError:
+            pass  # it hangs or has ended: killed either way
+        self.kill()

@@ -1,0 +1,407 @@
+"""What runs where the simulators are (this process, a worker, a Ray actor): slots, each an environment of its own.
+
+Nothing here imports torch: a worker begins in a second. Nothing is made before it is needed: a graphics context that is
+made in one process and used in another breaks.
+
+A slot does one of two things in a round: it begins an episode by its number, or executes a chunk. It is told which by
+the other side (`workers.Simulators`), which counts the episodes; so it does not matter which process has the slot.
+Episode e is of task `e mod tasks`, and begins from a start that is a function of `e div tasks`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
+from numpy.typing import NDArray
+from PIL import Image
+
+from genrl.vla.simulators.chunks import ChunkedEnv
+from genrl.vla.simulators.minitable.task import episode_keys
+
+Observation = dict[str, NDArray[Any]]
+
+
+class Outcome(NamedTuple):
+    """What m slots show after a chunk, or after the beginning of an episode (n_executed 0).
+
+    slots int64 [m], observation name -> [m, ...], rewards float32 [m, C], n_executed int64 [m], terminated, truncated,
+    success bool [m], instruction: m sentences, action_dim: numbers in an action.
+    """
+
+    slots: NDArray[np.int64]
+    observation: Observation
+    rewards: NDArray[np.float32]
+    n_executed: NDArray[np.int64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    success: NDArray[np.bool_]
+    instruction: list[str]
+    action_dim: int
+
+
+class Fault(NamedTuple):
+    """The environment of a slot raised, and is gone; misuse: so would the next one."""
+
+    slot: int
+    report: str
+    misuse: bool
+
+
+class Frames(NamedTuple):
+    """Pictures uint8 [m, S, S, 3] of some slots."""
+
+    pictures: NDArray[np.uint8]
+
+
+Message = Outcome | Fault | Frames
+
+
+class Run(NamedTuple):
+    """A round of some slots, in the order of their numbers: `begin` slot -> episode, `chunks` slot -> [C, D]."""
+
+    begin: dict[int, int]
+    chunks: dict[int, NDArray[np.float32]]
+
+
+class Draw(NamedTuple):
+    """Pictures of some slots."""
+
+    slots: list[int]
+    size: int
+
+
+class Host(Protocol):
+    """The simulators of some slots."""
+
+    def run(self, work: Run) -> Iterator[Message]:
+        """Outcomes (or faults) as they come, in the order of the slots."""
+        ...
+
+    def draw(self, work: Draw) -> Frames: ...
+
+    def close(self) -> None: ...
+
+
+class Misuse(ValueError):
+    """An environment that does not keep the contract, or cannot be made here: another attempt would not help."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a gymnasium environment is read; `environments.open_environment` says what each entry means."""
+
+    chunk: int
+    instruction: str = ""
+    success_key: str = "is_success"
+    reward: Literal["success", "environment"] = "success"
+    max_steps: int | None = None
+    image_size: int = 0
+    cameras: tuple[str, ...] = ()
+    proprioception: int = 0
+    goals: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Description:
+    """A host that can be sent to another process: `function` ("module:function" or "file.py:function") makes it."""
+
+    function: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def host(self, slots: int) -> Host:
+        """Make it, for so many slots."""
+        host: Host = find(self.function)(slots, **self.settings)
+        return host
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function of "module:function" or "file.py:function". Raises Misuse where there is none."""
+    place, _, attribute = name.rpartition(":")
+    if not place:
+        raise Misuse(f"{name!r} names no function: write module:function or file.py:function")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise Misuse(f"there is no file {path}, which should have the function {attribute!r}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    if not hasattr(module, attribute):
+        raise Misuse(f"{place} has no function {attribute!r}")
+    function: Callable[..., Any] = getattr(module, attribute)
+    return function
+
+
+class Simulator:
+    """One gymnasium environment, observed once per chunk. Success ends the episode; actions are clipped to its box.
+
+    Observations: a dict by LeRobot's names ("pixels", "agent_pos", "environment_state") is taken as it is; another dict
+    (of a goal environment, say) is flattened in alphabetical order; a picture is "pixels"; a vector is "agent_pos", or
+    with `proprioception` p: its first p numbers are, and all are "environment_state". Pictures that are asked for and
+    not there are drawn: by the environment's `picture(size)`, or else by `render()`, once per chunk. With `cameras`
+    pictures are "pixels/<camera>": of the dict that the observation has as "pixels", or drawn by `picture(size,
+    camera)` of an environment whose `cameras` are so named.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:
+        if not isinstance(env, gymnasium.Env):
+            raise Misuse(f"the function must return a gymnasium environment, not {type(env).__name__}")
+        try:
+            self.env = ChunkedEnv(_Episode(env, reading), reading.chunk)
+        except ValueError as error:
+            raise Misuse(str(error)) from error
+        self.reading = reading
+
+    def begin(self, number: int) -> Outcome:
+        """Begin the episode of a number: of one of `goals` starts, where there are so many."""
+        raw, info = self.env.reset(seed=seed_of(number, self.reading))
+        return self._outcome(raw, info, False, False)
+
+    def execute(self, chunk: NDArray[np.float32]) -> Outcome:
+        """Up to C actions [C, D]."""
+        raw, _, terminated, truncated, info = self.env.step(chunk)
+        return self._outcome(raw, info, terminated, truncated)
+
+    def picture(self, size: int, camera: str = "") -> NDArray[np.uint8]:
+        """The scene as it is, uint8 [size, size, 3], as the environment shows it or as one of its cameras sees it."""
+        bare: Any = self.env.unwrapped
+        own = getattr(bare, "picture", None)
+        drawn = bare.picture(size, camera) if camera else self.env.render() if own is None else own(size)
+        return as_picture(drawn, size, str(bare))
+
+    def _outcome(self, raw: Any, info: dict[str, Any], terminated: bool, truncated: bool) -> Outcome:
+        shown = {name: value[None] for name, value in self._observe(raw).items()}
+        known = self.env.has_wrapper_attr("task_description")
+        return Outcome(
+            slots=np.zeros(1, dtype=np.int64),
+            observation=shown,
+            rewards=info["rewards"][None],
+            n_executed=np.array([info["n_executed"]]),
+            terminated=np.array([terminated]),
+            truncated=np.array([truncated and not terminated]),
+            success=np.array([info["is_success"]]),
+            instruction=[str(self.env.get_wrapper_attr("task_description")) if known else self.reading.instruction],
+            action_dim=(self.env.action_space.shape or ())[-1],
+        )
+
+    def _observe(self, raw: Any) -> Observation:
+        who, size, cameras = str(self.env.unwrapped), self.reading.image_size, self.reading.cameras
+        found = named(raw, self.reading.proprioception, who)
+        pictures = {name: found.pop(name) for name in list(found) if name.startswith("pixels")}
+        if not size:
+            return found
+        if not cameras and len(pictures) > 1:
+            several = [name.removeprefix("pixels/") for name in pictures]
+            raise Misuse(
+                f"{who} shows the cameras {sorted(several)}, and the policy reads one picture, observation.image: name "
+                "those that it has by policy.rename {observation.images.<camera>: observation.images.<the policy's>}"
+            )
+        if not cameras:
+            return found | {"pixels": self._sized(next(iter(pictures.values()), None), "")}
+        drawn = [f"pixels/{name}" for name in getattr(self.env.unwrapped, "cameras", ())]
+        check_cameras(cameras, [name.removeprefix("pixels/") for name in (*pictures, *drawn) if "/" in name], who)
+        return found | {f"pixels/{name}": self._sized(pictures.get(f"pixels/{name}"), name) for name in cameras}
+
+    def _sized(self, shown: NDArray[Any] | None, camera: str) -> NDArray[np.uint8]:
+        size = self.reading.image_size
+        return self.picture(size, camera) if shown is None else as_picture(shown, size, str(self.env.unwrapped))
+
+
+class SlotHost:
+    """Slots of gymnasium environments. One of another task's is kept for the next slot that needs it.
+
+    Environments are made by `make(task)`. One that raises is thrown away, and the next episode has a new one.
+    """
+
+    def __init__(self, make: Callable[[int], gymnasium.Env[Any, Any]], tasks: int, reading: Reading) -> None:
+        headless()
+        self.make, self.tasks, self.reading = make, tasks, reading
+        self._running: dict[int, tuple[int, Simulator]] = {}
+        self._free: dict[int, list[Simulator]] = {task: [] for task in range(tasks)}
+
+    def run(self, work: Run) -> Iterator[Message]:
+        """One message per slot."""
+        for slot in sorted(work.begin.keys() | work.chunks.keys()):
+            try:
+                if slot in work.begin:
+                    outcome = self._begin(slot, work.begin[slot])
+                else:
+                    outcome = self._running[slot][1].execute(work.chunks[slot])
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other side is told, and judges
+                self._running.pop(slot, None)
+                misuse = isinstance(error, (Misuse, ModuleNotFoundError))
+                yield Fault(slot, str(error) if misuse else traceback.format_exc(), misuse)
+            else:
+                yield outcome._replace(slots=np.array([slot]))
+
+    def draw(self, work: Draw) -> Frames:
+        """Black where nothing has begun."""
+        pictures = np.zeros((len(work.slots), work.size, work.size, 3), dtype=np.uint8)
+        for row, slot in enumerate(work.slots):
+            if slot in self._running:
+                pictures[row] = self._running[slot][1].picture(work.size)
+        return Frames(pictures)
+
+    def close(self) -> None:
+        """Close all environments."""
+        for simulator in [one for _, one in self._running.values()] + sum(self._free.values(), []):
+            simulator.env.close()
+        self._running, self._free = {}, {task: [] for task in range(self.tasks)}
+
+    def _begin(self, slot: int, episode: int) -> Outcome:
+        number, task = divmod(episode, self.tasks)
+        if slot in self._running and self._running[slot][0] != task:
+            was, simulator = self._running.pop(slot)
+            self._free[was].append(simulator)
+        if slot not in self._running:
+            free = self._free[task]
+            self._running[slot] = task, free.pop() if free else Simulator(self.make(task), self.reading)
+        return self._running[slot][1].begin(number)
+
+
+def seed_of(number: int, reading: Reading) -> int:
+    """The seed of an episode of a task by its number, or of one of the few starts; 31 bits: all that some take."""
+    start = number % reading.goals if reading.goals else number
+    key = episode_keys(reading.seed, np.array([start % 2**64], dtype=np.uint64), np.array([0]))[0]
+    return int(key >> np.uint64(33))
+
+
+def headless() -> None:
+    """Let simulators draw without a display where there is none; before their packages are imported."""
+    if not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+
+
+def named(raw: Any, proprioception: int, who: str) -> Observation:
+    """An observation by LeRobot's names, a picture of several as "pixels/<camera>": see `Simulator`.
+
+    Raises Misuse for what is neither numbers nor a picture.
+    """
+    names = ("pixels", "agent_pos", "environment_state")
+    if isinstance(raw, Mapping) and any(name in raw for name in names):
+        found = {name: raw[name] for name in names if name in raw}
+        if isinstance(found.get("pixels"), Mapping):
+            found |= {f"pixels/{camera}": picture for camera, picture in found.pop("pixels").items()}
+        return {n: np.asarray(v, np.uint8 if n.startswith("pixels") else np.float32) for n, v in found.items()}
+    parts = [raw[name] for name in sorted(raw)] if isinstance(raw, Mapping) else [raw]
+    arrays = [np.asarray(part) for part in parts]
+    if len(arrays) == 1 and arrays[0].ndim == 3 and arrays[0].dtype == np.uint8:
+        return {"pixels": arrays[0]}
+    if any(array.dtype.kind not in "fiub" or array.ndim > 1 for array in arrays):
+        shapes = [f"{array.dtype} {list(array.shape)}" for array in arrays]
+        raise Misuse(f"{who} shows {shapes}, neither vectors nor one uint8 picture [S, S, 3]: name its parts {names}")
+    vector = np.concatenate([array.reshape(-1) for array in arrays]).astype(np.float32)
+    if not proprioception:
+        return {"agent_pos": vector}
+    if proprioception > len(vector):
+        raise Misuse(f"proprioception: {proprioception} of an observation of {len(vector)} numbers ({who})")
+    return {"agent_pos": vector[:proprioception], "environment_state": vector}
+
+
+def check_cameras(asked: Sequence[str], known: Sequence[str], who: str) -> None:
+    """Raises Misuse for a camera that an environment does not have."""
+    for lost in (camera for camera in asked if camera not in known):
+        near = difflib.get_close_matches(lost, known, n=1)
+        hint = f" (the nearest is {near[0]!r})" if near else ""
+        there = [f"observation.images.{name}" for name in known] or ["observation.image"]
+        raise Misuse(
+            f"{who} has no camera {lost!r}{hint}, it shows {there}: give the policy's pictures these names by "
+            f"policy.rename {{{there[0]}: observation.images.<the policy's>}}"
+        )
+
+
+def gymnasium_host(
+    slots: int, *, name: str, reading: Reading, settings: Mapping[str, Any], tasks: Sequence[str] = ()
+) -> SlotHost:
+    """Slots of a gymnasium id (a module to import may stand before it, "gym_pusht:gym_pusht/PushT-v0"), of
+    "file.py:function" or of "module:function", called with the settings, and with `task` where there are tasks."""
+
+    def make(task: int) -> gymnasium.Env[Any, Any]:
+        own = {"task": tasks[task]} if tasks else {}
+        if is_function(name):
+            env: gymnasium.Env[Any, Any] = find(name)(**settings, **own)
+            return env
+        return registered(name, reading.max_steps, {**settings, **own})
+
+    return SlotHost(make, max(1, len(tasks)), reading)
+
+
+def is_function(name: str) -> bool:
+    """Whether a name is that of a function, and not a gymnasium id (which may have a module in front too)."""
+    place, _, attribute = name.rpartition(":")
+    return bool(place) and (place.endswith(".py") or attribute.isidentifier())
+
+
+def find_registered(name: str) -> EnvSpec:
+    """The gymnasium environment of an id; its package is imported. Raises Misuse where there is none."""
+    module, _, own = name.rpartition(":")
+    for package in [module] if module else ["gym_" + own.partition("/")[0].removeprefix("gym_"), "gymnasium_robotics"]:
+        if own not in gymnasium.registry and importlib.util.find_spec(package) is not None:
+            imported = importlib.import_module(package)
+            if hasattr(imported, "register_robotics_envs"):
+                gymnasium.register_envs(imported)
+    try:
+        return gymnasium.spec(own)
+    except gymnasium.error.Error as error:
+        raise Misuse(f"{error} (pip install what has it: gym-pusht, gymnasium-robotics, ...)") from error
+
+
+def registered(name: str, max_steps: int | None, settings: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+    """The environment of an id, with pictures to be drawn and a time limit."""
+    how = {"render_mode": "rgb_array", **settings}
+    if max_steps is not None:
+        how["max_episode_steps"] = max_steps
+    env: gymnasium.Env[Any, Any] = gymnasium.make(find_registered(name), disable_env_checker=True, **how)
+    return env
+
+
+class _Episode(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Ends an episode at success or after max_steps, clips actions, and says "is_success"."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:
+        super().__init__(env)
+        self.reading, self.elapsed = reading, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.elapsed = 0
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: NDArray[Any]) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        box = self.env.action_space
+        assert isinstance(box, spaces.Box)  # ChunkedEnv has seen to that
+        raw, reward, terminated, truncated, info = self.env.step(np.clip(action, box.low, box.high).astype(box.dtype))
+        key = self.reading.success_key
+        if key not in info:
+            raise Misuse(f"{self.env.unwrapped} has no {key!r} in its info, only {sorted(info)}: set success_key")
+        success = bool(np.asarray(info[key]).item())
+        self.elapsed += 1
+        limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
+        paid = float(success) if self.reading.reward == "success" else float(reward)
+        return raw, paid, terminated or success, truncated or limit, info | {"is_success": success}
+
+
+def as_picture(drawn: Any, size: int, who: str) -> NDArray[np.uint8]:
+    """uint8 [size, size, 3] of a drawn picture, by averages over areas."""
+    picture = np.asarray(drawn)
+    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
+        raise Misuse(f"{who} draws {type(drawn).__name__}, no uint8 picture [S, S, 3]: has it render_mode='rgb_array'?")
+    if picture.shape[:2] == (size, size):
+        return np.ascontiguousarray(picture)
+    return np.asarray(Image.fromarray(picture).resize((size, size), Image.Resampling.BOX))

@@ -1,0 +1,1 @@
+"""What generates answers: transformers or vLLM."""

@@ -1,0 +1,283 @@
+"""Answers drawn by vLLM, with the weights of the model that is trained: in this process, or on a server.
+
+The engine has its own copy of the model, its own processor and its own numerics, so three things are watched. It is
+given each question's ids with one token per image, and what it made of them must be the trainer's ids. It gets the
+weights whenever an optimiser step was made, as a checkpoint has them (LoRA merged), forgets what it had cached under
+the old ones, and must say that it drew with the new ones. What is left, rounding, is measured (`sampler/gap_*`) and
+corrected by the weight `engine_mismatch`.
+
+Written against vLLM 0.33 (`LLM`, `SamplingParams`; of a server `/inference/v1/generate` and the development routes).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from genrl.config.vlm import VLMConfig
+from genrl.mdp.noise import derive_seed
+from genrl.vlm.engines.generation import Completions, Finish, Sampling
+from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.weights import checkpoint_weights
+
+TOGETHER = 64
+"""Questions that a server works on at the same time."""
+TIMEOUT_S = 600.0
+"""Of a request to a server: drawing a group of answers, or loading weights."""
+SERVE = "VLLM_SERVER_DEV_MODE=1 vllm serve {path} --enable-scale-out --logprobs-mode processed_logprobs"
+
+
+class Asked(NamedTuple):
+    """A question for an engine: ids with one token per image, RGB images, arguments of vLLM's `SamplingParams`."""
+
+    ids: list[int]
+    pictures: tuple[Image.Image, ...]
+    sampling: dict[str, Any]
+
+
+class Drawn(NamedTuple):
+    """An answer: ids with the stop token, log-probability of each, versions of the weights that drew them."""
+
+    ids: list[int]
+    log_prob: list[float]
+    versions: set[str]
+
+
+class Reply(NamedTuple):
+    """What an engine made of a question: the ids of the prompt, images expanded, and the answers in their order."""
+
+    prompt_ids: list[int]
+    answers: list[Drawn]
+
+
+class Engine(Protocol):
+    """forgets: the weights are gone after `answer`, and have to be loaded again."""
+
+    forgets: bool
+
+    def load(self, weights: dict[str, Tensor], version: int) -> None:
+        """Take these weights, and drop everything cached under others."""
+
+    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+        """In the order of the questions."""
+
+
+class InProcess:
+    """vLLM beside the trained model, on the same GPU. Asleep while the model trains, if so configured."""
+
+    def __init__(self, config: VLMConfig) -> None:
+        # with the engine in this process, weights are handed over as they are
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        import vllm
+
+        settings = config.generation.vllm
+        self.params, self.forgets, self.asleep = vllm.SamplingParams, settings.sleep, False
+        self.llm = vllm.LLM(
+            model=config.vlm.path,
+            dtype=config.vlm.dtype,
+            seed=config.seed,
+            gpu_memory_utilization=settings.memory,
+            max_model_len=settings.context,
+            enable_sleep_mode=settings.sleep,
+            generation_config="vllm",  # not the makers' temperature and top-p
+            logprobs_mode="processed_logprobs",  # after temperature and forbidden ids, as the trainer's
+        )
+
+    def load(self, weights: dict[str, Tensor], version: int) -> None:
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM keeps keys and values of the old weights: its prefix cache was not reset")
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()  # the scheduler's list of what is encoded, too
+        self.llm.update_weight_version(str(version))
+
+    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+        prompts: list[dict[str, Any]] = [{"prompt_token_ids": one.ids} for one in asked]
+        for prompt, one in zip(prompts, asked, strict=True):
+            if one.pictures:
+                prompt["multi_modal_data"] = {"image": list(one.pictures)}
+        outputs = self.llm.generate(prompts, [self.params(**one.sampling) for one in asked], use_tqdm=False)
+        replies = []
+        for output in outputs:
+            answers = [
+                Drawn(
+                    list(one.token_ids),
+                    [chances[token].logprob for token, chances in zip(one.token_ids, one.logprobs, strict=True)],
+                    {span.version for span in one.weight_versions or ()},
+                )
+                for one in sorted(output.outputs, key=lambda one: one.index)
+            ]
+            replies.append(Reply(list(output.prompt_token_ids), answers))
+        if self.forgets:
+            self.llm.sleep(level=2)
+            self.asleep = True
+        return replies
+
+
+class Server:
+    """A server of vLLM's. New weights are handed over as a file in `folder`, which it has to see under that name."""
+
+    forgets = False
+
+    def __init__(self, url: str, folder: Path, path: str) -> None:
+        self.url, self.folder = url.rstrip("/"), folder
+        self.start = f"; start one with: {SERVE.format(path=path)}"
+        self.model = self._call("/v1/models")["data"][0]["id"]
+
+    def load(self, weights: dict[str, Tensor], version: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        own = {name: value.cpu().contiguous() for name, value in weights.items()}
+        save_file(own, self.folder / "model.safetensors")
+        where = {"weights_path": str(self.folder.resolve())}
+        self._call("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+        if not self._call("/reset_prefix_cache", {})["success"]:
+            raise RuntimeError(f"{self.url} keeps keys and values of the old weights: its prefix cache was not reset")
+        self._call("/reset_mm_cache", {})
+        self._call("/reset_encoder_cache", {})
+        self._call("/update_weight_version", {"new_version": str(version)})
+
+    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            return list(pool.map(self._one, asked))
+
+    def _one(self, asked: Asked) -> Reply:
+        request = {
+            "model": self.model,
+            "token_ids": asked.ids,
+            "content_parts": [{"type": "image_url", "url": _as_url(picture)} for picture in asked.pictures] or None,
+            "sampling_params": asked.sampling | {"output_kind": 2},  # all answers when the last one has ended
+            "return_token_ids": True,
+        }
+        reply = self._call("/inference/v1/generate", request)
+        answers = []
+        for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
+            chances = [position["logprob"] for position in choice["logprobs"]["content"]]
+            versions = {span["version"] for span in choice.get("weight_versions") or ()}
+            answers.append(Drawn(choice["token_ids"], chances, versions))
+        return Reply(reply["prompt_token_ids"], answers)
+
+    def _call(self, route: str, content: dict[str, Any] | None = None) -> Any:
+        """POST `content` as JSON, or GET without; the JSON of the reply, None where it is empty."""
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(self.url + route, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                text = reply.read()
+        except urllib.error.HTTPError as error:
+            told = error.read()[:300].decode("utf-8", "replace")
+            raise RuntimeError(f"{self.url}{route} answers {error.code}: {told}{self.start}") from error
+        except OSError as error:
+            raise RuntimeError(f"no vLLM server answers at {self.url}{route}: {error}{self.start}") from error
+        return json.loads(text) if text else None
+
+
+def _as_url(picture: Image.Image) -> str:
+    found = io.BytesIO()
+    picture.save(found, "PNG")  # the same pixels
+    return "data:image/png;base64," + base64.b64encode(found.getvalue()).decode()
+
+
+class Sampler:
+    """Draws by an engine what `generation.generate` draws by transformers, always with the weights as they are.
+
+    version: optimiser steps since this process began; `stepped` counts them.
+    """
+
+    def __init__(self, engine: Engine, policy: Policy) -> None:
+        self.engine, self.policy, self.version = engine, policy, 0
+        self.loaded: int | None = None
+        tokens = policy.tokenizer.convert_ids_to_tokens(policy.forbidden.tolist())
+        self.never = [token for token in tokens if token is not None]
+
+    def stepped(self) -> None:
+        """The weights have changed."""
+        self.version += 1
+
+    def generate(
+        self, prompts: Sequence[Encoded], n: int, sampling: Sampling, keys: Sequence[Sequence[int | str]]
+    ) -> Completions:
+        """As `generation.generate`; a sample is a function of its key only as far as the engine's rounding is.
+
+        Raises RuntimeError where the engine read other ids than the trainer has, drew with other weights, or returned
+        another number of answers or one without an end.
+        """
+        if self.loaded != self.version:
+            self.engine.load(checkpoint_weights(self.policy), self.version)
+        replies = self.engine.answer([self._asked(*one, n, sampling) for one in zip(prompts, keys, strict=True)])
+        self.loaded = None if self.engine.forgets else self.version
+        stop = {*self.policy.stop_ids, *sampling.stop_ids}
+        drawn = []
+        for prompt, reply in zip(prompts, replies, strict=True):
+            self._check(prompt, reply, n, stop, sampling.max_new_tokens)
+            drawn += reply.answers
+        longest = max(len(one.ids) for one in drawn)
+        lengths = torch.tensor([len(one.ids) for one in drawn])
+        log_prob = torch.zeros(len(drawn), longest)
+        tokens = torch.full((len(drawn), longest), self.policy.pad_id)
+        for row, one in enumerate(drawn):
+            tokens[row, : len(one.ids)] = torch.tensor(one.ids)
+            log_prob[row, : len(one.ids)] = torch.tensor(one.log_prob)
+        finish: list[Finish] = ["stop" if one.ids[-1] in stop else "length" for one in drawn]
+        texts = [self.policy.tokenizer.decode(one.ids, skip_special_tokens=True) for one in drawn]
+        mask, group = torch.arange(longest) < lengths[:, None], torch.arange(len(prompts)).repeat_interleave(n)
+        device = self.policy.device
+        return Completions(tokens.to(device), mask.to(device), log_prob.to(device), group.to(device), finish, texts)
+
+    def _asked(self, prompt: Encoded, key: Sequence[int | str], n: int, sampling: Sampling) -> Asked:
+        params = {
+            "n": n,
+            "seed": derive_seed(*key) >> 1,  # answer k has seed + k, which must not leave 63 bits
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_new_tokens,
+            "stop_token_ids": sorted({*self.policy.stop_ids, *sampling.stop_ids}),
+            "bad_words": self.never,
+            "logprobs": 0,  # the chosen token's alone
+        }
+        return Asked(list(prompt.tokens.unexpanded), prompt.tokens.pictures, params)
+
+    def _check(self, prompt: Encoded, reply: Reply, n: int, stop: set[int], most: int) -> None:
+        ours, theirs = prompt.tokens.ids.tolist(), reply.prompt_ids
+        if ours != theirs:
+            raise RuntimeError(
+                f"{prompt.where}: vLLM read other tokens ({len(theirs)}) than the trainer has ({len(ours)}): another "
+                "processor, chat template or size of images. Give both the same model folder."
+            )
+        if len(reply.answers) != n:
+            raise RuntimeError(f"{prompt.where}: {n} answers were asked of vLLM, it returned {len(reply.answers)}")
+        for one in reply.answers:
+            if not one.ids or (one.ids[-1] not in stop and len(one.ids) < most):
+                raise RuntimeError(f"{prompt.where}: vLLM broke an answer off after {len(one.ids)} tokens")
+            if one.versions - {str(self.version)}:
+                raise RuntimeError(
+                    f"{prompt.where}: vLLM drew with the weights of version {sorted(one.versions)}, the trainer is at "
+                    f"{self.version}: does another run use the same server?"
+                )
+
+
+def open_sampler(config: VLMConfig, policy: Policy, folder: Path) -> Sampler:
+    """The engine of `generation.vllm`; `folder` of the run takes the weights for a server.
+
+    Raises RuntimeError where there is no such server.
+    """
+    settings = config.generation.vllm
+    if settings.url is None:
+        return Sampler(InProcess(config), policy)
+    return Sampler(Server(settings.url, Path(settings.weights or folder), config.vlm.path), policy)

@@ -1,0 +1,172 @@
+"""A question about a detail that is not to be seen from afar, and a tool that shows parts of the picture larger.
+
+The picture is drawn at 144 pixels; what is shown, at 48, leaves out the mark inside the shape. The model may ask for
+parts, `<bbox>[x1,y1,x2,y2]</bbox>` in pixels of what it is shown, several in one turn; they are cut out of the large
+picture and come back together as the next observation. `<answer>...</answer>` ends the episode, and so does, as a cut,
+the last turn. What is neither is told how to do it. (PARA-GRPO's tool, and a part of VRAG-RL's: see `search`.)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from genrl.vlm.environments.contract import Layout, Observation, Split
+from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, SHAPES, outline
+from rewards.scorers.texts import tool_use
+from rewards.scorers.texts.verifiable import answer_in, exact, numbers_in
+
+Rule = Literal["accuracy", "para_grpo"]
+
+SHOWN, FACTOR, CELLS = 48, 3, 3
+RAW = SHOWN * FACTOR
+MARK = 8 / 24  # side of the mark, of that of a cell
+LEAST = 8  # pixels of what is shown: the smallest part that is cut out
+TOGETHER = 4
+"""Parts that are cut out in one turn, at most."""
+HELP = "look closer by <bbox>[x1,y1,x2,y2]</bbox> or end by <answer> </answer>"
+MISSED = "there is no box and no answer. "
+
+Box = tuple[int, int, int, int]
+
+
+class Thing(NamedTuple):
+    """What is in a picture: a shape in a cell (0 to 8, by rows), and the colour of the mark inside it."""
+
+    cell: int
+    colour: str
+    shape: str
+    inside: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether pictures with this colour in this cell are for evaluation only: every fourth pair."""
+        return (self.cell + COLOURS.index(self.colour)) % 4 == 0
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """In the large picture."""
+        return RAW / CELLS * (self.cell % CELLS + 0.5), RAW / CELLS * (self.cell // CELLS + 0.5)
+
+
+class Crop:
+    """One episode. rule: what it is worth at its end, `rewards.scorers.texts.tool_use.para_grpo` or 1 for a right
+    answer."""
+
+    layout: Layout = "conversation"
+    help = HELP
+
+    def __init__(self, rule: Rule = "para_grpo", turns: int = 3, begun: str = "<think>") -> None:
+        if rule not in ("accuracy", "para_grpo"):
+            raise ValueError(f"crop: rule is accuracy or para_grpo, not {rule!r}")
+        if turns < 1:
+            raise ValueError(f"crop: turns must be 1 or more, not {turns}")
+        self.rule, self.turns, self.begun = rule, turns, begun
+
+    def reset(self, seed: int, split: Split) -> Observation:
+        """Draw the picture of this seed, and ask."""
+        rng = np.random.default_rng(seed)
+        self.thing = drawn_by(rng)
+        while self.thing.held_out != (split == "eval"):
+            self.thing = drawn_by(rng)
+        self.large, self.answer = draw(self.thing), self.thing.inside
+        self.turn, self.said, self.read = 0, "", 0
+        self.crops: list[Box] = []
+        return shown(self.thing), question(self.thing)
+
+    def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """See `contract.Environment`. The reward comes with the end."""
+        self.turn, self.said = self.turn + 1, self.said + text + "\n"
+        given, asked = answer_in(text), boxes_in(text)
+        seen: Observation = (MISSED + HELP,)
+        if given is not None:
+            seen = ("the end",)
+        elif boxes := [box for box in asked if box is not None][:TOGETHER]:
+            self.crops += boxes
+            seen = tuple(part for box in boxes for part in (cut_out(self.large, box), "larger"))
+        valid = given is not None or isinstance(seen[0], Image.Image)
+        self.read += len(asked)
+        ended, cut = given is not None, given is None and self.turn >= self.turns
+        right = given is not None and exact([given], [self.answer], tag="")[0] == 1.0
+        info: dict[str, Any] = {"valid": valid, "success": right}
+        if not (ended or cut):
+            return seen, 0.0, False, False, info
+        reward, info["parts"] = self._worth(right, answered=ended)
+        return seen, reward, ended, cut, info
+
+    def render(self) -> NDArray[np.uint8]:
+        """The picture, and what was last looked at in a frame."""
+        picture = self.large.copy()
+        if self.crops:
+            ImageDraw.Draw(picture).rectangle(self.crops[-1], outline=(16, 16, 20), width=3)
+        return np.asarray(picture)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _worth(self, right: bool, *, answered: bool) -> tuple[float, dict[str, float]]:
+        """The reward and its parts."""
+        looked = any(holds(box, self.thing) for box in self.crops)
+        parts = {"accuracy": float(right), "looked": float(looked), "crops": float(len(self.crops))}
+        if self.rule == "para_grpo":
+            form = tool_use.tool_format(self.said)
+            tool = tool_use.tool_success(parsed=self.read > 0, executed=bool(self.crops), accurate=right)
+            return tool_use.para_grpo(float(right), form, tool), parts | {"format": form, "tool": tool}
+        return float(right), parts
+
+
+def drawn_by(rng: np.random.Generator) -> Thing:
+    """Any thing; the mark has another colour than the shape."""
+    outer, inner = (COLOURS[k] for k in rng.permutation(len(COLOURS))[:2])
+    return Thing(int(rng.integers(CELLS**2)), outer, SHAPES[rng.integers(len(SHAPES))], inner)
+
+
+def question(thing: Thing) -> str:
+    """For the colour of the mark."""
+    return f"which colour is inside the {thing.colour} {thing.shape} ?"
+
+
+def draw(thing: Thing, *, marked: bool = True) -> Image.Image:
+    """The large picture."""
+    drawn = Image.new("RGB", (RAW, RAW), BACKGROUND)
+    pen, side, (x, y) = ImageDraw.Draw(drawn), RAW / CELLS, thing.middle
+    corners = 0.46 * side * outline(thing.shape) + (x, y)
+    pen.polygon([(float(a), float(b)) for a, b in corners], fill=PALETTE[thing.colour])
+    if marked:
+        half = MARK * side / 2
+        pen.rectangle((x - half, y - half, x + half - 1, y + half - 1), fill=PALETTE[thing.inside])
+    return drawn
+
+
+def shown(thing: Thing) -> Image.Image:
+    """The picture as it is shown first."""
+    return draw(thing, marked=False).reduce(FACTOR)
+
+
+def holds(box: Box, thing: Thing) -> bool:
+    """Whether the middle of the thing is in a part."""
+    x, y = thing.middle
+    return box[0] <= x <= box[2] and box[1] <= y <= box[3]
+
+
+def boxes_in(text: str) -> list[Box | None]:
+    """The parts that a text asks for, in pixels of the large picture; None for four numbers that are no part of some
+    size. What is not four numbers is no call."""
+    calls = [numbers_in(written) for written in re.findall(r"<bbox>(.*?)</bbox>", text, re.DOTALL)]
+    return [_box(numbers) for numbers in calls if len(numbers) == 4]
+
+
+def _box(numbers: list[float]) -> Box | None:
+    left, top, right, bottom = (min(max(value, 0.0), float(SHOWN)) for value in numbers)
+    if right - left < LEAST or bottom - top < LEAST:
+        return None
+    return round(left * FACTOR), round(top * FACTOR), round(right * FACTOR), round(bottom * FACTOR)
+
+
+def cut_out(large: Image.Image, box: Box) -> Image.Image:
+    """A part of the large picture at the size of what is shown."""
+    return large.resize((SHOWN, SHOWN), Image.Resampling.BOX, box=box)

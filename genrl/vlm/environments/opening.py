@@ -1,0 +1,134 @@
+"""An environment by its name: one of our own, a gymnasium id, or a function in a file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import gymnasium
+
+from genrl.config.vlm_agents import Environment as Settings
+from genrl.vlm.environments.cards import GAMES, Cards
+from genrl.vlm.environments.contract import Environment
+from genrl.vlm.environments.crop import Crop
+from genrl.vlm.environments.discrete import Discrete, Misuse
+from genrl.vlm.environments.grid import Grid
+from genrl.vlm.environments.search import Search
+from genrl.vlm.environments.watch import Watch
+
+TALKS: dict[str, Callable[..., Any]] = {"crop": Crop, "search": Search, "watch": Watch}
+TALKS |= {f"cards-{game}": partial(Cards, game) for game in GAMES}
+"""Those of our own that read the text themselves."""
+OWN = ("grid", *TALKS)
+EXTRAS = {
+    "MiniGrid": ("minigrid", "pip install 'genrl[minigrid]'"),
+    "BabyAI": ("minigrid", "pip install 'genrl[minigrid]'"),
+    "MiniWorld": ("miniworld", "pip install miniworld"),
+    "ALE": ("ale_py", "pip install ale-py"),
+}
+"""By the first word of an id: the module that registers it, and how to get it."""
+TILE = 8  # pixels of a cell of MiniGrid's egocentric view of 7 x 7 cells
+
+
+def open_environment(settings: Settings) -> Environment:
+    """Make it. Raises Misuse (a ValueError) for an unknown name, with the nearest; a package that is not there, with
+    the command that installs it; an environment without pictures or words for its actions."""
+    name = settings.name
+    if name in TALKS:
+        return cast(Environment, _called(TALKS[name], name, settings.options))
+    made: Any = _called(Grid, name, settings.options) if name == "grid" else _made(name, settings.options)
+    if not isinstance(made, gymnasium.Env):
+        wanted = ("layout", "help", "begun", "reset", "step", "render", "close")
+        missing = [part for part in wanted if not hasattr(made, part)]
+        if missing:
+            raise Misuse(
+                f"{name} returns a {type(made).__name__} without {missing[0]!r}: see genrl.vlm.environments.contract"
+            )
+        return cast(Environment, made)
+    return Discrete(
+        made,
+        name=name,
+        words=settings.actions,
+        instruction=settings.instruction,
+        answer=settings.answer,
+        picture=settings.picture,
+        max_steps=settings.max_steps,
+        invalid=settings.invalid,
+        invalid_reward=settings.invalid_reward,
+    )
+
+
+def _called(make: Callable[..., Any], name: str, options: dict[str, Any]) -> Any:
+    try:
+        return make(**options)
+    except TypeError as error:
+        raise Misuse(f"environment.options do not fit {name}: {error}") from error
+
+
+def _made(name: str, options: dict[str, Any]) -> Any:
+    path, _, function = name.rpartition(":")
+    if path.endswith(".py"):
+        return _called(_function(path, function), name, options)
+    if not os.environ.get("DISPLAY"):
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame then draws into memory
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    own = name.rpartition(":")[2]
+    module, command = EXTRAS.get(own.partition("/")[0].partition("-")[0], ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise Misuse(f"{name} is in the package {module}, which is not installed: {command}")
+    for package in filter(None, (module, path)):
+        importlib.import_module(package)
+    if own not in gymnasium.registry:
+        known = [*OWN, *gymnasium.registry]
+        folded = {one.casefold(): one for one in known}
+        close = get_close_matches(own.casefold(), folded, n=1, cutoff=0.5)
+        hint = f"; did you mean {folded[close[0]]}?" if close else ""
+        raise Misuse(
+            f"there is no environment {name!r}{hint} (own ones: {', '.join(OWN)}; or a gymnasium id, or file.py:f)"
+        )
+    modes = _render_modes(own)
+    if modes is not None and "rgb_array" not in modes:
+        raise Misuse(f"{name} draws no pictures: its render modes are {', '.join(map(str, modes)) or 'none'}")
+    try:
+        env = gymnasium.make(own, render_mode="rgb_array", disable_env_checker=True, **options)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise Misuse(f"{name} needs a package that is not installed: {error}") from error
+    except (TypeError, gymnasium.error.Error) as error:
+        raise Misuse(f"{name} cannot be made: {error}") from error
+    if module == "minigrid":
+        wrappers: Any = importlib.import_module("minigrid.wrappers")
+        env = wrappers.RGBImgPartialObsWrapper(env, tile_size=TILE)
+    return env
+
+
+def _render_modes(name: str) -> list[str] | None:
+    """Of the environment's class, before it is made; None where it cannot be told."""
+    entry = gymnasium.spec(name).entry_point
+    try:
+        found = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+    except ModuleNotFoundError as error:
+        raise Misuse(f"{name} needs a package that is not installed: pip install {error.name}") from error
+    metadata = getattr(found, "metadata", None)
+    return metadata.get("render_modes") if isinstance(metadata, dict) else None
+
+
+def _function(file: str, name: str) -> Callable[..., Any]:
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise Misuse(f"there is no file {path}, which should have the function {name!r}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        close = get_close_matches(name, functions, n=1, cutoff=0.5)
+        raise Misuse(f"{path} has no function {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+    found: Callable[..., Any] = getattr(module, name)
+    return found

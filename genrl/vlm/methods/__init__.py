@@ -1,0 +1,1 @@
+"""Training methods for token policies and their presets."""

@@ -1,0 +1,104 @@
+"""How the rows of an iteration are shared out to updates and micro-batches, and the rows of all processes together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.mdp.noise import generator
+from genrl.runtime.loop import Loop
+from genrl.vlm.methods.recipe import Preset
+from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
+
+PER_TOKEN = (
+    "mask", "sampler", "old", "ref", "entropy", "masked_image", "ema", "answer_mask", "divergence",
+    "credit", "returns", "old_value", "step",
+)  # fmt: skip
+"""Tensors that are [B, T] where they have two dimensions; others have a row's numbers."""
+
+
+class Update(NamedTuple):
+    """One optimiser step's share of an iteration.
+
+    parts: int64 rows of this process, micro-batch by micro-batch. passes: those of the process that has most.
+    rows, tokens, groups: of all processes together.
+    """
+
+    parts: list[Tensor]
+    passes: int
+    rows: int
+    tokens: int
+    groups: int
+
+
+def dealt(
+    preset: Preset, mask: Tensor, size: int, *, updates: int, micro: int | None, seed: int, loop: Loop
+) -> list[Update]:
+    """The updates of this process's rows, mask [B, T], whole groups of `size` each, in an order that the seed decides,
+    the same for any number of processes."""
+    rank, own_groups = loop.accelerator.process_index, len(mask) // size
+    group = torch.arange(own_groups).repeat_interleave(size)
+    bare = TokenBatch(mask, group, extra={"row": torch.arange(len(mask))})
+    lengths = gather_object([mask.sum(1).reshape(own_groups, size).sum(1)])  # tokens of each group
+    tokens = torch.cat(lengths)
+    ends = torch.tensor([len(one) for one in lengths]).cumsum(0)
+    number, first = len(tokens), int(ends[rank]) - own_groups
+    shuffled = torch.randperm(number, generator=generator(seed, "updates", loop.iteration))
+    found = []
+    for some in shuffled.tensor_split(min(updates, number)):
+        owner = torch.bucketize(some, ends, right=True)
+        own = (some[owner == rank] - first).sort().values
+        rows = (own[:, None] * size + torch.arange(size)).flatten()
+        most = micro or len(some) * size
+        made = [p.extra["row"] for p in micro_batches(preset, bare.select(rows), most)] if len(rows) else []
+        found.append(Update(made, 0, len(some) * size, int(tokens[some].sum()), len(some)))
+    passes = [max(counts) for counts in zip(*gather_object([[len(u.parts) for u in found]]), strict=True)]
+    return [update._replace(passes=number) for update, number in zip(found, passes, strict=True)]
+
+
+def everyones(mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of all processes, one process after the other, padded to the longest."""
+    every = gather_object([dict(mine)])
+    longest = max(one["mask"].shape[1] for one in every)
+    return {
+        name: torch.cat([padded(one[name], longest) if _per_token(name, one[name]) else one[name] for one in every])
+        for name in mine
+    }
+
+
+def ours(batch: TokenBatch, counts: Sequence[int], rank: int, length: int) -> TokenBatch:
+    """This process's rows (`counts`: of each process), with their numbers as extra["row"], and without the padding that
+    other processes' longer answers brought."""
+    first = sum(counts[:rank])
+    own = batch.select(torch.arange(first, first + counts[rank]))
+
+    def short(value: Tensor | None) -> Tensor | None:
+        return value[:, :length] if value is not None and value.dim() == 2 else value  # [B, 1] stays as it is
+
+    extra = {name: value[:, :length] if _per_token(name, value) else value for name, value in own.extra.items()}
+    return replace(
+        own,
+        mask=own.mask[:, :length],
+        old_log_prob=short(own.old_log_prob),
+        sampler_log_prob=short(own.sampler_log_prob),
+        ref_log_prob=short(own.ref_log_prob),
+        advantage=short(own.advantage),
+        weight=short(own.weight),
+        extra=extra | {"row": torch.arange(counts[rank])},
+    )
+
+
+def padded(values: Tensor, length: int) -> Tensor:
+    """[B, T] -> [B, length], with zeros on the right. Raises ValueError where T is more."""
+    if values.shape[1] > length:
+        raise ValueError(f"values of {list(values.shape)} tokens cannot be padded to {length}: some would be lost")
+    return torch.nn.functional.pad(values, (0, length - values.shape[1]))
+
+
+def _per_token(name: str, value: Tensor) -> bool:
+    return name in PER_TOKEN and value.dim() == 2

@@ -1,0 +1,263 @@
+"""From a preset and a whole rollout batch to advantages and token weights. No gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from genrl.objectives.advantages import reward_shaping
+from genrl.objectives.advantages.groups import group_advantages, group_statistics
+from genrl.objectives.surrogates.policy_losses import kl_k3
+from genrl.objectives.tokens import token_advantages, token_surrogates, token_weights
+from genrl.objectives.tokens.token_advantages import Visits
+from genrl.objectives.tokens.tokens import log_ratio, masked, sequence_log_ratio, token_count, token_mean
+from genrl.vlm.methods import recipe
+from genrl.vlm.methods.recipe import Preset
+from genrl.vlm.rollout.token_batch import TokenBatch, given
+
+
+class Estimate(NamedTuple):
+    """batch: ready for `policy_loss`; visits: DCPO's state afterwards (else as it was); metrics to log."""
+
+    batch: TokenBatch
+    visits: Visits
+    metrics: dict[str, float]
+
+
+def estimate(
+    preset: Preset,
+    batch: TokenBatch,
+    *,
+    prompts: Sequence[str] | None = None,
+    visits: Mapping[str, tuple[int, float, float]] | None = None,
+) -> Estimate:
+    """Advantages and token weights of a **whole rollout batch**, all processes' rows together.
+
+    prompts (one per group, in the order of sorted group numbers) and visits are for DCPO's smoothed advantage.
+    Raises ValueError where the preset reads a tensor that is not there, naming the choice and the tensor.
+    """
+    with torch.no_grad():
+        rewards = _shaped_rewards(preset, batch)
+        advantage, after = _advantage(preset, batch, rewards, prompts, dict(visits or {}))
+        for transform in preset.transforms:
+            advantage = _transformed(transform, advantage, batch)
+        weight = _weight(preset, batch)
+        _, index, sizes = torch.unique(batch.group, return_inverse=True, return_counts=True)
+        width = None
+        if isinstance(preset.surrogate, recipe.ElasticClip):
+            constants = {"alpha": preset.surrogate.alpha, "gamma": preset.surrogate.gamma}
+            width = token_surrogates.elastic_width(advantage, given(batch, "rewards", "ETR"), batch.group, **constants)
+        rows, tokens = len(batch.mask), int(batch.mask.bool().sum())
+        ready = replace(
+            batch,
+            advantage=advantage,
+            weight=weight,
+            clip_width=width,
+            group_size=sizes[index],
+            rows=rows,
+            tokens=tokens,
+            groups=len(sizes),
+        )
+        ready = replace(ready, entropy_bounds=_entropy_bounds(preset, ready))
+    metrics = {"advantage_abs_mean": float(advantage.abs().mean()), "tokens_mean": tokens / max(rows, 1)}
+    if batch.rewards is not None:
+        statistics = group_statistics(batch.rewards, batch.group)
+        metrics |= {"zero_std_ratio": statistics.zero_std_ratio, "group_std_mean": statistics.mean_std}
+    if weight is not None:
+        metrics["token_weight_mean"] = float(token_mean(weight.expand(batch.mask.shape), batch.mask))
+    if batch.sampler_log_prob is not None and batch.old_log_prob is not None:
+        gap = log_ratio(batch.old_log_prob, batch.sampler_log_prob, batch.mask).abs()
+        metrics |= {"sampler_gap_mean": float(token_mean(gap, batch.mask)), "sampler_gap_max": float(gap.max())}
+        k3 = kl_k3(batch.sampler_log_prob, batch.old_log_prob)
+        metrics["sampler_gap_k3"] = float(token_mean(masked(k3, batch.mask), batch.mask))
+        for choice in preset.weights:
+            if isinstance(choice, recipe.EngineMismatch):
+                changed = _mismatch(choice, batch) != _mismatch(replace(choice, low=0.0, high=math.inf), batch)
+                metrics["sampler_corrected"] = float(token_mean(changed.expand(batch.mask.shape).double(), batch.mask))
+    return Estimate(ready, after, metrics)
+
+
+def _shaped_rewards(preset: Preset, batch: TokenBatch) -> Tensor | None:
+    """Row rewards with the terms of the preset; KL goes to tokens where the estimator takes token rewards."""
+    rewards = batch.rewards
+    by_token = isinstance(preset.advantage, recipe.WhitenedReturns)
+    for term in preset.reward_terms:
+        if rewards is None:
+            raise ValueError(f"reward term {term.name!r} is added to rewards [B], which this batch does not have")
+        match term:
+            case recipe.LengthReward(thresholds, coefficient):
+                rewards = rewards + coefficient * reward_shaping.length_reward(token_count(batch.mask), thresholds)
+            case recipe.OverlongPenalty(maximum, buffer):
+                lengths = token_count(batch.mask)
+                rewards = rewards + reward_shaping.overlong_penalty(lengths, maximum=maximum, buffer=buffer)
+            case recipe.ConsistencyBonus():
+                confidence = reward_shaping.answer_confidence(
+                    given(batch, "ema", "the consistency bonus"),
+                    given(batch, "answer_mask", "the consistency bonus"),
+                    cap=term.cap,
+                )
+                rewards = rewards + reward_shaping.consistency_bonus(
+                    given(batch, "accuracy", "the consistency bonus"),
+                    confidence,
+                    batch.group,
+                    coefficient=term.coefficient,
+                    margin=term.margin,
+                    floor=term.floor,
+                )
+            case recipe.KlInReward(beta) if not by_token:
+                old = given(batch, "old_log_prob", "the KL in the reward")
+                reference = given(batch, "ref_log_prob", "the KL in the reward")
+                rewards = rewards - beta * sequence_log_ratio(old, reference, batch.mask)
+            case _:
+                pass
+    return rewards
+
+
+def _advantage(
+    preset: Preset,
+    batch: TokenBatch,
+    rewards: Tensor | None,
+    prompts: Sequence[str] | None,
+    visits: Visits,
+) -> tuple[Tensor, Visits]:
+    choice, group = preset.advantage, batch.group
+    if isinstance(choice, recipe.CriticAdvantage):
+        return given(batch, "credit", f"the {choice.level}-level critic").double(), visits
+    if isinstance(choice, recipe.NormaliseThenSum):
+        components = given(batch, "components", "normalise_then_sum")
+        weights, eps, rewhiten = choice.weights, choice.eps, choice.rewhiten
+        return token_advantages.normalise_then_sum(components, weights, group, eps=eps, rewhiten=rewhiten), visits
+    if isinstance(choice, recipe.Hierarchical):
+        high, low, step = (given(batch, name, "the two steps of an answer") for name in ("high", "low", "step"))
+        own = token_advantages.hierarchical_advantages(high, low, group, share=choice.share, eps=choice.eps)
+        return torch.where(step == 0, own.high[:, None], own.low[:, None]), visits
+    if isinstance(choice, recipe.WhitenedReturns):
+        return _whitened_returns(choice, preset, batch, rewards), visits
+    if rewards is None:
+        raise ValueError(f"advantage {choice.name!r} reads rewards [B], which this batch does not have")
+    match choice:
+        case recipe.GroupAdvantage(scale, eps):
+            return group_advantages(rewards, group, scale=scale, eps=eps, ddof=1), visits
+        case recipe.LeaveOneOut():
+            return token_advantages.leave_one_out(rewards, group), visits
+        case recipe.VirtualReward(best, count, eps):
+            return token_advantages.with_virtual_reward(rewards, group, best=best, count=count, eps=eps), visits
+        case recipe.RankQuantiles(scope):
+            sets = group if scope == "group" else given(batch, "task", "ranks within a task")
+            return token_advantages.rank_quantiles(rewards, sets), visits
+        case recipe.SmoothedAdvantage():
+            if prompts is None:
+                raise ValueError("the smoothed advantage keeps statistics by prompt: give estimate(..., prompts=...)")
+            output = token_advantages.smoothed_advantages(rewards, group, prompts, visits)
+            return output.advantage, output.visits
+
+
+def _whitened_returns(
+    choice: recipe.WhitenedReturns, preset: Preset, batch: TokenBatch, rewards: Tensor | None
+) -> Tensor:
+    mask = batch.mask
+    if "token_rewards" in batch.extra:
+        if choice.baseline:
+            raise ValueError("a group baseline is subtracted from rewards [B]; this batch has extra['token_rewards']")
+        per_step = masked(batch.extra["token_rewards"].double(), mask)
+    else:
+        if rewards is None:
+            raise ValueError("whitened_returns reads rewards [B] or extra['token_rewards']; this batch has neither")
+        # a row without a score takes no part
+        mask = mask.bool() & ~rewards.isnan()[:, None]
+        scores = group_advantages(rewards, batch.group, scale="none") if choice.baseline else rewards.double()
+        last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        per_step = masked(scores.nan_to_num(nan=0.0)[:, None].expand(mask.shape), last)
+    for term in preset.reward_terms:
+        if isinstance(term, recipe.KlInReward):
+            old = given(batch, "old_log_prob", "the KL in the reward")
+            reference = given(batch, "ref_log_prob", "the KL in the reward")
+            per_step = reward_shaping.with_kl(per_step, old, reference, mask, beta=term.beta)
+    returns = token_advantages.token_returns(per_step, mask, gamma=choice.gamma)
+    return token_advantages.whitened(returns, mask, eps=choice.eps)
+
+
+def _transformed(transform: recipe.Transform, advantage: Tensor, batch: TokenBatch) -> Tensor:
+    mask = batch.mask
+    match transform:
+        case recipe.BatchNormalise(eps):
+            tokens = mask if advantage.dim() == 2 else None
+            return token_advantages.batch_normalised(advantage, tokens, eps=eps)
+        case recipe.SigmaFilter(limit):
+            return token_advantages.sigma_filtered(advantage, limit=limit)
+        case recipe.Uncertainty(alpha, low, high):
+            scores = given(batch, "scores", "the uncertainty of the scores")
+            uncertainty = token_advantages.score_uncertainty(scores, batch.group, low=low, high=high)
+            return token_advantages.scaled(advantage, torch.exp(-alpha * uncertainty), mask)
+        case recipe.TrajectoryDependency(minimum):
+            factor = token_advantages.trajectory_weight(_dependency(batch), mask, minimum=minimum)
+            return token_advantages.scaled(advantage, factor, mask)
+        case recipe.ClampAdvantage(limit):
+            return advantage.clamp(-limit, limit)
+        case recipe.PositiveOnly():
+            return advantage.clamp(min=0.0)
+
+
+def _dependency(batch: TokenBatch) -> Tensor:
+    old = given(batch, "old_log_prob", "the visual dependency")
+    other = given(batch, "masked_image", "the visual dependency")
+    return token_weights.visual_dependency(old, other, batch.mask)
+
+
+def _weight(preset: Preset, batch: TokenBatch) -> Tensor | None:
+    """The product of the weights that are known before the update."""
+    mask, product = batch.mask, None
+    for choice in preset.weights:
+        match choice:
+            case recipe.TopEntropy(share, scope):
+                entropy = given(batch, "entropy", "the entropy mask")
+                rule = token_weights.top_entropy if scope == "batch" else token_weights.top_of_row
+                factor = rule(entropy, mask, share=share)
+            case recipe.TopDependency(share):
+                factor = token_weights.top_of_row(_dependency(batch), mask, share=share)
+            case recipe.Divergence(alpha):
+                rows = given(batch, "divergence", "the divergence within groups")
+                _, index = torch.unique(batch.group, return_inverse=True)
+                first = torch.stack([(index == slot).nonzero()[0, 0] for slot in range(int(index.max()) + 1)])
+                factor = token_weights.divergence_weights(rows[first], mask, batch.group, alpha=alpha)
+            case recipe.EngineMismatch():
+                factor = _mismatch(choice, batch)
+            case recipe.StepMeans():
+                step = given(batch, "step", "the means of steps")
+                factor = torch.ones(mask.shape, dtype=torch.float64)
+                for number in sorted(set(step[mask.bool()].tolist())):
+                    own = mask.bool() & (step == number)
+                    factor[own] = float(mask.bool().sum() / own.sum())
+            case recipe.OffPolicyMask():
+                continue
+        product = factor if product is None else product * factor
+    if product is not None and preset.renormalise:
+        product = product / token_mean(product.expand(mask.shape), mask).clamp(min=1e-8)
+    return product
+
+
+def _mismatch(choice: recipe.EngineMismatch, batch: TokenBatch) -> Tensor:
+    old = given(batch, "old_log_prob", "the engine's correction")
+    sampler = given(batch, "sampler_log_prob", "the engine's correction")
+    bounds = {"low": choice.low, "high": choice.high}
+    return token_weights.mismatch_weights(old, sampler, batch.mask, level=choice.level, mode=choice.mode, **bounds)
+
+
+def _entropy_bounds(preset: Preset, batch: TokenBatch) -> Tensor | None:
+    for choice in preset.regularisers:
+        if isinstance(choice, recipe.EntropyBand) and choice.bounds == "quantile":
+            entropy = given(batch, "entropy", "the entropy band's quantiles")
+            chosen = entropy[band_tokens(choice, batch.mask, batch.weight)].double()
+            return torch.stack([chosen.quantile(choice.low), chosen.quantile(choice.high)])
+    return None
+
+
+def band_tokens(choice: recipe.EntropyBand, mask: Tensor, weight: Tensor | None) -> Tensor:
+    """The tokens that an entropy band looks at, bool [B, T]."""
+    kept = mask.bool()
+    return kept & (weight != 0) if choice.tokens == "weighted" and weight is not None else kept

@@ -1,0 +1,203 @@
+"""What a preset reads beside log-probabilities and rewards: further forwards of the same tokens, and numbers of texts.
+
+`needed` lists them; `computed` makes those of a rollout, on this process's answers, without gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from genrl.config.vlm import VLMConfig
+from genrl.mdp.noise import derive_seed
+from genrl.vlm.methods import recipe
+from genrl.vlm.methods.recipe import Preset, extra_forwards
+from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
+from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.rollout.rollout import Answers, totals
+from rewards.scorers.texts.verifiable import answer_in, number_in
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What the choices of a preset read."""
+
+    ref: bool
+    masked_image: bool
+    degraded: bool
+    ema: bool
+    entropy: bool
+    divergence: bool
+    scores: bool
+    components: bool
+    steps: bool
+
+
+def needed(preset: Preset) -> Needed:
+    """Of a preset."""
+    forwards = {forward.extra for forward in extra_forwards(preset)}
+    bands = [one for one in preset.regularisers if isinstance(one, recipe.EntropyBand)]
+    return Needed(
+        ref="ref" in forwards,
+        masked_image="masked_image" in forwards,
+        degraded="degraded" in forwards,
+        ema="ema" in forwards,
+        entropy=any(isinstance(w, recipe.TopEntropy) for w in preset.weights)
+        or any(band.bounds == "quantile" for band in bands)
+        or any(isinstance(one, recipe.EntropyBonus) for one in preset.regularisers),
+        divergence=any(isinstance(weight, recipe.Divergence) for weight in preset.weights),
+        scores=any(isinstance(transform, recipe.Uncertainty) for transform in preset.transforms),
+        components=isinstance(preset.advantage, recipe.NormaliseThenSum),
+        steps=isinstance(preset.advantage, recipe.Hierarchical),
+    )
+
+
+class Average:
+    """Moving average of the trained weights: `average <- d average + (1 - d) weights` every few optimiser steps."""
+
+    def __init__(self, model: nn.Module, decay: float, every: int) -> None:
+        self.model, self.decay, self.every, self.steps = model, decay, every, 0
+        self.values = {name: p.detach().clone() for name, p in self._trained()}
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+
+    def step(self) -> None:
+        """After an optimiser step."""
+        self.steps += 1
+        if self.steps % self.every == 0:
+            for name, parameter in self._trained():
+                self.values[name].lerp_(parameter.detach(), 1 - self.decay)
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Within the block the model has the average's weights."""
+        own = {name: p.data for name, p in self._trained()}
+        for name, parameter in self._trained():
+            parameter.data = self.values[name]
+        try:
+            yield
+        finally:
+            for name, parameter in self._trained():
+                parameter.data = own[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": dict(self.values), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.values = {name: value.clone() for name, value in state["values"].items()}
+        self.steps = state["steps"]
+
+
+def changed_prompts(policy: Policy, answers: Answers, change: Change, *keys: int | str) -> list[Encoded]:
+    """The questions with changed pictures, each by random numbers of its own."""
+    return [
+        policy.encode(with_pictures(row.prompt, change, np.random.default_rng(derive_seed(*keys, row.name))))
+        for row in answers.rows
+    ]
+
+
+@torch.no_grad()
+def replayed(
+    policy: Policy,
+    prompts: Sequence[Encoded],
+    answers: Answers,
+    parts: Sequence[Tensor],
+    temperature: float,
+    *,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(log-probabilities, entropies) of all answers, [B, T] on the CPU, computed part by part (int64 rows); as wide as
+    the policy's log-probabilities are, which may be estimates of a bound (BGPO)."""
+    width = getattr(policy, "samples", None) or answers.tokens.shape[1]
+    found = torch.zeros(len(answers.tokens), width)
+    entropies = torch.zeros(found.shape) if entropy else None
+    for rows in parts:
+        one = policy.log_probs(
+            prompts,
+            answers.tokens[rows],
+            answers.mask[rows],
+            group=answers.group[rows],
+            temperature=temperature,
+            entropy=entropy,
+        )
+        found[rows] = one.log_prob.float().cpu()
+        if entropies is not None and one.entropy is not None:
+            entropies[rows] = one.entropy.float().cpu()
+    return found, entropies
+
+
+def computed(
+    policy: Policy,
+    reference: Policy | None,
+    average: Average | None,
+    answers: Answers,
+    parts: Sequence[Tensor],
+    need: Needed,
+    config: VLMConfig,
+    iteration: int,
+) -> dict[str, Tensor]:
+    """Tensors of this process's answers by name: `old`, `ref`, and those of `TokenBatch.extra`."""
+    heat = config.generation.temperature
+    old, entropy = replayed(policy, answers.prompts, answers, parts, heat, entropy=need.entropy)
+    found = {"old": old}
+    if entropy is not None:
+        found["entropy"] = entropy
+    if need.ref:
+        if reference is not None:
+            found["ref"] = replayed(reference, answers.prompts, answers, parts, heat)[0]
+        else:
+            with policy.reference():
+                found["ref"] = replayed(policy, answers.prompts, answers, parts, heat)[0]
+    if need.masked_image:
+        change = masked(config.trainer.mask_share, config.trainer.mask_patch)
+        spoilt = changed_prompts(policy, answers, change, config.seed, "masked", iteration)
+        found["masked_image"] = replayed(policy, spoilt, answers, parts, heat)[0]
+    if need.ema and average is not None:
+        with average.weights():
+            found["ema"] = replayed(policy, answers.prompts, answers, parts, heat)[0]
+        tokens = zip(answers.tokens, answers.mask, strict=True)
+        found["answer_mask"] = torch.stack([answer_tokens(policy, *row) for row in tokens])
+        found["accuracy"] = answers.scores[config.reward_labels[0]].nan_to_num(nan=0.0)
+    if need.divergence:
+        rows = [policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, heat)]
+        found["divergence"] = torch.cat(rows)[answers.group]
+    if need.scores:
+        numbers = [number_in(answer_in(text) or "") for text in answers.texts]
+        found["scores"] = torch.tensor([math.nan if n is None else n for n in numbers], dtype=torch.float64)
+    if need.steps:
+        coarse = {label: answers.scores[f"{label}/coarse"] for label in config.reward_labels}
+        found |= {"high": totals(config, coarse), "low": totals(config, answers.scores)}
+        shaped: Any = policy
+        found["step"] = shaped.kinds(answers.tokens)[1].cpu()
+    if need.components:
+        found["components"] = torch.stack([answers.scores[label] for label in config.reward_labels], 1)
+    return found
+
+
+def degraded_prompts(policy: Policy, answers: Answers, config: VLMConfig, iteration: int) -> list[Encoded]:
+    """The questions with degraded pictures."""
+    return changed_prompts(policy, answers, degraded, config.seed, "degraded", iteration)
+
+
+def answer_tokens(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Which tokens [T] stand between the last `<answer>` and its end: GRPO-CARE reads how likely they are."""
+    pieces = [policy.tokenizer.decode([token]) for token in tokens[mask].tolist()]
+    text, kept = "".join(pieces), torch.zeros(len(tokens), dtype=torch.bool)
+    begin = text.rfind("<answer>")
+    if begin < 0:
+        return kept
+    end = text.find("</answer>", begin)
+    low, high, place = begin + len("<answer>"), end if end >= 0 else len(text), 0
+    positions = mask.nonzero()[:, 0].tolist()
+    for position, piece in zip(positions, pieces, strict=True):
+        kept[position] = place >= low and place + len(piece) <= high and bool(piece)
+        place += len(piece)
+    return kept

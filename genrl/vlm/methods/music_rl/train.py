@@ -1,0 +1,126 @@
+"""MusicRL (arXiv 2402.04229): REINFORCE of audio tokens with a value for every token and a KL over all codes.
+
+Draw pieces, score each as a whole, and move the policy by
+
+    L = -(1 - alpha) sum_t log pi(a_t | s_t) (R - V(s_t)) + alpha sum_t KL(pi || pi_0)
+
+and the value by the mean square of R - V: `objectives.audio_tokens.music_rl_loss`, whose notes say what is read into
+the paper's formula. Policy and value both start from the model before training. One update an iteration, on policy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from genrl.objectives.tokens.audio_tokens import music_rl_loss
+from genrl.vlm.methods.dealing import dealt
+from genrl.vlm.policies.codes import CODE, CodePolicy
+from genrl.vlm.policies.policy import Encoded
+from genrl.vlm.rollout.rollout import Answers, totals
+from genrl.vlm.session import Session, check_gap
+
+
+class Baseline(nn.Module):
+    """V(s_t): a copy of the model with an output of one number, which begins at 0."""
+
+    def __init__(self, policy: CodePolicy) -> None:
+        super().__init__()
+        self.body: Any = copy.deepcopy(policy.model.base_model)
+        self.head = nn.Linear(self.body.config.hidden_size, 1, device=policy.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Of states [..., H] of its own body, [...] in float32."""
+        values: Tensor = self.head(states.to(self.head.weight.dtype))[..., 0]
+        return values
+
+
+def train(session: Session, baseline: Baseline) -> None:
+    """All iterations that are left."""
+    for _ in session.loop.iterations():
+        answers, row = session.draw()
+        row |= learn(session, baseline, answers)
+        row["lr"] = session.loop.optimizer.param_groups[0]["lr"]
+        session.loop.finish(row)
+
+
+def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, float]:
+    """The optimiser step of an iteration, and what it measured over the pieces of all processes."""
+    loop, config, alpha = session.loop, session.config, session.config.trainer.alpha
+    policy: Any = session.policy
+    reward = totals(config, answers.scores).float()
+    size, micro = config.generation.group_size, config.trainer.micro_batch
+    (update,) = dealt(session.preset, answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
+    sums: dict[str, float] = defaultdict(float)
+    loop.phase("training", len(answers.texts))
+    with loop.timed("train"):
+        for k in range(update.passes):
+            loss, evidence = torch.zeros(()), {}
+            rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
+            rows = rows[~reward[rows].isnan()]
+            if len(rows):
+                own, gap = scored(session, baseline, answers, rows, reward[rows])
+                share = len(rows) / update.rows
+                loss = share * (own.loss + own.value_loss)
+                evidence = {"reward": reward[rows]}
+                figures = {
+                    "loss": loss / share,
+                    "loss/policy": -(1 - alpha) * own.policy,
+                    "loss/kl": alpha * own.kl,
+                    "kl": own.kl / policy.codec.length,
+                    "loss/value": own.value_loss,
+                    "sampler/gap_mean": gap,
+                }
+                for name, value in figures.items():
+                    sums[name] += share * float(value.detach())
+            loop.backward(loss, evidence=evidence, info={"trainer": config.trainer.model_dump(mode="json")})
+            loop.advance(len(update.parts[k]) if k < len(update.parts) else 0)
+        every = gather_object([dict(sums)])
+        found = {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for o in every for n in o)}
+        if loop.iteration == 0:
+            check_gap(found["sampler/gap_mean"])
+        norms = loop.step(["policy", "baseline"])
+    return found | {"grad_norm": norms["policy"], "grad_norm/baseline": norms["baseline"]}
+
+
+def scored(session: Session, baseline: Baseline, answers: Answers, rows: Tensor, reward: Tensor) -> tuple[Any, Tensor]:
+    """(loss and its parts, mean difference of the sampler's log-probabilities) of some pieces."""
+    policy: Any = session.policy
+    assert session.reference is not None, "open_session makes one for this method"
+    prompts = [answers.prompts[number] for number in answers.group[rows].tolist()]
+    tokens, heat = answers.tokens[rows].to(policy.device), session.config.generation.temperature
+    log_rows = code_rows(policy, prompts, tokens, heat)
+    with torch.no_grad():
+        ref_rows = code_rows(session.reference, prompts, tokens, heat)
+    places = (policy.kinds(tokens)[0] == CODE).nonzero(as_tuple=True)
+    values = baseline(policy.states(prompts, tokens, baseline.body)[places]).view(log_rows.shape[:2])
+    codes = policy.things(tokens)[:, -1]
+    found = music_rl_loss(
+        log_rows,
+        ref_rows,
+        codes,
+        reward.to(policy.device),
+        values,
+        torch.ones_like(codes),
+        alpha=session.config.trainer.alpha,
+    )
+    sampler = answers.sampler_log_prob[rows].to(policy.device)[places].view(codes.shape)
+    gap = (log_rows.detach().gather(-1, codes[..., None])[..., 0] - sampler).abs().mean()
+    return found, gap
+
+
+def code_rows(policy: Any, prompts: Sequence[Encoded], tokens: Tensor, temperature: float) -> Tensor:
+    """log softmax [B, K, N] over the N codes at the K places of codes; nothing else may stand there."""
+    kinds, _ = policy.kinds(tokens)
+    places = (kinds == CODE).nonzero(as_tuple=True)
+    rows = policy.log_rows(policy.states(prompts, tokens)[places], kinds[places], temperature)[:, policy.code_ids]
+    found: Tensor = rows.view(len(tokens), -1, len(policy.code_ids))
+    return found

@@ -1,0 +1,1 @@
+"""Token policies: vision-language models, code and image tokens, masked text."""

@@ -1,0 +1,350 @@
+"""Any transformers image-text-to-text model as a token policy: prompts with images in, log-probabilities out.
+
+Prompts are padded on the left, completions on the right. Positions are given to the model in every call: computed by
+the model's own rule for one prompt alone (three rows, time, height and width, where it has M-RoPE), then shifted into
+the batch. So padding changes nothing, and a module that remembers an offset from its last call (Qwen's `rope_deltas`)
+is never asked for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from genrl.kernels.prefix_attention import PrefixBackend
+from genrl.objectives.tokens.token_weights import group_divergence
+from genrl.vlm.policies.log_probs import completion_log_probs
+from genrl.vlm.policies.prefix_sharing import prefix_shared, present
+from genrl.vlm.policies.processor import (
+    PER_TOKEN,
+    Prompt,
+    Tokens,
+    join_pixels,
+    load_processor,
+    placeholder_ids,
+    tokenize,
+)
+from rewards.models.checkpoints import pretrained
+
+import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
+from peft import LoraConfig, PeftModel, get_peft_model  # isort: skip
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+"""Settings of models whose logits are not just the output layer of the last hidden state."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters on linear layers of the language model, found by the last part of their names."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ATTENTION
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One prompt as the model takes it.
+
+    tokens: ids [P], tensors per token, pixels; positions int64 [P], or [3, P] for M-RoPE; `next_position`: of the
+    first completion token (after an image not P: M-RoPE goes on at the largest position + 1).
+    """
+
+    tokens: Tokens
+    positions: Tensor
+    next_position: int
+    where: str
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens.ids)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """log_prob [B, T] float32 (float64 for a float64 model), 0 where masked; entropy [B, T], or None.
+
+    states: [B, T, H] that predict each token, which a critic reads. positions: how many token positions the language
+    model computed for it, padding included; images: how many prompts went through the vision tower.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    states: Tensor
+    positions: int
+    images: int
+
+
+class Policy:
+    """A model and its processor. `model` is the transformers model, with adapters inside it if `lora` is given.
+
+    Dropout is always off: what is trained is what sampled. Raises ValueError where the checkpoint is no image-text
+    model, has no image processor or no chat template, or its logits are not a plain output layer.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        lora: Lora | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+    ) -> None:
+        """path: hub id or folder. lora None: all weights are trained. seed: of the adapters' initial values."""
+        try:
+            config = transformers.AutoConfig.from_pretrained(path)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{path!r} is no checkpoint of a transformers model: {error}") from error
+        kind = config.model_type
+        if kind not in transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            raise ValueError(
+                f"{path!r} is a {kind!r} model, which transformers' AutoModelForImageTextToText does not load: take a "
+                "vision-language model, such as a Qwen2.5-VL, Qwen3-VL, SmolVLM or LLaVA"
+            )
+        text = config.get_text_config()
+        rescaled = [name for name in RESCALED if getattr(text, name, None) not in (None, 1, 1.0)]
+        if rescaled:
+            raise ValueError(
+                f"{path!r} ({kind}) rescales its logits ({rescaled[0]}), which the log-probabilities do not"
+            )
+        self.processor = load_processor(path, kind)
+        self.tokenizer: Any = self.processor.tokenizer
+        try:
+            architecture = transformers.AutoModelForImageTextToText
+            self.model: Any = pretrained(architecture, path, types=(), reward="policy", dtype=dtype)
+        except OSError as error:
+            raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
+        self.room: int | None = getattr(text, "max_position_embeddings", None)
+        """Positions of the language model: prompt and completion together; None where it says nothing."""
+        self.sampler: Any = None
+        """A `vllm_engine.Sampler` that draws in place of this model; None: transformers' generate on it."""
+        self.peft: PeftModel | None = None
+        if lora is None:
+            self.model.requires_grad_(True)
+        else:
+            self.peft = _with_lora(self.model, lora, seed)
+        self.model.to(device).eval()
+        self.device = torch.device(device)
+        self.forbidden = torch.tensor(placeholder_ids(config, self.processor), dtype=torch.int64, device=self.device)
+        """Ids that stand for images: impossible for the sampler, left out of the trainer's normalisation."""
+        stop = {self.tokenizer.eos_token_id}
+        of_model = self.model.generation_config.eos_token_id
+        stop |= set(of_model if isinstance(of_model, list) else [of_model])
+        self.stop_ids: tuple[int, ...] = tuple(sorted(i for i in stop if i is not None))
+        if not self.stop_ids:
+            raise ValueError(
+                f"{path!r} has no eos_token, so no answer would ever end: set tokenizer.eos_token, save it"
+            )
+        pad = self.tokenizer.pad_token_id
+        self.pad_id: int = self.stop_ids[0] if pad is None else pad
+        self.prefix_attention: PrefixBackend | None = None
+        """Back-end by which answers attend to one copy of their prompts (`prefix_sharing`); None: to a copy each."""
+        self._per_token = [name for name in PER_TOKEN if name in inspect.signature(self.model.forward).parameters]
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What is trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within the block the model is the one that training began from. ValueError without LoRA."""
+        if self.peft is None:
+            raise ValueError("a policy whose own weights are trained has no reference inside it: load a second Policy")
+        with self.peft.disable_adapter():
+            yield
+
+    def encode(self, prompt: Prompt) -> Encoded:
+        """One prompt's tokens, pixels and positions. Raises ValueError for bad images or a text with image tokens."""
+        tokens = tokenize(prompt, self.processor, PER_TOKEN)
+        ids, body = tokens.ids, self.model.base_model
+        positions = torch.arange(len(ids))
+        if hasattr(body, "get_rope_index"):
+            positions = positions.expand(3, -1)
+            if tokens.pixels:
+                found, _ = body.get_rope_index(
+                    ids[None], tokens.kinds["mm_token_type_ids"][None], tokens.pixels["image_grid_thw"]
+                )
+                positions = found[:, 0]
+        kinds = {name: kind for name, kind in tokens.kinds.items() if name in self._per_token}
+        return Encoded(replace(tokens, kinds=kinds), positions, int(positions.max()) + 1, prompt.where)
+
+    def fits(self, prompt: Encoded, new_tokens: int) -> bool:
+        """Whether a prompt and `new_tokens` are no more than the model's positions."""
+        return self.room is None or prompt.length + new_tokens <= self.room
+
+    def check_room(self, prompts: Sequence[Encoded], new_tokens: int) -> None:
+        """Raises ValueError where a prompt and `new_tokens` are more than the model's positions."""
+        for prompt in prompts:
+            if not self.fits(prompt, new_tokens):
+                raise ValueError(
+                    f"{prompt.where}: {prompt.length} tokens of prompt (images included) and {new_tokens} new ones are "
+                    f"more than the {self.room} positions of the model: use fewer new tokens, a shorter text or "
+                    "smaller images"
+                )
+
+    def inputs(
+        self, prompts: Sequence[Encoded], completions: Tensor | None = None, *, pixels: bool = True
+    ) -> dict[str, Tensor]:
+        """Arguments of the model: prompts padded on the left to P, then `completions` int64 [B, T], one per prompt.
+
+        input_ids, attention_mask [B, P + T]; position_ids [B, P + T] or [3, B, P + T]; pixels. Completion tokens all
+        count in the attention mask: they stand right of all that is scored before them.
+        """
+        longest = max(prompt.length for prompt in prompts)
+        answers = torch.zeros(len(prompts), 0, dtype=torch.int64) if completions is None else completions.cpu()
+        steps = torch.arange(answers.shape[1])
+
+        def left(rows: Sequence[Tensor], value: int) -> Tensor:
+            return torch.stack([torch.nn.functional.pad(r, (longest - r.shape[-1], 0), value=value) for r in rows], -2)
+
+        after = [(p.next_position + steps).expand(*p.positions.shape[:-1], -1) for p in prompts]
+        real = [torch.ones_like(p.tokens.ids) for p in prompts]
+        made = {
+            "input_ids": torch.cat([left([p.tokens.ids for p in prompts], self.pad_id), answers], 1),
+            "attention_mask": torch.cat([left(real, 0), torch.ones_like(answers)], 1),
+            "position_ids": torch.cat([left([p.positions for p in prompts], 0), torch.stack(after, -2)], -1),
+        }
+        for name in self._per_token:
+            kinds = [p.tokens.kinds.get(name, torch.zeros_like(p.tokens.ids)) for p in prompts]
+            if any(name in p.tokens.kinds for p in prompts):
+                made[name] = torch.cat([left(kinds, 0), torch.zeros_like(answers)], 1)
+        made |= join_pixels([p.tokens for p in prompts]) if pixels else {}
+        floats = self.model.dtype
+        return {k: v.to(self.device, floats if v.is_floating_point() else None) for k, v in made.items()}
+
+    def prefix(self, prompts: Sequence[Encoded]) -> tuple[Any, Tensor]:
+        """Cache of the prompts' keys and values, with gradients, and the states [N, H] that predict the first token."""
+        cache = transformers.DynamicCache(config=self.model.config.get_text_config())
+        found = self.model.base_model(**self.inputs(prompts), past_key_values=cache, use_cache=True)
+        return found.past_key_values, found.last_hidden_state[:, -1]
+
+    def log_probs(
+        self,
+        prompts: Sequence[Encoded],
+        tokens: Tensor,
+        mask: Tensor,
+        *,
+        group: Tensor,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        share_prefix: bool = True,
+    ) -> Replay:
+        """Of completions `tokens` int64 [B, T] with `mask` [B, T], row b being an answer to prompts[group[b]].
+
+        share_prefix: each prompt and its images are computed once for all its rows, which attend to its keys and
+        values; otherwise once per row. The same numbers within rounding, in value and gradient.
+        temperature: that of sampling. Logits exist for a part of the tokens at a time (`log_probs.py`).
+        """
+        if tokens.shape != mask.shape or group.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"tokens {list(tokens.shape)}, mask {list(mask.shape)} and group {list(group.shape)} do not fit"
+            )
+        rows = [prompts[number] for number in group.tolist()]
+        tokens, mask = tokens.to(self.device), mask.to(self.device)
+        # what stands after an answer's end is scored by nobody; a placeholder there would ask for an image
+        tokens = torch.where(mask.bool(), tokens, self.pad_id)
+        if share_prefix:
+            hidden, positions, images = self._shared(prompts, rows, tokens, group)
+        else:
+            inputs = self.inputs(rows, tokens[:, :-1])
+            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, -tokens.shape[1] :]
+            positions, images = inputs["input_ids"].numel(), len(rows)
+        head = self.model.get_output_embeddings()
+        scores = completion_log_probs(
+            hidden,
+            head.weight,
+            tokens,
+            mask=mask,
+            bias=head.bias,
+            temperature=temperature,
+            forbidden=self.forbidden,
+            entropy=entropy,
+        )
+        return Replay(scores.log_prob, scores.entropy, hidden, positions, images)
+
+    @torch.no_grad()
+    def divergence(
+        self,
+        prompts: Sequence[Encoded],
+        tokens: Tensor,
+        mask: Tensor,
+        group: Tensor,
+        temperature: float,
+        *,
+        chunk: int = 16,
+    ) -> Tensor:
+        """`token_weights.group_divergence` of the answers to each prompt, [N, T] on the CPU, groups one by one.
+
+        Whole distributions [G, chunk, V] exist for `chunk` positions at a time, without the forbidden ids.
+        """
+        head, found = self.model.get_output_embeddings(), []
+        ids = torch.arange(len(head.weight), device=self.device)
+        allowed = ids[~torch.isin(ids, self.forbidden)]
+        for number in range(len(prompts)):
+            at = (group == number).nonzero()[:, 0]
+            kept = mask[at].to(self.device).bool()
+            chosen = torch.where(kept, tokens[at].to(self.device), self.pad_id)
+            hidden, _, _ = self._shared(prompts, [prompts[number]] * len(at), chosen, group[at])
+            parts = []
+            for start in range(0, tokens.shape[1], chunk):
+                logits = head(hidden[:, start : start + chunk])[..., allowed].float() / temperature
+                same = torch.zeros(len(at), dtype=torch.int64)
+                parts.append(group_divergence(logits.log_softmax(-1), kept[:, start : start + chunk], same)[0])
+            found.append(torch.cat(parts).cpu())
+        return torch.stack(found)
+
+    def _shared(
+        self, prompts: Sequence[Encoded], rows: Sequence[Encoded], tokens: Tensor, group: Tensor
+    ) -> tuple[Tensor, int, int]:
+        """(states [B, T, H], positions computed, prompts computed)."""
+        numbers, row_of = torch.unique(group, return_inverse=True)
+        used = [prompts[number] for number in numbers.tolist()]
+        row_of = row_of.to(self.device)
+        cache, last = self.prefix(used)
+        longest = max(prompt.length for prompt in used)
+        positions, first = longest * len(used), last[row_of, None]
+        if tokens.shape[1] == 1:
+            return first, positions, len(used)
+        whole = self.inputs(rows, tokens[:, :-1], pixels=False)
+        mask = whole.pop("attention_mask")
+        new = {name: value[..., longest:] for name, value in whole.items()}
+        if self.prefix_attention is None:
+            cache.batch_select_indices(row_of)
+            found = self.model.base_model(**new, attention_mask=mask, past_key_values=cache, use_cache=True)
+        else:
+            lengths = torch.tensor([prompt.length for prompt in used], device=self.device)
+            with prefix_shared(self.model, cache, present(lengths), row_of, self.prefix_attention) as kept:
+                found = self.model.base_model(**new, past_key_values=kept, use_cache=True)
+        return torch.cat([first, found.last_hidden_state], 1), positions + new["input_ids"].numel(), len(used)
+
+
+def _with_lora(model: Any, lora: Lora, seed: int) -> PeftModel:
+    """Adapters inside `model`, on the layers of its language model alone, in float32."""
+    language = model.get_decoder()
+    linear = {n for n, m in language.named_modules() if isinstance(m, torch.nn.Linear)}
+    chosen = {name for name in linear if name.rsplit(".", 1)[-1] in lora.targets}
+    if not chosen:
+        held = sorted({name.rsplit(".", 1)[-1] for name in linear})
+        raise ValueError(f"no linear layer of the language model is named {list(lora.targets)}. There are {held}")
+    prefix = next(name for name, module in model.named_modules() if module is language)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=sorted(f"{prefix}.{name}" for name in chosen),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # the adapters' initial values depend on the seed alone
+        made = get_peft_model(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return made

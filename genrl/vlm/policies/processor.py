@@ -1,0 +1,226 @@
+"""Prompts with images, and the tokens and pixel tensors that a checkpoint's own processor makes of them.
+
+One prompt is prepared once, alone; the sampler and the trainer both read what came out, so they cannot resize an image
+differently. Batches are put together from prepared prompts, so no pixel row is ever found by an offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rewards.models.torchvision_compat import ensure
+
+ensure()  # before transformers is imported for the first time
+
+import transformers  # noqa: E402
+from transformers.processing_utils import ProcessorMixin  # noqa: E402
+
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+PLACEHOLDERS = tuple(
+    "image_token video_token vision_start_token vision_end_token fake_image_token global_image_token global_image_tag "
+    "boi_token eoi_token audio_token".split()
+)
+"""Tokens of a processor that stand for, or around, what is not text; configurations have them as `<name>_id`."""
+
+_Mixin: Any = ProcessorMixin  # its signatures are typed in part only
+PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
+
+Parts = tuple[str | Image.Image | Path, ...]
+
+
+class Turn(NamedTuple):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant"]
+    parts: Parts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be answered. `parts`: texts and images (PIL, or a file's path) in the order in which the model gets
+    them.
+
+    where: file and row that the prompt comes from; errors name it. before: the turns of the conversation that it ends,
+    the user's and the model's. begun: how the answer begins; it is not the model's choice.
+    """
+
+    parts: Parts
+    system: str | None = None
+    where: str = "prompt"
+    before: tuple[Turn, ...] = ()
+    begun: str = ""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the processor made of one prompt.
+
+    ids int64 [P]; kinds: further tensors [P] that the model reads per token (`mm_token_type_ids`: 1 on image tokens);
+    pixels: what the vision tower reads, with images (or rows of images, or patches) along dimension 0.
+    unexpanded, pictures: what an engine with a processor of its own is given: ids with one token per image, RGB images.
+    """
+
+    ids: Tensor
+    kinds: dict[str, Tensor]
+    pixels: dict[str, Tensor]
+    unexpanded: tuple[int, ...] = ()
+    pictures: tuple[Image.Image, ...] = ()
+
+
+class QwenPictures(transformers.Qwen2VLProcessor):
+    """The processor of Qwen2-VL, 2.5-VL and 3-VL without its video half, which needs torchvision to be made.
+
+    All three prepare images alike; patch size, merge size and limits come from the checkpoint's image processor.
+    """
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.vision_start_token, self.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+        _Mixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+class SmolPictures(transformers.SmolVLMProcessor):
+    """SmolVLM's processor without its video half, which needs torchvision and num2words to be made."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, image_seq_len: int, chat_template: str | None) -> None:
+        self.fake_image_token = getattr(tokenizer, "fake_image_token", "<fake_token_around_image>")
+        self.image_token = getattr(tokenizer, "image_token", "<image>")
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token = getattr(tokenizer, "video_token", "<video>")
+        self.global_image_token = getattr(tokenizer, "global_image_token", "<global-img>")
+        self.image_seq_len = image_seq_len
+        _Mixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def load_processor(path: str, kind: str) -> Any:
+    """The processor of a checkpoint (hub id or folder) of model type `kind`.
+
+    Qwen's and SmolVLM's are made without their video halves, with Pillow's resizing: the same numbers with and without
+    torchvision. Raises ValueError where there is no image processor or no chat template.
+    """
+    try:
+        made = _pictures_only(path, kind) if kind in (*QWEN, "smolvlm") else _auto(path)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"{path!r} ({kind}) has no processor that can be loaded: {error}. A vision-language policy needs an image "
+            "processor (preprocessor_config.json) beside its tokenizer: save the processor of the original model there"
+        ) from error
+    if getattr(made, "image_processor", None) is None:
+        raise ValueError(
+            f"{path!r} ({kind}) has no image processor, only a {type(made).__name__}: save the processor of the "
+            "original model beside the weights (preprocessor_config.json)"
+        )
+    made.chat_template = made.chat_template or made.tokenizer.chat_template
+    if not made.chat_template:
+        raise ValueError(f"{path!r} has no chat template: save one as chat_template.jinja beside the weights")
+    return made
+
+
+def _pictures_only(path: str, kind: str) -> Any:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    settings, _ = _Mixin.get_processor_dict(path)
+    template = settings.get("chat_template") or tokenizer.chat_template
+    if kind in QWEN:
+        return QwenPictures(transformers.Qwen2VLImageProcessorPil.from_pretrained(path), tokenizer, template)
+    images = transformers.SmolVLMImageProcessorPil.from_pretrained(path)
+    return SmolPictures(images, tokenizer, settings.get("image_seq_len", 169), template)
+
+
+def _auto(path: str) -> Any:
+    auto: Any = transformers.AutoProcessor
+    return auto.from_pretrained(path)
+
+
+def placeholder_ids(config: Any, processor: Any) -> list[int]:
+    """Ids that only a processor may write. A policy that samples one of them breaks the training forward."""
+    found = {getattr(config, f"{name}_{end}", None) for name in PLACEHOLDERS for end in ("id", "index")}
+    vocabulary = processor.tokenizer.get_vocab()
+    found |= {vocabulary.get(token) for token in placeholder_tokens(processor)}
+    return sorted(token for token in found if isinstance(token, int))
+
+
+def placeholder_tokens(processor: Any) -> list[str]:
+    """The same as text, as far as the processor names them."""
+    named = [getattr(processor, name, None) for name in PLACEHOLDERS]
+    return [token for token in named if isinstance(token, str)]
+
+
+def open_image(source: Image.Image | Path, where: str) -> Image.Image:
+    """RGB. Raises ValueError for a file that is missing or no picture, naming it and the prompt."""
+    try:
+        return (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")
+    except FileNotFoundError as error:
+        raise ValueError(f"{where}: there is no image {source} (looked from {Path.cwd()})") from error
+    except OSError as error:
+        raise ValueError(
+            f"{where}: the image {source} cannot be read: {error}; save it again or leave it out"
+        ) from error
+
+
+def tokenize(prompt: Prompt, processor: Any, per_token: Sequence[str]) -> Tokens:
+    """Chat template, images and tokens of one prompt, ready for the answer.
+
+    per_token: names of the [P] tensors beside the ids that the model reads.
+    Raises ValueError for unreadable images, and for a text that holds the token of a place for an image.
+    """
+    turns = [*prompt.before, Turn("user", prompt.parts)]
+    parts = [part for turn in turns for part in turn.parts]
+    for text in [prompt.system or "", *(part for part in parts if isinstance(part, str))]:
+        held = [token for token in placeholder_tokens(processor) if token in text]
+        if held:
+            raise ValueError(
+                f"{prompt.where}: the text holds {held[0]!r}, which stands for an image: put images in parts"
+            )
+    pictures = [open_image(part, prompt.where) for part in parts if not isinstance(part, str)]
+    chat: list[dict[str, Any]] = [{"role": turn.role, "content": _content(turn.parts)} for turn in turns]
+    if prompt.system is not None:
+        chat.insert(0, {"role": "system", "content": [{"type": "text", "text": prompt.system}]})
+    # not the class's own: SmolVLM's asks the video half for its defaults
+    text = _Mixin.apply_chat_template(processor, chat, add_generation_prompt=True, tokenize=False)
+    text += prompt.begun
+    begin = processor.tokenizer.bos_token  # many templates write it; those that do not leave it to the tokenizer
+    special = begin is None or not text.startswith(begin)
+    made = processor(
+        text=[text],
+        images=[pictures] if pictures else None,
+        add_special_tokens=special,
+        return_tensors="pt",
+    )
+    made = {name: value for name, value in made.items() if isinstance(value, Tensor) and name != "attention_mask"}
+    ids = made.pop("input_ids")[0]
+    kinds = {name: made.pop(name)[0] for name in PER_TOKEN if name in made}
+    unexpanded = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
+    kinds = {name: kind for name, kind in kinds.items() if name in per_token}
+    return Tokens(ids, kinds, made, tuple(unexpanded), tuple(pictures))
+
+
+def _content(parts: Parts) -> list[dict[str, str]]:
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+
+
+def join_pixels(prompts: Sequence[Tokens]) -> dict[str, Tensor]:
+    """The pixel tensors of several prompts, one after the other along dimension 0.
+
+    Where prompts have different numbers of tiles (Idefics3: dimension 1), the others get tiles of zeros, which such
+    models leave out.
+    """
+    names = {name: None for prompt in prompts for name in prompt.pixels}
+    return {name: _join([p.pixels[name] for p in prompts if name in p.pixels]) for name in names}
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    shape = torch.tensor([part.shape[1:] for part in parts]).amax(0).tolist()
+    padded = []
+    for part in parts:
+        missing = [pad for have, want in zip(part.shape[:0:-1], shape[::-1], strict=True) for pad in (0, want - have)]
+        padded.append(torch.nn.functional.pad(part, missing) if any(missing) else part)
+    return torch.cat(padded)

@@ -1,0 +1,179 @@
+"""Groups of answers that are no texts of a vision-language model (pictures, sounds, shapes, unmasked texts), and their
+scores: what `rollout.draw` and `evaluate.judge` do for texts."""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import rewards
+from genrl.config.vlm import VLMConfig
+from genrl.objectives.advantages.reward_shaping import over_views
+from genrl.vlm.evaluate import Judged
+from genrl.vlm.rollout.rollout import Answers, joined
+from genrl.vlm.tasks.rows import Row
+from rewards.contract import Reward, Scores
+from rewards.scorers.texts.completions import score_completions
+
+if TYPE_CHECKING:
+    from genrl.vlm.policies.drawing import Drawn
+    from genrl.vlm.policies.policy import Encoded
+
+TOGETHER = 64
+"""Answers that an evaluation draws side by side."""
+
+
+def draw(
+    policy: Any,
+    config: VLMConfig,
+    opened: Mapping[str, Reward],
+    rows: Sequence[Row],
+    keys: Sequence[int | str],
+    *,
+    advance: Callable[[int], None] = lambda answers: None,
+) -> Answers:
+    """Groups of answers to these prompts, with their scores; a sample's key is (*keys, its prompt's name)."""
+    settings, size = config.generation, config.generation.group_size
+    together = max(1, (settings.batch_size or len(rows) * size) // size)
+    parts = []
+    for start in range(0, len(rows), together):
+        some = list(rows[start : start + together])
+        prompts = [policy.encode(row.prompt) for row in some]
+        drawn = policy.draw(prompts, size, settings.temperature, [(*keys, row.name) for row in some])
+        parts.append(as_answers(config, opened, some, prompts, drawn))
+        advance(len(drawn.texts))
+    return joined(parts)
+
+
+def as_answers(
+    config: VLMConfig, opened: Mapping[str, Reward], rows: list[Row], prompts: list[Encoded], drawn: Drawn
+) -> Answers:
+    """Scored. Where the sampler has no log-probabilities, theirs are NaN."""
+    size = len(drawn.texts) // len(rows)
+    group = [number for number in range(len(rows)) for _ in range(size)]
+    scores = score(config, opened, rows, drawn, group)
+    missing = torch.full(drawn.mask.shape, torch.nan)
+    return Answers(
+        rows,
+        prompts,
+        drawn.tokens,
+        drawn.mask,
+        missing if drawn.log_prob is None else drawn.log_prob,
+        drawn.texts,
+        drawn.cut,
+        {label: torch.tensor(one.values, dtype=torch.float64) for label, one in scores.items()},
+    )
+
+
+def score(
+    config: VLMConfig, opened: Mapping[str, Reward], rows: Sequence[Row], drawn: Drawn, group: Sequence[int]
+) -> dict[str, Scores]:
+    """Scores of what was drawn, number k for rows[group[k]]: by rewards of pictures where there are `images`, else of
+    texts. Raises ValueError for a column that is not there, and for a reward that failed."""
+    asked = [rows[number] for number in group]
+    columns = {name: [row.columns[name] for row in asked] for name in sorted(rows[0].columns)}
+    prompts = [text_of(row) for row in asked]
+    found: dict[str, Scores] = {}
+    for label, reward in opened.items():
+        if config.vlm.output == "voxels":
+            rule = next(r.views for r, name in zip(config.rewards, config.reward_labels, strict=True) if name == label)
+            made = drawn.made["images"]
+            coarse, fine = (_of_views(reward, made[:, step], prompts, columns, rule, label) for step in (0, -1))
+            found |= {label: fine, f"{label}/coarse": coarse}
+        elif "images" in drawn.made:
+            found[label] = rewards.score(
+                reward, images=drawn.made["images"], prompts=prompts, columns=columns, group=list(group), name=label
+            )
+        else:
+            given = columns | {name: list(values) for name, values in drawn.made.items()}
+            found[label] = score_completions(
+                reward, prompts=prompts, completions=drawn.texts, columns=given, group=list(group), name=label
+            )
+        if found[label].failures:
+            failure = found[label].failures[0]
+            raise ValueError(f"reward {label!r} failed on {failure.samples} answers: {failure.error}")
+    return found
+
+
+def _of_views(
+    reward: Reward, images: Tensor, prompts: Sequence[str], columns: Mapping[str, list[Any]], rule: Any, label: str
+) -> Scores:
+    """One score of the six views [B, 6, 3, H, W] of each shape. A view without a score makes the shape's NaN."""
+
+    def each(values: Sequence[Any]) -> list[Any]:
+        return [value for value in values for _ in range(images.shape[1])]
+
+    one = rewards.score(
+        reward,
+        images=images.flatten(0, 1),
+        prompts=each(prompts),
+        columns={name: each(values) for name, values in columns.items()},
+        group=each(range(len(images))),
+        name=label,
+    )
+    scores = torch.tensor(one.values, dtype=torch.float64).view(images.shape[:2])
+    return Scores(over_views(scores, rule).tolist(), failures=one.failures)
+
+
+def text_of(row: Row) -> str:
+    """The words of a prompt."""
+    return " ".join(part for part in row.prompt.parts if isinstance(part, str))
+
+
+class Shown:
+    """What an evaluation shows: its first pictures (of a shape its six views, the last step's), or sounds as .wav."""
+
+    def __init__(self, number: int = 16) -> None:
+        self.number = number
+        self.images: list[Tensor] = []
+        self.sounds: dict[str, bytes] = {}
+
+    def add(self, drawn: Drawn) -> None:
+        images = drawn.made.get("images", torch.zeros(0))
+        if images.dim() == 6:  # [B, steps, 6, 3, H, W] -> [B, 3, H, 6 W]
+            images = torch.cat(images[:, -1].unbind(1), -1)
+        self.images += list(images[: self.number - len(self.images)])
+        for sound in drawn.made.get("audio", [])[: self.number - len(self.sounds)]:
+            self.sounds[f"{len(self.sounds):02d}"] = as_wav(sound, drawn.made["rate"][0])
+
+
+def as_wav(sound: Tensor, rate: int) -> bytes:
+    """A waveform [S] in [-1, 1] as a .wav file of 16 bits."""
+    stream = io.BytesIO()
+    with wave.open(stream, "wb") as file:
+        file.setparams((1, 2, rate, len(sound), "NONE", "not compressed"))
+        file.writeframes((sound.clamp(-1, 1) * 32767).short().numpy().tobytes())
+    return stream.getvalue()
+
+
+def judge(
+    policy: Any,
+    config: VLMConfig,
+    opened: Mapping[str, Reward],
+    questions: Any,
+    numbers: Sequence[int],
+    *,
+    shown: Shown | None = None,
+    advance: Callable[[int], None] = lambda answers: None,
+) -> Judged:
+    """One answer to each of these prompts, drawn at the temperature of training from a noise that depends on the prompt
+    alone: the most probable codes are no typical picture."""
+    found = Judged([], [], {label: [] for label in opened})
+    temperature = 0.0 if config.vlm.output == "masked_text" else config.generation.temperature
+    for start in range(0, len(numbers), TOGETHER):
+        rows = [questions[number] for number in numbers[start : start + TOGETHER]]
+        prompts = [policy.encode(row.prompt) for row in rows]
+        drawn = policy.draw(prompts, 1, temperature, [("evaluation", row.name) for row in rows])
+        if shown is not None:
+            shown.add(drawn)
+        scores = score(config, opened, rows, drawn, list(range(len(rows))))
+        values = {label: scores[label].values for label in opened}
+        names = [row.name if config.vlm.output == "masked_text" else text_of(row) for row in rows]
+        found = found.joined(Judged(names, drawn.texts, values))
+        advance(len(rows))
+    return found

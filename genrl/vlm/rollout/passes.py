@@ -1,0 +1,69 @@
+"""Questions that the model never or always answers rightly, left out before training (MedVLThinker)."""
+
+from __future__ import annotations
+
+import json
+
+from accelerate.utils import gather_object
+
+from genrl.config.vlm import VLMConfig
+from genrl.runtime.loop import Loop
+from genrl.runtime.run import write_atomic
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.rollout import draw, open_rewards
+
+TOGETHER = 64
+"""Answers drawn side by side."""
+
+
+def leave_out(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, stage: int) -> None:
+    """Set `questions.kept` to those that were right at least once, but not always, in `task.passes` answers.
+
+    The numbers of right answers are in passes-<stage>.jsonl of the run's folder; a resumed run reads them there.
+    Raises ValueError where fewer questions are left than an iteration asks.
+    """
+    passes = config.task.passes
+    if passes is None:
+        return
+    file = loop.run.folder / f"passes-{stage}.jsonl"
+    loop.accelerator.wait_for_everyone()  # none looks for the file while another writes it
+    if not file.is_file():
+        _count(config, questions, policy, loop, stage)
+    counts = [json.loads(line)["right"] for line in file.read_text(encoding="utf-8").splitlines()]
+    questions.kept = [number for number, right in enumerate(counts) if 0 < right < passes]
+    never, always = sum(right == 0 for right in counts), sum(right == passes for right in counts)
+    loop.progress.say(f"{len(questions.kept)} of {len(counts)} questions: {never} never right, {always} always")
+    wanted = config.generation.prompts_per_iteration
+    if len(questions.kept) < wanted:
+        raise ValueError(
+            f"task.passes: {len(questions.kept)} of {len(counts)} questions are sometimes right, and an iteration asks "
+            f"{wanted}; take more questions, more passes, or easier ones ({file})"
+        )
+
+
+def _count(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, stage: int) -> None:
+    assert config.task.passes is not None
+    size = config.task.passes
+    generation = config.generation.model_copy(update={"group_size": size, "batch_size": None})
+    config, opened = config.model_copy(update={"generation": generation}), open_rewards(config)
+    rank, processes = loop.accelerator.process_index, loop.accelerator.num_processes
+    mine = list(range(rank, len(questions), processes))
+    loop.phase("counting passes", len(mine) * size)
+    right: dict[int, int] = {}
+    together = max(1, TOGETHER // size)
+    for start in range(0, len(mine), together):
+        numbers = mine[start : start + together]
+        rows = [questions[number] for number in numbers]
+        found = draw(policy, config, opened, rows, (config.seed, "passes", stage), advance=loop.advance_or_leave)
+        first = found.scores[config.reward_labels[0]].nan_to_num(nan=0.0) >= config.evaluation.right_at - 1e-9
+        right |= dict(zip(numbers, first.view(-1, size).sum(1).tolist(), strict=True))
+    loop.leave_if_asked()
+    every = {number: count for part in gather_object([right]) for number, count in part.items()}
+    if loop.is_main:
+        lines = [
+            json.dumps({"question": questions[number].name, "right": every[number], "of": size})
+            for number in range(len(questions))
+        ]
+        write_atomic(loop.run.folder / f"passes-{stage}.jsonl", "\n".join(lines) + "\n")
+    loop.accelerator.wait_for_everyone()

@@ -1,0 +1,171 @@
+"""Syn-GRPO's loop: the model describes pictures, a diffusion pipeline draws them, and they replace questions.
+
+An iteration writes descriptions of a few questions' pictures, a group for each, and hands them to the data server. So
+many iterations later (`delay`) the pictures stand in for those of as many questions, with the same answers. A
+description is worth how diverse the answers to its picture are, and is trained on then, by the weights of then. The
+paper gives no equations: delay, diversity and the check of descriptions are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from genrl.config.vlm import Synthesis as Settings
+from genrl.config.vlm import VLMConfig
+from genrl.runtime.loop import Loop
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout.augment import with_text
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.data_server import DataServer
+from genrl.vlm.rollout.rollout import Answers
+from genrl.vlm.tasks.rows import Row
+from rewards.scorers.texts.completions import load_text, score_completions
+from rewards.scorers.texts.verifiable import answer_in, diversity
+
+PARKED = "synthesis"
+"""In the loop's memory: groups of descriptions that wait for their pictures, oldest first."""
+
+
+class Synthesis:
+    """Descriptions that wait, in `loop.memory`, and the process that draws their pictures."""
+
+    def __init__(self, config: VLMConfig, questions: Questions, policy: Policy, loop: Loop) -> None:
+        assert config.synthesis is not None
+        self.settings: Settings = config.synthesis
+        self.config, self.questions, self.policy, self.loop = config, questions, policy, loop
+        self.check = load_text(self.settings.check)
+        self.server = DataServer(
+            self.settings.pipeline, self.settings.num_inference_steps, self.settings.guidance_scale
+        )
+        self.known = False
+
+    @property
+    def parked(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.loop.memory.setdefault(PARKED, [])
+        return found
+
+    def due(self) -> list[dict[str, Any]]:
+        """Parked groups whose pictures are to be asked about in this iteration."""
+        if not self.known:  # in a resumed run the server has yet to hear of those that wait
+            for one in self.parked:
+                self._submit(one)
+            self.known = True
+        return [one for one in self.parked if one["iteration"] + self.settings.delay <= self.loop.iteration]
+
+    def replaced(self, rows: Sequence[Row]) -> list[Row]:
+        """The questions of the iteration, the first of them with pictures that were drawn."""
+        made = [
+            self._row(one, k) for one in self.due() for k, said in enumerate(one["descriptions"]) if said is not None
+        ][: len(rows)]
+        return [*made, *rows[len(made) :]]
+
+    def _row(self, one: dict[str, Any], k: int) -> Row:
+        source, name = self.questions[one["number"]], self._name(one, k)
+        picture = self.drawn(name)
+        parts = tuple(part if isinstance(part, str) else picture for part in source.prompt.parts)
+        return Row(name, replace(source.prompt, parts=parts, where=name), source.columns)
+
+    def drawn(self, name: str) -> Image.Image:
+        """The picture of this name, from the server."""
+        return self.server.take(name)
+
+    def _name(self, one: dict[str, Any], k: int) -> str:
+        return f"synthesis/{one['iteration']}/{one['number']}/{k}"
+
+    def _submit(self, one: dict[str, Any]) -> None:
+        for k, said in enumerate(one["descriptions"]):
+            if said is not None:
+                self.server.submit(said, self._name(one, k), self.config.seed)
+
+    def described(self, number: int) -> Row:
+        """The question about a description of a question's picture."""
+        row = with_text(self.questions[number], self.settings.ask)
+        return replace(row, name=f"describe/{row.name}")
+
+    def park(self, numbers: Sequence[int], found: Answers) -> None:
+        """Hand the descriptions of these questions' pictures that pass the check to the server, and keep all."""
+        size = found.size
+        for place, (number, row) in enumerate(zip(numbers, found.rows, strict=True)):
+            index = range(place * size, (place + 1) * size)
+            texts = [found.texts[k] for k in index]
+            columns = {name: [value] * size for name, value in row.columns.items()}
+            passed = score_completions(self.check, prompts=[""] * size, completions=texts, columns=columns)
+            if passed.failures:
+                raise ValueError(f"synthesis.check failed: {passed.failures[0].error}")
+            said = [answer_in(t) if value >= 1 else None for t, value in zip(texts, passed.values, strict=True)]
+            lengths = found.mask.sum(1).tolist()
+            one = {
+                "iteration": self.loop.iteration,
+                "number": number,
+                "descriptions": [text or None for text in said],
+                "tokens": [found.tokens[k, : lengths[k]].tolist() for k in index],
+                "log_probs": [found.sampler_log_prob[k, : lengths[k]].tolist() for k in index],
+                "texts": texts,
+                "cut": [bool(found.cut[k]) for k in index],
+            }
+            self.parked.append(one)
+            self._submit(one)
+
+    def paid(self, answers: Answers) -> tuple[list[Answers], dict[str, float]]:
+        """The groups of descriptions whose pictures `answers` are about, with what they are worth, and figures of them.
+        They wait no longer."""
+        due, size, found, worths, drawn = self.due(), answers.size, [], [], 0
+        spread = dict(zip([row.name for row in answers.rows], self._diversity(answers), strict=True))
+        for one in due:
+            names = [self._name(one, k) for k in range(size)]
+            worth = [
+                spread.get(name, math.nan) if said is not None else 0.0
+                for name, said in zip(names, one["descriptions"], strict=True)
+            ]
+            drawn += sum(said is not None for said in one["descriptions"])
+            for name in set(names) - set(spread):  # more pictures than questions in the iteration
+                self.server.forget(name)
+            worths += [value for value in worth if not math.isnan(value)]
+            found.append(self._answers(one, worth))
+            self.parked.remove(one)
+        if not worths:
+            return found, {}
+        return found, {
+            "synthesis/drawn": drawn / (size * len(due)),
+            "synthesis/diversity_mean": sum(worths) / len(worths),
+        }
+
+    def _diversity(self, answers: Answers) -> list[float]:
+        """Of each group: normalised entropy of its answers; 0 where none can be read."""
+        values = diversity(answers.texts, answers.group.tolist())
+        groups = [values[k : k + answers.size] for k in range(0, len(values), answers.size)]
+        return [next((value for value in group if value is not None), 0.0) for group in groups]
+
+    def _answers(self, one: dict[str, Any], worth: Sequence[float]) -> Answers:
+        """A parked group. Its worth stands in the place of the first reward that counts, the others have no score."""
+        row = self.described(one["number"])
+        longest = max(map(len, one["tokens"]))
+
+        def padded(rows: list[list[Any]], dtype: torch.dtype) -> Tensor:
+            return torch.tensor([values + [0] * (longest - len(values)) for values in rows], dtype=dtype)
+
+        first = next(k for k, reward in enumerate(self.config.rewards) if reward.weight)
+        label, weight = self.config.reward_labels[first], self.config.rewards[first].weight
+        scores = {name: torch.full((len(worth),), math.nan, dtype=torch.float64) for name in self.config.reward_labels}
+        scores[label] = torch.tensor(worth, dtype=torch.float64) * (self.settings.weight / weight)
+        return Answers(
+            [row],
+            [self.policy.encode(row.prompt)],
+            padded(one["tokens"], torch.int64),
+            padded([[1] * len(tokens) for tokens in one["tokens"]], torch.bool),
+            padded(one["log_probs"], torch.float32),
+            list(one["texts"]),
+            torch.tensor(one["cut"]),
+            scores,
+        )
+
+    def close(self) -> None:
+        """End the process that draws."""
+        self.server.close()

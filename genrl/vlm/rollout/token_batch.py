@@ -1,0 +1,112 @@
+"""The tensors of a rollout batch of token policies, and its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from genrl.vlm.methods.recipe import Preset
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Completions [B, T] of a rollout batch, or some rows of it. Rows of one group have one number in `group` [B].
+
+    The caller gives: mask, group, rewards [B] (NaN = no score), and, where a preset reads them, the log-probabilities
+    and `extra` (row-indexed tensors by name; `recipe.py` says which choice reads which).
+    old_log_prob None: strictly on policy, one update per rollout, `old = log_prob.detach()`.
+    `estimate` fills in advantage [B] or [B, T], weight [B, 1] or [B, T], clip_width [B], entropy_bounds, group_size
+    [B], and the totals of the step: rows, tokens, groups.
+    """
+
+    mask: Tensor
+    group: Tensor
+    rewards: Tensor | None = None
+    log_prob: Tensor | None = None
+    old_log_prob: Tensor | None = None
+    sampler_log_prob: Tensor | None = None
+    ref_log_prob: Tensor | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    advantage: Tensor | None = None
+    weight: Tensor | None = None
+    clip_width: Tensor | None = None
+    group_size: Tensor | None = None
+    entropy_bounds: Tensor | None = None
+    rows: int | None = None
+    tokens: int | None = None
+    groups: int | None = None
+
+    def __post_init__(self) -> None:
+        rows, length = self.mask.shape
+        shapes = {"group": self.group, "rewards": self.rewards, "group_size": self.group_size}
+        wrong = {name: list(v.shape) for name, v in shapes.items() if v is not None and v.shape != (rows,)}
+        for name in ("log_prob", "old_log_prob", "sampler_log_prob", "ref_log_prob"):
+            value = getattr(self, name)
+            if value is not None and value.shape != (rows, length):
+                wrong[name] = list(value.shape)
+        wrong |= {f"extra[{name!r}]": list(v.shape) for name, v in self.extra.items() if len(v) != rows}
+        if wrong:
+            raise ValueError(f"the mask has {rows} rows of {length} tokens; of other shapes are {wrong}")
+
+    def with_log_prob(self, log_prob: Tensor, extra: Mapping[str, Tensor] | None = None) -> TokenBatch:
+        """The same with the current policy's log-probabilities [B, T], and further tensors of this update ([value])."""
+        return replace(self, log_prob=log_prob, extra={**self.extra, **(extra or {})})
+
+    def select(self, rows: Tensor) -> TokenBatch:
+        """Rows by their int64 indices; the totals of the step stay."""
+
+        def chosen(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[rows]
+
+        return replace(
+            self,
+            mask=self.mask[rows],
+            group=self.group[rows],
+            rewards=chosen(self.rewards),
+            log_prob=chosen(self.log_prob),
+            old_log_prob=chosen(self.old_log_prob),
+            sampler_log_prob=chosen(self.sampler_log_prob),
+            ref_log_prob=chosen(self.ref_log_prob),
+            extra={name: value[rows] for name, value in self.extra.items()},
+            advantage=chosen(self.advantage),
+            weight=chosen(self.weight),
+            clip_width=chosen(self.clip_width),
+            group_size=chosen(self.group_size),
+        )
+
+
+def micro_batches(preset: Preset, batch: TokenBatch, size: int) -> list[TokenBatch]:
+    """An estimated batch in parts of at most `size` rows, in order; whole groups stay together for a group loss.
+
+    Raises ValueError where a group loss has a group larger than `size`.
+    """
+    if preset.group_loss is None:
+        rows = torch.arange(len(batch.mask), device=batch.mask.device)
+        return [batch.select(rows[start : start + size]) for start in range(0, len(rows), size)]
+    parts: list[list[int]] = [[]]
+    for number in sorted(set(batch.group.tolist())):
+        members = (batch.group == number).nonzero()[:, 0].tolist()
+        if len(members) > size:
+            raise ValueError(
+                f"{preset.group_loss.name!r} compares the {len(members)} completions of group {number} in one "
+                f"micro-batch, which holds {size}: raise the micro-batch to {len(members)}, or use smaller groups"
+            )
+        if len(parts[-1]) + len(members) > size:
+            parts.append([])
+        parts[-1] += members
+    return [batch.select(torch.tensor(part, device=batch.mask.device)) for part in parts]
+
+
+def given(batch: TokenBatch, name: str, reader: str) -> Tensor:
+    """A field of the batch or one of its extra tensors. Raises ValueError where it is missing, naming the reader."""
+    value = getattr(batch, name) if hasattr(batch, name) else batch.extra.get(name)
+    if value is None:
+        where = name if hasattr(batch, name) else f"extra[{name!r}]"
+        raise ValueError(
+            f"{reader} reads {where}, which this batch does not have (extra: {sorted(batch.extra)}); "
+            "recipe.extra_forwards(preset) lists the forwards that a preset asks for"
+        )
+    return value

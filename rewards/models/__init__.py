@@ -1,0 +1,1 @@
+"""Checkpoints, CLIP and pixels, shared by the scorers."""

@@ -1,0 +1,1 @@
+"""The built-in rewards, by what they judge."""

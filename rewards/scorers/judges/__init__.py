@@ -1,0 +1,1 @@
+"""Language and vision-language models as judges."""

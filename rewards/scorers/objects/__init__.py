@@ -1,0 +1,1 @@
+"""Which objects a picture shows, where, and how they moved."""

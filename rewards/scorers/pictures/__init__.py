@@ -1,0 +1,1 @@
+"""Likeness, statistics and video."""

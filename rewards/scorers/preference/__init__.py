@@ -1,0 +1,1 @@
+"""Human preference and text-image agreement."""

@@ -1,0 +1,188 @@
+"""Reward: human preference, by HPSv2 and HPSv2.1 (Wu et al. 2023, arXiv 2306.09341).
+
+The checkpoint is an open_clip ViT-H/14. Its weights are renamed for transformers' CLIPModel, which computes the same.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rewards.models.torchvision_compat import ensure
+
+ensure()  # before transformers is imported for the first time
+
+import transformers  # noqa: E402
+from transformers.initialization import no_init_weights  # noqa: E402
+
+from rewards.contract import nearest  # noqa: E402
+from rewards.models.checkpoints import fill, find, read_weights, torch_dtype  # noqa: E402
+from rewards.models.clip_model import CHUNK, cosine, embed_texts, projected  # noqa: E402
+from rewards.models.pixels import (  # noqa: E402
+    OPENAI_MEAN,
+    OPENAI_STD,
+    eight_bit,
+    frames,
+    mean_over_frames,
+    normalise,
+    pad_to,
+    wants_gradients,
+)
+
+logger = logging.getLogger(__name__)
+
+MODEL = "xswu/HPSv2"
+TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+FILES = {
+    "2.1": ("HPS_v2.1_compressed.safetensors", "HPS_v2.1_compressed.pt"),
+    "2.0": ("HPS_v2_compressed.safetensors", "HPS_v2_compressed.pt"),
+}
+HEADS = 16  # of both towers of ViT-H/14; the weights do not tell
+
+_BLOCK = {  # open_clip's names in a block, and transformers'
+    "ln_1": "layer_norm1",
+    "attn.out_proj": "self_attn.out_proj",
+    "ln_2": "layer_norm2",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+_WHOLE = {
+    "logit_scale": "logit_scale",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "ln_final.weight": "text_model.final_layer_norm.weight",
+    "ln_final.bias": "text_model.final_layer_norm.bias",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
+    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
+    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
+    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
+}
+_PROJECTIONS = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
+
+
+def from_open_clip(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of an open_clip CLIP under the names that transformers' CLIPModel has for them.
+
+    Two things change beside names: query, key and value are one matrix there, and projections are transposed.
+    An unknown name is kept, so that loading reports it.
+    """
+    renamed: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        if name == "attn_mask":  # a constant that older versions of open_clip saved
+            continue
+        if name in _WHOLE:
+            renamed[_WHOLE[name]] = value
+        elif name in _PROJECTIONS:
+            renamed[_PROJECTIONS[name]] = value.T.contiguous()
+        elif "transformer.resblocks." in name:
+            renamed |= _block(name, value)
+        else:
+            renamed[name] = value
+    return renamed
+
+
+def _block(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    tower, _, rest = name.partition("transformer.resblocks.")
+    number, _, inner = rest.partition(".")
+    prefix = f"{'vision_model' if tower == 'visual.' else 'text_model'}.encoder.layers.{number}"
+    if inner.startswith("attn.in_proj_"):
+        kind = inner.removeprefix("attn.in_proj_")
+        return {f"{prefix}.self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", value.chunk(3), strict=True)}
+    part, _, kind = inner.rpartition(".")
+    return {f"{prefix}.{_BLOCK.get(part, part)}.{kind}": value}
+
+
+def build(weights: Mapping[str, torch.Tensor], what: str) -> Any:
+    """The CLIPModel that open_clip weights are for (sizes are read from them), filled; ValueError if they are not."""
+    needed = ("positional_embedding", "token_embedding.weight", "text_projection", "visual.conv1.weight")
+    lacking = [name for name in (*needed, "visual.positional_embedding") if name not in weights]
+    if lacking:
+        held = ", ".join(list(weights)[:4])
+        raise ValueError(f"{what} is no open_clip CLIP: it lacks {', '.join(lacking)}; it has {held}...")
+    vocabulary, width = weights["token_embedding.weight"].shape
+    vision_width, _, patch, _ = weights["visual.conv1.weight"].shape
+    side = round((len(weights["visual.positional_embedding"]) - 1) ** 0.5) * patch
+    special = {"bos_token_id": vocabulary - 2, "eos_token_id": vocabulary - 1, "pad_token_id": vocabulary - 1}
+
+    def tower(prefix: str, hidden: int) -> dict[str, Any]:
+        start = f"{prefix}transformer.resblocks."
+        layers = len({name.removeprefix(start).split(".")[0] for name in weights if name.startswith(start)})
+        inner = len(weights.get(f"{start}0.mlp.c_fc.bias", []))
+        sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+        return {**sizes, "num_attention_heads": HEADS, "hidden_act": "gelu"}
+
+    length = len(weights["positional_embedding"])
+    text = tower("", width) | special | {"vocab_size": vocabulary, "max_position_embeddings": length}
+    vision = tower("visual.", vision_width) | {"patch_size": patch, "image_size": side}
+    projection = weights["text_projection"].shape[1]
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=projection)
+    with no_init_weights():
+        model = transformers.CLIPModel(config)
+    fill(model, from_open_clip({name: value.float() for name, value in weights.items()}), what)
+    return model.eval().requires_grad_(False)
+
+
+def clean(prompt: str) -> str:
+    """What open_clip does to a text before splitting it: mend broken characters, resolve HTML, single spaces.
+
+    Curly quotes become straight here, which CLIP's tokenizer in transformers does not do.
+    """
+    import ftfy
+
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(prompt))).split())
+
+
+class HPSv2:
+    """Which picture people would prefer for the prompt, as a cosine: usually .20 to .34 (2.1), .24 to .29 (2.0).
+
+    Scores of the two versions are not comparable. Published tables show 100 times the score.
+
+    `version`   `2.1` (default) or `2.0`
+    `model`     hub id, folder or file of the checkpoint (`HPS_v2.1_compressed.pt`, open_clip's names)
+    `tokenizer` hub id or folder of CLIP's tokenizer
+    `dtype`     of the model: `float32` (default), `bfloat16`, `float16`
+    """
+
+    differentiable = True
+
+    def __init__(
+        self,
+        version: str = "2.1",
+        model: str = MODEL,
+        tokenizer: str = TOKENIZER,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ):
+        version = str(version)  # YAML reads 2.1 as a number
+        if version not in FILES:
+            raise ValueError(f"hpsv2: unknown version {version!r}.{nearest(version, FILES)} Known: {', '.join(FILES)}")
+        file = find(model, FILES[version], "hpsv2")
+        precision = torch_dtype(dtype, "hpsv2")
+        self.model = build(read_weights(file), f"hpsv2: {file}").to(device, precision)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+        self.size = self.model.config.vision_config.image_size
+        logger.info("HPSv%s from %s", version, file)
+
+    def to(self, device: str) -> None:
+        """Move the model."""
+        self.model.to(device)
+
+    def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        with torch.no_grad():
+            texts = embed_texts(self.model, self.tokenizer, [clean(prompt) for prompt in prompts])
+        pictures = frames(images)
+        embeds = torch.cat([self._embed(pictures[i : i + CHUNK]) for i in range(0, len(pictures), CHUNK)])
+        texts = texts.to(embeds.device).repeat_interleave(len(pictures) // max(len(prompts), 1), 0)
+        return mean_over_frames(cosine(embeds, texts), images).to(images.device)
+
+    def _embed(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = images if wants_gradients(images) else eight_bit(images)
+        prepared = normalise(pad_to(pixels.to(self.model.device), self.size), OPENAI_MEAN, OPENAI_STD)
+        return projected(self.model.get_image_features(pixel_values=prepared.to(self.model.dtype))).float()

@@ -1,0 +1,69 @@
+"""Reward: UnifiedReward (Wang et al. 2025, arXiv 2503.05236), a vision-language model that writes scores of 1 to 5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rewards.contract import nearest
+from rewards.scorers.judges import templates
+from rewards.scorers.judges.judge import about, parse_score
+from rewards.scorers.judges.vlm import open_vlm
+
+MODEL = "CodeGoat24/UnifiedReward-qwen-7b"
+TOKENS = {"final": 512, "acs": 4096}
+AXES = ("Alignment", "Coherence", "Style")
+
+
+def final_score(answer: str) -> float:
+    """The last "Final Score: X" of an answer, X from 1 to 5; NaN where there is none, or it is another number."""
+    return parse_score(answer, "Final Score", 1, 5)
+
+
+def axis_scores(answer: str) -> list[float]:
+    """The scores after "Alignment Score (1-5):", "Coherence ...:" and "Style ...:", NaN for one that is not there."""
+    plain = answer.replace(" (1-5)", "").replace(" Score:", ":")
+    return [parse_score(plain, axis, 1, 5) for axis in AXES]
+
+
+class UnifiedReward:
+    """Quality and fit to the prompt as UnifiedReward writes it, (score - 1) / 4, in [0, 1].
+
+    `question` the text that the checkpoint was trained with, which is its authors': a `file.txt` of it, with its place
+               `{prompt}`. It stands in the examples of their repository, CodeGoat24/UnifiedReward, in inference_qwen/
+               image_generation (one text for each `scores`). Another wording gives other scores
+    `scores`   `final` (default): one "Final Score"; `acs`: the mean of alignment, coherence and style, parts as well
+    `model`    hub id or folder (Qwen2.5-VL, Qwen3-VL, LLaVA-OneVision), or the model's name on the server
+    `server`, `dtype` as in `Judge`
+
+    No score where the answer has none, or one outside 1 to 5.
+    """
+
+    def __init__(
+        self,
+        question: str,
+        scores: str = "final",
+        model: str = MODEL,
+        server: Mapping[str, Any] | None = None,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+    ):
+        if scores not in TOKENS:
+            raise ValueError(f"unifiedreward: unknown scores {scores!r}.{nearest(scores, TOKENS)} Known: final, acs")
+        self.scores = scores
+        self.question = templates.read(question, "unifiedreward", holding="{prompt}")
+        self.vlm = open_vlm(model, server, dtype, device, "unifiedreward")
+
+    def to(self, device: str) -> None:
+        """Move the model, if it is here."""
+        self.vlm.to(device)
+
+    def __call__(self, pil_images: Sequence[Any], prompts: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
+        questions = about(self.question, pil_images, prompts)
+        answers = self.vlm.answers(questions, TOKENS[self.scores])
+        if self.scores == "final":
+            return [(final_score(answer) - 1) / 4 for answer in answers], {}
+        rows = [axis_scores(answer) for answer in answers]
+        parts = {axis.lower(): [row[k] for row in rows] for k, axis in enumerate(AXES)}
+        return [(math.fsum(row) / 3 - 1) / 4 for row in rows], parts

@@ -1,0 +1,1 @@
+"""Written answers, text in pictures, tool use, tunes."""

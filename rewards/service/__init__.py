@@ -1,0 +1,1 @@
+"""Rewards in other processes: serving, remote use, isolation."""

@@ -1,0 +1,172 @@
+"""A reward in a process of its own, in this Python or in that of another virtual environment.
+
+The process runs `rewards.service.serve` on 127.0.0.1 with a token made for it, and ends when this one ends, however
+it ends.
+The other environment needs what the reward needs, and `fastapi`, `uvicorn`, `torch`, `numpy`, `pillow`, `safetensors`;
+genrl need not be installed there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rewards.contract import RewardFailed
+from rewards.loading import EMPTY
+from rewards.service.remote import Outage, Remote
+from rewards.service.serve import TOKEN_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+END_SECONDS = 5.0
+
+
+class Isolated(Remote):
+    """The reward `name`, loaded and scored by another process; `close` ends it.
+
+    venv: folder of a virtual environment; None: this Python. Other arguments: as of `rewards.load`. A process that died
+    is started again, three times; then RewardFailed. Raises ValueError where it cannot be started, with what it said.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        args: Mapping[str, object] = EMPTY,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        venv: str | None = None,
+        outage: Outage | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+        start_s: float = 600.0,
+    ):
+        self._python = python_of(venv) if venv else sys.executable
+        import torch
+
+        threads = torch.get_num_threads()  # as many there: sums over other pieces have other last bits
+        asked = {"name": name, "args": dict(args), "device": device, "dtype": dtype, "threads": threads}
+        self._asked = json.dumps(asked)
+        self._name, self._start_s, self._restarts = name, start_s, 0
+        self._secret = secrets.token_urlsafe(32)
+        self._process, self._url = self._start(name)
+        try:
+            super().__init__(self._url, name, token=self._secret, outage=outage, stopped=stopped)
+        except (ValueError, RewardFailed):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process. May be called twice."""
+        self._end()
+
+    def url(self) -> str:
+        """Where the process serves; one that died is started again first."""
+        code = self._process.poll()
+        if code is None or not self._end.alive:
+            return self._url
+        if self._restarts == MAX_RESTARTS:
+            raise RewardFailed(f"the process of reward {self._name!r} ended {MAX_RESTARTS + 1} times (status {code})")
+        self._restarts += 1
+        logger.warning("the process of reward %r ended (status %s) and is started again", self._name, code)
+        self._end()
+        try:
+            self._process, self._url = self._start(self._name)
+        except ValueError as error:
+            raise RewardFailed(str(error)) from error
+        return self._url
+
+    def _start(self, name: str) -> tuple[subprocess.Popen[bytes], str]:
+        read_end, write_end = os.pipe()
+        folder = tempfile.TemporaryDirectory(prefix="genrl-reward-")
+        # The package alone on the path, not the folder around it: that may hold this environment's other packages.
+        os.symlink(Path(__file__).resolve().parents[1], Path(folder.name) / "rewards")
+        path = os.pathsep.join(filter(None, [folder.name, os.environ.get("PYTHONPATH", "")]))
+        try:
+            process = subprocess.Popen(
+                [self._python, "-m", "rewards.service.serve", str(write_end)],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+                pass_fds=(write_end,),
+                start_new_session=True,  # Ctrl-C is for the run, which may still want scores before it ends
+                env=os.environ | {"PYTHONPATH": path, TOKEN_VARIABLE: self._secret},
+            )
+        except OSError as error:
+            os.close(read_end)
+            folder.cleanup()
+            raise ValueError(f"reward {name!r}: {self._python} cannot be started: {error.strerror}") from error
+        finally:
+            os.close(write_end)
+        self._end = weakref.finalize(self, _stop, process, folder)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(self._asked.encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; `_report` says so
+        try:
+            said = _report(read_end, self._start_s)
+        finally:
+            os.close(read_end)
+        if "port" not in said:
+            self._end()
+            ended = f"its process ended with status {process.returncode}; what it said is above"
+            raise ValueError(said.get("error") or f"reward {name!r} cannot be started by {self._python}: {ended}")
+        return process, f"http://127.0.0.1:{said['port']}"
+
+
+def python_of(venv: str) -> str:
+    """The Python of a virtual environment. Raises ValueError for a folder that is none."""
+    python = Path(venv) / "bin" / "python"
+    if not python.exists():
+        raise ValueError(f"isolate: {venv!r} is not a virtual environment: there is no {python}")
+    return str(python.absolute())
+
+
+def _report(read_end: int, seconds: float) -> dict[str, Any]:
+    """The line that the child writes when it is ready; {} where it ended without one."""
+    end = time.monotonic() + seconds
+    line = b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([read_end], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            return {"error": f"the process of the reward was not ready within {seconds:g} s"}
+        piece = os.read(read_end, 65536)
+        if not piece:
+            return {}
+        line += piece
+    said: dict[str, Any] = json.loads(line)
+    return said
+
+
+def _stop(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+    """Close the child's input, which ends it; end it by force where it does not."""
+    if process.stdin is not None:
+        try:
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended already
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    folder.cleanup()
+
+
+def _has_descriptor(stream: Any) -> bool:
+    try:
+        return int(stream.fileno()) >= 0
+    except (AttributeError, OSError, ValueError):
+        return False

@@ -1,0 +1,114 @@
+"""Serve one reward over HTTP, by itself (`genrl serve`) or for one other process (`rewards.service.isolation`).
+
+The address is 127.0.0.1 unless another is asked for, and any other one needs a token.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+TOKEN_VARIABLE = "GENRL_REWARD_TOKEN"
+PACKAGES = ("fastapi", "uvicorn", "safetensors")  # what serving needs
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_address(host: str, token: str) -> None:
+    """Raise ValueError for an address that others can reach, without a token."""
+    if not is_loopback(host) and not token:
+        raise ValueError(
+            f"{host} can be reached from other machines: set a token in the environment variable {TOKEN_VARIABLE} "
+            "here and where the reward is used, or serve on 127.0.0.1"
+        )
+    if token and not token.isascii():
+        raise ValueError(f"the token in {TOKEN_VARIABLE} must be ASCII text")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one. Raises ValueError where the address cannot be used."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ValueError(f"cannot serve at {host} port {port}: {error.strerror or error}") from error
+    return bound
+
+
+def run(application: FastAPI, bound: socket.socket) -> None:
+    """Serve until the process is asked to end."""
+    import uvicorn
+
+    settings = uvicorn.Config(
+        application,
+        log_level="warning",
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=64,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=5,
+    )
+    uvicorn.Server(settings).run(sockets=[bound])
+
+
+def require_extra() -> None:
+    """Raise ValueError, with the pip command, where the packages of the extra `serve` are missing."""
+    from importlib.util import find_spec
+
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise ValueError(f"serving needs {', '.join(missing)}, which is not installed here: pip install 'genrl[serve]'")
+
+
+def child(settings: IO[str], report: IO[str]) -> None:
+    """One isolated reward: read what to serve from `settings` (a line of JSON), write the port to `report`.
+
+    The process ends when `settings` is closed, which the system does when the parent ends, however it ends.
+    """
+    asked = json.loads(settings.readline())
+    try:
+        require_extra()
+        from rewards.loading import load
+        from rewards.service.http_app import app
+
+        reward = load(asked["name"], asked["args"], device=asked["device"], dtype=asked["dtype"])
+        bound = listen("127.0.0.1", 0)
+    except Exception as error:  # noqa: BLE001  told to the parent, which raises it
+        message = str(error) if isinstance(error, ValueError) else traceback.format_exc()
+        print(json.dumps({"error": message}), file=report, flush=True)
+        return
+
+    def end_with_parent() -> None:
+        settings.read()
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    bound.listen()
+    print(json.dumps({"port": bound.getsockname()[1]}), file=report, flush=True)
+    run(app(reward, asked["name"], token=os.environ[TOKEN_VARIABLE], threads=asked["threads"]), bound)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    with os.fdopen(int(sys.argv[1]), "w") as report_to:
+        child(sys.stdin, report_to)

@@ -1,0 +1,556 @@
+"""The configuration: what is refused, with which words, and that nothing the user wrote is changed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from genrl.config import Config, ConfigError, check_files, dump, json_schema, load, load_located
+from genrl.config.combinations import processes_problem
+from genrl.config.loading import ROOTS
+from genrl.config.messages import OTHER_NAMES, all_keys
+from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "config"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
+REFUSED = ("typos.yaml", "types.yaml", "impossible.yaml", "impossible_rollouts.yaml")
+VALID = {
+    "model": "{path: org/model}",
+    "prompts": "{train: train.txt, eval: eval.txt}",
+    "rewards": "[{name: shapes}]",
+    "trainer": "{algorithm: flow_grpo}",
+}
+
+
+def cases(name: str) -> list[Any]:
+    rows = yaml.safe_load((FIXTURES / name).read_text())
+    return [pytest.param(row, id=row.get("key", row.get("text", ""))[:40]) for row in rows]
+
+
+def text_of(case: dict[str, Any]) -> str:
+    """The case's YAML before the sections of a valid file that it does not write itself."""
+    own = {line.split(":")[0] for line in case["yaml"].splitlines()} | set(case.get("without", ()))
+    rest = [f"{key}: {value}" for key, value in VALID.items() if key not in own]
+    return "\n".join([case["yaml"], *rest]) + "\n"
+
+
+def write(folder: Path, text: str, name: str = "a.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refused(path: Path, overrides: list[str] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides or [])
+    return caught.value
+
+
+@pytest.mark.parametrize("case", [case for name in REFUSED for case in cases(name)])
+def test_refused_with_place_and_advice(case: dict[str, Any], tmp_path: Path) -> None:
+    path = write(tmp_path, text_of(case))
+    error = refused(path)
+    lines = [line for line in str(error).splitlines() if line.startswith(f"{path}:{case['line']}: {case['key']}")]
+    assert lines, f"no line for {case['key']} at line {case['line']} in:\n{error}"
+    says = case["says"] if isinstance(case["says"], list) else [case["says"]]
+    for part in says:
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize("case", cases("not_yaml.yaml"))
+def test_refused_text(case: dict[str, Any], tmp_path: Path) -> None:
+    error = refused(write(tmp_path, case["text"]))
+    assert error.problems[0].origin.line == case["line"], str(error)
+    for part in case["says"] if isinstance(case["says"], list) else [case["says"]]:
+        assert part in str(error)
+
+
+def test_tables_are_as_long_as_promised() -> None:
+    assert len(cases("typos.yaml")) >= 30
+    assert len(cases("types.yaml")) >= 20
+    assert len(cases("impossible.yaml")) >= 20
+    assert len(cases("impossible_rollouts.yaml")) >= 35
+
+
+def test_valid_sections_are_valid(tmp_path: Path) -> None:
+    """What the tables add to is accepted: each refusal above is for the case's own lines."""
+    config = load(write(tmp_path, text_of({"yaml": "seed: 3"})))
+    assert (config.seed, config.output, config.trainer.algorithm) == (3, "runs/a", "flow_grpo")
+
+
+def test_fewer_prompts_than_the_default_grid_shows(tmp_path: Path) -> None:
+    """The default number of pictures is refused where the user wrote it, and only there; a run's own file loads."""
+    config = load(write(tmp_path, text_of({"yaml": "evaluation: {num_prompts: 4}"})))
+    assert config.evaluation.grid_prompts > config.evaluation.num_prompts
+    assert load(write(tmp_path, dump(config), "b.yaml")) == config
+    assert "use the same or less" in str(refused(tmp_path / "a.yaml", ["evaluation.grid_prompts=16"]))
+
+
+@pytest.mark.parametrize(
+    "file, output",
+    [("configs/vlm/a.yaml", "vlm/a"), ("configs/a.yaml", "a"), ("a.yaml", "a"), ("configs/x/configs/y/a.yaml", "y/a")],
+)
+def test_files_of_one_name_train_into_different_folders(tmp_path: Path, file: str, output: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    text = text_of({"yaml": "seed: 3", "without": ["output"]})
+    assert load(write((tmp_path / file).parent, text)).output == str(Path("runs", output))
+
+
+def test_every_suggested_key_exists() -> None:
+    assert set(OTHER_NAMES.values()) <= set(all_keys())
+
+
+def test_all_problems_in_one_message(tmp_path: Path) -> None:
+    path = write(tmp_path, "optimizer:\n  lrr: 1\n  eps: no\nseeed: 1\niterations: 0\n")
+    error = refused(path, ["sampling.grup_size=3"])
+    found = [(problem.path, problem.origin.line) for problem in error.problems]
+    assert found[:4] == [("model", 1), ("prompts", 1), ("rewards", 1), ("trainer", 1)] or len(found) == 9
+    assert ("optimizer.lrr", 2) in found and ("optimizer.eps", 3) in found and ("seeed", 4) in found
+    assert ("iterations", 5) in found and ("sampling.grup_size", None) in found
+    assert "override 'sampling.grup_size=3': sampling.grup_size" in str(error)
+
+
+def test_all_contradictions_in_one_message(tmp_path: Path) -> None:
+    error = refused(write(tmp_path, text_of({"yaml": "sampling: {group_size: 1}\ntrackers: [wandb, wandb]"})))
+    assert len(error.problems) == 2
+
+
+def test_contradictions_are_refused_in_python_too() -> None:
+    sections = {key: yaml.safe_load(value) for key, value in VALID.items()}
+    with pytest.raises(ValidationError, match="use a group of 2 or more"):
+        Config(**sections, sampling={"group_size": 1})
+
+
+def test_frozen() -> None:
+    config = load(ROOT / "configs" / "quickstart.yaml")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4), ("1.e-4", 1e-4), ("-.5", -0.5), ("1E3", 1000.0), ("010", 10), ("+7", 7), ("0x10", "0x10"),
+        ("1_000", "1_000"), ("on", "on"), ("yes", "yes"), ("off", "off"), ("NO", "NO"), ("true", True),
+        ("False", False),
+        ("null", None), ("~", None), ("", None), ("2020-01-01", "2020-01-01"), ("12:30", "12:30"), (".inf", ".inf"),
+        ("'1'", "1"), ('"null"', "null"), ("1.2.3", "1.2.3"), ("e5", "e5"), ("=", "="), ("!!str 3", "3"),
+        ("[1, a, {b: 2}]", [1, "a", {"b": 2}]), ("!!float 3", 3.0),
+    ],
+)  # fmt: skip
+def test_scalars_are_yaml_1_2(text: str, value: object) -> None:
+    found = parse(text).value
+    assert found == value and type(found) is type(value)
+
+
+def test_anchors_are_expanded_and_located() -> None:
+    source = parse("a: &x\n  b: 1\nc: *x\n")
+    assert source.value == {"a": {"b": 1}, "c": {"b": 1}}
+    assert source.lines[("a", "b")] == 2 and source.lines[("c",)] == 3
+
+
+def test_bombs_are_refused(tmp_path: Path) -> None:
+    names = "abcdefghij"
+    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in zip(names, names[1:], strict=False)
+    )
+    assert "aliases" in str(refused(write(tmp_path, bomb)))
+    assert "nested deeper" in str(refused(write(tmp_path, "a: " + "[" * 5000)))
+    assert "nested deeper" in str(refused(write(tmp_path, "a: " + "{b: " * 5000)))
+    assert "larger than" in str(refused(write(tmp_path, "#" * (MAX_BYTES + 1))))
+    assert "more than 5,000 values" in str(refused(write(tmp_path, "a: [" + "1," * 20_000 + "]")))
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"seed: 1\n# caf\xe9\n")
+    assert str(path) + ":2: byte 0xe9" in str(refused(path))
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, "seed: 1", "quickstart.yaml")
+    assert f"did you mean {tmp_path / 'quickstart.yaml'}?" in str(refused(tmp_path / "quickstrat.yaml"))
+
+
+class TestOverrides:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        return write(tmp_path, text_of({"yaml": "optimizer: {lr: 1e-3}\nmodel: {path: org/model, lora: null}"}))
+
+    def test_values_are_yaml(self, path: Path) -> None:
+        config = load(path, ["optimizer.lr=1e-4", "ema=null", "trackers=[wandb, trackio]", "output='3'", "seed=010"])
+        assert (config.optimizer.lr, config.ema, config.trackers) == (1e-4, None, ("wandb", "trackio"))
+        assert (config.output, config.seed) == ("3", 10)
+
+    def test_list_items_and_new_sections(self, path: Path) -> None:
+        config = load(path, ["rewards.0.weight=2", "checkpoint.keep=5", "model.lora.rank=4", "trainer.window.size=3"])
+        assert config.rewards[0].weight == 2 and config.checkpoint.keep == 5
+        assert config.model.lora is not None and config.model.lora.rank == 4
+
+    def test_a_whole_section(self, path: Path) -> None:
+        config = load(path, ["trainer={algorithm: diffusion_nft, beta: 0.1}"])
+        assert config.trainer.algorithm == "diffusion_nft" and config.trainer.beta == 0.1
+
+    def test_the_last_one_wins(self, path: Path) -> None:
+        assert load(path, ["seed=1", "seed=2"]).seed == 2
+
+    @pytest.mark.parametrize(
+        ("override", "says"),
+        [
+            ("optimizer.lrr=1", "did you mean optimizer.lr?"),
+            ("lr=1", "did you mean optimizer.lr?"),
+            ("optimizer.lr=fast", "a number above 0"),
+            ("optimizer.lr", "an override is key=value"),
+            ("=1", "an override is key=value"),
+            ("optimizer..lr=1", "an override is key=value"),
+            ("rewards.1.weight=2", "rewards is a list of 1: write rewards.0 to rewards.0"),
+            ("rewards.first.weight=2", "rewards is a list of 1"),
+            ("model.path.x=2", "model.path is 'org/model', not a section"),
+            ("optimizer.lr=[1", "not YAML"),
+            ("include=b.yaml", "cannot be overridden"),
+            ("sampling.group_size=1", "use a group of 2 or more"),
+        ],
+    )
+    def test_refused(self, path: Path, override: str, says: str) -> None:
+        error = refused(path, [override])
+        assert says in str(error) and f"override {override!r}" in str(error)
+
+
+class TestInclude:
+    def test_merges_sections_and_replaces_lists(self, tmp_path: Path) -> None:
+        base = "optimizer: {lr: 1e-3, eps: 1e-6}\nrewards: [{name: shapes}, {name: ocr}]"
+        (tmp_path / "bases").mkdir()
+        write(tmp_path / "bases", text_of({"yaml": base}), "base.yaml")
+        path = write(
+            tmp_path, "include: bases/base.yaml\noptimizer: {lr: 1e-4}\nrewards: [{name: clipscore}]\n", "b.yaml"
+        )
+        config = load(path)
+        assert (config.optimizer.lr, config.optimizer.eps) == (1e-4, 1e-6)
+        assert [reward.name for reward in config.rewards] == ["clipscore"] and config.output == "runs/b"
+
+    def test_errors_name_the_file_they_are_in(self, tmp_path: Path) -> None:
+        base = write(tmp_path, text_of({"yaml": "optimizer: {lrr: 1e-3}\nrewards: [{name: a}, {nam: b}]"}), "base.yaml")
+        path = write(tmp_path, "include: base.yaml\nseeed: 1\n")
+        error = refused(path)
+        assert f"{base}:1: optimizer.lrr" in str(error) and f"{base}:2: rewards.1.nam" in str(error)
+        assert f"{path}:2: seeed" in str(error)
+
+    @pytest.mark.parametrize(
+        ("include", "says"),
+        [
+            ("include: nested.yaml", "may not include another"),
+            ("include: bas.yaml", "did you mean"),
+            ("include: [base.yaml]", "one base file"),
+            ("include: a.yaml", "may not include another"),
+        ],
+    )
+    def test_refused(self, tmp_path: Path, include: str, says: str) -> None:
+        write(tmp_path, text_of({"yaml": "seed: 1"}), "base.yaml")
+        write(tmp_path, "include: base.yaml", "nested.yaml")
+        assert says in str(refused(write(tmp_path, include)))
+
+
+def contains(whole: object, part: object) -> bool:
+    """Whether every value of `part` stands in `whole` at the same place."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(key in whole and contains(whole[key], part[key]) for key in part)
+    if isinstance(part, list):
+        return isinstance(whole, list) and len(whole) == len(part) and all(map(contains, whole, part))
+    return whole == part
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configurations_load_and_round_trip(path: Path, tmp_path: Path) -> None:
+    config = load(path)
+    saved = write(tmp_path, dump(config), "config.yaml")
+    assert load(saved) == config
+    written = parse(path.read_text()).value
+    assert isinstance(written, dict)
+    written.pop("include", None)
+    assert contains(parse(saved.read_text()).value, written)
+
+
+def test_quickstart_is_short() -> None:
+    assert len((ROOT / "configs" / "quickstart.yaml").read_text().splitlines()) <= 10
+
+
+printable = st.characters(codec="utf-8", exclude_categories=["Cc", "Cn", "Cs"])
+words = st.text(printable, min_size=1, max_size=10)
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**12)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(printable, max_size=12)
+    | st.sampled_from(
+        ["1e-4", "on", "null", "010", "1_0", "~", "true", "=", "<<", "- a", "a: b", "#", "1:30", ".5", "\t"]
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+positive = st.floats(1e-12, 1e6)
+trainers = st.one_of(
+    st.fixed_dictionaries(
+        {"algorithm": st.just("flow_grpo"), "noise_level": st.floats(0.01, 1)},
+        optional={
+            "kernel": st.sampled_from(["flow_sde", "dance_sde", "flow_cps", "flow_ddim", "ddim"]),
+            "window": st.none()
+            | st.fixed_dictionaries({"size": st.integers(1, 3)}, optional={"low": st.integers(0, 4)}),
+            "clip_range": st.floats(1e-8, 0.9) | st.tuples(st.floats(1e-8, 0.9), positive).map(list),
+            "kl": st.sampled_from(["gaussian", "gaussian_dt", "mean_square", "velocity"]),
+        },
+    ),
+    st.fixed_dictionaries(
+        {"algorithm": st.just("diffusion_nft")},
+        optional={"beta": positive, "timesteps_per_sample": st.none() | st.integers(1, 8)},
+    ),
+)
+rewards_ = st.lists(
+    st.fixed_dictionaries(
+        {"name": words, "weight": st.floats(0.1, 9)}, optional={"args": st.dictionaries(words, plain)}
+    ),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda reward: reward["name"],
+)
+documents = st.fixed_dictionaries(
+    {
+        "model": st.fixed_dictionaries(
+            {"path": words.map("org/{}".format)},
+            optional={"lora": st.none() | st.fixed_dictionaries({"rank": st.integers(1, 99)})},
+        ),
+        "prompts": st.just({"train": "a.jsonl", "eval": "b.jsonl"}),
+        "rewards": rewards_,
+        "trainer": trainers,
+        "sampling": st.fixed_dictionaries(
+            {"num_inference_steps": st.integers(8, 50)},
+            optional={
+                "guidance_scale": st.none() | st.floats(0, 20),
+                "pipeline_args": st.dictionaries(words.map("x_{}".format), plain, max_size=3),
+            },
+        ),
+    },
+    optional={
+        "optimizer": st.fixed_dictionaries(
+            {}, optional={"lr": positive, "betas": st.lists(st.floats(0, 0.99), min_size=2, max_size=2)}
+        ),
+        "ema": st.none() | st.fixed_dictionaries({"decay": st.floats(0, 0.999)}),
+        "seed": st.integers(0, 2**40),
+        "trackers": st.lists(st.sampled_from(["tensorboard", "wandb", "aim"]), unique=True),
+    },
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(document=documents)
+def test_nothing_written_is_changed(document: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("round-trip")
+    config = load(write(folder, json.dumps(document, ensure_ascii=False), "first.yaml"))  # JSON is YAML
+    text = dump(config)
+    assert contains(parse(text).value, document)
+    assert load(write(folder, text, "second.yaml")) == config
+    assert dump(load(write(folder, text, "second.yaml"))) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60))
+def test_no_text_crashes_the_reader(text: str) -> None:
+    try:
+        parse(text)
+    except SourceError as error:
+        assert error.problems
+
+
+def test_schema_describes_every_key_and_validates() -> None:
+    schema = json_schema()
+    missing = [key for root in ROOTS for key, node in all_keys(root).items() if "description" not in node]
+    assert missing == []
+    for root in ROOTS:
+        assert schema["$defs"][root]["properties"]["include"]["type"] == "string"
+        assert schema["$defs"][root]["additionalProperties"] is False
+    assert json.loads(json.dumps(schema)) == schema
+    common = [key for key in all_keys() if not key.startswith("trainer")]
+    assert len(common) <= 110  # a few keys decide a run, beside those of its method; more are more to read
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_schema_accepts_the_shipped_configurations(path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema to check the schema by it")
+    validator = jsonschema.Draft202012Validator(json_schema())
+    validator.check_schema(json_schema())
+    document = parse(path.read_text()).value
+    assert isinstance(document, dict)
+    if "include" in document:
+        document = parse(dump(load(path))).value
+    assert list(validator.iter_errors(document)) == []
+
+
+def test_processes_that_would_have_nothing_to_do() -> None:
+    config = load(ROOT / "configs" / "quickstart.yaml")  # 96 samples in batches of 32
+    assert processes_problem(config, 3) is None
+    assert "start 3 processes or fewer" in str(processes_problem(config, 4))
+
+
+class TestFiles:
+    @pytest.fixture
+    def files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "model" / "scheduler").mkdir(parents=True)
+        write(tmp_path / "model", "{}", "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+        self.scheduler(tmp_path, '{"_class_name": "FlowMatchEulerDiscreteScheduler"}')
+        write(tmp_path, "".join(f"prompt {k}\n" for k in range(20)), "train.txt")
+        write(tmp_path, "held out\n", "eval.txt")
+        return tmp_path
+
+    def scheduler(self, folder: Path, text: str) -> None:
+        (folder / "model" / "scheduler" / "scheduler_config.json").write_text(text)
+
+    def problem(self, folder: Path, yaml_text: str) -> str:
+        path = write(folder, text_of({"yaml": yaml_text}))
+        config, origins = load_located(path)
+        with pytest.raises(ConfigError) as caught:
+            check_files(config, origins)
+        return str(caught.value)
+
+    def notes(self, folder: Path, yaml_text: str) -> list[str]:
+        return check_files(*load_located(write(folder, text_of({"yaml": yaml_text}))))
+
+    def test_all_well(self, files: Path) -> None:
+        assert self.notes(files, "model: {path: ./model}") == []
+
+    def test_hub_id_is_a_remark(self, files: Path) -> None:
+        assert "org/model is not on this machine yet" in self.notes(files, "seed: 1")[0]
+
+    @pytest.mark.parametrize(
+        ("text", "line", "says"),
+        [
+            ("model:\n  path: ./modle", 2, "did you mean model?"),
+            ("model:\n  path: ./train.txt", 2, "is a file; a pipeline is a folder"),
+            ("model:\n  path: ./empty", 2, "no model_index.json"),
+            ("model:\n  path: org/mo del", 2, "neither a folder nor a hub id"),
+            ("seed: 1\nprompts: {train: trian.txt, eval: eval.txt}", 2, "did you mean train.txt?"),
+            ("prompts: {train: train.csv, eval: eval.txt}", 1, "prompts are .txt"),
+            ("prompts: {train: train.txt, eval: copy.txt}", 1, "every one of these prompts is trained on"),
+            ("seed: 1\nrewards:\n  - name: shpaes", 3, "shapes"),
+            ("rewards:\n  - name: ./mine.py:Absent", 2, "has no 'Absent'"),
+            ("rewards: [{name: './mine.py:needs_word'}]\nprompts: {train: t.jsonl, eval: e.jsonl}", 2, "column word"),
+            ("seed: 2\ntrackers: [tensorboard, dvclive]", 2, "pip install dvclive"),
+            ("model: {path: ./model}\ntrainer:\n  algorithm: flow_grpo\n  kernel: ddim", 4, "flow_sde or flow_cps"),
+        ],
+    )
+    def test_refused(self, files: Path, text: str, line: int, says: str) -> None:
+        (files / "empty").mkdir()
+        write(files, "", "train.csv")
+        write(files, "prompt 3\n", "copy.txt")
+        write(files, "def needs_word(images, prompts, word, scale=1): ...\n", "mine.py")
+        write(files, '{"prompt": "a", "words": "b"}\n', "t.jsonl")
+        write(files, '{"prompt": "c", "word": "b"}\n', "e.jsonl")
+        found = self.problem(files, text)
+        assert f"a.yaml:{line}: " in found and says in found, found
+
+    def test_kernels_and_models_that_do_not_fit(self, files: Path) -> None:
+        self.scheduler(files, '{"_class_name": "DDIMScheduler", "prediction_type": "epsilon"}')
+        assert "use ddim with noise_level 1" in self.problem(files, "model: {path: ./model}")
+        nft = "model: {path: ./model}\ntrainer: {algorithm: diffusion_nft}"
+        assert "diffusion_nft needs a flow model" in self.problem(files, nft)
+        ddim = "model: {path: ./model}\ntrainer: {algorithm: flow_grpo, kernel: ddim}"
+        assert self.notes(files, ddim) == []
+        self.scheduler(files, '{"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction"}')
+        assert self.notes(files, nft) == []
+
+    def test_remarks(self, files: Path) -> None:
+        write(files, "prompt 3\nheld out\n", "eval.txt")
+        write(files, "def mine(images): ...\n", "mine.py")
+        write(files, "".join(f"prompt {k}\n" for k in range(200)) + "\x1b[31m\n", "train.txt")
+        (files / "runs" / "a").mkdir(parents=True)
+        write(files / "runs" / "a", "x", "config.yaml")
+        notes = "\n".join(self.notes(files, "model: {path: ./model}\nrewards: [{name: './mine.py:mine'}]"))
+        for part in (
+            "1 of 2 prompts are trained on too",
+            "train.txt:201: character 0x001b",
+            "runs the code of",
+            "is in use",
+        ):
+            assert part in notes
+
+
+@pytest.mark.parametrize(
+    ("source", "columns"),
+    [
+        ("def r(images, prompts): ...", ()),
+        ("def r(images, word, *, count, group, scale=2, strict=True): ...", ("word", "count")),
+        ("def r(images, *, word=None, count): ...", ("count",)),
+        ("class r:\n    def __init__(self, path): ...\n    def __call__(self, images, word, size=3): ...", ("word",)),
+        ("class r:\n    pass", ()),
+        ("from elsewhere import r", ()),
+    ],
+)
+def test_declared_columns_are_read_without_importing(source: str, columns: tuple[str, ...], tmp_path: Path) -> None:
+    import rewards
+    from genrl.config.files import declared_columns
+
+    path = write(tmp_path, "raise SystemExit('imported')\n" + source + "\n", "r.py")
+    assert declared_columns(rewards.Origin("r", "file", str(path), "r")) == columns
+
+
+@pytest.mark.slow  # imports transformers
+def test_declared_columns_of_the_built_in_rewards_agree_with_their_signatures() -> None:
+    import importlib
+
+    import rewards
+    from genrl.config.files import declared_columns
+
+    for name in ("shapes", "clipscore", "pickscore"):  # those of ocr depend on its args
+        origin = rewards.resolve(name)
+        target = vars(importlib.import_module(origin.where))[origin.attribute]
+        assert declared_columns(origin) == rewards.needs(target).columns
+
+
+def test_checking_never_imports_torch(tmp_path: Path) -> None:
+    """All fixtures and all shipped files, in one fresh interpreter."""
+    folder = tmp_path / "cases"
+    folder.mkdir()
+    for name in REFUSED:
+        for index, case in enumerate(cases(name)):
+            write(folder, text_of(case.values[0]), f"{name}-{index}.yaml")
+    program = """
+import sys
+from pathlib import Path
+from genrl.config import ConfigError, check_files, load, load_located
+refused = 0
+for path in sorted(Path(sys.argv[1]).glob("*.yaml")):
+    try:
+        load(path)
+    except ConfigError:
+        refused += 1
+for path in sorted(Path("configs").rglob("*.yaml")):
+    try:
+        check_files(*load_located(path))
+    except ConfigError:
+        pass
+heavy = {"torch", "diffusers", "transformers", "numpy", "accelerate"}
+print(refused, sorted(heavy & {name.split(".")[0] for name in sys.modules}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split(maxsplit=1) == [str(len(list(folder.glob("*.yaml")))), "[]\n"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '"a"', "\udcff"])
+def test_broken_model_index(text: str, tmp_path: Path) -> None:
+    from genrl.config.files import read_json
+
+    path = tmp_path / "model_index.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert read_json(path) == {}

@@ -1,0 +1,239 @@
+"""Configurations of a vision-language model's run: those that are shipped load, what cannot work is refused with
+advice, and the functions of a method are taken by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from genrl.cli.app import app
+from genrl.config import ConfigError, VLMConfig, check_files, dump, json_schema, load, load_located
+from genrl.config import vlm as sections
+from genrl.config.messages import all_keys
+from genrl.config.vlm_rules import CRITICS, MASKED
+from genrl.vlm.methods import recipe
+from genrl.vlm.methods.compose import preset_of
+from genrl.vlm.methods.presets import PRESETS
+from rewards.scorers.texts import verifiable
+from rewards.scorers.texts.completions import RULES
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs" / "vlm").glob("*.yaml"))
+BASE: dict[str, Any] = {"vlm": {"path": "some/model"}, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "a.yaml"
+    path.write_text(yaml.safe_dump({**BASE, **changes}, sort_keys=False))
+    return path
+
+
+def made(folder: Path, **changes: Any) -> VLMConfig:
+    found = load(write(folder, **changes))
+    assert isinstance(found, VLMConfig)
+    return found
+
+
+def refused(folder: Path, **changes: Any) -> tuple[str, str]:
+    """The key and the text of the one problem, whether of the values or of the functions' names."""
+    with pytest.raises(ConfigError) as caught:
+        config, origins = load_located(write(folder, **changes))
+        assert isinstance(config, VLMConfig)
+        preset_of(config, origins)
+    assert len(caught.value.problems) == 1, str(caught.value)
+    problem = caught.value.problems[0]
+    assert problem.origin.line is not None or problem.path == "trainer"
+    return problem.path, problem.text
+
+
+class TestShipped:
+    def test_there_are_some(self) -> None:
+        assert {"grpo", "dapo", "gspo"} <= {path.stem for path in CONFIGS}
+
+    @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+    def test_loads_comes_back_and_is_possible(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(ROOT)
+        config, origins = load_located(path)
+        assert isinstance(config, VLMConfig) and config.output == str(
+            Path("runs", *path.with_suffix("").parts[path.parts.index("configs") + 1 :])
+        )
+        (tmp_path / "again.yaml").write_text(dump(config))
+        assert load(tmp_path / "again.yaml") == config
+        preset_of(config, origins)
+        check_files(config, origins)
+        schema = jsonschema.Draft202012Validator(json_schema())
+        assert schema.is_valid(json.loads(json.dumps(yaml.safe_load(dump(config)))))
+
+    def test_the_schema_tells_the_kinds_apart(self) -> None:
+        schema = jsonschema.Draft202012Validator(json_schema())
+        assert schema.is_valid(BASE) and not schema.is_valid({**BASE, "sampler": {"kind": "flow_sde"}})
+
+    def test_every_key_of_a_dump_is_described(self, tmp_path: Path) -> None:
+        known = all_keys("VLMConfig")
+        config = made(tmp_path)
+        for name, section in config.model_dump(mode="json").items():
+            assert known[name]["description"]
+            if isinstance(section, dict):
+                assert {f"{name}.{key}" for key in section} <= set(known)
+
+
+class TestNames:
+    def test_the_presets_are_those_of_the_table(self) -> None:
+        assert get_args(sections.PresetName) == (*PRESETS, "music_rl")  # it has a trainer of its own
+        assert {*MASKED, "hi_grpo"} < set(PRESETS)
+
+    def test_the_rules_are_all_of_the_verifiable_rewards(self) -> None:
+        public = [
+            n
+            for n, f in vars(verifiable).items()
+            if callable(f) and getattr(f, "__module__", "") == verifiable.__name__
+        ]
+        taking = [n for n in public if not n.startswith("_") and n not in HELPERS]
+        assert sorted(taking) == sorted(RULES)
+
+    @pytest.mark.parametrize("name", [name for name in PRESETS if name not in (*CRITICS, *MASKED, "hi_grpo")])
+    def test_a_preset_is_itself(self, name: str, tmp_path: Path) -> None:
+        epochs = 2 if name == "reg_grpo" else 1
+        found = preset_of(made(tmp_path, trainer={"preset": name, "epochs": epochs}))
+        changed = {
+            f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(PRESETS[name], f.name)
+        }
+        assert changed <= {"length", "advantage"} and (changed == set() or name in ("dr_grpo", "gdpo"))
+
+    def test_functions_are_changed_by_name_and_constant(self, tmp_path: Path) -> None:
+        changes = {
+            "preset": "dapo",
+            "advantage": "leave_one_out",
+            "surrogate": {"high": 0.5},
+            "weights": [{"name": "top_entropy", "share": 0.3}],
+            "regularisers": [{"name": "kl", "beta": 0.1}],
+            "aggregation": "const",
+        }
+        found = preset_of(made(tmp_path, trainer=changes))
+        assert found.advantage == recipe.LeaveOneOut() and found.surrogate == recipe.Clip(low=0.2, high=0.5)
+        assert found.weights == (recipe.TopEntropy(0.3),) and found.regularisers == (recipe.Kl(0.1),)
+        assert found.aggregation == "const" and found.length == 64
+
+    def test_a_list_may_be_emptied(self, tmp_path: Path) -> None:
+        assert preset_of(made(tmp_path, trainer={"preset": "grpo", "regularisers": []})).regularisers == ()
+
+    def test_gdpo_has_a_weight_for_each_reward(self, tmp_path: Path) -> None:
+        rewards = [{"name": "exact"}, {"name": "tag_format", "weight": 0.2}, {"name": "words", "weight": 0.1}]
+        found = preset_of(made(tmp_path, rewards=rewards, trainer={"preset": "gdpo"})).advantage
+        assert isinstance(found, recipe.NormaliseThenSum) and found.weights == (1.0, 0.2, 0.1)
+
+
+HELPERS = ("answer_in", "number_in", "numbers_in", "letters_in", "iou_of", "ndcg_of")
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"task": {}}, "task.name, task.train", "write one of them"),
+    ({"task": {"train": "a.jsonl"}}, "task.eval, evaluation.every", "held-out data is needed"),
+    ({"trainer": {"preset": "grpoo"}}, "trainer.preset", "grpo"),
+    ({"trainer": {"preset": "vl_dac"}}, "trainer.preset, task", "environment"),
+    ({"trainer": {"preset": "bgpo"}}, "trainer.preset, vlm.output", "masked diffusion"),
+    ({"trainer": {"preset": "hi_grpo"}}, "trainer.preset, vlm.output", "voxels"),
+    ({"trainer": {"surrogate": "linear_bound"}}, "trainer.surrogate", "masked_text"),
+    ({"generation": {"guidance_scale": 2.0}}, "generation.guidance_scale, vlm.output", "only pictures"),
+    ({"vlm": {"path": "x", "output": "image"}, "trainer": {"preset": "vppo"}}, "trainer.preset", "masked_image"),
+    ({"vlm": {"path": "x", "output": "masked_text", "lora": {}}}, "vlm.lora", "leave it out"),
+    (
+        {"vlm": {"path": "x", "output": "audio"}, "trainer": {"preset": "music_rl", "updates": 2}},
+        *("trainer.updates", "alpha alone"),
+    ),
+    ({"trainer": {"updates": 9}}, "trainer.updates, generation.prompts_per_iteration", "9 updates need a group each"),
+    ({"trainer": {"resample": 2}}, "trainer.resample, trainer.filter", "filter: spread"),
+    ({"trainer": {"surrogate": "clib"}}, "trainer.surrogate.name", "did you mean clip?"),
+    ({"trainer": {"surrogate": {"hihg": 0.3}}}, "trainer.surrogate.hihg", "did you mean high?"),
+    ({"trainer": {"surrogate": {"high": "much"}}}, "trainer.surrogate.high", "found 'much'"),
+    ({"trainer": {"weights": [{"share": 0.1}]}}, "trainer.weights.0", "say which function is meant"),
+    ({"trainer": {"preset": "reg_grpo"}}, "trainer.epochs", "2 or more"),
+    ({"trainer": {"preset": "real", "micro_batch": 4}}, "trainer.micro_batch", "whole groups"),
+    ({"trainer": {"preset": "real", "weights": ["top_entropy"]}}, "trainer", "token weights"),
+    ({"generation": {"group_size": 1}}, "generation.group_size", "write 2 or more"),
+    ({"rewards": [{"name": "exact", "weight": 0}]}, "rewards", "all weights are 0"),
+    ({"generation": {"temperature": 0}}, "generation.temperature", "allowed"),
+    ({"stages": [{"iterations": 5}]}, "iterations, stages", "write iterations: 5"),
+    ({"stages": [{"iterations": 200, "task": {}}]}, "stages.0.task.name, task.train", "write one of them"),
+    ({"augmentation": {"truth": "{question} {anser}"}}, "augmentation.truth", "and no others"),
+    ({"task": {"name": "shapes", "passes": 1}}, "task.passes", "allowed"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "text"), REFUSED, ids=[f"{key}-{text[:12]}" for _, key, text in REFUSED])
+def test_what_cannot_work_is_refused(changes: dict[str, Any], key: str, text: str, tmp_path: Path) -> None:
+    found, why = refused(tmp_path, **changes)
+    assert found.replace(" (default)", "") == key and text in why
+
+
+class TestFiles:
+    def data(self, folder: Path, rows: list[dict[str, Any]], name: str = "train") -> str:
+        path = folder / f"{name}.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+        return str(path)
+
+    def wrong(self, folder: Path, **changes: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            config, origins = load_located(write(folder, **changes))
+            check_files(config, origins)
+        return str(caught.value)
+
+    @pytest.fixture
+    def model(self) -> dict[str, Any]:
+        return {"path": str(ROOT / "assets" / "tiny-vlm")}
+
+    def test_a_model_without_a_processor(self, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llava"}')
+        assert "has no image processor" in self.wrong(tmp_path, vlm={"path": str(folder)})
+        assert "did you mean" in self.wrong(tmp_path, vlm={"path": str(tmp_path / "mode")})
+
+    def test_a_row_without_a_picture_is_named(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        (tmp_path / "a.png").write_bytes(b"")
+        source = self.data(tmp_path, [{"prompt": "what ?", "image": "a.png", "answer": "1"}, {"prompt": "and ?"}])
+        task = {"train": source, "eval": "org/name:test"}
+        assert "train.jsonl:2: no picture in the column 'image'" in self.wrong(tmp_path, vlm=model, task=task)
+
+    def test_a_missing_answer_column(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        (tmp_path / "a.png").write_bytes(b"")
+        source = self.data(tmp_path, [{"prompt": "what ?", "image": "a.png", "anser": "1"}])
+        task = {"train": source, "eval": "org/name:test"}
+        found = self.wrong(tmp_path, vlm=model, task=task)
+        assert "asks for the column answer" in found and "anser" in found
+
+    def test_a_reward_of_pictures(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        assert "here completions are scored" in self.wrong(tmp_path, vlm=model, rewards=[{"name": "steadiness"}])
+
+    def test_a_stage_is_checked_as_the_run_is(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        stages = [{"iterations": 200, "task": {"train": str(tmp_path / "none.jsonl"), "eval": "org/name:test"}}]
+        found = self.wrong(tmp_path, vlm=model, stages=stages)
+        assert "stages.0.task.train" in found and "none.jsonl" in found
+
+    def test_synthesis_needs_a_pipeline_and_a_check(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        found = self.wrong(tmp_path, vlm=model, synthesis={"pipeline": "./none", "ask": "describe", "check": "exakt"})
+        assert "./none is no folder of a diffusers pipeline" in found and "Did you mean 'exact'" in found
+
+    def test_augmentation_needs_answers(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        (tmp_path / "a.png").write_bytes(b"")
+        source = self.data(tmp_path, [{"prompt": "what ?", "image": "a.png", "truth": "1"}])
+        task = {"train": source, "eval": "org/name:test"}
+        found = self.wrong(tmp_path, vlm=model, task=task, rewards=[{"name": "tag_format"}], augmentation={})
+        assert "from the column answer; columns of every row" in found
+
+    def test_an_unknown_reward(self, tmp_path: Path, model: dict[str, Any]) -> None:
+        assert "Did you mean 'exact'" in self.wrong(tmp_path, vlm=model, rewards=[{"name": "exakt"}])
+
+
+def test_check_prints_what_the_method_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, ["check", "configs/vlm/grpo.yaml", "trainer.preset=vppo"])
+    assert result.exit_code == 0 and "top_dependency" in result.output and "masked_image" in result.output

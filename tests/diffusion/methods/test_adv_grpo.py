@@ -1,0 +1,394 @@
+"""Adv-GRPO from inside: the reward's update and the model's by other means, schedules, resume, processes, bad input."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from genrl.config import Adversary, AdvGRPO, Config, ConfigError, check_files
+from genrl.data.prompts import PromptError
+from genrl.diffusion.methods.adv_grpo import train as adv_grpo
+from genrl.diffusion.methods.adv_grpo.train import Pairs, load_trained, trainable_of, turns
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.rollout.scoring import open_scorers
+from genrl.diffusion.session import Session
+from genrl.diffusion.train import train
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run
+from tests.diffusion import runs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+CRITICS = '''
+import torch
+
+
+class Critic:
+    """A linear function of a picture's three mean colours."""
+
+    loss = "hinge"
+    patch_weight = 0.5
+
+    def __init__(self, rate: float = 1.0):
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
+        self.rate = rate
+
+    def __call__(self, images):
+        return self.logits(images, [])
+
+    def logits(self, images, prompts):
+        return self.rate * images.mean(dim=(2, 3)) @ self.weight
+
+    def parameters(self):
+        return [self.weight]
+
+    def state_dict(self):
+        return {"weight": self.weight.data}
+
+    def load_state_dict(self, state):
+        self.weight.data.copy_(state["weight"])
+
+
+class Patched(Critic):
+    """The same of every pixel, too."""
+
+    def __call__(self, images):
+        return self.logits(images, [])[0]
+
+    def logits(self, images, prompts):
+        colours = images.permute(0, 2, 3, 1) @ self.weight
+        return super().logits(images, prompts), colours.flatten(1)
+
+
+class Preferring(Critic):
+    loss = "preference"
+
+
+class Column(Critic):
+    """Logits of the wrong shape."""
+
+    def __call__(self, images):
+        return super().logits(images, [])
+
+    def logits(self, images, prompts):
+        return super().logits(images, prompts)[:, None]
+
+
+class Detached(Critic):
+    def logits(self, images, prompts):
+        return super().logits(images, prompts).detach()
+
+
+def frozen(images):
+    """As `Critic` before it is trained."""
+    return images.mean(dim=(2, 3)) @ torch.tensor([1.0, -2.0, 0.5])
+'''
+ADVERSARY: dict[str, Any] = {"schedule": "together", "lr": 0.05}
+QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
+TRIPLES = {"group_size": 3, "batch_size": 2}
+
+
+@pytest.fixture
+def critics(folder: Path) -> Path:
+    """The run's folder, with critics and two references of every prompt."""
+    (folder / "critics.py").write_text(CRITICS, encoding="utf-8")
+    (folder / "pictures").mkdir()
+    for number, prompt in enumerate(runs.PROMPTS):
+        for k in range(2):
+            picture = Image.new("RGB", (20, 30), (200, 40 * number, 100 * k))
+            picture.save(folder / "pictures" / f"{number}-{k}.png")
+            (folder / "pictures" / f"{number}-{k}.txt").write_text(prompt, encoding="utf-8")
+    return folder
+
+
+def config(
+    folder: Path, model: Path, critic: str = "Critic", adversary: dict[str, Any] = ADVERSARY, **changes: Any
+) -> Config:
+    trainer = {
+        "algorithm": "adv_grpo",
+        "clip_range": 1e-2,
+        "adversary": {"references": str(folder / "pictures"), **adversary},
+    }
+    rewards = [{"name": f"{folder / 'critics.py'}:{critic}"}, runs.reward(folder, "brightness", weight=0)]
+    return runs.config(folder, model, **{"trainer": trainer, "rewards": rewards, "sampling": TRIPLES, **changes})
+
+
+def watched(config: Config) -> tuple[list[Rollouts], list[list[Pairs]], list[dict[str, float]], Session]:
+    """Train, and keep the samples, their references and the rows of every iteration."""
+    with runs.session(config) as session:
+        rollouts: list[Rollouts] = []
+        pairs: list[list[Pairs]] = []
+        rows: list[dict[str, float]] = []
+        collect, finish, paired = session.collect, session.finish, adv_grpo.paired
+        session.collect = lambda draw, **shape: rollouts.append(collect(draw, **shape)) or rollouts[-1]  # type: ignore
+        session.finish = lambda metrics: rows.append(dict(metrics)) or finish(metrics)  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adv_grpo, "paired", lambda *given: pairs.append(paired(*given)) or pairs[-1])
+            adv_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+    return rollouts, pairs, rows, session
+
+
+def stacked(pairs: list[Pairs]) -> tuple[Tensor, Tensor]:
+    """All references and samples of an iteration, floats."""
+    return torch.cat([one.real for one in pairs]).float() / 255, torch.cat([one.fake for one in pairs]).float() / 255
+
+
+@pytest.mark.parametrize("critic", ["Critic", "Patched", "Preferring"])
+def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> None:
+    """Two Adam steps in each of two iterations, by autograd on the formulas over all pictures at once."""
+    settings = {**ADVERSARY, "steps": 2, "warmup": 2}
+    adversary = {**settings, "schedule": "alternate", "every": 3}
+    _, pairs, rows, session = watched(config(critics, model, critic, adversary, iterations=3, **QUIET))
+    weight = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=0.05, betas=(0.5, 0.999))
+    for iteration in range(2):
+        real, fake = stacked(pairs[iteration])
+        assert (len(real), real.shape) == (6, fake.shape)
+        for step in range(2):
+            y, x = (side.mean(dim=(2, 3)) @ weight for side in (real, fake))
+            loss = ((1 - y).clamp(min=0).mean() + (1 + x).clamp(min=0).mean()) / 2
+            right = ((y > 0).double().mean() + (x < 0).double().mean()) / 2
+            if critic == "Patched":
+                py, px = (side.permute(0, 2, 3, 1) @ weight for side in (real, fake))
+                loss = loss + 0.5 * ((1 - py).clamp(min=0).mean() + (1 + px).clamp(min=0).mean()) / 2
+            if critic == "Preferring":
+                loss, right = -torch.log(y.exp() / (y.exp() + x.exp())).mean(), (y > x).double().mean()
+            if step == 0:
+                assert rows[iteration]["adversary/loss"] == pytest.approx(loss.item(), rel=1e-5)
+                assert rows[iteration]["adversary/accuracy"] == pytest.approx(right.item())
+                assert rows[iteration]["adversary/margin"] == pytest.approx((y.mean() - x.mean()).item(), abs=1e-3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert rows[iteration]["adversary/updates"] == 2 and "loss" not in rows[iteration]
+    assert rows[2]["adversary/updates"] == 0 and "adversary/grad_norm" not in rows[2] and "loss" in rows[2]
+    trained = session.kept["adversary"].state_dict()["weight"]
+    torch.testing.assert_close(trained, weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_models_update_is_flow_grpos_on_the_scores_before_the_rewards(critics: Path, model: Path) -> None:
+    common: dict[str, Any] = {"iterations": 1, "checkpoint": {"every": 1}, "evaluation": {"every": 0}}
+    ours = train(config(critics, model, output=str(critics / "ours"), **common))
+    frozen = [{"name": f"{critics / 'critics.py'}:frozen"}]
+    trainer = {"algorithm": "flow_grpo", "clip_range": 1e-2}
+    theirs = train(runs.config(critics, model, trainer=trainer, rewards=frozen, sampling=TRIPLES,
+                               output=str(critics / "theirs"), **common))  # fmt: skip
+    one, other = (runs.last_state(run).tensors["weights"] for run in (ours, theirs))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    moved = runs.last_state(ours).tensors["kept-adversary"]["weight"]
+    assert not torch.equal(moved, torch.tensor([1.0, -2.0, 0.5]))
+
+
+def test_an_iteration_of_the_reward_leaves_the_model_alone(critics: Path, model: Path) -> None:
+    run = train(config(critics, model, adversary={"schedule": "alternate", "every": 2}, evaluation={"every": 0}))
+    first, second = runs.rows(run)
+    assert (first["updates"], second["updates"]) == (0, 1)
+    before, after = (checkpoint.load(Run(run).checkpoints / f"step-00000{k}").tensors for k in (1, 2))
+    still = [torch.equal(before["weights"][key], before["snapshot-average"][key]) for key in before["weights"]]
+    moved = [not torch.equal(before["weights"][key], after["weights"][key]) for key in before["weights"]]
+    assert all(still) and any(moved)
+    assert torch.equal(before["kept-adversary"]["weight"], after["kept-adversary"]["weight"])
+
+
+def test_an_iteration_of_the_reward_keeps_no_graphs(critics: Path, model: Path) -> None:
+    """There is no update of the model to go back through them; in the next one there is, and it uses them up."""
+    adversary = {"references": str(critics / "pictures"), **ADVERSARY, "schedule": "alternate", "every": 2}
+    chosen = {"algorithm": "adv_grpo", "clip_range": 1e-2, "adversary": adversary, "keep_graph": True}
+    rollouts, _, (first, second), session = watched(
+        config(critics, model, trainer=chosen, evaluation={"every": 0}, checkpoint={"every": 100})
+    )
+    assert not any(piece.trajectory.graphs for r in rollouts for one in r.mine.values() for piece in one.pieces)
+    assert session.iteration == 2 and "grad_norm" not in first and second["grad_norm"] > 0
+
+
+def test_turns() -> None:
+    low, high = torch.tensor([1.0, float("nan")]), torch.tensor([2.0, 3.0])
+
+    def of(iterations: int, real: Tensor = high, fake: Tensor = low, **keys: Any) -> list[tuple[bool, bool]]:
+        settings = AdvGRPO(adversary=Adversary(references="x", **keys))
+        return [turns(settings, k, real, fake) for k in range(iterations)]
+
+    both, model, reward = (True, True), (True, False), (False, True)
+    assert of(20) == ([reward] * 9 + [model]) * 2
+    assert of(6, every=3, warmup=3) == [reward] * 5 + [model]
+    assert of(3, schedule="together", warmup=1) == [reward, both, both]
+    assert of(2, schedule="lag") == [model] * 2 and of(2, low, high, schedule="lag") == [reward] * 2
+    assert of(2, schedule="lag", warmup=1) == [reward, model]
+
+
+def test_references_take_turns_within_a_group(critics: Path, model: Path) -> None:
+    """The three samples of a prompt see both of its references, in the samples' size; another iteration another way."""
+    _, pairs, _, session = watched(config(critics, model, iterations=3, **QUIET))
+    orders = set()
+    for one in pairs:
+        level = {slot: int(real[2, 0, 0]) for part in one for slot, real in zip(part.slots, part.real, strict=True)}
+        assert all(part.real.shape == part.fake.shape and part.real.dtype == torch.uint8 for part in one)
+        for first in (0, 3):
+            group = tuple(level[slot] for slot in range(first, first + 3))
+            assert group[0] == group[2] != group[1] and set(group) == {0, 100}
+            orders.add(group)
+    assert len(orders) == 2
+
+
+@pytest.mark.parametrize("schedule", [{"schedule": "together", "warmup": 1}, {"schedule": "lag", "steps": 2}])
+def test_two_and_two_iterations_are_four(
+    critics: Path, model: Path, schedule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reward, its optimiser, and what is drawn of the references; also where an iteration is taken back."""
+    rewards = [{"name": f"{critics / 'critics.py'}:Critic", "args": {"rate": -1.0}}]  # so it lags for a while
+    common: dict[str, Any] = {"adversary": {**schedule, "lr": 0.1}, "iterations": 4, "evaluation": {"every": 2}}
+    common["rewards"] = rewards
+    straight = train(config(critics, model, output=str(critics / "straight"), **common))
+    stopped = config(critics, model, output=str(critics / "stopped"), **common)
+    finish = Session.step_other
+
+    def step_other(self: Session, optimizer: torch.optim.Optimizer) -> float:
+        norm = finish(self, optimizer)
+        if self.iteration == 2 and monkeypatch.armed:  # type: ignore[attr-defined]
+            monkeypatch.armed = False  # type: ignore[attr-defined]
+            signal.raise_signal(signal.SIGTERM)  # the reward has moved, the model has not
+        return norm
+
+    monkeypatch.armed = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(Session, "step_other", step_other)
+    with pytest.raises(SystemExit):
+        train(stopped)
+    state = runs.last_state(critics / "stopped")
+    assert {"kept-adversary", "kept-adversary_optimizer"} <= state.tensors.keys()
+    train(stopped, critics / "stopped")
+    assert runs.differences(straight, critics / "stopped") == []
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_reward(critics: Path, model: Path) -> None:
+    """5 micro-batches over two processes: the reward's gradient is that of all samples, and both train alike."""
+    common: dict[str, Any] = {
+        "adversary": {**ADVERSARY, "steps": 2},
+        "sampling": {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 2},
+        "optimizer": {"lr": 1e-4, "max_grad_norm": 1e9},
+        "iterations": 2,
+        "evaluation": {"every": 0},
+    }
+    found = {}
+    for count in (1, 2):
+        config(critics, model, "Patched", output=str(critics / f"run-{count}"), **common)
+        path = (critics / "tiny.yaml").rename(critics / f"{count}.yaml")
+        log = critics / f"{count}.log"
+        if count == 1:
+            processes = [runs.start(runs.train_file, str(path), log=log)]
+        else:
+            processes = runs.start_ranks(count, runs.train_file, str(path), log=log)
+        codes = runs.wait(processes, 300)
+        assert codes == [0] * count, "\n".join(p.read_text()[-2000:] for p in critics.glob("*.log"))
+        found[count] = (runs.last_state(critics / f"run-{count}").tensors, runs.rows(critics / f"run-{count}"))
+    (alone, rows), (both, theirs) = found[1], found[2]
+    start = torch.tensor([1.0, -2.0, 0.5])
+    assert (alone["kept-adversary"]["weight"] - start).abs().min() > 0.05
+    torch.testing.assert_close(both["kept-adversary"]["weight"], alone["kept-adversary"]["weight"], rtol=0, atol=1e-4)
+    for mine, yours in zip(rows, theirs, strict=True):
+        for key in ("adversary/loss", "adversary/accuracy", "adversary/margin", "reward/Patched_mean"):
+            assert mine[key] == pytest.approx(yours[key], rel=1e-3, abs=1e-4), (mine["step"], key)
+
+
+@pytest.mark.parametrize(
+    ("critic", "message"),
+    [("Column", r"shapes \[\(2, 1\)\]; they must be \[2\]"), ("Detached", "its logits have no graph")],
+)
+def test_logits_that_cannot_be_trained(critics: Path, model: Path, critic: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(config(critics, model, critic, **QUIET))
+
+
+def test_the_reward_is_one_term_of_the_sum(critics: Path, model: Path) -> None:
+    rewards = [
+        {"name": f"{critics / 'critics.py'}:Critic", "weight": 0.5, "batch_size": 1},
+        runs.reward(critics, "brightness", weight=2),
+    ]
+    rollouts, *_ = watched(config(critics, model, rewards=rewards, iterations=1, **QUIET))
+    values = rollouts[0].scored.values
+    torch.testing.assert_close(rollouts[0].total, 0.5 * values["Critic"] + 2 * values["brightness"])
+
+
+def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, model: Path) -> None:
+    run = train(config(critics, model, evaluation={"every": 0}))
+    opened = open_scorers(config(critics, model), "cpu")
+    load_trained(opened, run)
+    kept = runs.last_state(run).tensors["kept-adversary"]["weight"]
+    assert torch.equal(opened.rewards["Critic"].weight, kept) and kept[0] != 1.0
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        load_trained(opened, critics)
+
+
+def refused(folder: Path, model: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_files(config(folder, model, **changes))
+    return str(error.value)
+
+
+def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
+    own, bright = {"name": f"{critics / 'critics.py'}:Critic"}, runs.reward(critics, "brightness")
+    misspelt = refused(critics, model, adversary={**ADVERSARY, "references": str(critics / "picturse")})
+    assert f"does not exist (did you mean {critics / 'pictures'}?)" in misspelt
+    for k in range(2):
+        (critics / "pictures" / f"1-{k}.txt").write_text("two blue cats", encoding="utf-8")
+    missing = refused(critics, model)
+    assert "no picture for the prompt 'two blue dogs'" in missing and "train.txt:2" in missing
+    assert "trainer.adversary.references" in missing
+    with pytest.raises(PromptError, match="no picture for the prompt 'two blue dogs'"):
+        train(config(critics, model))
+    for k in range(2):
+        (critics / "pictures" / f"1-{k}.txt").write_text("two blue dogs", encoding="utf-8")
+    check_files(config(critics, model))
+    assert "adv_grpo trains one of them" in refused(critics, model, rewards=[{"name": "shapes"}])
+    with pytest.raises(ValueError, match="adv_grpo trains one reward.*found none"):
+        train(config(critics, model, rewards=[bright]))
+    patched = {"name": f"{critics / 'critics.py'}:Patched"}
+    opened = open_scorers(
+        config(critics, model, critic="Patched"), "cpu"
+    )  # which its source does not show to be trained
+    with pytest.raises(ValueError, match="Patched is trained, so it stays on the device; remove its offload"):
+        trainable_of(replace(opened, offloaded={"Patched": "cpu"}))
+    assert "keep one" not in refused(critics, model, rewards=[{**own, "weight": 0}, bright])
+    assert "give it a weight" in refused(critics, model, rewards=[{**own, "weight": 0}, bright])
+    two = {"name": f"{critics / 'critics.py'}:Detached"}
+    assert "there is another such reward; keep one" in refused(critics, model, rewards=[own, two])
+    assert "change with every update" in refused(critics, model, rewards=[{**own, "cache": 10}])
+    assert "trained in this process" in refused(critics, model, rewards=[{**own, "isolate": True}])
+    assert "rewards.0.offload: its optimiser's state stays" in refused(
+        critics, model, rewards=[{**own, "offload": True}]
+    )
+    trainer = {"algorithm": "flow_grpo"}
+    assert "only algorithm adv_grpo" in refused(critics, model, trainer=trainer, rewards=[own])
+    with pytest.raises(ValueError, match="'Patched' is trained beside the model"):
+        train(runs.config(critics, model, trainer=trainer, rewards=[{**patched, "weight": 1}]))
+
+
+@pytest.mark.parametrize(
+    ("adversary", "changes", "message"),
+    [
+        ({"schedule": "lag", "every": 5}, {}, "is of schedule: alternate"),
+        ({"every": 3}, {}, "none of 2 iterations trains the model"),
+        ({"schedule": "lag", "warmup": 2}, {}, "use a warm-up of 1 or less"),
+        ({"every": 1}, {}, "2 or more"),
+        ({}, {"sampling": {"num_frames": 5}}, "references are pictures"),
+    ],
+)
+def test_settings_that_contradict_each_other(
+    critics: Path, model: Path, adversary: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(critics, model, adversary=adversary, **changes)
+
+
+def test_the_learning_rate_counts_iterations_of_the_model(critics: Path, model: Path) -> None:
+    def steps(**adversary: Any) -> int:
+        return config(critics, model, adversary=adversary, iterations=30, **QUIET).optimizer_steps
+
+    assert (steps(), steps(every=3), steps(schedule="together", warmup=5), steps(schedule="lag")) == (3, 10, 25, 30)

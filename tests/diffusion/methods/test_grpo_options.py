@@ -1,0 +1,276 @@
+"""Flow-GRPO's options from inside: GRPO-Guard, DDPO, kinds of divergence, several rewards to one advantage."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.config import ConfigError, FlowGRPO, load
+from genrl.config import dump as to_yaml
+from genrl.diffusion.methods import estimation
+from genrl.diffusion.methods.estimation import advantages_of
+from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
+from genrl.diffusion.replay import replay
+from genrl.diffusion.session import Session
+from genrl.diffusion.train import train
+from genrl.objectives.advantages.aggregation import log_tame_advantages
+from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
+from genrl.objectives.advantages.prompt_statistics import prompt_advantages
+from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.run import Run, write_atomic
+from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES
+from tests.diffusion.methods.test_flow_grpo import QUIET, Watched, run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+GUARD = {"algorithm": "flow_grpo", "guard": True, "clip_range": 4e-6}
+DDPO = {"algorithm": "flow_grpo", "kernel": "ddim", "noise_level": 1.0, "advantage_scale": "prompt_history"}
+HISTORY = {"size": 4, "min_count": 3}
+DIFFUSION = {"num_inference_steps": 4, "pipeline_args": {}}
+SINGLES = {"prompts_per_iteration": 4, "group_size": 1}
+
+
+@pytest.fixture(scope="session")
+def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Stable Diffusion 1.5. Not to be changed."""
+    folder = tmp_path_factory.mktemp("model") / "tiny-sd15"
+    FAMILIES["sd15"]().pipe.save_pretrained(folder)
+    return folder
+
+
+# -- GRPO-Guard ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_guard_measures_from_the_policy_that_sampled(
+    folder: Path, model: Path, updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every loss again from its definition, with means of the weights before the first update."""
+    losses: list[tuple[Tensor, Tensor]] = []
+    before: dict[tuple[float, float], Tensor] = {}
+    original = flow_grpo.policy_loss
+
+    def watched(settings: FlowGRPO, new: Any, next_state: Tensor, old: Any, old_mean: Any, advantage: Tensor) -> Any:
+        out = original(settings, new, next_state, old, old_mean, advantage)
+        key = (float(next_state.double().sum()), float(new.step.sigma))
+        delta = float(new.step.sigma - new.step.sigma_next)
+        z = (next_state - before[key]) / new.std
+        ratio = (z * (new.mean - before[key])).flatten(1).mean(1).exp()
+        expected = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 4e-6, 1 + 4e-6)) / delta
+        losses.append((out.loss.detach(), expected.detach()))
+        return out
+
+    def prepare(session: Session) -> None:
+        collect = session.collect
+
+        def then_replay(draw: Any, **shape: Any) -> Any:
+            found = collect(draw, **shape)
+            with torch.no_grad():
+                for piece in (piece for one in found.mine.values() for piece in one.pieces):
+                    for i, x in piece.trajectory.next_states.items():
+                        sigma = float(piece.trajectory.sigmas[i])
+                        before[float(x.double().sum()), sigma] = session.policy.replay(piece.trajectory, i).mean
+            return found
+
+        session.collect = then_replay  # type: ignore[method-assign]
+
+    monkeypatch.setattr(flow_grpo, "policy_loss", watched)
+    trainer = {**GUARD, "updates_per_iteration": updates, "inner_epochs": 2}
+    config = runs.config(folder, model, trainer=trainer, sampling={"group_size": 4}, iterations=1, **QUIET)
+    seen = run(config, prepare)
+    assert len(losses) == 2 * 4 * 2  # epochs, micro-batches, steps
+    for found, expected in losses:
+        torch.testing.assert_close(found, expected.to(found), rtol=1e-5, atol=1e-5)
+    assert seen.rows[0]["ratio/max_abs_dev"] > 0
+    assert min(float(found.abs().max()) for found, _ in losses) > 0
+
+
+def test_guard_calls_the_model_only_for_later_updates(folder: Path, model: Path) -> None:
+    """8 samples, 2 trained steps: 16 calls an epoch, and 8 before the first update for the second update's samples."""
+    calls = {}
+    for updates, epochs in ((1, 1), (1, 2), (2, 1)):
+        trainer = {**GUARD, "updates_per_iteration": updates, "inner_epochs": epochs}
+        output = str(folder / f"{updates}-{epochs}")
+        train(runs.config(folder, model, trainer=trainer, sampling={"group_size": 4}, iterations=1, output=output,
+                          **QUIET))  # fmt: skip
+        calls[updates, epochs] = runs.rows(Path(output))[0]["model_calls/train"]
+    assert calls == {(1, 1): 16, (1, 2): 32, (2, 1): 24}
+
+
+def test_guard_scales_steps_alike(folder: Path, model: Path) -> None:
+    """On policy each step's loss is -A / delta, and the gate compares ratios of the guard's size."""
+    seen = run(runs.config(folder, model, trainer=GUARD, sampling={"group_size": 4}, iterations=1, **QUIET))
+    assert (seen.rows[0]["ratio/mean"], seen.rows[0]["ratio/max_abs_dev"]) == (1.0, 0.0)
+    rollouts = seen.rollouts[0]
+    advantages = group_advantages(rollouts.total, rollouts.group, scale="group")
+    sigmas = next(iter(rollouts.mine.values())).sigmas.double()
+    expected = -(advantages.mean() * (1 / (sigmas[:-2] - sigmas[1:-1])).mean())
+    assert seen.rows[0]["loss/policy"] == pytest.approx(float(expected), abs=1e-6)
+
+
+# -- DDPO ------------------------------------------------------------------------------------------------------------
+
+
+def learn_ddpo(folder: Path, sd: Path, **trainer: Any) -> Watched:
+    settings = {**DDPO, "history": HISTORY, **trainer}
+    return run(runs.config(folder, sd, trainer=settings, sampling={**DIFFUSION, **SINGLES}, iterations=4, **QUIET))
+
+
+def test_advantages_are_measured_against_the_prompts_last_rewards(
+    folder: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Tensor] = []
+    original = advantages_of
+    monkeypatch.setattr(estimation, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+    seen = learn_ddpo(folder, sd)
+    history: dict[str, list[float]] = {}
+    for rollouts, advantages in zip(seen.rollouts, found, strict=True):
+        expected, history = prompt_advantages(rollouts.total, rollouts.prompts, history, buffer_size=4, min_count=3)
+        assert torch.equal(advantages, expected) and advantages.abs().max() > 0
+    assert all(len(kept) == 4 for kept in history.values())
+    assert all(row["advantage/abs_mean"] > 0 and "zero_std_ratio" not in row for row in seen.rows)
+    assert len(next(iter(seen.rollouts[0].mine.values())).pieces[0].trajectory.log_probs) == 3  # all steps but the last
+
+
+def test_score_function_and_ratio_have_one_gradient_on_policy(folder: Path, sd: Path) -> None:
+    """d r = d log p where r = 1; their losses differ."""
+    ratio, score = learn_ddpo(folder, sd), learn_ddpo(folder / ".", sd, objective="score_function")
+    one, other = ratio.updates[0].gradient, score.updates[0].gradient
+    assert all(torch.allclose(one[k], other[k], rtol=1e-4, atol=1e-8) for k in one) and one.keys() == other.keys()
+    assert ratio.rows[0]["loss/policy"] != pytest.approx(score.rows[0]["loss/policy"], abs=1e-6)
+    assert score.rows[0]["ratio/max_abs_dev"] == 0.0
+
+
+def test_the_history_is_resumed(folder: Path, sd: Path) -> None:
+    common: dict[str, Any] = {"trainer": {**DDPO, "history": HISTORY}, "sampling": {**DIFFUSION, **SINGLES}}
+    straight = train(runs.config(folder, sd, iterations=4, output=str(folder / "straight"), **common))
+    train(runs.config(folder, sd, iterations=2, output=str(folder / "stopped"), **common))
+    written = Run(folder / "stopped").config
+    written.write_text(written.read_text().replace("iterations: 2", "iterations: 4"))
+    train(load(written), folder / "stopped")
+    assert runs.differences(straight, folder / "stopped") == []
+    assert len(runs.last_state(straight).state["memory"]["prompt_rewards"]) == 4
+
+
+# -- divergences, several rewards ------------------------------------------------------------------------------------
+
+
+def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
+    """x_prediction is sigma^2 times velocity, k2 half the squared difference of log-probabilities."""
+    config = runs.config(folder, model, iterations=1, **QUIET)
+    with runs.session(config) as session, torch.no_grad():
+        for p in session.weights.parameters:
+            p.add_(0.05)
+        plan = sampling_plan(config, config.trainer, 0)  # type: ignore[arg-type]
+        assert isinstance(config.trainer, FlowGRPO)
+        kernel = choose_kernel(session, config.trainer, plan)
+        batch = session.probe
+        trajectory = session.policy.roll_out(batch, kernel, range(2))
+        for i in trajectory.log_probs:
+            new = session.policy.replay(trajectory, i)
+            with session.weights.reference():
+                reference = session.policy.replay(trajectory, i)
+            by_name = {k: flow_grpo.reference_kl(k, new, reference) for k in ("velocity", "x_prediction", "k2")}
+            sigma = float(trajectory.sigmas[i])
+            assert float(by_name["velocity"]) > 0
+            torch.testing.assert_close(by_name["x_prediction"], sigma**2 * by_name["velocity"])
+            torch.testing.assert_close(by_name["k2"], (new.log_prob - reference.log_prob) ** 2 / 2)
+
+
+@pytest.mark.parametrize("kind", ["x_prediction", "k2"])
+def test_divergences_are_zero_at_the_start_and_then_grow(folder: Path, model: Path, kind: str) -> None:
+    trainer = {"algorithm": "flow_grpo", "kl_weight": 0.1, "kl": kind}
+    rows = run(runs.config(folder, model, trainer=trainer, optimizer={"lr": 1e-3}, iterations=2, **QUIET)).rows
+    assert rows[0]["kl"] == 0.0 and rows[1]["kl"] > 0.0
+
+
+@pytest.mark.parametrize("aggregate", ["gdpo", "log_tame", "log_tame_released"])
+def test_several_rewards_to_one_advantage(
+    folder: Path, model: Path, aggregate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Tensor] = []
+    original = advantages_of
+    monkeypatch.setattr(estimation, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+    scale = "none" if aggregate == "log_tame_released" else "group"
+    trainer = {"algorithm": "flow_grpo", "aggregate": aggregate, "advantage_scale": scale}
+    rewards = [runs.reward(folder, "brightness", weight=2.0), runs.reward(folder, "redness", weight=0.5)]
+    config = runs.config(folder, model, trainer=trainer, rewards=rewards, sampling={"group_size": 4}, **QUIET)
+    seen = run(config)
+    for rollouts, advantages in zip(seen.rollouts, found, strict=True):
+        parts = list(rollouts.scored.values.values())
+        if aggregate == "gdpo":
+            expected = gdpo_advantages(parts, [2.0, 0.5], rollouts.group)
+        else:
+            variant: Any = "paper" if aggregate == "log_tame" else "released"
+            expected = log_tame_advantages(parts, [2.0, 0.5], rollouts.group, variant=variant)
+        assert torch.equal(advantages, expected) and advantages.abs().max() > 0
+        summed = group_advantages(rollouts.total, rollouts.group, scale="group")
+        assert not torch.allclose(advantages, summed, atol=1e-3)
+
+
+def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Path) -> None:
+    """A gate that is always closed leaves constants, and a weight of 0 nothing: no update."""
+    closed = {"gate": {"reward": "redness", "at_least": 100.0}}
+    rewards = [runs.reward(folder, "brightness", **closed), runs.reward(folder, "redness", schedule=[[0, 0.0]])]
+    trainer = {"algorithm": "flow_grpo", "aggregate": "gdpo"}
+    seen = run(runs.config(folder, model, trainer=trainer, rewards=rewards, iterations=1, **QUIET))
+    assert seen.rows[0]["advantage/abs_mean"] == 0.0
+    silent = [runs.reward(folder, "brightness", schedule=[[0, 0.0]])]
+    seen = run(runs.config(folder, model, trainer=trainer, rewards=silent, iterations=1, **QUIET))
+    assert seen.rows[0]["advantage/abs_mean"] == 0.0
+
+
+# -- dumps and refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", [{**GUARD, "inner_epochs": 2}, {"algorithm": "flow_grpo", "kl": "k2"},
+                                     {"algorithm": "flow_grpo", "objective": "score_function"}])  # fmt: skip
+def test_a_dump_computes_what_the_run_computed(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
+    config = runs.config(folder, model, trainer=trainer, **QUIET)
+    write_atomic(Run(Path(config.output)).config, to_yaml(config))
+    losses: list[Tensor] = []
+    with runs.session(config) as session, pytest.raises(NonFiniteError) as error:
+        backward, last = session.backward, 8 if trainer.get("inner_epochs") else 4
+
+        def broken(loss: Tensor, *rest: Any, **counts: float) -> None:
+            losses.append(loss.detach().clone())
+            backward(loss * math.nan if len(losses) == last else loss, *rest, **counts)
+
+        session.backward = broken  # type: ignore[method-assign, assignment]
+        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+    assert error.value.dump is not None
+    assert torch.equal(replay(error.value.dump).tensors["loss"], losses[-1]) and losses[-1].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes", "text"),
+    [
+        ({"objective": "score_function", "inner_epochs": 2}, {}, "no ratio"),
+        ({"objective": "score_function", "guard": True}, {}, "the score function has not"),
+        ({"guard": True, "kernel": "ddim", "noise_level": 1.0}, {}, "alpha-bars"),
+        ({"guard": True, "log_prob_reduction": "sum"}, {}, "write mean"),
+        ({"kl": "x_prediction", "kl_weight": 0.1, "kernel": "ddim", "noise_level": 1.0}, {}, "of a velocity"),
+        ({"advantage_scale": "prompt_history", "history": {"size": 4}}, {}, "never reached"),
+        ({"history": {"size": 32}}, {}, "advantage_scale: prompt_history"),
+        ({}, {"sampling": {"group_size": 1}}, "nothing to be compared with"),
+        ({"aggregate": "gdpo", "advantage_scale": "global"}, {}, "use group"),
+        ({"aggregate": "log_tame_released"}, {}, "use none"),
+        ({"aggregate": "log_tame", "advantage_scale": "prompt_history"}, {}, "rule for groups"),
+        ({"aggregate": "gdpo"}, {"rewards": [{"normalize": "group"}]}, "normalises the scores themselves"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    folder: Path, model: Path, trainer: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
+    changes = dict(changes)
+    if "rewards" in changes:
+        changes["rewards"] = [runs.reward(folder, "brightness", **extra) for extra in changes["rewards"]]
+    with pytest.raises(ConfigError, match=text):
+        runs.config(folder, model, trainer={"algorithm": "flow_grpo", **trainer}, **changes)

@@ -1,0 +1,190 @@
+"""What a run logs is what the catalogue documents, both ways; means and spreads are those of all values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.train import train
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.runtime.metrics import METRICS, SECTIONS, document
+from genrl.runtime.run import Run, read_metrics
+from tests.diffusion import runs
+from tests.diffusion.methods.test_draft import SMOOTH
+from tests.diffusion.policy.test_editing import editing
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+KL = {"kl"}  # only with kl_weight above 0
+PULL = {"layer_tuning/distance"}  # only with trainer.layer_tuning
+EVALUATION = set(SECTIONS["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
+USED = set(SECTIONS["Rewards as used"])  # only of rewards that are not simply added
+GATED = {"schedule": [[0, 1.0]], "gate": {"reward": "brightness", "at_least": 0.0}}
+OWN = {"flow_grpo": "Flow-GRPO", "diffusion_nft": "DiffusionNFT", "spo": "SPO", "prdp": "PRDP"}
+SHARED = ("Rewards", "Rewards as used", "Evaluation", "Groups and advantages", "Update", "Time, memory and cost")
+OTHERS = {
+    one: {entry for title in SECTIONS if title not in (*SHARED, own) for entry in SECTIONS[title]}
+    for one, own in OWN.items()
+}
+METHODS = {entry for title in SECTIONS if title not in SHARED for entry in SECTIONS[title]}
+GROUPS = set(SECTIONS["Groups and advantages"])
+RATIO = {"loss/policy", "ratio/mean", "ratio/std", "ratio/max_abs_dev"}
+OLD = {"policy/old_decay", "policy/sampling_decay"}
+PAIRS = {"preference/pairs", "preference/correct", "preference/logit"}
+PROMPT_RL = {
+    "algorithm": "prompt_rl",
+    "retained": 1,
+    "kl_weight": 0.0,
+    "rewriter": {"path": str(Path(__file__).parents[3] / "assets/tiny-lm"), "max_new_tokens": 4},
+}
+ASSISTED = set(SECTIONS["Direct reward and Diff-Instruct"]) - {"draft/steps", "draft/pull"}
+ASSETS = Path(__file__).parents[3] / "assets"
+ADV_GRPO = {
+    "algorithm": "adv_grpo",
+    "kl_weight": 0.01,
+    "adversary": {"references": f"{ASSETS / 'references'}:train", "schedule": "together"},
+}
+JUDGE = {"name": "dino_adversary", "args": {"model": str(ASSETS / "tiny-dino"), "size": 16, "hidden": 4}}
+MONITOR = {"eval/monitor_drop"}  # only with evaluation.monitor
+D3PO = {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7}
+CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    # settings, and the entries that such a run does not log
+    "flow_grpo": (
+        {"trainer": {"algorithm": "flow_grpo", "kl_weight": 0.01}, "evaluation": {"every": 2}},
+        OTHERS["flow_grpo"] | USED | PULL | MONITOR,
+    ),
+    "adv_grpo": (
+        {
+            "trainer": ADV_GRPO,
+            "prompts": {"train": str(ASSETS / "prompts/shapes_train.txt")},
+            "evaluation": {"every": 1, "monitor": {"reward": "redness", "tolerance": 1.0}},
+        },
+        OTHERS["flow_grpo"] - set(SECTIONS["Adv-GRPO"]) | {"used/<name>_weight", "used/<name>_gated"} | PULL,
+    ),
+    "layer_tuning": (
+        {
+            "trainer": {
+                "algorithm": "flow_grpo",
+                "window": {"size": 1},
+                "tree": {"ways": 2, "at": "window"},
+                "layer_tuning": {"target": "best_image"},
+            },
+            "evaluation": {"every": 0},
+        },
+        OTHERS["flow_grpo"] | USED | KL | EVALUATION,
+    ),
+    "diffusion_nft": (
+        {"trainer": {**runs.NFT, "kl_weight": 0.0}, "evaluation": {"every": 0}, "ema": None},
+        OTHERS["diffusion_nft"] | KL | EVALUATION,
+    ),
+    "ddpo": (
+        {
+            "trainer": {"algorithm": "flow_grpo", "advantage_scale": "prompt_history"},
+            "sampling": {"group_size": 1},
+            "evaluation": {"every": 0},
+        },
+        OTHERS["flow_grpo"] | USED | PULL | KL | EVALUATION | {"zero_std_ratio", "group_std_mean"},
+    ),
+    "prompt_rl": (
+        {"trainer": PROMPT_RL, "evaluation": {"every": 2}},
+        OTHERS["flow_grpo"] - set(SECTIONS["PromptRL"]) | USED | PULL | KL | MONITOR,
+    ),
+    "talk2move": (
+        {
+            "trainer": {"algorithm": "talk2move", "step_evaluation": {"prompts": 1, "samples": 2}},
+            "sampling": {"num_inference_steps": 4},
+            "evaluation": {"every": 0},
+        },
+        OTHERS["flow_grpo"] - set(SECTIONS["Talk2Move"]) | USED | PULL | KL | EVALUATION,
+    ),
+    "prdp": (
+        {"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7}, "evaluation": {"every": 0}},
+        OTHERS["prdp"] | USED | {"advantage/abs_mean", "advantage/clipped"} | KL | EVALUATION,
+    ),
+    "awm": (
+        {"trainer": {"algorithm": "awm", "timesteps_per_sample": 1}, "evaluation": {"every": 0}},
+        METHODS - RATIO - {"forward/error", "kl/ema", "policy/ema_decay"} | USED | EVALUATION,
+    ),
+    "dgpo": (
+        {"trainer": {"algorithm": "dgpo", "first_steps": 2, "timesteps_per_sample": 1}, "evaluation": {"every": 0}},
+        METHODS - {"forward/error", "policy/ema_decay", "dgpo/group_weight", "dgpo/clip_frac"} | USED | EVALUATION,
+    ),
+    "crd": (
+        {"trainer": {"algorithm": "crd", "updates_per_iteration": 1}, "evaluation": {"every": 0}},
+        METHODS - OLD - {"forward/error", "crd/residual", "crd/implicit_abs"} | USED | EVALUATION,
+    ),
+    "dpo": (
+        {"trainer": {"algorithm": "dpo"}, "evaluation": {"every": 0}},
+        METHODS - PAIRS - {"forward/error"} | USED | GROUPS | KL | EVALUATION,
+    ),
+    "d3po": (
+        {"trainer": D3PO, "evaluation": {"every": 0}},
+        METHODS - PAIRS - {"preference/clip_frac"} | USED | GROUPS | KL | EVALUATION,
+    ),
+    "draft": (
+        {"trainer": {"algorithm": "draft"}, "evaluation": {"every": 0}},
+        METHODS - {"draft/steps", "draft/pull"} | USED | GROUPS | KL | EVALUATION,
+    ),
+    "diff_instruct": (
+        {
+            "trainer": {"algorithm": "diff_instruct"},
+            "sampling": {"num_inference_steps": 1},
+            "evaluation": {"every": 0},
+        },
+        METHODS - ASSISTED | USED | GROUPS | KL | {"loss"} | EVALUATION,
+    ),
+    "spo": (
+        {
+            "trainer": {"algorithm": "spo", "kernel": "flow_sde", "noise_level": 0.7, "first": 0, "threshold": 0.0},
+            "evaluation": {"every": 0},
+        },
+        OTHERS["spo"] | USED | set(SECTIONS["Groups and advantages"]) | KL | EVALUATION,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_run_logs_what_the_catalogue_has(folder: Path, model: Path, kontext: Path, name: str) -> None:
+    """That no other key is logged is the logger's to refuse (`document` raises)."""
+    changes, absent = CONFIGURATIONS[name]
+    rewards = [runs.reward(folder, "redness")]
+    if not USED & absent:
+        rewards = [runs.reward(folder, "redness", **GATED), runs.reward(folder, "brightness", weight=0)]
+    if name == "adv_grpo":
+        rewards = [runs.reward(folder, "redness", weight=0), JUDGE]
+    if name in ("draft", "diff_instruct"):
+        (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
+        rewards = [{"name": f"{folder / 'smooth.py'}:warmth"}]
+    config = editing(folder, kontext, rewards=rewards, **changes) if name == "talk2move" else None
+    run = train(config or runs.config(folder, model, rewards=rewards, **changes))
+    entry = {id(doc): key for key, doc in METRICS.items()}
+    logged = {entry[id(document(key))] for row in read_metrics(Run(run).metrics) for key in row if key != "step"}
+    assert logged == METRICS.keys() - absent
+
+
+def test_every_entry_is_logged_by_some_run() -> None:
+    others = ("Policies in simulation", "Policies from data", "Vision-language models", "Vision-language agents")
+    elsewhere = {entry for title in others for entry in SECTIONS[title]}
+    assert set.intersection(*(absent for _, absent in CONFIGURATIONS.values())) == elsewhere
+
+
+def test_ratios_are_measured_over_all_their_values() -> None:
+    """Deviations of 1e-7 about 1 keep their spread, whatever the micro-batches."""
+    ratios = 1.0 + 1e-7 * torch.tensor([1.0, -2.0, 4.0, 0.0, -3.0, 5.0], dtype=torch.float64)
+    meter = Meter()
+    for part in ratios.split([1, 3, 2]):
+        meter.add_surrogate(clipped_surrogate(part.log(), torch.zeros_like(part), torch.ones_like(part), 1, 1), part)
+    found = meter.result()
+    assert found["ratio/mean"] == pytest.approx(float(ratios.mean()), abs=1e-14)
+    assert found["ratio/std"] == pytest.approx(float(ratios.std(correction=0)), rel=1e-6)
+    assert found["ratio/max_abs_dev"] == pytest.approx(5e-7, rel=1e-6)
+
+
+def test_equal_ratios_have_no_spread() -> None:
+    meter = Meter()
+    meter.add_surrogate(clipped_surrogate(torch.zeros(3), torch.zeros(3), torch.ones(3), 0.1, 0.1), torch.ones(3))
+    assert meter.result()["ratio/std"] == 0.0

@@ -1,0 +1,183 @@
+"""Talk2Move: which steps are drawn, what a picture costs, where the exit step comes from, and the gradient by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.config import Config, ConfigError, load
+from genrl.config.estimate import plan
+from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
+from genrl.diffusion.methods.talk2move import train as talk2move
+from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
+from genrl.diffusion.train import train
+from genrl.mdp.early_exit import exit_step, model_calls
+from genrl.objectives.advantages.groups import group_advantages
+from genrl.runtime.run import Run
+from tests.diffusion import runs
+from tests.diffusion.methods.test_flow_grpo import Watched, relative, watch
+from tests.diffusion.policy.test_editing import editing
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+MOVE: dict[str, Any] = {"algorithm": "talk2move"}
+QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
+STEPS = 5
+
+
+def config(folder: Path, kontext: Path, sampling: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Config:
+    sampling = {"num_inference_steps": STEPS, "guidance_scale": 1.0, "same_initial_noise": True, **sampling}
+    return editing(folder, kontext, sampling=sampling, **changes)
+
+
+def run(config: Config) -> Watched:
+    with runs.session(config) as session:
+        seen = watch(session)
+        talk2move.train(session, config.trainer)  # type: ignore[arg-type]
+    return seen
+
+
+def test_kept_graphs_give_the_same_update(folder: Path, kontext: Path) -> None:
+    again, kept = (
+        run(config(folder, kontext, trainer={**MOVE, "exit_step": 2, "keep_graph": keep}, iterations=1, **QUIET))
+        for keep in (False, True)
+    )
+    one, other = again.updates[0].gradient, kept.updates[0].gradient
+    assert all(torch.equal(gradient, other[key]) for key, gradient in one.items())
+    assert any(bool(gradient.any()) for gradient in one.values())
+
+
+@pytest.mark.parametrize("exit_at", [1, 2, 4])
+def test_a_picture_costs_the_drawn_steps_and_the_shortcut(folder: Path, kontext: Path, exit_at: int) -> None:
+    """And training the drawn steps; on policy every ratio is exactly 1. At step 4 of 5 one step is left."""
+    chosen = config(folder, kontext, trainer={**MOVE, "exit_step": exit_at}, **QUIET)
+    predicted = plan(chosen)
+    for row in runs.rows(train(chosen)):
+        assert (row["model_calls/sample"], row["model_calls/train"]) == (predicted.sample_calls, predicted.train_calls)
+        assert row["model_calls/sample"] == 4 * model_calls(STEPS, exit_at, min(2, STEPS - exit_at))
+        assert row["model_calls/train"] == 4 * exit_at and row["window/size"] == exit_at
+        assert row["ratio/max_abs_dev"] == 0.0 and row["grad_norm"] > 0 and "exit/variance" not in row
+
+
+def test_the_end_is_the_ode_on_even_levels_down_to_no_noise(folder: Path, kontext: Path) -> None:
+    """The shortcut by hand; and the recorded steps are those before the exit, no others."""
+    seen = run(config(folder, kontext, trainer={**MOVE, "exit_step": 2, "shortcut": 3}, iterations=1, **QUIET))
+    with runs.session(config(folder, kontext, trainer=MOVE, iterations=1, output=str(folder / "b"), **QUIET)) as fresh:
+        for one in seen.rollouts[0].mine.values():
+            (piece,) = one.pieces
+            assert sorted(piece.trajectory.log_probs) == [0, 1] and piece.trajectory.stop == 2
+            state, level = piece.trajectory.next_states[1], float(one.sigmas[2])
+            for k in range(3):
+                sigma, following = level * (1 - k / 3), level * (1 - (k + 1) / 3)
+                with torch.no_grad():
+                    velocity = fresh.policy.velocity(one.batch, state, torch.tensor(sigma))
+                state = state - (sigma - following) * velocity
+            assert torch.allclose(one.final, state, atol=1e-5)
+
+
+def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(folder: Path, kontext: Path) -> None:
+    """Chains that are rolled out anew for every exit step give the very rewards of the one that is left at each."""
+    settings = {**MOVE, "step_evaluation": {"prompts": 2, "samples": 3}}
+    with runs.session(config(folder, kontext, trainer=settings, **QUIET)) as session:
+        trainer, policy = session.config.trainer, session.policy
+        kernel = choose_kernel(session, trainer, sampling_plan(session.config, trainer, 0))  # type: ignore[arg-type]
+        found = talk2move.evaluate_steps(session, trainer, kernel, 0)  # type: ignore[arg-type]
+        assert found.shape == (2, STEPS, 3) and bool(found[:, 0].isnan().all()) and not bool(found[:, 1:].isnan().any())
+        rows = [session.prompts[r] for r in talk2move.prompt_indices(3, 2, seed=0, iteration=0)]
+        for p, row in enumerate(rows):
+            for k in range(1, STEPS):
+                for slots in ([0, 1], [2]) if p == 0 else ([0], [1, 2]):  # micro-batches of 2 over 6 samples
+                    batch = Batch(
+                        [row.text] * len(slots),
+                        [(0, 0, "exit", 3 * p + s) for s in slots],
+                        call_arguments(session.config.sampling),
+                        [(0, 0, "exit", "group", p)] * len(slots),
+                        batch_inputs({"image": "source_image"}, [row] * len(slots)),
+                    )
+                    with torch.no_grad():
+                        chain = policy.roll_out(batch, kernel, range(k), stop=k)
+                        final = talk2move.take_shortcut(policy, batch, chain.final, chain.sigmas, k, 2)
+                        bright = policy.decode(batch, final).mean(dim=(1, 2, 3)).double()
+                    assert torch.allclose(found[p, k, slots], bright, atol=1e-5), (p, k)
+        chosen = talk2move.choose_exit(session, trainer, kernel, 0)  # type: ignore[arg-type]
+        assert chosen == exit_step(found) == session.memory["exit"]["step"] and 1 <= chosen < STEPS
+
+
+def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: Path) -> None:
+    """2 x 3 chains of 4 drawn steps, left 4 times with a shortcut of 2, 2, 2 and 1 steps."""
+    settings = {**MOVE, "step_evaluation": {"prompts": 2, "samples": 3, "every": 2}}
+    chosen = config(folder, kontext, trainer=settings, iterations=4, **QUIET)
+    found = runs.rows(train(chosen))
+    assert plan(chosen).sample_calls == 4 * 5 + 2 * 6 * (4 + 7) / 4  # at most: no exit is later than the last step
+    for n, row in enumerate(found):
+        size = int(row["window/size"])
+        own = 4 * model_calls(STEPS, size, min(2, STEPS - size))
+        assert row["model_calls/sample"] == own + (6 * (4 + 7) if n % 2 == 0 else 0)
+        assert row["exit/variance"] > 0
+    assert found[0]["exit/variance"] == found[1]["exit/variance"] != found[2]["exit/variance"]
+
+
+def test_gradient_by_hand(folder: Path, kontext: Path) -> None:
+    """On policy the surrogate's gradient is that of -A log p, mean over samples and drawn steps."""
+    changes = {"trainer": {**MOVE, "exit_step": 2}, "iterations": 1, **QUIET}
+    seen = run(config(folder, kontext, **changes))
+    rollouts = seen.rollouts[0]
+    advantages = group_advantages(rollouts.total, rollouts.group, scale="global")
+    with runs.session(config(folder, kontext, output=str(folder / "again"), **changes)) as session:
+        for key, parameter in session.weights.named.items():
+            parameter.data.copy_(seen.updates[0].weights[key])
+        for one in rollouts.mine.values():
+            for i in (0, 1):
+                log_prob = session.policy.replay(one.pieces[0].trajectory, i).log_prob
+                (-(advantages[one.slots].float() * log_prob).sum() / (4 * 2)).backward()
+        expected = {key: p.grad for key, p in session.weights.named.items() if p.grad is not None}
+    assert relative(seen.updates[0].gradient, expected) < 1e-5
+    assert max(float(g.abs().max()) for g in expected.values()) > 0
+
+
+def test_two_and_two_iterations_are_four(folder: Path, kontext: Path) -> None:
+    """The exit step is found at 0 and 3: one of them is remembered over the stop, the other found after it."""
+    common = {"trainer": {**MOVE, "step_evaluation": {"prompts": 1, "samples": 2, "every": 3}}}
+    straight = train(config(folder, kontext, iterations=4, output=str(folder / "straight"), **common))
+    train(config(folder, kontext, iterations=2, output=str(folder / "stopped"), **common))
+    written = Run(folder / "stopped").config
+    written.write_text(written.read_text().replace("iterations: 2", "iterations: 4"))
+    train(load(written), folder / "stopped")
+    assert runs.differences(straight, folder / "stopped") == []
+    assert runs.last_state(straight).state["memory"]["exit"]["step"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sampling", "text"),
+    [
+        ({"noise_level": 0.0}, {}, "deterministic and has no density"),
+        ({"kernel": "ddim"}, {}, "the shortcut is for flow models"),
+        ({}, {"inputs": {}}, r"name the argument of its call and the column of the files"),
+        ({"exit_step": 5}, {}, "use 4 or less"),
+        ({"exit_step": 2, "step_evaluation": {"every": 5}}, {}, "is not looked for"),
+        ({"shortcut": 5}, {}, "5 steps are no shortcut of 5"),
+        ({"window": {"size": 2}}, {}, r"trainer\.window.*exit step"),
+        ({"step_evaluation": {"samples": 1}}, {}, r"trainer\.step_evaluation\.samples.*2 or more"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    folder: Path, kontext: Path, trainer: dict[str, Any], sampling: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        config(folder, kontext, trainer={**MOVE, **trainer}, sampling=sampling, **QUIET)
+
+
+def test_a_picture_that_is_not_there_ends_the_run_before_it_begins(folder: Path, kontext: Path) -> None:
+    chosen = config(folder, kontext, trainer=MOVE, **QUIET)
+    (folder / "2.png").unlink()
+    with pytest.raises(ValueError, match=r"edits\.jsonl:3: source_image: there is no file '2\.png'"):
+        train(chosen)
+    chosen = config(folder, kontext, trainer=MOVE, sampling={"inputs": {"image": "picture"}}, **QUIET)
+    with pytest.raises(ValueError, match=r"edits\.jsonl:1 has no column 'picture'"):
+        train(chosen)

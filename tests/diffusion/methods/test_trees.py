@@ -1,0 +1,240 @@
+"""Trees and windows as settings of Flow-GRPO: what a run draws, what it costs, what its gradient is."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.config import Config, estimate, load
+from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.plans import sampling_plan, trained_steps
+from genrl.diffusion.methods.pull import Pull
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.session import Session
+from genrl.diffusion.train import train
+from genrl.runtime.run import Run
+from tests.diffusion import runs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
+QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
+EIGHT = {"num_inference_steps": 5, "prompts_per_iteration": 2, "group_size": 8, "batch_size": 6}
+
+
+def config(folder: Path, model: Path, trainer: dict[str, Any], **changes: Any) -> Config:
+    sampling = EIGHT | changes.pop("sampling", {})
+    return runs.config(
+        folder, model, trainer=GRPO | trainer, sampling=sampling, **{**QUIET, "iterations": 1, **changes}
+    )
+
+
+def run(config: Config, prepare: Callable[[Session], None] = lambda session: None) -> list[dict[str, Any]]:
+    """Train in this process; the metric rows."""
+    with runs.session(config) as session:
+        prepare(session)
+        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+    return runs.rows(Path(config.output))
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "window": {"window": {"size": 2, "schedule": "progressive", "every": 1}},
+    "window_start": {"window": {"size": 2, "schedule": "progressive", "every": 1}, "tree": {"ways": 4}},
+    "one_tree": {"window": {"size": 2, "schedule": "decaying", "every": 2}, "tree": {"ways": 8}},
+    "window_tree": {
+        "window": {"size": 3, "schedule": "progressive", "every": 1},
+        "tree": {"ways": 2, "at": "window", "noise_growth": 0.5},
+    },
+    "splits": {"tree": {"ways": 2, "at": [0, 1, 3], "spread": 4.0}},
+    "window_and_splits": {
+        "window": {"size": 1, "low": 2, "high": 4, "schedule": "progressive", "every": 1},
+        "tree": {"ways": 2, "at": [0]},
+    },
+    "backward": {
+        "window": {"size": 3, "schedule": "backward", "shortest": 1},
+        "noise_outside_window": True,
+        "tree": {"ways": 4, "contrast": {"low": 0.0, "high": 0.0}},
+    },
+    "tail": {"window": {"size": 1, "schedule": "progressive", "every": 1}, "tail_ratio": 0.5},
+    "tree_and_tail": {"window": {"size": 1, "high": 1}, "tree": {"ways": 8}, "tail_ratio": 0.5},
+    "sliding_prune": {"tree": {"ways": 2, "at": [0], "prune": {"depths": [3, 4], "slide_every": 1}}},
+    "kl": {"tree": {"ways": 4, "at": [1]}, "kl_weight": 0.01, "inner_epochs": 2},
+    "layer_tuning": {
+        "window": {"size": 2, "schedule": "progressive", "every": 1},
+        "tree": {"ways": 8},
+        "layer_tuning": {},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: str) -> None:
+    """Over all iterations of a run; those of `genrl check` and `genrl plan`."""
+    found = config(folder, model, SETTINGS[name], iterations=3)
+    expected = estimate.plan(found, estimate.read_components(model))
+    rows = run(found)
+    assert sum(row["model_calls/sample"] for row in rows) == pytest.approx(3 * expected.sample_calls)
+    assert sum(row["model_calls/train"] for row in rows) == pytest.approx(3 * expected.train_calls)
+    for iteration, row in enumerate(rows):
+        plan = sampling_plan(found, found.trainer, iteration)  # type: ignore[arg-type]
+        assert row["model_calls/sample"] == 2 * plan.calls
+        assert row["ratio/max_abs_dev"] == 0.0 or "kl" in row  # a second epoch is off-policy
+        assert row["window/size"] == len(trained_steps(found, found.trainer, iteration))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+def test_guided_calls_are_those_of_the_estimate(folder: Path, model: Path, in_training: bool) -> None:
+    trainer = {
+        "window": {"size": 2, "low": 1, "high": 3},
+        "tree": {"ways": 8},
+        "layer_tuning": {},
+        "guidance_in_training": in_training,
+    }
+    found = config(folder, model, trainer, sampling={"guidance_scale": 4.5})
+    expected = estimate.plan(found, estimate.read_components(model))
+    (row,) = run(found)
+    assert (row["model_calls/sample"], row["model_calls/train"]) == (expected.sample_calls, expected.train_calls)
+
+
+# -- what is said, what is kept, what is the same --------------------------------------------------------------------
+
+
+def test_skipped_depths_are_said_once(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two, two and eight states: the first two are measured against the leaves."""
+    trainer = {"tree": {"ways": 2, "at": [0, 2, 3], "normalise": "depth"}}
+    run(config(folder, model, trainer, iterations=3))
+    told = capsys.readouterr().err
+    assert told.count("have fewer than 4 states: measured against the leaves") == 1
+    assert "depths 1, 2 have fewer" in told
+
+
+def test_enough_states_are_not_remarked_on(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(config(folder, model, {"tree": {"ways": 4, "at": [0], "normalise": "depth"}}))
+    assert "fewer than 4 states" not in capsys.readouterr().err
+
+
+def test_groups_without_scores_do_not_stop_a_run_that_prunes(folder: Path, model: Path) -> None:
+    (folder / "silent.py").write_text(
+        "def silent(images, prompts):\n"
+        "    return [None if p != prompts[0] else float(k) for k, p in enumerate(prompts)]\n"
+    )
+    trainer = {"tree": {"ways": 2, "at": [0, 1], "prune": {"width": "extremes"}}}
+    rewards = [{"name": f"{folder}/silent.py:silent"}]
+    (row,) = run(config(folder, model, trainer, rewards=rewards))
+    assert row["reward/silent_failed"] > 0 and row["grad_norm"] > 0
+
+
+def pulls(folder: Path, model: Path, target: str) -> tuple[Pull, Rollouts, Session]:
+    """The pull of the first iteration, before its update."""
+    trainer = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"ways": 8}, "layer_tuning": {"target": target}}
+    found: list[Any] = []
+
+    def prepare(session: Session) -> None:
+        collect = session.collect
+
+        def watched(draw: Any, **shape: Any) -> Rollouts:
+            found.append(collect(draw, **shape))
+            return found[0]
+
+        session.collect = watched  # type: ignore[method-assign]
+
+    settings = config(folder, model, trainer, optimizer={"lr": 1e-12})
+    with runs.session(settings) as session:
+        prepare(session)
+        made = flow_grpo.pull_to_best
+
+        def kept(*arguments: Any) -> Any:
+            found.append(made(*arguments))
+            return found[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flow_grpo, "pull_to_best", kept)
+            flow_grpo.train(session, settings.trainer)  # type: ignore[arg-type]
+    return found[1], found[0], session
+
+
+def test_samples_are_pulled_to_the_velocity_on_the_best_path(folder: Path, model: Path) -> None:
+    pull, rollouts, session = pulls(folder, model, "best_path")
+    best = rollouts.total.view(2, 8).argmax(1)
+    seen = 0
+    for piece in rollouts.mine[0].pieces:
+        for i, slots in piece.slots.items():
+            with torch.no_grad():
+                outputs = session.policy.replay(piece.trajectory, i).model_output
+            targets = pull.target(piece, i)
+            for row, slot in enumerate(slots):
+                if slot % 8 == best[slot // 8]:
+                    torch.testing.assert_close(targets[row], outputs[row], rtol=1e-4, atol=1e-5)
+                    same = [k for k, other in enumerate(slots) if other // 8 == slot // 8]
+                    assert all(torch.equal(targets[k], targets[row]) for k in same)
+                    seen += 1
+                    assert float(pull.weight[i, slot]) == 0.0  # it does not fall short of itself
+    assert seen == 4  # two groups, two steps
+
+
+def test_samples_are_pulled_to_the_best_image(folder: Path, model: Path) -> None:
+    pull, rollouts, _ = pulls(folder, model, "best_image")
+    best = rollouts.total.view(2, 8).argmax(1)
+    (only,) = rollouts.mine.values()
+    finals = dict(zip(only.slots, only.final, strict=True))
+    for piece in only.pieces:
+        for i, slots in piece.slots.items():
+            rows = piece.trajectory.rows(i)
+            for k, (slot, target) in enumerate(zip(slots, pull.target(piece, i), strict=True)):
+                state = piece.trajectory.states[i][k if rows is None else int(rows[k])]
+                picture = finals[int(slot // 8 * 8 + best[slot // 8])]
+                torch.testing.assert_close(
+                    state - float(piece.trajectory.sigmas[i]) * target, picture, atol=1e-5, rtol=0
+                )
+
+
+def test_a_prompts_history_goes_on_after_a_resume(folder: Path, model: Path) -> None:
+    """B2-DiffuRL's scores need the iterations before: a run stopped in its third of four equals one that was not."""
+
+    def settings(name: str, call: int) -> Config:
+        rewards = [runs.reward(folder, "Interrupt", args={"number": int(signal.SIGTERM), "call": call})]
+        kept = {"checkpoint": {"every": 1}, "output": str(folder / name), "rewards": rewards, "iterations": 4}
+        return config(folder, model, SETTINGS["backward"], **kept)
+
+    train(settings("straight", 1000))
+    with pytest.raises(SystemExit):
+        train(settings("stopped", 3))
+    assert runs.last_state(folder / "stopped").step in (2, 3)
+    written = Run(folder / "stopped").config
+    written.write_text(written.read_text().replace("call: 3", "call: 1000"))
+    train(load(written), folder / "stopped")
+    assert runs.differences(folder / "straight", folder / "stopped") == []
+    history = runs.last_state(folder / "stopped").state["memory"]["prompt_history"]
+    assert sorted(history) == sorted(runs.PROMPTS)
+    assert [len(stage) for stages in history.values() for stage in stages] == [8] * 8  # each prompt in two of four
+
+
+@pytest.mark.slow  # processes of their own
+@pytest.mark.parametrize("name", ["layer_tuning", "backward"])
+def test_two_processes_do_what_one_does(folder: Path, model: Path, name: str) -> None:
+    """Up to rounding: trees are cut to other batches."""
+    rows = []
+    for count in (1, 2):
+        config(folder, model, SETTINGS[name], output=str(folder / f"world-{count}"))
+        path = (folder / "tiny.yaml").rename(folder / f"{count}.yaml")
+        log = folder / f"{count}.log"
+        processes = (
+            [runs.start(runs.train_file, str(path), log=log)]
+            if count == 1
+            else runs.start_ranks(count, runs.train_file, str(path), log=log)
+        )
+        assert runs.wait(processes, 200) == [0] * count, [p.read_text()[-2000:] for p in folder.glob("*.log")]
+        rows += runs.rows(folder / f"world-{count}")
+    one, two = rows
+    assert one.keys() == two.keys()
+    for key in one.keys() - {"ratio/std"}:
+        assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
+    assert one["grad_norm"] > 0

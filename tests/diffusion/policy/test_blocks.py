@@ -1,0 +1,268 @@
+"""Our processors and block forwards beside diffusers' own, block by block, and whole pipelines whose ratio stays 1."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention import JointTransformerBlock
+from diffusers.models.attention_processor import JointAttnProcessor2_0
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import Tensor, nn
+
+from genrl.config import Kernels, Model
+from genrl.diffusion.policy.blocks import BLOCKS, Switches, install
+from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.policy.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.train import use_kernels
+from genrl.runtime.run import read_metrics
+from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES
+from tests.diffusion.tiny_parts import Family
+
+NAMES = ("sd3", "flux", "qwen_image", "wan_t2v", "wan22")
+ALL = {"fused": ("qk_norm_rope", "adaln", "step"), "attention": "auto"}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+Recorded = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def batch_of(family: Family) -> Batch:
+    keys = [(7, 0, 0), (7, 0, 1)]
+    return Batch(["a red star", "two blue dogs"], keys, {"num_inference_steps": 4, **family.call}, inputs=family.inputs)
+
+
+def block_calls(policy: Policy, family: Family) -> list[Recorded]:
+    """Every block of the denoisers with the arguments of one of its calls in a rollout."""
+    found: dict[nn.Module, Recorded] = {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[module] = (module, args, kwargs)
+
+    blocks = [m for d in policy.denoisers.values() for m in d.modules() if type(m) in BLOCKS or hasattr(m, "processor")]
+    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in blocks]
+    policy.roll_out(batch_of(family))
+    for handle in handles:
+        handle.remove()
+    assert set(found) == set(blocks)
+    return list(found.values())
+
+
+def values_and_gradients(call: Recorded) -> list[Tensor]:
+    """Outputs, and the gradients of a projection of them to every floating input and parameter of the block."""
+    module, args, kwargs = call
+
+    def leaf(value: Any) -> Any:
+        fresh = isinstance(value, Tensor) and value.is_floating_point()
+        return value.detach().clone().requires_grad_() if fresh else value
+
+    args, kwargs = tuple(map(leaf, args)), {name: leaf(value) for name, value in kwargs.items()}
+    inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
+    outputs = module(*args, **kwargs)
+    outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None]
+    generator = torch.Generator().manual_seed(0)
+    total = sum((t * torch.randn(t.shape, generator=generator)).sum() for t in outputs)
+    wanted = [*inputs, *(p for p in module.parameters())]
+    gradients = torch.autograd.grad(total, wanted, allow_unused=True)
+    return [t.detach() for t in (*outputs, *(torch.zeros(()) if g is None else g for g in gradients))]
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image", "wan_t2v"])
+def test_every_block_is_diffusers_own_within_rounding(name: str, backend: str) -> None:
+    family = FAMILIES[name]()
+    policy = Policy(family.pipe)
+    policy.denoiser.requires_grad_(True)
+    calls = block_calls(policy, family)
+    before = [values_and_gradients(call) for call in calls]
+    install([policy.denoiser], Switches(qk_norm_rope=True, adaln=True, attention="math", backend=backend))
+    for call, own in zip(calls, before, strict=True):
+        assert (
+            call[0].processor.__module__ == "genrl.diffusion.policy.blocks" if hasattr(call[0], "processor") else True
+        )
+        for ours, theirs in zip(values_and_gradients(call), own, strict=True):
+            scale = max(1.0, float(theirs.abs().max()))
+            torch.testing.assert_close(ours, theirs, atol=3e-5 * scale, rtol=1e-4, msg=lambda m, c=call: f"{c[0]}: {m}")
+
+
+def sd35() -> Recorded:
+    """SD3.5 medium's first blocks have a second attention, among the image's tokens."""
+    block = JointTransformerBlock(16, 2, 8, qk_norm="rms_norm", use_dual_attention=True)
+    return block, (torch.randn(2, 6, 16), torch.randn(2, 3, 16), torch.randn(2, 16)), {}
+
+
+def wan_of_tokens() -> Recorded:
+    """Wan 2.2's small model has a time per token; its cross-attention is not normalised here."""
+    block = WanTransformerBlock(24, 32, 2)
+    angles = [t.repeat_interleave(2, -1)[None, :, None] for t in (torch.randn(5, 6).cos(), torch.randn(5, 6).sin())]
+    return block, (torch.randn(2, 5, 24), torch.randn(2, 4, 24), torch.randn(2, 5, 6, 24), tuple(angles)), {}
+
+
+def wan_of_pictures() -> Recorded:
+    """Wan 2.1's picture-to-video attends to 512 text tokens and to the picture's before them."""
+    block = WanTransformerBlock(24, 32, 2, cross_attn_norm=True, added_kv_proj_dim=24)
+    return block, (torch.randn(2, 5, 24), torch.randn(2, 512 + 3, 24), torch.randn(2, 6, 24), None), {}
+
+
+def qwen_edit() -> Recorded:
+    """Qwen-Image-Edit's later models modulate the tokens of the picture to edit by time zero, and pad texts."""
+    block = QwenImageTransformerBlock(16, 2, 8, zero_cond_t=True)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    call = {"encoder_hidden_states_mask": mask, "modulate_index": torch.tensor([[0, 0, 0, 1, 1]]).expand(2, -1)}
+    given = {"hidden_states": torch.randn(2, 5, 16), "encoder_hidden_states": torch.randn(2, 3, 16)}
+    return block, (), {**given, "temb": torch.randn(4, 16), **call}
+
+
+@pytest.mark.parametrize("make", [sd35, wan_of_tokens, wan_of_pictures, qwen_edit])
+def test_blocks_that_the_tiny_pipelines_do_not_have(make: Callable[[], Recorded]) -> None:
+    torch.manual_seed(0)
+    call = make()
+    before = values_and_gradients(call)
+    install([nn.ModuleList([call[0]])], Switches(qk_norm_rope=True, adaln=True, attention="math"))
+    for ours, theirs in zip(values_and_gradients(call), before, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-5 * max(1.0, float(theirs.abs().max())), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [sd35, wan_of_tokens, qwen_edit])
+def test_in_half_precision_blocks_are_as_near_to_float32(make: Callable[[], Recorded], dtype: torch.dtype) -> None:
+    def values(dtype: torch.dtype, ours: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        block, args, kwargs = make()
+        block.to(dtype)
+        if ours:
+            install([nn.ModuleList([block])], Switches(qk_norm_rope=True, adaln=True, attention="math"))
+        kinds = {torch.float32: dtype}
+        args = [t.to(kinds.get(t.dtype, t.dtype)) if isinstance(t, Tensor) else t for t in args]
+        found = block(*args, **{name: t.to(kinds.get(t.dtype, t.dtype)) for name, t in kwargs.items()})
+        return [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+
+    for found, own, exact in zip(values(dtype, True), values(dtype, False), values(torch.float32, False), strict=True):
+        assert found.dtype == own.dtype == dtype
+        assert (found.float() - exact).abs().max() <= 2 * (own.float() - exact).abs().max()
+
+
+def rolled(family: Family, kernels: Kernels) -> tuple[Policy, Trajectory]:
+    policy = Policy(family.pipe)
+    use_kernels(policy, kernels)
+    for denoiser in policy.denoisers.values():
+        denoiser.requires_grad_(True)
+    return policy, policy.roll_out(batch_of(family), Kernel("flow_sde", 0.7), (0, 1, 2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ratio_is_one_with_every_switch_on(name: str) -> None:
+    _, plain = rolled(FAMILIES[name](), Kernels())
+    policy, recorded = rolled(FAMILIES[name](), Kernels(**ALL))
+    torch.testing.assert_close(recorded.final, plain.final, atol=1e-3, rtol=1e-3)
+    for i in (0, 1, 2):
+        again = policy.replay(recorded, i)
+        assert torch.equal(again.log_prob.detach(), recorded.log_probs[i])
+    again.log_prob.sum().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for d in policy.denoisers.values() for p in d.parameters())
+
+
+@needs_triton
+def test_ratio_is_one_through_the_kernels(root: Any) -> None:
+    """The embedded model, its blocks and its steps computed by the interpreted kernels."""
+    pipe = load_pipeline(Model(path=str(root / "assets" / "tiny-t2i")))
+    policy = Policy(pipe)
+    use_kernels(policy, Kernels(**ALL, backend="triton"))
+    policy.denoiser.requires_grad_(True)
+    call = {"num_inference_steps": 3, "guidance_scale": 1.0, "max_sequence_length": 2, "height": 16, "width": 16}
+    batch = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], call)
+    recorded = policy.roll_out(batch, Kernel("flow_sde", 0.7), (1,), stop=2)
+    again = policy.replay(recorded, 1)
+    assert torch.equal(again.log_prob.detach(), recorded.log_probs[1])
+
+
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the model
+    "chain": ({}, {}),
+    "trees": ({"tree": {"ways": 2}, "window": {"size": 1}}, {}),
+    "autocast, sum": ({"log_prob_reduction": "sum"}, {"autocast": "bfloat16"}),
+    "checkpointing": ({}, {"gradient_checkpointing": True}),
+    "another kernel": ({"kernel": "flow_cps", "noise_level": 0.8}, {}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_first_update_of_a_run_has_ratio_one(folder: Path, model: Path, name: str) -> None:
+    of_trainer, of_model = RUNS[name]
+    kernels = {**ALL, "fused": list(ALL["fused"]), "evaluation_attention": "math"}
+    config = runs.config(folder, model, trainer={"algorithm": "flow_grpo", **of_trainer}, kernels=kernels, iterations=1)
+    run = runs.train(config.model_copy(update={"model": config.model.model_copy(update=of_model)}))
+    row = next(row for row in read_metrics(run / "metrics.jsonl") if "ratio/max_abs_dev" in row)
+    assert row["ratio/max_abs_dev"] == 0.0 and row["grad_norm"] > 0
+
+
+def test_kept_graphs_of_our_blocks_give_the_update_of_a_replay(folder: Path, model: Path) -> None:
+    """The ratio says nothing here: both of its sides are the kept one."""
+    found = {}
+    for keep in (False, True):
+        trainer = {"algorithm": "flow_grpo", "keep_graph": keep}
+        kernels = {**ALL, "fused": list(ALL["fused"])}
+        output = str(folder / f"run-{keep}")
+        run = runs.train(
+            runs.config(
+                folder, model, trainer=trainer, kernels=kernels, iterations=1, evaluation={"every": 0}, output=output
+            )
+        )
+        (row,) = runs.rows(run)
+        assert row["grad_norm"] > 0 and (row["model_calls/train"] == 0) == keep
+        found[keep] = runs.last_state(run).tensors["weights"]
+    assert all(torch.equal(tensor, found[False][key]) for key, tensor in found[True].items())
+
+
+@pytest.fixture
+def sd15() -> Iterator[Policy]:
+    yield Policy(FAMILIES["sd15"]().pipe)
+
+
+@pytest.mark.parametrize("settings", [{"fused": ("qk_norm_rope",)}, {"attention": "auto"}, {"fused": ("adaln",)}])
+def test_a_model_of_another_family_is_refused(sd15: Policy, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="kernels.*Stable Diffusion 3 and 3.5, FLUX.1, Qwen-Image and Wan"):
+        use_kernels(sd15, Kernels(**settings))
+
+
+def test_a_processor_that_is_never_called_is_an_error() -> None:
+    family = FAMILIES["sd3"]()
+    policy = Policy(family.pipe)
+    install(policy.denoisers.values(), Switches(attention="auto"))
+    family.pipe.transformer.transformer_blocks[0].attn.set_processor(JointAttnProcessor2_0())  # behind our back
+    with pytest.raises(
+        RuntimeError, match="1 of 2 attention processors of SD3Transformer2DModel were set and not called"
+    ):
+        policy.roll_out(batch_of(family))
+
+
+def test_named_back_end_that_cannot_run_is_an_error() -> None:
+    family = FAMILIES["qwen_image"]()
+    policy = Policy(family.pipe)
+    with pytest.raises(ValueError, match=r"kernels.attention: flash3: .*that can run here: auto, math"):
+        use_kernels(policy, Kernels(attention="flash3"))
+    install(policy.denoisers.values(), Switches(attention="flash3"))
+    with pytest.raises(ValueError, match=r"attention back-end flash3: .*that can run here: auto, math"):
+        policy.roll_out(batch_of(family))
+
+
+def test_what_runs_is_said_in_a_line() -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    line = use_kernels(policy, Kernels(fused=("adaln", "step"), attention="auto"))
+    running, installed = line.split("; ")
+    assert running == "kernels: adaln by torch, step by torch, attention auto"
+    assert installed == "2 attention processors and 2 block forwards are ours"
+
+
+def test_another_back_end_within_a_block() -> None:
+    switches = Switches(attention="auto")
+    with switches.attending("math"):
+        assert switches.attention == "math"
+    assert switches.attention == "auto"
+    with switches.attending(None):
+        assert switches.attention == "auto"

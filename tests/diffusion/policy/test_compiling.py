@@ -1,0 +1,281 @@
+"""A compiled denoiser: replay is what sampling was, names stay, and what does not fit is said. Inductor needs a minute
+per graph, so most tests compile by torch's back-end `eager`, which traces and guards alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from genrl.config import Config
+from genrl.diffusion.methods.old_policy import off_policy
+from genrl.diffusion.policy import compiling
+from genrl.diffusion.policy.compiling import compile_denoisers
+from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.train import train
+from genrl.kernels.backend import TooManyGraphs, compile_problem
+from genrl.runtime.run import read_metrics
+from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES
+from tests.diffusion.tiny_parts import Family
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def ratios(run: Path) -> list[float]:
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "ratio/max_abs_dev" in row]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    return [row["ratio/max_abs_dev"] for row in rows]
+
+
+def batch_of(family: Family) -> Batch:
+    texts = ["a red star", "two blue dogs"]
+    call = {"num_inference_steps": 4, **family.call}
+    return Batch(texts, [(7, 0, k) for k in range(2)], call, inputs=family.inputs)
+
+
+def test_a_run_is_the_same_with_the_same_names(
+    folder: Path, model: Path, traced: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A divergence runs the model without its adapter: a graph of its own."""
+    found = {}
+    for compiled in (False, True):
+        trainer = {"algorithm": "flow_grpo", "kl_weight": 0.1}
+        output = str(folder / f"run-{compiled}")
+        run = train(runs.config(folder, model, trainer=trainer, kernels={"compile": compiled}, output=output))
+        assert ratios(run) == [0.0, 0.0]
+        found[compiled] = runs.last_state(run).tensors["weights"]
+    assert found[True].keys() == found[False].keys()
+    for key, tensor in found[True].items():
+        torch.testing.assert_close(tensor, found[False][key], atol=1e-5, rtol=1e-4)
+    said = capsys.readouterr().err
+    assert "compiled in" in said and "(2 of at most 16 times)" in said and "(3 of" not in said
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_at_the_same_bits(folder: Path, model: Path, traced: None) -> None:
+    changes: dict[str, Any] = {"kernels": {"compile": True}, "evaluation": {"every": 0}}
+    whole = train(runs.config(folder, model, **changes))
+    half = train(runs.config(folder, model, **changes, iterations=1, output=str(folder / "half")))
+    torch._dynamo.reset()
+    train(runs.config(folder, model, **changes, output=str(half)), resume=half)
+    assert runs.differences(whole, half) == []
+
+
+def test_without_gradients_the_graph_is_that_with_them(traced: None) -> None:
+    """And nothing of it is left."""
+    family = FAMILIES["sd3"]()
+    policy = Policy(family.pipe)
+    policy.denoiser.requires_grad_(True)
+    lines: list[str] = []
+    compile_denoisers(policy.denoisers.values(), say=lines.append)
+    batch = batch_of(family)
+    state = torch.randn(policy.state_shape(batch))
+    with torch.no_grad():
+        without = policy.velocity(batch, state, torch.tensor(0.5))
+    with_gradients = policy.velocity(batch, state, torch.tensor(0.5))
+    assert with_gradients.requires_grad and not without.requires_grad
+    assert torch.equal(with_gradients, without) and len(lines) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_pipeline_compiles_at_every_step(name: str, traced: None) -> None:
+    """At most once per prediction and shape; the others are parts of models that torch cuts in pieces."""
+    family = FAMILIES[name]()
+    policy = Policy(family.pipe)
+    policy.denoiser.requires_grad_(True)
+    lines: list[str] = []
+    compile_denoisers(policy.denoisers.values(), say=lines.append)
+    kernel = Kernel("ddim", 1.0) if policy.head.parametrisation == "diffusion" else Kernel("flow_sde", 0.7)
+    with torch.no_grad():
+        recorded = policy.roll_out(batch_of(family), kernel, (0, 1, 2))
+    for i, log_prob in recorded.log_probs.items():
+        assert torch.equal(policy.replay(recorded, i).log_prob.detach(), log_prob)
+    assert 1 <= len(lines) <= 4 and len(recorded.log_probs) >= 2
+
+
+def test_inputs_that_change_with_every_call_are_refused(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MOST", 2)
+    lines: list[str] = []
+    denoiser = nn.Linear(2, 2)
+    compile_denoisers([denoiser], say=lines.append)
+    for rows in (1, 2, 1, 2):
+        denoiser(torch.ones(rows, 2))
+    assert [line.rsplit(" (")[1] for line in lines] == ["1 of at most 2 times)", "2 of at most 2 times)"]
+    with pytest.raises(RuntimeError, match=r"kernels.compile: Linear was compiled 3 times, .* 0 \[3, 2\]: its inputs"):
+        denoiser(torch.ones(3, 2))
+
+
+def test_other_sizes_are_counted_anew(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MOST", 1)
+    lines: list[str] = []
+    denoiser = nn.Linear(2, 2)
+    compile_denoisers([denoiser], say=lines.append)
+    for rows in (4, 2, 1):  # halved twice
+        for _ in range(2):
+            denoiser(torch.ones(rows, 2))
+        compiling.start_over([denoiser])
+    assert [line.rsplit(" (")[1] for line in lines] == ["1 of at most 1 times)"] * 3
+
+
+def test_too_many_graphs_are_no_answer_to_whether_timesteps_broadcast(
+    traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MOST", 1)
+    family = FAMILIES["sd3"]()
+    policy = Policy(family.pipe)
+    compile_denoisers(policy.denoisers.values(), say=lambda line: None)
+    batch = batch_of(family)
+    batch = replace(batch, sampling={**batch.sampling, "guidance_scale": 1.0})  # else they never do
+    state = torch.zeros(policy.state_shape(batch))
+    policy.velocity(batch.take([0]), state[:1], torch.tensor(0.5))
+    with pytest.raises(TooManyGraphs):
+        policy.velocity(batch, state, torch.tensor([0.7, 0.3]))
+    assert not policy._broadcasts_timesteps
+
+
+def test_a_ratio_that_is_not_one_names_the_switch() -> None:
+    assert off_policy(0.0, 1e-4, compiled=True) is None
+    assert off_policy(1e-7, 1e-4) is not None
+    with pytest.raises(RuntimeError, match=r"off 1 by 1e-07: as compiled \(kernels.compile\)"):
+        off_policy(1e-7, 1e-4, compiled=True)
+
+
+@pytest.mark.parametrize(("compiled", "marks"), [("cuda_graphs", 2), (True, 0)])
+def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
+    compiled: Any, marks: int, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append(1))
+    with runs.session(runs.config(folder, model, kernels={"compile": compiled})) as session:
+        session.start_training(2)
+        for _ in range(2):
+            loss = torch.stack([p.sum() for p in session.weights.parameters]).sum()[None]
+            session.backward(loss, session.probe, {}, divisor=1)
+    assert len(seen) == marks
+
+
+def test_what_cannot_be_compiled_is_said_before_work_starts(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"kernels.compile: CUDA graphs are of GPUs, and the model is on cpu"):
+        train(runs.config(folder, model, kernels={"compile": "cuda_graphs"}))
+    monkeypatch.setenv("PATH", "")
+    assert compile_problem(torch.device("cpu")) == "there is no C++ compiler (g++ or clang++)"
+
+
+def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    weights = Weights(policy.denoisers, None)
+    weights.snapshot("old")
+    torch._foreach_mul_([p.data for p in weights.parameters], 1.1)
+    weights.by_copy = True
+    before = {key: (p.data_ptr(), p.detach().clone()) for key, p in weights.named.items()}
+    with weights.use("old"):
+        assert all(torch.equal(p, weights.snapshots["old"][key]) for key, p in weights.named.items())
+        assert all(p.data_ptr() == before[key][0] for key, p in weights.named.items())
+    assert all(torch.equal(p, before[key][1]) for key, p in weights.named.items())
+
+
+@pytest.mark.slow
+def test_unequal_noise_levels_need_no_graph_per_group(
+    folder: Path, model: Path, traced: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guided SD3 takes one timestep per call: 8 samples at levels of their own would be groups of any size.
+    Sampling, training and the reference have one each."""
+    sampling = {"guidance_scale": 3.0, "prompts_per_iteration": 4, "group_size": 4, "batch_size": 8}
+    changes: dict[str, Any] = {"kernels": {"compile": True}, "evaluation": {"every": 0}}
+    train(runs.config(folder, model, trainer={"algorithm": "diffusion_nft"}, sampling=sampling, **changes))
+    said = capsys.readouterr().err
+    assert "(3 of at most 16 times)" in said and "(4 of at most 16 times)" not in said
+
+
+EVERYWHERE: dict[str, Any] = {
+    "kernels": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "auto", "compile": True},
+    "model": {"autocast": "bfloat16", "offload_text_encoders": True, "offload_vae": True, "slice_vae": True},
+    "sampling": {"guidance_scale": 3.0, "score_in_background": True},
+    "optimizer": {"lr": 1e-3},
+}
+SWITCHES: dict[str, dict[str, Any]] = {  # what does not go together, apart
+    "kept graphs": {
+        "trainer": {"keep_graph": True},
+        "kernels": {"evaluation_attention": "math"},
+        "evaluation": {"every": 1},
+    },
+    "trees": {"trainer": {"tree": {"ways": 2}, "window": {"size": 1}, "tail_ratio": 0.5}},
+    "least memory": {
+        "trainer": {"kl_weight": 0.01},
+        "model": {"gradient_checkpointing": True},
+        "sampling": {"fit_batch": True, "prompts_per_iteration": 4},
+    },
+    "no guidance in training": {"trainer": {"guidance_in_training": False, "window": {"size": 2}}},
+}
+
+
+def with_every_switch(folder: Path, model: Path, name: str) -> Config:
+    sections = {
+        section: {**EVERYWHERE.get(section, {}), **SWITCHES[name].get(section, {})}
+        for section in {*EVERYWHERE, *SWITCHES[name]}
+    }
+    sections["trainer"]["algorithm"] = "flow_grpo"
+    of_model = sections.pop("model")
+    config = runs.config(folder, model, **{"evaluation": {"every": 0}, **sections}, iterations=1)
+    return config.model_copy(update={"model": config.model.model_copy(update=of_model)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kept graphs",
+        "least memory",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("trees", "no guidance in training")),
+    ],
+)
+def test_with_every_switch_on_the_first_ratio_is_one(folder: Path, model: Path, traced: None, name: str) -> None:
+    assert ratios(train(with_every_switch(folder, model, name))) == [0.0]
+
+
+@pytest.mark.slow
+def test_with_every_switch_on_and_inductor_the_first_ratio_is_one(folder: Path, model: Path) -> None:
+    assert ratios(train(with_every_switch(folder, model, "no guidance in training"))) == [0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "autocast"), [("sd3", torch.bfloat16), ("sd15", None)])
+def test_by_inductor_the_ratio_is_one(name: str, autocast: torch.dtype | None) -> None:
+    """In both of these its graphs with and without gradients differ, by 0.06 and 4e-6 of the model's output."""
+    family = FAMILIES[name]()
+    policy = Policy(family.pipe, autocast=autocast)
+    policy.denoiser.requires_grad_(True)
+    compile_denoisers(policy.denoisers.values())
+    names = set(policy.denoiser.state_dict())
+    kernel = Kernel("ddim", 1.0) if name == "sd15" else Kernel("flow_sde", 0.7)
+    with torch.no_grad():
+        recorded = policy.roll_out(batch_of(family), kernel, (0, 1, 2))
+    for i in (0, 1, 2):
+        again = policy.replay(recorded, i)
+        assert torch.equal(again.log_prob.detach(), recorded.log_probs[i])
+    again.log_prob.sum().backward()
+    gradients = [p.grad for p in policy.denoiser.parameters() if p.grad is not None]
+    assert gradients and all(bool(g.isfinite().all()) for g in gradients)
+    assert set(policy.denoiser.state_dict()) == names

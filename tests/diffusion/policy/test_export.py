@@ -1,0 +1,356 @@
+"""Trained weights in plain diffusers: the same pictures, pixel for pixel, or no file at all."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.loaders import StableDiffusionLoraLoaderMixin
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from genrl.config import LoRA, Model, dump
+from genrl.diffusion.policy.export import ExportError, check_lora_loader, export, save_lora, write_card
+from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.sample import load, sample
+from genrl.diffusion.train import train
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run, write_atomic
+from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+ARGUMENTS: dict[str, Any] = {
+    "num_inference_steps": 3,
+    "guidance_scale": 2.0,
+    "height": 16,
+    "width": 16,
+    "max_sequence_length": 4,
+}
+PROBE = Batch(["a red star"], [("probe", 0)], ARGUMENTS)
+PROMPTS = ["a red star", "two blue dogs"]
+QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
+
+
+def moved(lora: LoRA | None = LoRA(rank=4, alpha=16.0), dtype: torch.dtype = torch.float32) -> tuple[Policy, Weights]:
+    """A policy whose trained weights are far from their start."""
+    policy = Policy(FAMILIES["sd3"]().pipe.to(dtype))
+    weights = Weights(policy.denoisers, lora)
+    source = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in weights.parameters:
+            p.add_(0.2 * p.std().nan_to_num() + 0.1 * torch.randn(p.shape, generator=source))
+    return policy, weights
+
+
+def picture(pipe: Any, seed: int, prompt: str = PROMPTS[0]) -> np.ndarray:
+    """By a plain call of the pipeline, as a script without genrl would."""
+    pipe.set_progress_bar_config(disable=True)
+    image = pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), **ARGUMENTS).images[0]
+    return np.asarray(image)
+
+
+# -- a trained adapter -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folder of a LoRA training with an average."""
+    folder = tmp_path_factory.mktemp("trained")
+    runs.write_folder(folder)
+    changes = {"optimizer": {"lr": 0.1}, "iterations": 2, "checkpoint": {"every": 1}, "ema": {"decay": 0.5}}
+    return train(runs.config(folder, model, **changes))
+
+
+def test_adapter_in_plain_diffusers_is_what_genrl_samples(trained: Path, model: Path, tmp_path: Path) -> None:
+    paths = sample(
+        load(Model(path=str(model)), str(trained / "lora")), PROMPTS, tmp_path / "ours", seed=7, arguments=ARGUMENTS
+    )
+    pipe = DiffusionPipeline.from_pretrained(model)
+    untrained = picture(pipe, 7)
+    pipe.load_lora_weights(trained / "lora")
+    for k, path in enumerate(paths):
+        assert np.array_equal(np.asarray(Image.open(path)), picture(pipe, 7 + k, PROMPTS[k]))
+    assert not np.array_equal(untrained, picture(pipe, 7))
+
+
+def test_every_checkpoint_holds_the_averaged_adapter(trained: Path) -> None:
+    for step in (1, 2):
+        folder = Run(trained).checkpoints / f"step-{step:06d}"
+        average = load_file(folder / "snapshot-average.safetensors")
+        adapter = load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+        assert len(adapter) == len(average) > 0
+        for key, tensor in average.items():
+            assert torch.equal(adapter[key.replace(".default.weight", ".weight")], tensor)
+    last = load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+    final = load_file(trained / "lora" / "pytorch_lora_weights.safetensors")
+    assert all(torch.equal(final[key], tensor) for key, tensor in last.items())
+    present = load_file(folder / "weights.safetensors")
+    assert any(not torch.equal(present[key], average[key]) for key in present)
+
+
+def test_saving_leaves_the_training_as_it_was(tmp_path: Path) -> None:
+    policy, weights = moved()
+    before, values = policy.generate(PROBE).detach(), {k: p.detach().clone() for k, p in weights.named.items()}
+    names = [name for name, _ in policy.denoiser.named_parameters()]
+    random = torch.get_rng_state()
+    save_lora(policy, tmp_path / "lora", PROBE)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [name for name, _ in policy.denoiser.named_parameters()] == names
+    assert {name for name, p in policy.denoiser.named_parameters() if p.requires_grad} == {
+        key.removeprefix("transformer.") for key in weights.named
+    }
+    assert all(torch.equal(p, values[key]) for key, p in weights.named.items())
+    assert torch.equal(policy.generate(PROBE), before)
+    assert list(policy.denoiser.peft_config) == ["default"]
+
+
+@pytest.mark.parametrize("alpha", [4.0, 1.0, 64.0])
+def test_the_strength_of_the_adapter_is_kept(tmp_path: Path, alpha: float) -> None:
+    policy, _ = moved(LoRA(rank=4, alpha=alpha))
+    save_lora(policy, tmp_path / "lora", PROBE)
+    fresh = Policy(FAMILIES["sd3"]().pipe)
+    fresh.pipe.load_lora_weights(tmp_path / "lora")
+    assert torch.equal(fresh.generate(PROBE), policy.generate(PROBE))
+
+
+def test_bfloat16_models_are_saved_too(tmp_path: Path) -> None:
+    policy, _ = moved(dtype=torch.bfloat16)
+    save_lora(policy, tmp_path / "lora", PROBE)
+    with safe_open(tmp_path / "lora" / "pytorch_lora_weights.safetensors", "pt") as file:
+        assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.float32}  # noqa: SIM118
+
+
+# -- corrupted between writing and reading back ----------------------------------------------------------------------
+
+
+def rewritten(change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> Callable[[Path], None]:
+    def corrupt(path: Path) -> None:
+        with safe_open(path, "pt") as file:
+            metadata = dict(file.metadata() or {})
+        tensors = load_file(path)
+        change(tensors, metadata)
+        save_file(tensors, path, metadata=metadata)
+
+    return corrupt
+
+
+def other_value(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    next(t for key, t in sorted(tensors.items()) if "lora_B" in key)[0, 0] += 0.5
+
+
+def one_layer_less(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    for key in [key for key in tensors if ".0.attn.to_q." in key]:
+        del tensors[key]
+
+
+def other_names(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    for key in list(tensors):
+        tensors[f"base_model.model.{key}"] = tensors.pop(key)
+
+
+def no_metadata(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    metadata.clear()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+CORRUPTIONS = {
+    "value": rewritten(other_value),
+    "layer": rewritten(one_layer_less),
+    "names": rewritten(other_names),
+    "metadata": rewritten(no_metadata),
+    "cut": cut,
+    "empty": emptied,
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("how", CORRUPTIONS)
+def test_a_file_that_does_not_give_the_model_back_is_refused(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, weights = moved()
+    before = policy.generate(PROBE).detach()
+    kind = type(policy.pipe)
+    write = kind.save_lora_weights
+
+    @functools.wraps(write)
+    def corrupting(folder: Path, **arguments: Any) -> None:
+        write(folder, **arguments)
+        CORRUPTIONS[how](Path(folder) / "pytorch_lora_weights.safetensors")
+
+    monkeypatch.setattr(kind, "save_lora_weights", staticmethod(corrupting))
+    with pytest.raises(ExportError, match="the adapter in .*lora"):
+        save_lora(policy, tmp_path / "lora", PROBE)
+    monkeypatch.undo()
+    assert torch.equal(policy.generate(PROBE), before)  # the model in training is unharmed
+    assert list(policy.denoiser.peft_config) == ["default"] and all(p.requires_grad for p in weights.parameters)
+    save_lora(policy, tmp_path / "again", PROBE)
+
+
+def test_a_failed_export_fails_the_checkpoint(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint under its final name holds an adapter that was not proven."""
+    kind = type(FAMILIES["sd3"]().pipe)
+    write, calls = kind.save_lora_weights, iter(range(100))
+
+    @functools.wraps(write)
+    def corrupting(folder: Path, **arguments: Any) -> None:
+        write(folder, **arguments)
+        if next(calls) == 1:
+            CORRUPTIONS["value"](Path(folder) / "pytorch_lora_weights.safetensors")
+
+    monkeypatch.setattr(kind, "save_lora_weights", staticmethod(corrupting))
+    config = runs.config(folder, model, iterations=3, evaluation={"every": 0})
+    with pytest.raises(ExportError):
+        train(config)
+    assert runs.last_state(Path(config.output)).step == 1
+    train(config, Path(config.output))  # the file system is well again
+    assert runs.last_state(Path(config.output)).step == 3
+
+
+class Bare(DiffusionPipeline):
+    """No LoRA loader at all."""
+
+
+class UNetOnly(DiffusionPipeline, StableDiffusionLoraLoaderMixin):
+    """A loader, but for another denoiser, as PRXPipeline has."""
+
+
+@pytest.mark.parametrize("kind", [Bare, UNetOnly])
+def test_a_pipeline_without_lora_loader_is_refused(kind: type[DiffusionPipeline], tmp_path: Path) -> None:
+    policy, _ = moved()
+    check_lora_loader(policy)
+    policy.pipe = kind()
+    reason = f"model.lora: {kind.__name__} cannot load LoRA weights of its transformer; train all weights with"
+    with pytest.raises(ValueError, match=reason):
+        check_lora_loader(policy)
+    with pytest.raises(ValueError, match=reason):
+        save_lora(policy, tmp_path / "lora", PROBE)
+    assert not (tmp_path / "lora").exists()
+
+
+# -- whole pipelines -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ema", [{"decay": 0.5}, None], ids=["average", "no average"])
+def test_export_of_full_fine_tuning(folder: Path, model: Path, ema: dict[str, float] | None) -> None:
+    run = train(runs.config(folder, model, lora=None, optimizer={"lr": 1e-2}, ema=ema, iterations=2))
+    assert not (run / "lora").exists()
+    out = export(run, folder / "out")
+    pipe = DiffusionPipeline.from_pretrained(out)
+    assert type(pipe.scheduler) is FlowMatchEulerDiscreteScheduler
+    wanted = runs.last_state(run).tensors["snapshot-average" if ema else "weights"]
+    for key, p in pipe.transformer.named_parameters():
+        assert torch.equal(p, wanted[f"transformer.{key}"])
+    assert not np.array_equal(picture(pipe, 5), picture(DiffusionPipeline.from_pretrained(model), 5))
+    assert "load_lora_weights" not in (out / "README.md").read_text()
+
+
+def test_export_of_an_adapter_and_of_the_merged_pipeline(trained: Path, model: Path, tmp_path: Path) -> None:
+    adapter = export(trained, tmp_path / "adapter")
+    pipe = DiffusionPipeline.from_pretrained(model)
+    base = picture(pipe, 5)
+    pipe.load_lora_weights(adapter)
+    merged = DiffusionPipeline.from_pretrained(export(trained, tmp_path / "merged", full=True))
+    assert not hasattr(merged.transformer, "peft_config")
+    difference = np.abs(picture(merged, 5).astype(int) - picture(pipe, 5))
+    assert difference.max() <= 1  # merging rounds
+    assert np.abs(base.astype(int) - picture(pipe, 5)).max() > 1
+    first = export(trained, tmp_path / "first", step=1)
+    assert not torch.equal(
+        *(next(iter(load_file(f / "pytorch_lora_weights.safetensors").values())) for f in (first, adapter))
+    )
+
+
+def test_both_experts_are_merged(folder: Path) -> None:
+    """Wan 2.2 has two denoisers with an adapter each; diffusers' `fuse_lora` merges the first by default."""
+    family = FAMILIES["wan22"]()
+    family.pipe.save_pretrained(folder / "base")
+    config = runs.config(folder, folder / "base", lora={"rank": 2, "alpha": 4})
+    policy = Policy(family.pipe)
+    weights = Weights(policy.denoisers, config.model.lora)
+    with torch.no_grad():
+        for k, p in enumerate(weights.parameters):
+            p.normal_(std=0.3, generator=torch.Generator().manual_seed(k))
+    run, probe = Run(Path(config.output)), Batch(["a"], [("probe", 0)], {"num_inference_steps": 4, **family.call})
+    write_atomic(run.config, dump(config))
+    checkpoint.save(
+        run.checkpoints, 1, tensors=weights.state(), state={}, keep=1,
+        extra=lambda path: save_lora(policy, path / "lora", probe),
+    )  # fmt: skip
+    merged = Policy(DiffusionPipeline.from_pretrained(export(run.folder, folder / "merged", full=True)))
+    base = Policy(DiffusionPipeline.from_pretrained(folder / "base"))
+    wanted, found, before = (one.roll_out(probe).final for one in (policy, merged, base))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert float((wanted - before).abs().max()) > 0.1
+    for name in ("transformer", "transformer_2"):
+        pairs = zip(merged.denoisers[name].parameters(), base.denoisers[name].parameters(), strict=True)
+        assert any(not torch.equal(a, b) for a, b in pairs), name
+
+
+def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="no checkpoint 7; checkpoints there: 2, 1, 0|no checkpoint 7; checkpoints there: 2, 1"
+    ):
+        export(trained, tmp_path / "out", step=7)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ValueError, match="is not empty: choose another --out"):
+        export(trained, tmp_path / "full")
+    copy = tmp_path / "damaged"
+    shutil.copytree(trained, copy)
+    cut(Run(copy).checkpoints / "step-000002" / "lora" / "pytorch_lora_weights.safetensors")
+    with pytest.raises(Exception, match="is not a complete checkpoint: lora/pytorch_lora_weights.safetensors has"):
+        export(copy, tmp_path / "out", step=2)
+
+
+# -- the card --------------------------------------------------------------------------------------------------------
+
+
+def test_card_tells_what_was_trained_and_how_to_load_it(trained: Path, model: Path) -> None:
+    text = (trained / "lora" / "README.md").read_text()
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["base_model"] == str(model) and front["library_name"] == "diffusers"
+    assert {"lora", "flow_grpo", "reinforcement-learning"} <= set(front["tags"])
+    rows = [row for row in runs.rows(trained) if "eval/brightness_mean" in row]
+    before, after = (rows[k]["eval/brightness_mean"] for k in (0, -1))
+    assert "| held-out metric | before | after |" in text
+    assert rows[0]["step"] == 0 and f"| `eval/brightness_mean` | {before:.4g} | {after:.4g} |" in text
+    code = text.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert 'load_lora_weights("THIS_FOLDER")' in code and json.dumps("three stars") in code
+    (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords)
+    assert {word.arg: ast.literal_eval(word.value) for word in call.keywords} == ARGUMENTS | {
+        "guidance_scale": 1.0,
+        "prompt": "three stars",
+    }
+
+
+def test_card_survives_hostile_prompts_and_paths(folder: Path, model: Path) -> None:
+    config = runs.config(folder, model)
+    prompts = ['a "sign"\n# heading\n<script>alert(1)</script>', "`code`\u202e", "{}"]
+    write_card(folder / "card", config, [], prompts)
+    text = (folder / "card" / "README.md").read_text()
+    assert "\n# heading" not in text
+    compile(text.split("```python\n")[1].split("```")[0], "card", "exec")

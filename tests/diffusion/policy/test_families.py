@@ -1,0 +1,340 @@
+"""Every family of diffusers pipelines works as a policy, with no line written for it (DESIGN 1.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from genrl.config import LoRA
+from genrl.diffusion.policy.export import save_lora
+from genrl.diffusion.policy.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.policy.weights import Weights
+from genrl.mdp.noise import derive_seed
+from tests.diffusion.families import FAMILIES, REFUSED
+from tests.diffusion.tiny_parts import Family
+
+STEPS = 4
+PROMPTS = ["a red star", "two blue dogs"]
+KEYS = [(7, 0, 0), (7, 0, 1)]
+STOCHASTIC = (0, 1, 2)  # not the last: sigma' = 0 there
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def batch_of(family: Family, **changes: object) -> Batch:
+    sampling = {"num_inference_steps": STEPS, **family.call, **changes}
+    return Batch(prompts=PROMPTS, keys=KEYS, sampling=sampling, inputs=family.inputs)
+
+
+def kernel_of(family: Family) -> Kernel:
+    return Kernel("flow_sde", 0.7) if family.kind == "flow" else Kernel("ddim", 1.0)
+
+
+def stock_call(family: Family, output_type: str) -> Tensor:
+    """What the untouched pipeline makes from the initial noise of `KEYS`."""
+    generators = [torch.Generator().manual_seed(derive_seed(*key, "initial")) for key in KEYS]
+    made = family.pipe(
+        prompt=list(PROMPTS),
+        num_inference_steps=STEPS,
+        generator=generators,
+        output_type=output_type,
+        **family.call,
+        **family.inputs,
+    )[0]
+    return made if isinstance(made, Tensor) else torch.stack(list(made))
+
+
+@dataclass
+class Tried:
+    """A family, its policy, and one stochastic rollout of it."""
+
+    family: Family
+    policy: Policy
+    batch: Batch
+    recorded: Trajectory
+    stock: dict[str, Tensor]
+    """Output of the untouched pipeline by output type."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tried(request: pytest.FixtureRequest) -> Iterator[Tried]:
+    family = FAMILIES[request.param]()
+    stock = {output_type: stock_call(family, output_type) for output_type in ("latent", "pt")}
+    policy = Policy(family.pipe)
+    for denoiser in policy.denoisers.values():
+        denoiser.requires_grad_(True)
+    batch = batch_of(family)
+    with torch.no_grad():
+        recorded = policy.roll_out(batch, kernel_of(family), STOCHASTIC)
+    yield Tried(family, policy, batch, recorded, stock)
+
+
+def test_rollout_records_each_stochastic_step(tried: Tried) -> None:
+    assert sorted(tried.recorded.log_probs) == list(STOCHASTIC)
+    assert all(log_prob.shape == (2,) for log_prob in tried.recorded.log_probs.values())
+    states = list(tried.recorded.states.values())
+    assert all(state.dtype == torch.float32 and state.isfinite().all() for state in states)
+    assert states[0].std(dim=tuple(range(1, states[0].ndim))).sub(1).abs().max() < 0.5  # starts as unit noise
+    assert not torch.equal(states[0][0], states[0][1])
+    if tried.family.kind == "flow":
+        sigmas = tried.recorded.sigmas
+        assert len(sigmas) == STEPS + 1 and sigmas[0] > 0.99 and sigmas[-1] == 0
+        assert (sigmas.diff() < 0).all()
+
+
+def test_replay_equals_record(tried: Tried) -> None:
+    for index, log_prob in tried.recorded.log_probs.items():
+        replayed = tried.policy.replay(tried.recorded, index)
+        assert replayed.log_prob.requires_grad
+        assert torch.equal(replayed.log_prob, log_prob), f"step {index}"
+
+
+def test_gradient_reaches_the_denoiser(tried: Tried) -> None:
+    parameters = [p for denoiser in tried.policy.denoisers.values() for p in denoiser.parameters()]
+    for index in STOCHASTIC:
+        tried.policy.replay(tried.recorded, index).log_prob.sum().backward()
+    reached = sum(p.grad is not None and bool(p.grad.abs().max() > 0) for p in parameters)
+    for parameter in parameters:
+        parameter.grad = None
+    # Some parameters never matter: the last block's text stream, experts that were not chosen.
+    assert reached > 0.7 * len(parameters)
+
+
+def test_others_get_no_gradient(tried: Tried) -> None:
+    components = {n: c for n, c in tried.policy.pipe.components.items() if isinstance(c, nn.Module)}
+    for name in components.keys() - tried.policy.denoisers.keys():
+        assert not any(p.requires_grad for p in components[name].parameters()), name
+
+
+def test_stop_and_go_on(tried: Tried) -> None:
+    kernel = tried.recorded.kernel
+    with torch.no_grad():
+        first = tried.policy.roll_out(tried.batch, kernel, STOCHASTIC, stop=2)
+        rest = tried.policy.roll_out(tried.batch, kernel, STOCHASTIC, start=2, state=first.final)
+    assert torch.equal(rest.final, tried.recorded.final)
+    assert first.log_probs.keys() | rest.log_probs.keys() == tried.recorded.log_probs.keys()
+    assert torch.equal(rest.log_probs[2], tried.recorded.log_probs[2])
+
+
+def test_decode(tried: Tried) -> None:
+    with torch.no_grad():
+        decoded = tried.policy.decode(tried.batch, tried.recorded.final)
+    assert decoded.shape == tried.stock["pt"].shape
+    assert decoded.dtype == torch.float32 and decoded.isfinite().all()
+    low = -1.0 if tried.family.media == "audio" else 0.0
+    assert decoded.min() >= low and decoded.max() <= 1.0
+    channels = {"image": (4, 1), "video": (5, 2)}.get(tried.family.media)
+    if channels is not None:
+        assert decoded.ndim == channels[0] and decoded.shape[channels[1]] == 3
+
+
+def test_decode_is_differentiable(tried: Tried) -> None:
+    final = tried.recorded.final.clone().requires_grad_(True)
+    tried.policy.decode(tried.batch, final, grad=True).square().sum().backward()
+    assert final.grad is not None and final.grad.isfinite().all() and final.grad.abs().max() > 0
+
+
+def test_generate_is_the_stock_pipeline(tried: Tried) -> None:
+    if tried.family.kind == "epsilon":
+        pytest.skip("its scheduler is replaced by DDIM")
+    with torch.no_grad():
+        generated = tried.policy.generate(tried.batch)
+    # Not to the bit: the policy encodes prompt by prompt, the pipeline the whole batch.
+    torch.testing.assert_close(generated, tried.stock["latent"], rtol=1e-3, atol=1e-4)
+
+
+def test_deterministic_rollout(tried: Tried) -> None:
+    with torch.no_grad():
+        rolled = tried.policy.roll_out(tried.batch)
+    assert not rolled.log_probs and not rolled.states
+    scheduler = type(tried.policy.original_scheduler).__name__
+    if scheduler in ("FlowMatchEulerDiscreteScheduler", "CogVideoXDDIMScheduler"):  # first order: the same steps
+        torch.testing.assert_close(rolled.final, tried.stock["latent"], rtol=1e-3, atol=1e-4)
+
+
+DEPENDS_ON_NEIGHBOURS = "the pipeline pads texts to the longest of the batch and lets the padding count"
+
+
+def test_sample_does_not_depend_on_its_neighbours(tried: Tried) -> None:
+    if tried.family.name == "ace_step":
+        pytest.skip(DEPENDS_ON_NEIGHBOURS)
+    kernel = tried.recorded.kernel
+    for row in range(2):
+        with torch.no_grad():
+            alone = tried.policy.roll_out(tried.batch.take([row]), kernel, STOCHASTIC)
+        torch.testing.assert_close(alone.final[0], tried.recorded.final[row], rtol=1e-3, atol=1e-4)
+
+
+def test_prompt_matters(tried: Tried) -> None:
+    swapped = replace(tried.batch, prompts=PROMPTS[::-1])
+    with torch.no_grad():
+        other = tried.policy.roll_out(swapped, tried.recorded.kernel, STOCHASTIC)
+    difference = (other.final - tried.recorded.final).flatten(1).abs().amax(dim=1)
+    assert (difference > 0).all()
+
+
+def test_text_encoders_run_once_per_prompt(tried: Tried) -> None:
+    encoders = [c for n, c in tried.policy.pipe.components.items() if n.startswith("text_encoder")]
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    handles = [encoder.register_forward_hook(count) for encoder in encoders if isinstance(encoder, nn.Module)]
+    assert handles
+    with torch.no_grad():
+        tried.policy.roll_out(tried.batch)
+        tried.policy.replay(tried.recorded, 1)
+        tried.policy.decode(tried.batch, tried.recorded.final)
+    for handle in handles:
+        handle.remove()
+    assert calls == 0  # the fixture's rollout has encoded these prompts
+
+
+def test_velocity_with_one_sigma_per_sample(tried: Tried) -> None:
+    if tried.family.name == "ace_step":
+        pytest.skip(DEPENDS_ON_NEIGHBOURS)
+    state = tried.recorded.states[1]
+    levels = torch.tensor([0.7, 0.3]) if tried.family.kind == "flow" else torch.tensor([700, 300])
+    for changes in (tried.family.unguided, {}):
+        batch = batch_of(tried.family, **changes)
+        with torch.no_grad():
+            both = tried.policy.velocity(batch, state, levels)
+            each = [tried.policy.velocity(batch, state, level) for level in levels]
+        assert not torch.equal(each[0], each[1])
+        for row in range(2):
+            torch.testing.assert_close(both[row], each[row][row], rtol=1e-3, atol=1e-4)
+
+
+def test_velocity_on_the_schedule_is_that_of_sampling(tried: Tried) -> None:
+    with torch.no_grad():
+        for index in STOCHASTIC:
+            replayed = tried.policy.replay(tried.recorded, index)
+            diffusion = tried.family.kind == "epsilon"
+            level = tried.recorded.sigmas[index] if diffusion else replayed.step.sigma
+            velocity = tried.policy.velocity(tried.batch, tried.recorded.states[index], level)
+            torch.testing.assert_close(velocity, replayed.model_output, rtol=1e-3, atol=1e-4)
+
+
+def test_velocity_has_gradients(tried: Tried) -> None:
+    level = torch.tensor(0.5) if tried.family.kind == "flow" else torch.tensor(500)
+    velocity = tried.policy.velocity(tried.batch, tried.recorded.states[1], level)
+    assert velocity.shape == tried.recorded.final.shape and velocity.dtype == torch.float32
+    assert velocity.requires_grad and velocity.isfinite().all()
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_precision(name: str, autocast: torch.dtype | None) -> None:
+    family = FAMILIES[name]()
+    if autocast is None:
+        family.pipe.to(torch.bfloat16)
+    policy, batch, kernel = Policy(family.pipe, autocast=autocast), batch_of(family), kernel_of(family)
+    with torch.no_grad():
+        recorded = policy.roll_out(batch, kernel, STOCHASTIC)
+        first = policy.roll_out(batch, kernel, STOCHASTIC, stop=2)
+        rest = policy.roll_out(batch, kernel, STOCHASTIC, start=2, state=first.final)
+        assert recorded.final.dtype == torch.float32
+        assert torch.equal(rest.final, recorded.final)
+        for index, log_prob in recorded.log_probs.items():
+            assert torch.equal(policy.replay(recorded, index).log_prob, log_prob), f"step {index}"
+        assert policy.decode(batch, recorded.final).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "pixart_sigma"])
+def test_adapter(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]()
+    policy, batch, kernel = Policy(family.pipe), batch_of(family), kernel_of(family)
+    weights = Weights(policy.denoisers, LoRA(rank=2, alpha=4.0))
+    with torch.no_grad():
+        for parameter in weights.parameters:  # its second half starts at zero
+            parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+        recorded = policy.roll_out(batch, kernel, STOCHASTIC)
+    for index, log_prob in recorded.log_probs.items():
+        replayed = policy.replay(recorded, index).log_prob
+        assert torch.equal(replayed, log_prob), f"step {index}"
+        replayed.sum().backward()
+    reached = sum(p.grad is not None and bool(p.grad.abs().max() > 0) for p in weights.parameters)
+    assert reached > 0.7 * len(weights.parameters)
+    with torch.no_grad(), weights.reference():
+        assert not torch.equal(policy.replay(recorded, 1).log_prob, recorded.log_probs[1])
+    save_lora(policy, tmp_path / "lora", batch)  # reloads it by the pipeline's own loader, and compares
+
+
+def test_no_adapter_for_pixart() -> None:
+    policy = Policy(FAMILIES["pixart_sigma"]().pipe)
+    with pytest.raises(ValueError, match="no adapters for a PixArtTransformer2DModel; set model.lora=null"):
+        Weights(policy.denoisers, LoRA())
+
+
+@pytest.mark.parametrize("name", ["sd3", "hidream", "z_image"])
+def test_guidance_may_be_switched(name: str) -> None:
+    """What was learned of the encoder's outputs without guidance must not be taken for true with it."""
+    finals = []
+    for order in (("guided",), ("unguided", "guided")):
+        family = FAMILIES[name]()
+        policy = Policy(family.pipe)
+        for guidance in order:
+            batch = batch_of(family, **(family.unguided if guidance == "unguided" else {}))
+            with torch.no_grad():
+                final = policy.roll_out(batch).final
+        finals.append(final)
+    assert torch.equal(*finals)
+
+
+@pytest.mark.parametrize("name", ["sd15", "qwen_image_edit"])
+def test_one_negative_prompt_for_all(name: str) -> None:
+    family = FAMILIES[name]()
+    policy = Policy(family.pipe)
+    inputs = {name: values for name, values in family.inputs.items() if name == "image"}
+    batch = replace(batch_of(family, negative_prompt="grey"), inputs=inputs)
+    without = batch_of(family)
+    with torch.no_grad():
+        assert not torch.equal(policy.roll_out(batch).final, policy.roll_out(without).final)
+
+
+def test_prompts_are_not_written_into() -> None:
+    """Z-Image's encoder puts its chat template around each prompt, in the list it is given."""
+    family = FAMILIES["z_image"]()
+    batch = replace(batch_of(family), prompts=list(PROMPTS))
+    with torch.no_grad():
+        Policy(family.pipe).roll_out(batch)
+    assert batch.prompts == PROMPTS
+
+
+REASONS = {
+    "sd3_img2img": "cuts the schedule itself",
+    "ltx_i2v": "not all of them are denoised",
+    "stable_audio": "EDMDPMSolverMultistepScheduler is neither",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_refused_with_the_reason(name: str) -> None:
+    family = REFUSED[name]()
+    with pytest.raises(ValueError, match=REASONS[name]):
+        Policy(family.pipe).roll_out(batch_of(family), kernel_of(family), STOCHASTIC)
+
+
+def test_memory_within_the_call_shows_in_the_ratio() -> None:
+    """Guidance with a momentum makes a step depend on the steps before it: the first step replays, the next do not.
+
+    The trainers' check of the first micro-batch (ratio = 1) is what stops such a run.
+    """
+    family = REFUSED["ace_step_guided"]()
+    policy = Policy(family.pipe)
+    with torch.no_grad():
+        recorded = policy.roll_out(batch_of(family), kernel_of(family), STOCHASTIC)
+        same = [torch.equal(policy.replay(recorded, i).log_prob, recorded.log_probs[i]) for i in STOCHASTIC]
+    assert same == [True, False, False]

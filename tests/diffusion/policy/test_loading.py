@@ -1,0 +1,67 @@
+"""Whether a pipeline can be called as configured, before anything is drawn."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from diffusers import DiffusionPipeline
+
+from genrl.config import Model, Sampling
+from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
+from genrl.diffusion.rollout.rollout import call_arguments
+from tests.diffusion.families import FAMILIES
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_family_is_called_with_is_accepted(name: str) -> None:
+    family = FAMILIES[name]()
+    check_call_arguments(family.pipe, ["num_inference_steps", *family.call, *family.inputs])
+
+
+@pytest.mark.parametrize(
+    ("family", "sampling", "says"),
+    [
+        ("sd3", {"num_frames": 5}, r"^sampling\.num_frames: StableDiffusion3Pipeline .* set it to null"),
+        (
+            "ltx",
+            {"pipeline_args": {"gidance_rescale": 0.5}},
+            r"^sampling\.pipeline_args\.gidance_rescale: LTX.* remove",
+        ),
+        ("sd3", {"pipeline_args": {"max_sequence_len": 8}}, r"did you mean max_sequence_length\?"),
+        ("flux", {"pipeline_args": {"true_cfg": 8.0}}, r"did you mean true_cfg_scale\?"),
+        ("sd3", {"pipeline_args": {"qqq": 8.0}}, r"remove it; it takes clip_skip, guidance_scale, height, "),
+        ("sd3", {"pipeline_args": {"self": 1}}, r"pipeline_args\.self"),
+    ],
+)
+def test_others_are_refused_by_their_key(family: str, sampling: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_call_arguments(FAMILIES[family]().pipe, call_arguments(Sampling(**sampling)))
+
+
+def test_the_section_is_named() -> None:
+    class Unguided(DiffusionPipeline):
+        def __call__(self, prompt: str, num_inference_steps: int) -> None: ...
+
+    with pytest.raises(ValueError, match=r"^evaluation\.guidance_scale: Unguided .* it takes num_inference_steps$"):
+        check_call_arguments(Unguided(), ["num_inference_steps", "guidance_scale"], "evaluation")
+
+
+def test_only_the_warning_of_torchvision_is_dropped(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_pipeline(Model(path=str(model)))
+    logger = logging.getLogger("transformers.utils.import_utils")
+    logger.addHandler(caplog.handler)  # the library's root logger does not propagate
+    try:
+        logger.warning("`A` requires torchvision (not installed); falling back to `B` for")
+        logger.warning("`A` requires librosa")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert {record.getMessage() for record in caplog.records} == {"`A` requires librosa"}
+
+
+def test_a_call_that_takes_anything_is_left_to_itself() -> None:
+    class Open(DiffusionPipeline):
+        def __call__(self, prompt: str, **kwargs: object) -> None: ...
+
+    check_call_arguments(Open(), ["guidance_scale"])

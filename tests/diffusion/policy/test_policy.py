@@ -1,0 +1,436 @@
+"""A pipeline as a policy: what is recorded, what is replayed, and from which random numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from torch import Tensor
+
+from genrl.diffusion.policy import encoding
+from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.mdp import gaussian
+from genrl.mdp.noise import derive_seed, keyed_noise
+from tests.diffusion.families import FAMILIES
+
+STEPS = 4
+PROMPTS = ["a red star", "two blue dogs", "one green square", "a cat"]
+SAMPLING = {"num_inference_steps": STEPS, "height": 16, "width": 16, "max_sequence_length": 16, "guidance_scale": 4.5}
+DDIM_SAMPLING = {"num_inference_steps": STEPS, "height": 16, "width": 16, "guidance_scale": 5.0}
+FLOW_KERNELS = {
+    "flow_sde": Kernel("flow_sde", 0.7),
+    "dance_sde": Kernel("dance_sde", 0.3),
+    "wan_sde": Kernel("wan_sde", 1.0),
+    "flow_cps": Kernel("flow_cps", 0.8),
+    "flow_ddim": Kernel("flow_ddim", 1.0),
+}
+ACTIONS = (0, 1, 2)  # as trainers have it: the last step is deterministic
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """SD3, guided, in float32. Its weights are not changed by any test."""
+    return Policy(FAMILIES["sd3"]().pipe)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def batch(rows: list[int], *, iteration: int = 0, **sampling: object) -> Batch:
+    return Batch([PROMPTS[r] for r in rows], [(7, iteration, r) for r in rows], {**SAMPLING, **sampling})
+
+
+# -- record and replay -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FLOW_KERNELS)
+def test_recorded_log_prob_is_that_of_the_stored_states(policy: Policy, name: str) -> None:
+    recorded = policy.roll_out(batch([0, 1]), FLOW_KERNELS[name], ACTIONS)
+    assert sorted(recorded.log_probs) == list(ACTIONS)
+    for i in ACTIONS:
+        replayed = policy.replay(recorded, i)
+        again = gaussian.log_prob(recorded.states[i + 1], replayed.mean, replayed.std)
+        assert torch.equal(again, recorded.log_probs[i])
+        assert recorded.log_probs[i].shape == (2,) and recorded.log_probs[i].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", FLOW_KERNELS)
+def test_replay_equals_record_between_other_calls(policy: Policy, name: str) -> None:
+    micro_batches = [batch([0, 1]), batch([2, 3]), batch([3, 0], iteration=1)]
+    trajectories = [policy.roll_out(one, FLOW_KERNELS[name], ACTIONS) for one in micro_batches]
+    for i in reversed(ACTIONS):
+        for recorded in trajectories:
+            # Each of these makes another grid, or ends in the middle of one.
+            policy.generate(batch([1], num_inference_steps=7))
+            policy.velocity(batch([2]), recorded.states[i][:1], torch.tensor(0.4))
+            policy.decode(batch([1]), recorded.final[:1])
+            replayed = policy.replay(recorded, i)
+            assert torch.equal(replayed.log_prob, recorded.log_probs[i]), f"step {i}"
+            assert float(replayed.step.sigma) == float(recorded.sigmas[i])
+
+
+def test_replay_of_ddim_on_an_epsilon_model() -> None:
+    policy = Policy(FAMILIES["sd15"]().pipe)
+    drawn = replace(batch([0, 1]), sampling=DDIM_SAMPLING)
+    recorded = policy.roll_out(drawn, Kernel("ddim", 1.0), range(STEPS))
+    actions = sorted(recorded.log_probs)
+    assert actions[:3] == [0, 1, 2]
+    for i in actions:
+        policy.generate(replace(drawn, sampling={**DDIM_SAMPLING, "num_inference_steps": 7}))
+        assert torch.equal(policy.replay(recorded, i).log_prob, recorded.log_probs[i])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"clip_sample": True, "clip_sample_range": 1.5}, {"thresholding": True, "sample_max_value": 2.0}],
+    ids=["none", "clip", "threshold"],
+)
+def test_the_bounds_of_a_clean_sample_hold_in_rollouts(asked: dict[str, object]) -> None:
+    """Without noise a rollout is the scheduler's own DDIM; with noise it replays."""
+    pipe = FAMILIES["sd15"]().pipe
+    config = {**pipe.scheduler.config, "clip_sample": False, "set_alpha_to_one": False, **asked}
+    pipe.scheduler = DDIMScheduler.from_config(config)
+    policy, drawn = Policy(pipe), replace(batch([0, 1]), sampling=DDIM_SAMPLING)
+    torch.testing.assert_close(policy.roll_out(drawn).final, policy.generate(drawn), rtol=1e-4, atol=1e-4)
+    recorded = policy.roll_out(drawn, Kernel("ddim", 1.0), range(STEPS - 1))
+    for i, log_prob in recorded.log_probs.items():
+        assert torch.equal(policy.replay(recorded, i).log_prob, log_prob)
+
+
+def test_replay_with_gradients_equals_record(policy: Policy) -> None:
+    recorded = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    policy.denoiser.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            replayed = policy.replay(recorded, 1)
+            replayed.log_prob.sum().backward()
+        assert torch.equal(replayed.log_prob.detach(), recorded.log_probs[1])
+        assert any(float(p.grad.abs().max()) > 0 for p in policy.denoiser.parameters() if p.grad is not None)
+    finally:
+        policy.denoiser.requires_grad_(False)
+        policy.denoiser.zero_grad()
+
+
+def test_deterministic_steps_are_not_recorded(policy: Policy) -> None:
+    for name, kernel in FLOW_KERNELS.items():  # sigma' = 0 leaves the last without noise, but not that of an SDE
+        everywhere = policy.roll_out(batch([0, 1]), kernel, range(STEPS))
+        assert sorted(everywhere.log_probs) == (list(range(STEPS)) if name.endswith("sde") else list(ACTIONS)), name
+    window = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], (1,))
+    assert sorted(window.log_probs) == [1] and sorted(window.states) == [1, 2]
+    with pytest.raises(KeyError):
+        policy.replay(window, 2)
+    ode = policy.roll_out(batch([0, 1]))
+    assert not ode.log_probs
+    assert (ode.final - policy.generate(batch([0, 1]))).abs().max() < 1e-5  # Euler steps, as the pipeline's own
+
+
+def test_a_window_starts_where_the_ode_is(policy: Policy) -> None:
+    window = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], (2,))
+    prefix = policy.roll_out(batch([0, 1]), stop=2)
+    assert torch.equal(window.states[2], prefix.final)
+
+
+def test_other_weights_give_another_log_prob(policy: Policy) -> None:
+    recorded = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    weight = policy.denoiser.proj_out.weight
+    kept = weight.detach().clone()
+    weight.mul_(1.01)
+    moved = policy.replay(recorded, 1).log_prob
+    weight.copy_(kept)
+    assert (moved != recorded.log_probs[1]).all()
+    assert torch.equal(policy.replay(recorded, 1).log_prob, recorded.log_probs[1])
+
+
+def test_sum_is_the_joint_density_of_all_elements() -> None:
+    mean, joint = (Policy(FAMILIES["sd3"]().pipe, reduction=reduction) for reduction in ("mean", "sum"))
+    by_mean = mean.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], (0,))
+    by_sum = joint.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], (0,))
+    elements = by_mean.final[0].numel()
+    torch.testing.assert_close(by_sum.log_probs[0], by_mean.log_probs[0] * elements)
+    assert torch.equal(joint.replay(by_sum, 0).log_prob, by_sum.log_probs[0])
+
+
+def test_without_guidance_is_another_policy(policy: Policy) -> None:
+    recorded = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    unguided = policy.replay(recorded, 1, batch([0, 1], guidance_scale=1.0))
+    assert (unguided.log_prob != recorded.log_probs[1]).all()
+
+
+# -- random numbers --------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_can_be_made_again_alone(policy: Policy) -> None:
+    together = policy.roll_out(batch([0, 1, 2]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    alone = policy.roll_out(batch([2]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    # A larger batch takes other kernels, which round otherwise; noise does not depend on the batch at all.
+    assert torch.equal(alone.states[0][0], together.states[0][2])
+    for i in ACTIONS:
+        noise = keyed_noise(alone.states[0].shape[1:], 7, 0, 2, "step", i)
+        for recorded, row in ((together, 2), (alone, 0)):
+            replayed = policy.replay(recorded, i)
+            expected = replayed.mean[row] + replayed.std[row] * noise
+            assert torch.equal(recorded.states[i + 1][row], expected)
+    assert (alone.final[0] - together.final[2]).abs().max() < 1e-4 * together.final.abs().max()
+
+
+def test_noise_depends_on_the_key_alone(policy: Policy) -> None:
+    first = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    torch.manual_seed(99)  # the global generator plays no part
+    again = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    other = policy.roll_out(batch([0, 1], iteration=1), FLOW_KERNELS["flow_sde"], ACTIONS)
+    assert torch.equal(first.final, again.final)
+    assert not torch.equal(first.states[0], other.states[0])
+    rows = torch.stack([first.states[0][0], first.states[0][1], other.states[0][0], other.states[0][1]]).flatten(1)
+    assert (torch.corrcoef(rows) - torch.eye(4)).abs().max() < 0.3
+    generator = torch.Generator().manual_seed(derive_seed(7, 0, 1, "initial"))
+    assert torch.equal(first.states[0][1], torch.randn(first.states[0][1].shape, generator=generator))
+
+
+def test_shared_initial_noise(policy: Policy) -> None:
+    shared = replace(batch([0, 1]), prompts=[PROMPTS[0]] * 2, initial_keys=[(7, 0, "group", 0)] * 2)
+    recorded = policy.roll_out(shared, FLOW_KERNELS["flow_sde"], ACTIONS)
+    assert torch.equal(recorded.states[0][0], recorded.states[0][1])
+    assert not torch.equal(recorded.states[1][0], recorded.states[1][1])
+    assert torch.equal(policy.replay(recorded, 2).log_prob, recorded.log_probs[2])
+
+
+# -- precision -------------------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_keeps_float32_states_and_an_exact_ratio() -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe.to(torch.bfloat16))
+    recorded = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    for i in ACTIONS:
+        assert recorded.states[i + 1].dtype == torch.float32
+        assert not torch.equal(recorded.states[i + 1], recorded.states[i + 1].bfloat16().float())
+        ratio = (policy.replay(recorded, i).log_prob - recorded.log_probs[i]).exp()
+        assert (ratio == 1.0).all()
+
+
+def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
+    half = Policy(FAMILIES["sd3"]().pipe, autocast=torch.bfloat16)
+    recorded = half.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    exact = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    assert not torch.equal(recorded.final, exact.final)
+    assert (recorded.final - exact.final).abs().max() < 0.1
+    for i in ACTIONS:
+        assert recorded.states[i].dtype == torch.float32
+        assert torch.equal(half.replay(recorded, i).log_prob, recorded.log_probs[i])
+
+
+def test_decoding_is_not_under_autocast(policy: Policy) -> None:
+    half = Policy(FAMILIES["sd3"]().pipe, autocast=torch.bfloat16)
+    final = policy.generate(batch([0, 1]))
+    assert torch.equal(half.decode(batch([0, 1]), final), policy.decode(batch([0, 1]), final))
+
+
+def test_a_decoder_of_another_precision_than_the_loop() -> None:
+    """Full fine-tuning of a bfloat16 model: all else under autocast, some of it float32, beside a bfloat16 decoder."""
+    half = Policy(FAMILIES["sd3"]().pipe, autocast=torch.bfloat16)
+    half.pipe.vae.bfloat16()
+    dtypes: list[torch.dtype] = []
+    half.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
+    final = half.roll_out(batch([0, 1])).final
+    assert half.decode(batch([0, 1]), final).isfinite().all() and dtypes == [torch.bfloat16]
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def count_encodings(policy: Policy) -> list[int]:
+    """Prompts that went through the first text encoder so far, by call."""
+    seen: list[int] = []
+    policy.pipe.text_encoder.register_forward_pre_hook(lambda module, arguments: seen.append(len(arguments[0])))
+    return seen
+
+
+def test_each_distinct_prompt_is_encoded_once() -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    policy.roll_out(batch([0], guidance_scale=1.0))  # the first batch of several also finds the batch axes
+    policy.roll_out(batch([0, 1], guidance_scale=1.0))
+    seen = count_encodings(policy)
+    policy.roll_out(batch([0, 1, 2, 1], guidance_scale=1.0))
+    assert seen == [1]  # the one new prompt, alone
+    policy.roll_out(batch([2, 0], guidance_scale=1.0))
+    policy.decode(batch([2, 0], guidance_scale=1.0), torch.zeros(2, 4, 8, 8))
+    assert seen == [1]
+
+
+def test_encodings_equal_those_of_the_pipeline_alone(policy: Policy) -> None:
+    fresh = FAMILIES["sd3"]().pipe
+    arguments = {"prompt_2": None, "prompt_3": None, "max_sequence_length": 16}
+    wanted = [fresh.encode_prompt(prompt=[PROMPTS[r]], **arguments) for r in (0, 1)]
+    found = policy.pipe.encode_prompt(prompt=[PROMPTS[0], PROMPTS[1]], **arguments)
+    for part, (one, two) in enumerate(zip(*wanted, strict=True)):
+        assert torch.equal(found[part], torch.cat([one, two]))
+
+
+def test_offloaded_text_encoders_give_the_same_bits(policy: Policy) -> None:
+    offloaded = Policy(FAMILIES["sd3"]().pipe, offload_text_encoders=True)
+    moved: list[str] = []
+    encoder = offloaded.pipe.text_encoder
+    encoder.to = lambda device: moved.append(str(device))  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        found = offloaded.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+        wanted = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+        assert torch.equal(found.final, wanted.final)
+    assert moved.count("cpu") >= 2 and moved[-1] == "cpu"
+    calls = len(moved)
+    offloaded.roll_out(batch([1, 0]))
+    assert len(moved) == calls  # nothing new to encode, so nothing is moved
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+def test_offloaded_text_encoders_are_moved_once_per_call(prompts: list[str]) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe, offload_text_encoders=True)
+    moved: list[str] = []
+    policy.pipe.text_encoder.to = lambda device: moved.append(str(device))
+    encode = functools.partial(policy.pipe.encode_prompt, prompt_2=None, prompt_3=None)
+    encode(prompt=prompts, negative_prompt=[""] * len(prompts))
+    assert moved == ["cpu", "cpu"]  # to the device, which is the CPU here, and back
+    encode(prompt=prompts[::-1], negative_prompt=[""] * len(prompts))
+    assert moved == ["cpu", "cpu"]
+    with pytest.raises(ValueError, match="text input must be"):
+        encode(prompt=[3])
+    assert moved == ["cpu"] * 4  # back after a failure too
+
+
+def test_encodings_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    encode = functools.partial(policy.pipe.encode_prompt, prompt_2=None, prompt_3=None, max_sequence_length=16)
+    size = sum(part.untyped_storage().nbytes() for part in encode(prompt=["a house"]) if part is not None)
+    monkeypatch.setattr(encoding, "MAX_BYTES", 3 * size)
+    seen = count_encodings(policy)
+
+    def encoded(prompt: str) -> bool:
+        before = len(seen)
+        encode(prompt=[prompt])
+        return len(seen) > before
+
+    assert [encoded(prompt) for prompt in ("a house", "one", "two", "a house")] == [False, True, True, False]
+    assert [encoded(prompt) for prompt in ("three", "a house", "two", "one")] == [True, False, False, True]
+    monkeypatch.setattr(encoding, "MAX_BYTES", size // 2)
+    assert [encoded("four"), encoded("four"), encoded("one")] == [True, False, True]  # one is kept, whatever its size
+
+
+# -- refusals and costs ----------------------------------------------------------------------------------------------
+
+
+def test_states_of_another_shape_are_refused(policy: Policy) -> None:
+    recorded = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    with pytest.raises(ValueError, match=r"prepare_latents makes latents of shape \(2, 4, 16, 16\)"):
+        policy.replay(recorded, 1, batch([0, 1], height=32, width=32))
+    assert torch.equal(policy.replay(recorded, 1).log_prob, recorded.log_probs[1])  # nothing is left behind
+
+
+def test_a_pipeline_becomes_a_policy_once(policy: Policy) -> None:
+    methods = policy.pipe.encode_prompt, policy.pipe.prepare_latents, policy.pipe.scheduler
+    with pytest.raises(ValueError, match="this StableDiffusion3Pipeline is a policy already"):
+        Policy(policy.pipe)
+    assert methods == (policy.pipe.encode_prompt, policy.pipe.prepare_latents, policy.pipe.scheduler)
+
+
+def test_a_pipeline_without_denoiser_or_with_another_loop_is_refused() -> None:
+    pipe = FAMILIES["sd3"]().pipe
+    pipe.register_modules(transformer=None)
+    with pytest.raises(ValueError, match="StableDiffusion3Pipeline has no denoiser"):
+        Policy(pipe)
+
+    class Plain(type(FAMILIES["sd3"]().pipe)):  # type: ignore[misc]
+        def __call__(self, prompt: str) -> None: ...
+
+    with pytest.raises(ValueError, match="Plain.__call__ is not decorated by torch.no_grad"):
+        Policy(Plain(**FAMILIES["sd3"]().pipe.components))
+
+
+@pytest.mark.parametrize(("guidance", "factor"), [(4.5, 2), (1.0, 1)])
+def test_model_calls_are_the_closed_form(guidance: float, factor: int) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    drawn = batch([0, 1, 2], guidance_scale=guidance)
+
+    def calls(run: object) -> int:
+        before = policy.model_calls
+        run()  # type: ignore[operator]
+        return policy.model_calls - before
+
+    assert calls(lambda: policy.roll_out(drawn, FLOW_KERNELS["flow_sde"], ACTIONS)) == STEPS * 3 * factor
+    recorded = policy.roll_out(drawn, FLOW_KERNELS["flow_sde"], ACTIONS)
+    assert calls(lambda: policy.replay(recorded, 1)) == 3 * factor
+    assert calls(lambda: policy.velocity(drawn, recorded.final, torch.tensor(0.5))) == 3 * factor
+    assert calls(lambda: policy.decode(drawn, recorded.final)) == 0
+    assert calls(lambda: policy.generate(drawn)) == STEPS * 3 * factor
+    assert calls(lambda: policy.roll_out(drawn, start=1, stop=3, state=recorded.final)) == 2 * 3 * factor
+
+
+def test_what_is_uncounted(policy: Policy) -> None:
+    before = policy.model_calls
+    with pytest.raises(RuntimeError, match="planted"), policy.uncounted():
+        policy.roll_out(batch([0]))
+        assert policy.model_calls > before
+        raise RuntimeError("planted")
+    assert policy.model_calls == before
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_asking_whether_timesteps_broadcast_is_not_counted(guidance: float) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    drawn, calls = batch([0, 1, 2], guidance_scale=guidance), []
+    for _ in range(2):
+        before = policy.model_calls
+        policy.velocity(drawn, torch.zeros(3, 4, 8, 8), torch.tensor([0.7, 0.3, 0.7]))
+        calls.append(policy.model_calls - before)
+    assert calls == [3 * (2 if guidance > 1 else 1)] * 2
+
+
+def test_out_of_memory_is_no_answer_to_whether_timesteps_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    arguments = batch([0, 1], guidance_scale=1.0), torch.zeros(2, 4, 8, 8), torch.tensor([0.7, 0.3])
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(policy.denoiser, "forward", full)
+        policy.velocity(*arguments)
+    seen: list[int] = []
+    policy.denoiser.register_forward_pre_hook(lambda module, args, kwargs: seen.append(1), with_kwargs=True)
+    policy.velocity(*arguments)
+    assert len(seen) == 2  # asked again, and then both at once
+
+
+def test_a_plain_call_afterwards_is_the_pipelines_own(policy: Policy) -> None:
+    """No segment, no recorded state is left behind by a call, nor by one that failed."""
+    recorded = policy.roll_out(batch([0]), FLOW_KERNELS["flow_sde"], ACTIONS)
+    fresh = FAMILIES["sd3"]().pipe
+
+    def plain(pipe: object) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        made: Tensor = pipe(prompt=[PROMPTS[1]], generator=generator, output_type="pt", **SAMPLING)[0]  # type: ignore
+        return made
+
+    policy.replay(recorded, 1)
+    assert torch.equal(plain(policy.pipe), plain(fresh))
+    with pytest.raises(TypeError):
+        policy.replay(recorded, 1, batch([0], no_such_argument=1))
+    assert torch.equal(plain(policy.pipe), plain(fresh))
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 1]])
+def test_decode_is_the_pipelines_own_picture(policy: Policy, rows: list[int]) -> None:
+    drawn = batch(rows)
+    generators = [torch.Generator().manual_seed(derive_seed(*key, "initial")) for key in drawn.keys]
+    fresh = FAMILIES["sd3"]().pipe
+    wanted: Tensor = fresh(prompt=drawn.prompts, generator=generators, output_type="pt", **drawn.sampling)[0]
+    found = policy.decode(drawn, policy.generate(drawn))
+    assert found.shape == (len(rows), 3, 16, 16)
+    # Prompts are encoded one by one: the pipeline rounds otherwise where it encodes two at once.
+    assert torch.equal(found, wanted) if len(rows) == 1 else (found - wanted).abs().max() < 1e-5

@@ -1,0 +1,248 @@
+"""What is trained, and its snapshots."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from genrl.config import LoRA
+from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.policy.weights import Weights
+from tests.diffusion.families import FAMILIES
+
+SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
+BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
+ADAPTER = LoRA(rank=4, alpha=8.0)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+
+def tiny(lora: LoRA | None = ADAPTER, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Policy, Weights]:
+    policy = Policy(FAMILIES["sd3"]().pipe.to(dtype))
+    weights = Weights(policy.denoisers, lora, seed=seed)
+    if lora is None:
+        weights.snapshot("reference")
+    return policy, weights
+
+
+@torch.no_grad()
+def drawn(policy: Policy) -> Tensor:
+    return policy.generate(BATCH)
+
+
+def some_steps(policy: Policy, weights: Weights, count: int = 2) -> None:
+    """Training steps on the log-probability of a recorded step; any loss would do."""
+    optimizer = torch.optim.AdamW(weights.parameters, lr=1e-2)
+    with torch.no_grad():
+        recorded = policy.roll_out(BATCH, Kernel("flow_sde", 0.7), (0, 1))
+    for _ in range(count):
+        optimizer.zero_grad()
+        policy.replay(recorded, 1).log_prob.sum().backward()
+        optimizer.step()
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor.detach().clone() for key, tensor in tensors.items()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+# -- which parameters ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_adapter_is_trained_and_in_float32(dtype: torch.dtype) -> None:
+    policy, weights = tiny(dtype=dtype)
+    trainable = {f"transformer.{k}": p for k, p in policy.denoiser.named_parameters() if p.requires_grad}
+    assert trainable.keys() == weights.named.keys() and trainable
+    assert all(".lora_A." in key or ".lora_B." in key for key in trainable)
+    assert {p.dtype for p in trainable.values()} == {torch.float32}
+    assert {p.dtype for p in policy.denoiser.parameters() if not p.requires_grad} == {dtype}
+    attention = {key.split(".lora_")[0].rsplit("attn", 1)[1] for key in trainable}
+    assert {".to_q", ".to_k", ".to_v", ".to_out.0", ".add_q_proj", ".add_k_proj", ".add_v_proj"} <= attention
+    assert weights.num_parameters == sum(p.numel() for p in trainable.values())
+    others = [c for n, c in policy.pipe.components.items() if isinstance(c, nn.Module) and n != "transformer"]
+    assert others and not any(p.requires_grad for component in others for p in component.parameters())
+
+
+def test_full_fine_tuning_trains_the_denoiser_in_float32() -> None:
+    policy, weights = tiny(None, dtype=torch.bfloat16)
+    assert len(weights.parameters) == len(list(policy.denoiser.parameters()))
+    assert {p.dtype for p in weights.parameters} == {torch.float32}
+
+
+def test_full_fine_tuning_of_a_bfloat16_model_needs_autocast() -> None:
+    """What the configuration refuses, and what it advises."""
+    policy, weights = tiny(None, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        some_steps(policy, weights)
+    policy = Policy(FAMILIES["sd3"]().pipe.to(torch.bfloat16), autocast=torch.bfloat16)
+    weights = Weights(policy.denoisers, None)
+    before = copied(weights.named)
+    some_steps(policy, weights)
+    assert not equal(copied(weights.named), before)
+
+
+def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet() -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    untouched = drawn(policy)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    weights = Weights(policy.denoisers, ADAPTER, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn(policy), untouched)
+    torch.manual_seed(6)
+    assert equal(copied(weights.named), copied(tiny(seed=3)[1].named))
+    assert not equal(copied(weights.named), copied(tiny(seed=4)[1].named))
+
+
+def test_adapter_leaves_the_generators_of_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    touched: list[str] = []
+    for module in (torch.cuda, torch.xpu, torch.mps):
+        for name in ("manual_seed", "manual_seed_all", "seed", "set_rng_state"):
+            watched = functools.partial(lambda place, *_: touched.append(place), f"{module.__name__}.{name}")
+            monkeypatch.setattr(module, name, watched, raising=False)
+    Weights(policy.denoisers, ADAPTER)
+    assert touched == []
+
+
+def test_targets_that_no_layer_has_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"model\.lora\.targets: no layer of the transformer .* is called to_query"):
+        tiny(LoRA(rank=4, alpha=8.0, targets=("to_q", "to_query")))
+    _, weights = tiny(LoRA(rank=4, alpha=8.0, targets=("to_q",)))
+    assert all(".to_q.lora_" in key for key in weights.named)
+
+
+# -- reference and snapshots -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])
+def test_reference_is_the_untouched_model_after_training(lora: LoRA | None) -> None:
+    untouched = drawn(Policy(FAMILIES["sd3"]().pipe))
+    policy, weights = tiny(lora)
+    some_steps(policy, weights)
+    trained = drawn(policy)
+    assert (trained - untouched).abs().max() > 1e-3
+    with weights.reference():
+        assert torch.equal(drawn(policy), untouched)
+    assert torch.equal(drawn(policy), trained)
+    assert all(p.requires_grad for p in weights.parameters)
+
+
+@pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])
+def test_reference_is_left_when_the_block_fails(lora: LoRA | None) -> None:
+    policy, weights = tiny(lora)
+    some_steps(policy, weights)
+    trained, values = drawn(policy), copied(weights.named)
+    with pytest.raises(RuntimeError, match="planted"), weights.reference():
+        raise RuntimeError("planted")
+    assert torch.equal(drawn(policy), trained) and equal(copied(weights.named), values)
+    assert all(p.requires_grad for p in weights.parameters)
+    some_steps(policy, weights, 1)  # and can still be trained
+    assert not equal(copied(weights.named), values)
+
+
+@pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])
+def test_snapshots_are_exchanged_by_pointer(lora: LoRA | None) -> None:
+    policy, weights = tiny(lora)
+    some_steps(policy, weights, 1)
+    weights.snapshot("old")
+    kept, picture = copied(weights.named), drawn(policy)
+    some_steps(policy, weights, 1)
+    moved = copied(weights.named)
+    pointers = {key: p.data_ptr() for key, p in weights.named.items()}
+    held = {key: tensor.data_ptr() for key, tensor in weights.snapshots["old"].items()}
+    with weights.use("old"):
+        assert {key: p.data_ptr() for key, p in weights.named.items()} == held
+        assert torch.equal(drawn(policy), picture)
+    assert {key: p.data_ptr() for key, p in weights.named.items()} == pointers
+    assert {key: tensor.data_ptr() for key, tensor in weights.snapshots["old"].items()} == held
+    assert equal(copied(weights.named), moved) and equal(copied(weights.snapshots["old"]), kept)
+
+
+def test_snapshots_do_not_follow_training() -> None:
+    policy, weights = tiny()
+    weights.snapshot("old")
+    kept = copied(weights.snapshots["old"])
+    some_steps(policy, weights)
+    assert equal(weights.snapshots["old"], kept)
+    weights.snapshot("old")
+    assert equal(weights.snapshots["old"], copied(weights.named))
+
+
+def test_blend_is_an_exponential_moving_average() -> None:
+    policy, weights = tiny()
+    weights.snapshot("average")
+    expected = {key: p.detach().double() for key, p in weights.named.items()}
+    for decay in (0.9, 0.5, 0.0):
+        some_steps(policy, weights, 1)
+        weights.blend("average", decay)
+        for key, p in weights.named.items():
+            expected[key] = decay * expected[key] + (1.0 - decay) * p.detach().double()
+            torch.testing.assert_close(weights.snapshots["average"][key].double(), expected[key], rtol=1e-6, atol=1e-8)
+    assert equal(weights.snapshots["average"], copied(weights.named))  # decay 0 follows at once, to the bit
+
+
+def test_training_goes_on_inside_and_after_a_snapshot() -> None:
+    """An exchange in the middle of an update leaves the optimiser's hold on the parameters."""
+    straight, swapped = tiny(), tiny()
+    for policy, weights in (straight, swapped):
+        weights.snapshot("old")
+        optimizer = torch.optim.AdamW(weights.parameters, lr=1e-2)
+        with torch.no_grad():
+            recorded = policy.roll_out(BATCH, Kernel("flow_sde", 0.7), (0, 1))
+        for _ in range(2):
+            if weights is swapped[1]:
+                with torch.no_grad(), weights.use("old"), weights.reference():
+                    policy.replay(recorded, 1)
+            optimizer.zero_grad()
+            policy.replay(recorded, 1).log_prob.sum().backward()
+            optimizer.step()
+    assert equal(copied(straight[1].named), copied(swapped[1].named))
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])
+def test_state_and_restore_are_exact(lora: LoRA | None) -> None:
+    policy, weights = tiny(lora)
+    some_steps(policy, weights, 1)
+    weights.snapshot("average")
+    some_steps(policy, weights, 1)
+    kept = {stem: copied(tensors) for stem, tensors in weights.state().items()}
+    assert kept.keys() == {"weights", "snapshot-average"}  # and no reference: it is the model that is loaded
+    trained = drawn(policy)
+    with weights.reference():
+        untouched = drawn(policy)
+
+    other_policy, other = tiny(lora, seed=9)
+    other.restore(kept | {"optimizer": {"state/0/step": torch.ones(())}})
+    assert torch.equal(drawn(other_policy), trained)
+    with other.reference():
+        assert torch.equal(drawn(other_policy), untouched)
+    assert all(equal(copied(tensors), kept[stem]) for stem, tensors in other.state().items())
+    some_steps(other_policy, other)  # the restored tensors are the run's own: what it was given does not change
+    again = {stem: copied(tensors) for stem, tensors in weights.state().items()}
+    assert all(equal(again[stem], kept[stem]) for stem in kept)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [LoRA(rank=4, alpha=8.0, targets=("to_q",)), LoRA(rank=8, alpha=8.0), LoRA(rank=1, alpha=8.0), None],
+    ids=["other layers", "higher rank", "rank 1", "full"],
+)
+def test_a_checkpoint_of_another_adapter_is_refused(lora: LoRA | None) -> None:
+    policy, weights = tiny()
+    some_steps(policy, weights, 1)
+    weights.snapshot("average")
+    before = {stem: copied(tensors) for stem, tensors in weights.state().items()}
+    with pytest.raises(ValueError, match="another model or adapter"):
+        weights.restore(tiny(lora)[1].state())
+    assert all(equal(copied(weights.state()[stem]), before[stem]) for stem in before)  # nothing was changed by half

@@ -1,0 +1,276 @@
+"""Trees in the running policy: what spec and closed forms promise, on a tiny SD3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from genrl.config import Tree as TreeSettings
+from genrl.diffusion.methods.edges import tree_edges
+from genrl.diffusion.policy.policy import Batch, Children, Kernel, Policy, Trajectory
+from genrl.diffusion.rollout.forest import Drawn, independent, roll_out
+from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
+from genrl.mdp.tree import Tree, grow
+from tests.diffusion.families import FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+PROMPTS = ["a red star", "two blue dogs"]
+CALL = {"height": 16, "width": 16, "max_sequence_length": 4, "guidance_scale": 1.0}
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """Unguided. Its weights are not changed by any test."""
+    return Policy(FAMILIES["sd3"]().pipe)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> SamplingPlan:
+    """Up to 4 steps, 2 trees of up to 8 leaves; the last step is deterministic, as in training."""
+    steps = draw(st.integers(2, 4))
+    ways = draw(st.lists(st.sampled_from([1, 1, 2]), min_size=steps - 1, max_size=steps - 1))
+    noisy = [draw(st.booleans()) or w > 1 for w in ways]
+    noise = {i: draw(st.sampled_from([0.3, 0.7])) for i in range(steps - 1) if noisy[i]}
+    splits = {i: w for i, w in enumerate(ways) if w > 1}
+    spread = draw(st.sampled_from([None, 0.5, 4.0])) if splits else None
+    return make_plan(steps, noise=noise, splits=splits, roots=draw(st.integers(1, 2)), spread=spread)
+
+
+def kernel_of(plan: SamplingPlan) -> Kernel:
+    return Kernel("flow_sde", 0.7, {i: level for i, level in enumerate(plan.noise_levels) if level is not None})
+
+
+def roots(plan: SamplingPlan, tree: Tree) -> tuple[Batch, list[int]]:
+    """The initial states of both prompts, as `collect` makes them."""
+    below = plan.leaves // plan.roots
+    slots = list(range(0, 2 * plan.leaves, below))
+    prompts = [PROMPTS[slot // plan.leaves] for slot in slots]
+    return Batch(prompts, [(7, 3, slot) for slot in slots], {"num_inference_steps": plan.full_steps, **CALL}), slots
+
+
+def drawn(policy: Policy, plan: SamplingPlan, batch_size: int = 100) -> Drawn:
+    tree = grow(plan)
+    batch, slots = roots(plan, tree)
+    return roll_out(policy, batch, slots, tree, plan, kernel_of(plan), batch_size)
+
+
+def edges_of(found: Drawn) -> dict[tuple[int, int], tuple[Tensor, float]]:
+    """(step, slot) -> (next state, log-probability) of every recorded transition."""
+    every = {}
+    for piece in found.pieces:
+        for i, slots in piece.slots.items():
+            for row, slot in enumerate(slots):
+                assert (i, slot) not in every  # what is shared is run once
+                every[i, slot] = piece.trajectory.next_states[i][row], float(piece.trajectory.log_probs[i][row])
+    return every
+
+
+few = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@few
+@given(plan=plans())
+def test_counts_are_the_closed_forms_and_those_of_the_running_policy(policy: Policy, plan: SamplingPlan) -> None:
+    before = policy.model_calls
+    found = drawn(policy, plan, batch_size=3)
+    assert policy.model_calls - before == 2 * plan.calls  # two prompts
+    assert found.slots == list(range(2 * plan.leaves)) and len(found.final) == len(found.batch) == 2 * plan.leaves
+    tree, every = grow(plan), edges_of(found)
+    assert len(every) == 2 * plan.trained_edges(plan.stochastic)
+    expected = {
+        (int(tree.depth[n]) - 1, p * plan.leaves + int(tree.first_leaf[n]))
+        for p in range(2)
+        for n in range(tree.num_nodes)
+        if int(tree.depth[n]) - 1 in plan.stochastic
+    }
+    assert every.keys() == expected
+    assert tree.num_nodes == sum(plan.nodes) and tree.num_nodes - plan.roots == plan.edges
+    before = policy.model_calls
+    for piece in found.pieces:
+        for i in piece.slots:
+            policy.replay(piece.trajectory, i)
+    assert policy.model_calls - before == 2 * plan.training_calls(plan.stochastic)
+
+
+@few
+@given(plan=plans())
+def test_replay_equals_record_on_every_edge(policy: Policy, plan: SamplingPlan) -> None:
+    for piece in drawn(policy, plan, batch_size=3).pieces:
+        for i, recorded in piece.trajectory.log_probs.items():
+            assert float((policy.replay(piece.trajectory, i).log_prob - recorded).abs().max()) == 0.0
+
+
+@few
+@given(plan=plans())
+def test_branching_1_is_independent_rollouts_to_the_bit(policy: Policy, plan: SamplingPlan) -> None:
+    chain = replace(plan, branching=(1,) * plan.steps, spread=None)
+    found = drawn(policy, chain)
+    batch, slots = roots(chain, grow(chain))
+    whole = policy.roll_out(batch, kernel_of(chain), chain.stochastic)
+    other = independent(whole, slots)
+    assert torch.equal(found.final, other.final) and found.slots == other.slots
+    ours, theirs = edges_of(found), edges_of(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[k][0], theirs[k][0]) and ours[k][1] == theirs[k][1] for k in ours)
+
+
+def walk(policy: Policy, plan: SamplingPlan, tree: Tree, prompt: int, leaf: int) -> list[Trajectory]:
+    """One leaf made again alone from its root, step by step."""
+    path, offset, steps = tree.path(int(tree.leaves[leaf])), prompt * plan.leaves, list[Trajectory]()
+    keys = [(7, 3, offset + int(tree.first_leaf[node])) for node in path]
+    for i in range(plan.steps):
+        splits = plan.branching[i] > 1
+        assert splits or keys[i] == keys[i + 1]
+        base = [keys[i]] if plan.spread is not None else None
+        steps.append(
+            policy.roll_out(
+                Batch([PROMPTS[prompt]], [keys[i]], {"num_inference_steps": plan.steps, **CALL}),
+                kernel_of(plan),
+                plan.stochastic,
+                start=i,
+                stop=i + 1,
+                state=steps[-1].final if steps else None,
+                children=Children(torch.tensor([0]), [keys[i + 1]], base, plan.spread) if splits else None,
+            )
+        )
+    return steps
+
+
+@few
+@given(plan=plans(), data=st.data())
+def test_a_leaf_made_again_alone_is_itself(policy: Policy, plan: SamplingPlan, data: st.DataObject) -> None:
+    """To the bit, where the others were evaluated one by one, too."""
+    found, tree = drawn(policy, plan, batch_size=1), grow(plan)
+    every = edges_of(found)
+    prompt, leaf = data.draw(st.integers(0, 1)), data.draw(st.integers(0, plan.leaves - 1))
+    steps = walk(policy, plan, tree, prompt, leaf)
+    assert torch.equal(found.final[prompt * plan.leaves + leaf], steps[-1].final[0])
+    path = tree.path(int(tree.leaves[leaf]))
+    slots = [prompt * plan.leaves + int(tree.first_leaf[node]) for node in path]
+    logs = [float(log) for step in steps for log in step.log_probs.values()]
+    assert logs == [every[i, slots[i + 1]][1] for i in plan.stochastic]
+
+
+def test_a_split_at_the_start_is_independent_rollouts_from_one_noise(policy: Policy) -> None:
+    """With G - 1 calls less: to the bit, evaluated one by one."""
+    plan = make_plan(3, noise=dict.fromkeys(range(2), 0.7), splits={0: 4})
+    found = drawn(policy, plan, batch_size=1)
+    for slot in range(8):
+        batch = Batch([PROMPTS[slot // 4]], [(7, 3, slot)], {"num_inference_steps": 3, **CALL}, [(7, 3, slot // 4 * 4)])
+        alone = policy.roll_out(batch, kernel_of(plan), (0, 1))
+        assert torch.equal(alone.final[0], found.final[slot])
+
+
+@few
+@given(plan=plans(), batch_size=st.integers(1, 5))
+def test_leaves_do_not_depend_on_the_batch_size(policy: Policy, plan: SamplingPlan, batch_size: int) -> None:
+    """Up to the rounding of differently shaped calls."""
+    whole, cut = drawn(policy, plan), drawn(policy, plan, batch_size)
+    torch.testing.assert_close(cut.final, whole.final, rtol=1e-3, atol=1e-4)
+    ours, theirs = edges_of(cut), edges_of(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[k][1] == pytest.approx(theirs[k][1], abs=1e-4) for k in ours)
+    assert all(len(piece.trajectory.batch) <= batch_size for piece in cut.pieces)
+
+
+def test_siblings_differ_and_are_correlated_as_told(policy: Policy) -> None:
+    """The noises of siblings have correlation 1 / (1 + spread^2): over 16 x 256 numbers within four deviations."""
+    for spread, expected in ((None, 0.0), (0.5, 0.8), (2.0, 0.2)):
+        plan = make_plan(2, noise={0: 0.7}, splits={0: 16}, spread=spread)
+        found = drawn(policy, plan)
+        piece = found.pieces[0]
+        replayed = policy.replay(piece.trajectory, 0)
+        noise = ((piece.trajectory.next_states[0] - replayed.mean) / replayed.std).flatten(1)[:16].double()
+        assert float(noise.std()) == pytest.approx(1.0, abs=0.1)
+        off = torch.corrcoef(noise)[~torch.eye(16, dtype=torch.bool)]
+        assert float(off.mean()) == pytest.approx(expected, abs=0.05)
+        assert not torch.equal(noise[0], noise[1])
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("splits", [{}, {1: 3}])
+def test_the_tail_is_the_solvers_and_ends_at_0(
+    policy: Policy, ratio: float, splits: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Tensor, float, Tensor]] = []
+    velocity = policy.velocity
+
+    def watched(batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
+        seen.append((state, float(sigma), velocity(batch, state, sigma)))
+        return seen[-1][2]
+
+    monkeypatch.setattr(policy, "velocity", watched)
+    plan = compress_tail(make_plan(8, noise={1: 0.7}, splits=splits), ratio)
+    assert plan.tail is not None
+    before = policy.model_calls
+    found = drawn(policy, plan)
+    assert policy.model_calls - before == 2 * plan.calls
+    levels = [sigma for _, sigma, _ in seen]
+    assert len(levels) == plan.tail.steps and levels == sorted(levels, reverse=True)
+    assert levels[0] == float(found.sigmas[2])
+    state, sigma, last = seen[-1]  # the solver's last step is to the predicted clean sample
+    torch.testing.assert_close(found.final, state - sigma * last, rtol=1e-5, atol=1e-6)
+    if ratio == 1.0:
+        torch.testing.assert_close(torch.tensor(levels), found.sigmas[2:-1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_branch_without_noise_is_refused(policy: Policy) -> None:
+    """flow_cps has none in its last step."""
+    plan = make_plan(2, noise={1: 0.7}, splits={1: 2})
+    tree = grow(plan)
+    batch, slots = roots(plan, tree)
+    with pytest.raises(ValueError, match="step 1 branches, but its transition has no variance"):
+        roll_out(policy, batch, slots, tree, plan, Kernel("flow_cps", 0.7), 8)
+
+
+@pytest.fixture(scope="module")
+def trainable() -> tuple[Policy, Tensor]:
+    """A policy, and one of its weights, which has gradients."""
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    return policy, policy.denoiser.get_parameter("transformer_blocks.0.attn.to_q.weight").requires_grad_(True)
+
+
+@few
+@given(plan=plans().filter(lambda plan: plan.stochastic))
+def test_the_gradient_of_a_tree_is_that_of_its_leaves_as_rollouts(
+    trainable: tuple[Policy, Tensor], plan: SamplingPlan
+) -> None:
+    """`sum_e m_e (mean A below e) grad l_e = sum_l A_l sum_i grad l_i`, every leaf walked from its root alone."""
+    policy, weight = trainable
+    tree, leaves = grow(plan), 2 * plan.leaves
+    advantages = torch.randn(leaves, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tables = tree_edges(
+        TreeSettings(ways=2), tree, plan, plan.stochastic, advantages, advantages, torch.empty(0),
+        clip=5.0, iteration=0, iterations=1,
+    )  # fmt: skip
+    assert float(tables.weight.sum()) == leaves * len(plan.stochastic)  # what separate rollouts are divided by
+    shared, separate = torch.zeros(()), torch.zeros(())
+    found = drawn(policy, plan, batch_size=3)
+    with torch.enable_grad():
+        for piece in found.pieces:
+            for i, slots in piece.slots.items():
+                share = (tables.weight[i, slots] * tables.advantage[i, slots]).float()
+                shared = shared + (share * policy.replay(piece.trajectory, i).log_prob).sum()
+    for slot in range(leaves):
+        for step in walk(policy, plan, tree, *divmod(slot, plan.leaves)):
+            for i in step.log_probs:
+                with torch.enable_grad():
+                    separate = separate + float(advantages[slot]) * policy.replay(step, i).log_prob.sum()
+    (ours,), (theirs,) = torch.autograd.grad(shared, weight), torch.autograd.grad(separate, weight)
+    assert float(theirs.abs().max()) > 0
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))

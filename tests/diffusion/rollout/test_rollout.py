@@ -1,0 +1,341 @@
+"""Who draws which sample from which noise, and how scores come together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rewards
+from genrl.config import Config
+from genrl.data.prompts import Prompt
+from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.rollout.forest import Drawn, independent
+from genrl.diffusion.rollout.rollout import (
+    Rollouts,
+    call_arguments,
+    collect,
+    micro_batches,
+    score_metrics,
+    tree_micro_batches,
+)
+from genrl.diffusion.rollout.scoring import Scorers, score
+from genrl.diffusion.rollout.scoring import plain as scored_plainly
+from genrl.mdp.noise import derive_seed
+from genrl.objectives.advantages.groups import group_advantages
+from rewards.compose import Component
+from tests.diffusion.families import FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+
+def tiny_config(**sampling: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "./unused"},
+            "prompts": {"train": "unused.txt"},
+            "rewards": [{"name": "unused"}],
+            "sampling": {
+                "num_inference_steps": 2,
+                "guidance_scale": 1.0,
+                "height": 16,
+                "width": 16,
+                "prompts_per_iteration": 3,
+                "group_size": 3,
+                "batch_size": 2,
+                "pipeline_args": {"max_sequence_length": 4},
+                **sampling,
+            },
+            "trainer": {"algorithm": "flow_grpo"},
+            "evaluation": {"every": 0},
+            "seed": 11,
+        }
+    )
+
+
+ROWS = [Prompt(text, {"wanted": k}) for k, text in enumerate(["a star", "a dog", "a cat", "a tree"])]
+
+
+def painted(batch: Batch, slots: list[int]) -> Drawn:
+    """A stand-in for a model: one number per sample, from its key."""
+    final = torch.tensor([[derive_seed(*key) % 1000 / 1000] for key in batch.keys])
+    return Drawn(slots, batch, final, torch.ones(3), [])
+
+
+def plain(final: Tensor) -> Tensor:
+    return final.view(-1, 1, 1, 1).expand(-1, 3, 4, 4).clone()
+
+
+def first_pixel(images: Tensor) -> list[float]:
+    return images[:, 0, 0, 0].tolist()
+
+
+def gather(
+    config: Config,
+    *,
+    process: int = 0,
+    num_processes: int = 1,
+    iteration: int = 0,
+    rows: list[Prompt] = ROWS,
+    scorers: Mapping[str, Callable[..., Any]] | None = None,
+    weights: Mapping[str, float] | None = None,
+    policy: Any = None,
+    draw: Callable[[Batch, list[int]], Drawn] = painted,
+    done: list[int] | None = None,
+) -> Rollouts:
+    """`collect` as one process of several would call it; scores of the other processes stay NaN."""
+    scorers = scorers or {"pixel": first_pixel}
+    components = {label: Component(1.0 if weights is None else weights[label]) for label in scorers}
+    return collect(
+        config,
+        policy or SimpleNamespace(decode=lambda batch, final: plain(final)),
+        rows,
+        Scorers(dict(scorers), components),
+        draw,
+        iteration=iteration,
+        running={},
+        process=process,
+        num_processes=num_processes,
+        timed=lambda phase: nullcontext(),
+        advance=(done if done is not None else []).append,
+        beat=lambda: None,
+    )
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slots", "size"), [(1, 1), (8, 2), (9, 2), (9, 4), (5, 8), (64, 8)])
+def test_every_slot_is_in_one_micro_batch(slots: int, size: int) -> None:
+    plan = micro_batches(range(slots), size, seed=3, iteration=5)
+    assert sorted(s for one in plan for s in one) == list(range(slots))
+    assert all(one == list(range(one[0], one[0] + len(one))) and len(one) <= size for one in plan)
+    assert sum(len(one) < size for one in plan) <= 1
+
+
+def test_the_plan_is_a_function_of_seed_and_iteration() -> None:
+    torch.manual_seed(1)
+    first = micro_batches(range(64), 4, seed=3, iteration=5)
+    torch.manual_seed(2)
+    assert micro_batches(range(64), 4, seed=3, iteration=5) == first
+    assert micro_batches(range(64), 4, seed=3, iteration=6) != first
+    assert micro_batches(range(64), 4, seed=4, iteration=5) != first
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 8])
+def test_processes_share_out_one_plan(num_processes: int) -> None:
+    config = tiny_config()
+    alone = gather(config)
+    parts = [gather(config, process=p, num_processes=num_processes) for p in range(num_processes)]
+    positions = [position for part in parts for position in part.mine]
+    assert sorted(positions) == sorted(alone.mine) == list(range(5))  # each exactly once
+    for part in parts:
+        assert part.prompts == alone.prompts and torch.equal(part.group, alone.group)
+        for position, one in part.mine.items():
+            same = alone.mine[position]
+            assert one.slots == same.slots and one.batch == same.batch
+            assert torch.equal(one.images, same.images)
+    # The scores of one process are those of its slots; together they are all of them.
+    scores = torch.stack([part.scored.values["pixel"] for part in parts])
+    assert ((~scores.isnan()).sum(dim=0) == 1).all()
+    assert torch.equal(scores.nansum(dim=0), alone.scored.values["pixel"])
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
+def test_processes_report_in_step(num_processes: int) -> None:
+    """Ends are agreed in `advance`: all processes call it equally often, and the images sum up to all."""
+    calls: list[list[int]] = [[] for _ in range(num_processes)]
+    for process, done in enumerate(calls):
+        gather(tiny_config(), process=process, num_processes=num_processes, done=done)
+    assert len({len(done) for done in calls}) == 1
+    alone = [sum(done) for done in calls]
+    assert sum(alone) == 9 * num_processes  # each speaks for all
+
+
+def test_pictures_are_bit_identical_for_any_number_of_processes() -> None:
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    config = tiny_config()
+
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
+        return independent(policy.roll_out(batch, Kernel("flow_sde", 0.7), (0,)), slots)
+
+    alone = gather(config, policy=policy, draw=draw)
+    for num_processes in (2, 4):
+        parts = [
+            gather(config, policy=policy, draw=draw, process=p, num_processes=num_processes)
+            for p in range(num_processes)
+        ]
+        for part in parts:
+            for position, one in part.mine.items():
+                same = alone.mine[position]
+                assert torch.equal(one.images, same.images)
+                assert torch.equal(one.final, same.final)
+                assert torch.equal(one.pieces[0].trajectory.states[0], same.pieces[0].trajectory.states[0])
+                assert torch.equal(one.pieces[0].trajectory.log_probs[0], same.pieces[0].trajectory.log_probs[0])
+
+
+def test_keys_name_seed_iteration_and_slot() -> None:
+    found = gather(tiny_config(), iteration=4)
+    keys = {slot: key for one in found.mine.values() for slot, key in zip(one.slots, one.batch.keys, strict=True)}
+    assert keys == {slot: (11, 4, slot) for slot in range(9)}
+    assert all(one.batch.initial_keys is None for one in found.mine.values())
+
+
+def test_a_group_may_share_its_initial_noise() -> None:
+    found = gather(tiny_config(same_initial_noise=True), iteration=4)
+    initial = {
+        slot: key for one in found.mine.values() for slot, key in zip(one.slots, one.batch.initial_keys, strict=True)
+    }
+    assert initial == {slot: (11, 4, "group", slot // 3) for slot in range(9)}
+    assert len({key for one in found.mine.values() for key in one.batch.keys}) == 9  # step noise stays each one's own
+
+
+def test_arguments_of_the_pipeline_call() -> None:
+    assert call_arguments(tiny_config(guidance_scale=None).sampling) == {
+        "num_inference_steps": 2,
+        "height": 16,
+        "width": 16,
+        "max_sequence_length": 4,
+    }
+
+
+# -- groups and scores -----------------------------------------------------------------------------------------------
+
+
+def test_groups_are_slots_and_not_prompts() -> None:
+    """Two prompts in the file, one of them twice: five slots draw them again and again, and stay five groups."""
+    rows = [Prompt("a star"), Prompt("a dog"), Prompt("a star")]
+    found = gather(tiny_config(prompts_per_iteration=5), rows=rows)
+    assert found.group.tolist() == [slot // 3 for slot in range(15)]
+    assert all(len(set(found.prompts[3 * g : 3 * g + 3])) == 1 for g in range(5))
+    assert found.prompts.count("a star") > 6  # more than two groups of the same text
+    advantages = group_advantages(found.total, found.group, scale="none")
+    sums = torch.zeros(5, dtype=torch.float64).index_add(0, found.group, advantages)
+    assert sums.abs().max() < 1e-12  # each group is centred by itself
+
+
+def test_every_prompt_is_drawn_before_any_is_drawn_twice() -> None:
+    drawn = [gather(tiny_config(), iteration=i).prompts[::3] for i in range(4)]  # 4 iterations of 3: 3 epochs of 4
+    flat = [text for one in drawn for text in one]
+    assert all(sorted(flat[4 * e : 4 * e + 4]) == sorted(row.text for row in ROWS) for e in range(3))
+
+
+def test_scores_stand_at_their_slots() -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    def wanted(images: Tensor, prompts: list[str], wanted: list[int], group: list[int]) -> Any:
+        seen.extend(zip(prompts, wanted, group, strict=True))
+        return [float(w) for w in wanted], {"pixel": first_pixel(images)}
+
+    found = gather(tiny_config(), scorers={"wanted": wanted})
+    column = {row.text: row.columns["wanted"] for row in ROWS}
+    assert found.scored.values["wanted"].tolist() == [column[text] for text in found.prompts]
+    assert {(text, g) for text, _, g in seen} == set(zip(found.prompts, found.group.tolist(), strict=True))
+    assert all(column[text] == value for text, value, _ in seen)
+    pixels = {
+        s: float(x) for one in found.mine.values() for s, x in zip(one.slots, first_pixel(one.images), strict=True)
+    }
+    # the reward saw floats; the pictures that are kept are bytes
+    assert found.scored.parts["wanted/pixel"].tolist() == pytest.approx([pixels[s] / 255 for s in range(9)], abs=0.003)
+
+
+def test_total_is_the_weighted_sum_and_weight_zero_is_left_out() -> None:
+    scorers = {
+        "one": lambda images: [1.0] * len(images),
+        "pixel": first_pixel,
+        "watched": lambda images: [math.nan] * len(images),
+    }
+    found = gather(tiny_config(), scorers=scorers, weights={"one": 2.0, "pixel": -1.0, "watched": 0.0})
+    torch.testing.assert_close(found.total, 2.0 - found.scored.values["pixel"])
+    metrics = score_metrics(found.scored, found.total)
+    assert metrics["reward/one_mean"] == 1.0 and metrics["reward/one_std"] == 0.0
+    assert metrics["reward/watched_failed"] == 9.0 and math.isnan(metrics["reward/watched_mean"])
+    assert metrics["reward/total_mean"] == pytest.approx(float(found.total.mean()))
+
+
+def test_samples_without_a_score_are_left_out_and_counted() -> None:
+    def dogs_only(images: Tensor, prompts: list[str]) -> list[float | None]:
+        return [x if text == "a dog" else None for x, text in zip(first_pixel(images), prompts, strict=True)]
+
+    found = gather(tiny_config(prompts_per_iteration=4), scorers={"dogs": dogs_only})
+    dogs = torch.tensor([text == "a dog" for text in found.prompts])
+    assert dogs.sum() == 3 and torch.equal(found.total.isnan(), ~dogs)
+    metrics = score_metrics(found.scored, found.total)
+    assert metrics["reward/dogs_failed"] == 9.0
+    assert metrics["reward/total_mean"] == pytest.approx(float(found.total[dogs].mean()))
+    assert metrics["reward/total_std"] == pytest.approx(float(found.total[dogs].std(correction=0)))
+    advantages = group_advantages(found.total, found.group, scale="global")
+    assert torch.equal(advantages != 0, dogs)
+    assert advantages.isfinite().all()
+
+
+def failing(calls: set[int]) -> Callable[[Tensor], list[float]]:
+    counter = iter(range(1000))
+
+    def reward(images: Tensor) -> list[float]:
+        if next(counter) in calls:
+            raise OSError("the camera is broken")
+        return first_pixel(images)
+
+    return reward
+
+
+def test_a_reward_may_fail_now_and_then() -> None:
+    found = gather(tiny_config(prompts_per_iteration=5), scorers={"shaky": failing({2})})  # 2 of 15 samples
+    assert int(found.total.isnan().sum()) == 2
+    assert score_metrics(found.scored, found.total)["reward/shaky_failed"] == 2.0
+
+
+def test_a_reward_that_fails_often_stops_the_run() -> None:
+    with pytest.raises(rewards.RewardFailed, match=r"(?s)'shaky' raised for 4 of 9 samples.*the camera is broken"):
+        gather(tiny_config(), scorers={"shaky": failing({1, 2})})
+
+
+def test_a_reward_of_the_wrong_length_stops_the_run() -> None:
+    with pytest.raises(ValueError, match="reward 'short' returned 1 numbers for 2 samples"):
+        gather(tiny_config(), scorers={"short": lambda images: [1.0]})
+
+
+def test_scoring_nothing_gives_no_scores() -> None:
+    """A process without a micro-batch, or without rewards, still takes part."""
+    scored = score(scored_plainly({"pixel": first_pixel}), [], ROWS, [0, 1, 2, 3])
+    assert scored.values["pixel"].isnan().all() and len(scored.values["pixel"]) == 4
+
+
+# -- optimiser steps -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_updates_use_every_sample_once(count: int, num_processes: int) -> None:
+    config = tiny_config()
+    parts = [gather(config, process=p, num_processes=num_processes) for p in range(num_processes)]
+    updates = [list(part.updates(count)) for part in parts]
+    assert all(len(one) == count for one in updates)
+    for u in range(count):
+        slots = [s for one in updates for micro_batch in one[u][0] for s in micro_batch.slots]
+        everyone = [sorted(one[u][1]) for one in updates]
+        assert everyone == [sorted(slots)] * num_processes and slots  # all divide by the same weights
+    every = [s for one in updates for chosen, _ in one for micro_batch in chosen for s in micro_batch.slots]
+    assert sorted(every) == list(range(9))
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_trees_of_an_update_do_not_depend_on_how_many_run_together(updates: int) -> None:
+    """Nor, then, on the number of processes: no update has samples that another number would give to the next."""
+    roots = list(range(0, 8 * 4, 4))
+    seen = []
+    for together in (8, 4, 2, 1):
+        plan, bounds = tree_micro_batches(roots, together, updates, seed=3, iteration=1)
+        assert len(bounds) == updates + 1 and sorted(s for one in plan for s in one) == roots
+        assert all(len(one) <= together for one in plan)
+        seen.append([sorted(s for one in plan[a:b] for s in one) for a, b in itertools.pairwise(bounds)])
+    assert all(one == seen[0] and len(min(one, key=len)) >= 8 // updates for one in seen)
+    assert tree_micro_batches(roots, 2, updates, seed=3, iteration=2) != (plan, bounds)

@@ -1,0 +1,241 @@
+"""The rewards of a run: whole groups for those that compare, one order, the background changes nothing, models move."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rewards
+from genrl.config import load
+from genrl.data.prompts import Prompt
+from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring, components, open_scorers, plain, score
+from rewards.compose import Component, Gate
+
+IMAGES = torch.rand(12, 3, 5, 4, generator=torch.Generator().manual_seed(0))
+ROWS = [Prompt(f"prompt {k // 4}", {"style": k}) for k in range(12)]
+GROUP = [k // 4 for k in range(12)]
+PIECES = [[5, 6, 7], [0, 1, 2], [11], [8, 9, 10], [3, 4]]  # groups lie across micro-batches
+
+
+def pieces() -> list[tuple[list[int], torch.Tensor]]:
+    return [(slots, IMAGES[slots]) for slots in PIECES]
+
+
+def brightness(images: torch.Tensor) -> Any:
+    means = images.mean((1, 2, 3))
+    return means, {"red": images[:, 0].mean((1, 2))}
+
+
+def noisy(images: torch.Tensor, style: list[int]) -> Any:
+    return torch.rand(len(images)) + torch.tensor(style)
+
+
+def rank(images: torch.Tensor, group: list[int]) -> list[float]:
+    assert len(set(group)) == 1 and len(group) == 4  # one whole group
+    means = images.mean((1, 2, 3))
+    return [float((means < m).sum()) for m in means]
+
+
+def wins(images: torch.Tensor, pairs: list[tuple[int, int]]) -> list[float]:
+    means = images.mean((1, 2, 3))
+    return [float(means[i] > means[j]) for i, j in pairs]
+
+
+def same(a: Scored, b: Scored) -> bool:
+    return repr(a) == repr(b) and all(torch.equal(a.values[k].nan_to_num(), b.values[k].nan_to_num()) for k in a.values)
+
+
+def scored_by(opened: dict[str, Any], *, background: bool = False, **more: Any) -> Scored:
+    torch.manual_seed(0)
+    with Scoring(plain(opened), ROWS, GROUP, background=background, **more) as scoring:
+        for slots, images in pieces():
+            torch.randn(1000, generator=torch.Generator().manual_seed(1))  # the sampler has generators of its own
+            scoring.add(slots, images)
+        return scoring.result()
+
+
+def test_scores_stand_at_their_slots() -> None:
+    found = score(plain({"b": brightness}), pieces(), ROWS, GROUP)
+    assert torch.equal(found.values["b"], IMAGES.mean((1, 2, 3)).double())
+    assert torch.equal(found.parts["b/red"], IMAGES[:, 0].mean((1, 2)).double())
+
+
+def test_groupwise_and_pairwise_rewards_get_whole_groups() -> None:
+    found = score(plain({"rank": rank, "wins": wins}), pieces(), ROWS, GROUP)
+    means = IMAGES.mean((1, 2, 3)).view(3, 4)
+    expected = (means[:, None, :] < means[:, :, None]).sum(2).flatten().double()
+    assert torch.equal(found.values["rank"], expected)
+    assert torch.allclose(found.values["wins"], expected / 3)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_memory_that_runs_out_is_told_to_all_processes(background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, for rewards of samples and of groups; and in another process."""
+
+    def full(images: torch.Tensor) -> list[float]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def full_of_groups(images: torch.Tensor, group: list[int]) -> list[float]:
+        return full(images)
+
+    for reward in (full, full_of_groups):
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            scored_by({"b": brightness, "full": reward}, background=background)
+    everyone = "genrl.diffusion.rollout.scoring.gather_object"
+    monkeypatch.setattr(everyone, lambda mine: [*mine, True] if mine == [False] else mine)
+    with pytest.raises(torch.OutOfMemoryError, match="another process"):
+        scored_by({"b": brightness}, background=background)
+
+
+def test_the_background_changes_nothing() -> None:
+    opened = {"noisy": noisy, "b": brightness, "rank": rank, "again": noisy}
+    assert same(scored_by(opened, background=True), scored_by(opened))
+
+
+def test_the_background_scores_while_samples_are_drawn() -> None:
+    names: list[str] = []
+    first = threading.Event()
+
+    def slow(images: torch.Tensor) -> list[float]:
+        names.append(threading.current_thread().name)
+        first.set()
+        return [0.0] * len(images)
+
+    beats: list[int] = []
+    with Scoring(plain({"slow": slow}), ROWS, GROUP, background=True, beat=lambda: beats.append(1)) as scoring:
+        scoring.add(*pieces()[0])
+        assert first.wait(10)  # before the next one is handed in
+        for slots, images in pieces()[1:]:
+            scoring.add(slots, images)
+        scoring.result()
+    assert len(names) == 5 and all(name.startswith("scoring") for name in names) and len(beats) == 5
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_leaving_early_ends_the_thread_and_moves_models_back(background: bool) -> None:
+    model = Model()
+    with pytest.raises(KeyboardInterrupt):
+        with Scoring(Scorers({"m": model}, {"m": Component()}, {"m": "meta"}), ROWS, GROUP, background=background) as s:
+            s.add(*pieces()[0])
+            raise KeyboardInterrupt
+    assert not any(thread.name.startswith("scoring") for thread in threading.enumerate())
+    assert model.moves == (["meta", "cpu"] if background else [])
+
+
+class Model:
+    """Counts where it is, and refuses to score anywhere else."""
+
+    def __init__(self) -> None:
+        self.moves: list[str] = []
+        self.ended = 0
+
+    def to(self, device: str) -> None:
+        self.moves.append(device)
+
+    def close(self) -> None:
+        self.ended += 1
+
+    def __call__(self, images: torch.Tensor) -> list[float]:
+        assert self.moves[-1] == "meta"
+        time.sleep(0.01)
+        return [1.0] * len(images)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_an_offloaded_model_is_on_its_device_while_it_scores(background: bool) -> None:
+    model = Model()
+    scorers = Scorers({"m": model}, {"m": Component()}, {"m": "meta"})
+    with Scoring(scorers, ROWS, GROUP, background=background) as scoring:
+        for slots, images in pieces():
+            scoring.add(slots, images)
+        assert (scoring.result().values["m"] == 1).all()
+    assert model.moves == ["meta", "cpu"]
+    scorers.close()
+    assert model.ended == 1
+
+
+def test_a_picture_that_is_not_finite_has_no_score() -> None:
+    broken = IMAGES.clone()
+    broken[4, 0, 0, 0] = math.nan
+    found = score(plain({"style": lambda style: [1.0] * len(style)}), [([4, 5], broken[4:6])], ROWS, GROUP)
+    assert math.isnan(found.values["style"][4]) and found.values["style"][5] == 1.0
+    assert found.values["style"].isnan().sum() == 11  # what nobody drew has no score either
+
+
+def test_a_reward_can_stop_the_run_however_few_samples_it_concerns() -> None:
+    def gone(images: torch.Tensor) -> list[float]:
+        if len(images) == 1:
+            raise rewards.RewardFailed("the server is gone")
+        return [0.0] * len(images)
+
+    with pytest.raises(rewards.RewardFailed, match="'gone': the server is gone"):
+        scored_by({"gone": gone})
+
+
+CONFIG = """\
+model: {path: assets/tiny-t2i}
+prompts: {train: train.txt}
+trainer: {algorithm: diffusion_nft}
+evaluation: {every: 0}
+rewards:
+"""
+MINE = """
+class Typed:
+    def __init__(self, device="cpu", dtype="float32"):
+        self.seen = [device, dtype]
+    def __call__(self, images):
+        return images.mean((1, 2, 3))
+    def to(self, device):
+        self.seen.append(device)
+
+def plain(images):
+    return images.mean((1, 2, 3))
+"""
+
+
+def config(folder: Path, entries: str) -> Any:
+    (folder / "c.yaml").write_text(CONFIG + entries)
+    (folder / "mine.py").write_text(MINE)
+    return load(folder / "c.yaml")
+
+
+def test_rewards_are_opened_as_the_configuration_says(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    entries = f"""\
+  - {{name: '{mine}:Typed', args: {{dtype: bfloat16, device: meta}}, offload: true,
+    batch_size: 2, cache: 5, normalize: group}}
+  - {{name: '{mine}:plain', weight: 0.5, schedule: [[0, 0], [10, 1]], gate: {{reward: Typed, at_least: 0.5}}}}
+"""
+    found = open_scorers(config(tmp_path, entries), "cpu")
+    calls = found.rewards["Typed"]
+    assert calls.reward.seen == ["meta", "bfloat16", "cpu"] and (calls.batch_size, calls.cache) == (2, 5)
+    assert found.offloaded == {"Typed": "meta"}
+    with found.placed():
+        assert calls.reward.seen[-1] == "meta"
+    assert found.components == {
+        "Typed": Component(normalize="group"),
+        "plain": Component(0.5, ((0, 0.0), (10, 1.0)), "none", Gate("Typed", 0.5)),
+    }
+
+
+def test_a_model_that_cannot_be_moved_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rewards.0.offload: .*mine.py:plain' has no method to"):
+        open_scorers(config(tmp_path, f"  - {{name: '{tmp_path}/mine.py:plain', offload: true}}\n"), "cpu")
+
+
+@pytest.mark.slow
+def test_an_isolated_reward_scores_as_the_one_in_this_process(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    here = open_scorers(config(tmp_path, f"  - {{name: '{mine}:Typed'}}\n"), "cpu")
+    there = open_scorers(config(tmp_path, f"  - {{name: '{mine}:Typed', isolate: true}}\n"), "cpu")
+    try:
+        assert same(score(there, pieces(), ROWS, GROUP), score(here, pieces(), ROWS, GROUP))
+    finally:
+        there.close()
+    assert components(config(tmp_path, f"  - {{name: '{mine}:Typed', weight: 2}}\n"))["Typed"].weight == 2

@@ -1,0 +1,418 @@
+"""Chunk and step GAE against the golden arrays and against sums written out.
+
+Covered: all of vla_advantages (with `episodes`), vla_reference but its FISOR case (test_feasibility), and the GAE and
+reward-scaling cases of vla_dppo.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from genrl.mdp.noise import generator
+from genrl.objectives.advantages import episodes
+from genrl.objectives.advantages.gae import (
+    Estimate,
+    action_gae,
+    chunk_gae,
+    chunk_rewards,
+    executed_mask,
+    fold_bootstrap,
+    gae,
+    new_return_scale,
+    normalise_advantages,
+    scale_rewards,
+)
+from tests.golden_cases import Case, check_all, error
+
+Errors = dict[str, tuple[float, float]]
+
+
+def actions_as_rows(x: Tensor) -> Tensor:
+    """[T, B, C] -> [T C, B]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def rows_as_actions(x: Tensor, size: int) -> Tensor:
+    return x.unflatten(0, (-1, size)).transpose(1, 2)
+
+
+def pi_rl_gae(case: Case) -> Errors:
+    """The released rules: a time limit is an end, the value of the next row stands for the next observation."""
+    rewards, done, values = case["rewards"], case["dones"], case["values"]
+    size, by_action = rewards.shape[-1], case.params["reward_type"] == "action_level"
+    if by_action:
+        reward, ended, value = actions_as_rows(rewards), actions_as_rows(done[1:]), actions_as_rows(values)
+        value = value[: len(reward) + 1]
+    else:
+        reward, ended, value = rewards.sum(-1), done[1:].any(-1), values[..., 0]
+    never = torch.zeros_like(ended)
+    estimate = gae(reward, ended, never, value[:-1], value[1:], discount=case.params["gamma"], lam=case.params["lam"])
+    raw, returns = (rows_as_actions(t, size) if by_action else t[..., None] for t in estimate)
+    valid = case["loss_mask"] if "loss_mask" in case else None
+    result = {
+        "raw": (error(raw, case["advantages_raw"]), 2e-5),
+        "returns": (error(returns, case["returns"]), 2e-5),
+        "advantages": (error(normalise_advantages(raw, valid, eps=1e-5), case["advantages"]), 2e-5),
+    }
+    if by_action:
+        result |= executed_only(case, raw, returns)
+    return result | (check_mask(case, done) if valid is not None else {})
+
+
+def executed_only(case: Case, raw: Tensor, returns: Tensor) -> Errors:
+    """The same by `action_gae`, as far as chunks were executed: to the first end in them."""
+    rewards, done, values = case["rewards"], case["dones"][1:], case["values"]
+    count = (done.long().cumsum(-1) == 0).sum(-1).add(1).clamp(max=rewards.shape[-1])
+    ended = done.any(-1)
+    flags = ended, torch.zeros_like(ended)
+    how = {"gamma": case.params["gamma"], "lam": case.params["lam"]}
+    ours = action_gae(rewards, count, *flags, values[:-1], values[1:, :, 0], **how)
+    there = executed_mask(count, rewards.shape[-1])
+    return {
+        "executed": (error(ours.advantages[there], raw[there]), 2e-5),
+        "executed returns": (error(ours.returns[there], returns[there]), 2e-5),
+    }
+
+
+def check_mask(case: Case, done: Tensor, name: str = "loss_mask") -> Errors:
+    """Exactly: the steps of the first episode, and its length."""
+    valid = episodes.first_episode_steps(done[1:])
+    length = episodes.episode_lengths(valid)[None, :, None].expand(valid.shape)
+    if case.params["reward_type"] == "chunk_level":
+        valid, length = valid.any(-1, keepdim=True), length[..., :1]
+    assert torch.equal(valid, case[name]), f"{case.id}: another mask"
+    assert torch.equal(length, case["loss_mask_sum"]), f"{case.id}: other lengths"
+    return {"mask": (0.0, 0.0)}
+
+
+def pi_rl_groups(case: Case) -> Errors:
+    rewards, done = case["rewards"], case["dones"][1:]
+    if case.params["reward_type"] == "chunk_level":  # a chunk pays in full, what it did after its end included
+        rewards, done = rewards.sum(-1, keepdim=True), done.any(-1, keepdim=True)
+    group = torch.arange(rewards.shape[1]) // case.params["group_size"]
+    returns = episodes.first_episode_returns(rewards, done)
+    advantage = episodes.episode_group_advantages(returns, group)
+    spread = advantage[None, :, None] * case["loss_mask"]
+    return check_mask(case, case["dones"]) | {"advantages": (error(spread, case["advantages"]), 2e-5)}
+
+
+def pi_rl_batch(case: Case) -> Errors:
+    epochs, options = case.params["rollout_epoch"], case.params
+    rewards, done = (episodes.epochs_side_by_side(case[f"in_{name}"], epochs) for name in ("rewards", "dones"))
+    assert torch.equal(rewards, case["rewards"]) and torch.equal(done, case["dones"])
+    result = check_mask(case, done, "loss_mask_unfiltered")
+    group = torch.arange(rewards.shape[1]) // options["group_size"]
+    returns = episodes.first_episode_returns(rewards, done[1:])
+    kept = episodes.informative_groups(returns, group, low=options["lower"], high=options["upper"])
+    assert torch.equal(case["loss_mask_unfiltered"] & kept[None, :, None], case["loss_mask_filtered"])
+    return result
+
+
+def pi_rl_bootstrap(case: Case) -> Errors:
+    ours = case["rewards"]
+    if case.params["auto_reset"]:
+        flags = case["terminations"][:, -1], case["truncations"][:, -1]  # auto-reset collapses them to the last slot
+        always = case.params["bootstrap_type"] == "always"
+        ours = fold_bootstrap(ours, *flags, case["bootstrap_values"][:, 0], gamma=case.params["gamma"], always=always)
+    return {"rewards": (error(ours, case["out_rewards"]), 2e-5)}
+
+
+def test_pi_rl(golden) -> None:
+    def check(case: Case) -> Errors:
+        if "out_rewards" in case:
+            return pi_rl_bootstrap(case)
+        if "in_rewards" in case:
+            return pi_rl_batch(case)
+        return pi_rl_groups(case) if "group_size" in case.params else pi_rl_gae(case)
+
+    check_all(golden("vla_advantages"), check)
+
+
+def test_reference(golden) -> None:
+    def check(case: Case) -> Errors:
+        options = case.params
+        values = case["values"], case["next_values"]
+        if case.fn == "rl100_gae":  # every chunk was executed whole
+            done, terminated = case["done"].bool(), case["terminated"].bool()
+            discount = options["gamma"] ** options["n_action_steps"]
+            ours = gae(case["rewards"], terminated, done, *values, discount=discount, lam=options["lam"])
+            extra: Errors = {}
+        else:
+            how = {"gamma": options["gamma"], "mode": options["mode"]}
+            flags = case["terminated"], case["truncated"]
+            ours = chunk_gae(case["rewards"], case["n_executed"], *flags, *values, lam=options["lam"], **how)
+            chunk = chunk_rewards(case["rewards"], case["n_executed"], **how)
+            extra = {
+                "reward": (error(chunk.reward, case["chunk_rewards"]), 1e-9),
+                "discount": (error(chunk.discount, case["chunk_discount"]), 1e-9),
+            }
+        return extra | {
+            "advantages": (error(ours.advantages, case["advantages"]), 1e-9),
+            "returns": (error(ours.returns, case["returns"]), 1e-9),
+        }
+
+    reason = "FISOR: test_feasibility"
+    check_all(golden("vla_reference"), check, lambda c: reason if c.fn == "fisor" else None, {"c010": reason})
+
+
+def test_dppo(golden) -> None:
+    """Its GAE takes no note of time limits; its rewards are scaled over two calls, the second with
+    twice the rewards."""
+
+    def check(case: Case) -> Errors:
+        options, values = case.params, case["values"]
+        following = torch.cat([values[1:], case["last_values"][None]])
+        ended = case["terminated"].bool()
+        never = torch.zeros_like(ended)
+        ours = gae(case["rewards"], ended, never, values, following, discount=options["gamma"], lam=options["lam"])
+        first = torch.cat([torch.ones_like(ended[:1]), (ended | case["truncated"].bool())[:-1]])
+        how = {"gamma": options["scaler_gamma"], "clip": options["cliprew"]}
+        once, scale = scale_rewards(case["rewards"], first, new_return_scale(ended.shape[1]), **how)
+        twice, _ = scale_rewards(2.0 * case["rewards"], first, scale, **how)
+        return {
+            "advantages": (error(ours.advantages, case["advantages"]), 1e-10),
+            "returns": (error(ours.returns, case["returns"]), 1e-10),
+            "scaled": (error(once, case["scaled_rewards_call1"]), 1e-10),
+            "scaled again": (error(twice, case["scaled_rewards_call2"]), 1e-10),
+        }
+
+    reason = "a loss: test_actor_critic"
+    check_all(
+        golden("vla_dppo"),
+        check,
+        lambda case: None if "terminated" in case else reason,
+        dict.fromkeys(("c000", "c001", "c002"), reason),
+    )
+
+
+@st.composite
+def rollouts(draw) -> dict[str, Tensor]:
+    """Rows of a next-step auto-reset environment: after a done comes a row that only resets, with garbage in it."""
+    rows, batch, size, seed = (draw(st.integers(1, high)) for high in (8, 3, 4, 10_000))
+    rng = generator(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    ended = torch.rand(rows, batch, generator=rng) < 0.35
+    carried = torch.rand(batch, generator=rng) < 0.3
+    for t in range(rows):  # a reset row is no end
+        ended[t] &= ~(ended[t - 1] if t else carried)
+    terminated = ended & (torch.rand(rows, batch, generator=rng) < 0.5)
+    values = normal(rows, batch)
+    following = torch.cat([values[1:], normal(1, batch)])  # the next row's, but an end has its own last observation
+    return {
+        "rewards": normal(rows, batch, size),
+        "n_executed": torch.randint(1, size + 1, (rows, batch), generator=rng),
+        "terminated": terminated,
+        "truncated": ended & ~terminated,
+        "values": values,
+        "next_values": torch.where(ended, normal(rows, batch), following),
+        "carried": carried,
+    }
+
+
+def written_out(r: dict[str, Tensor], row: int, column: int, gamma: float, mode: str) -> float:
+    """Discounted return from a row to the end of its episode or of the rollout, bootstrapped unless terminated."""
+    total, factor = 0.0, 1.0
+    for t in range(row, len(r["rewards"])):
+        count = int(r["n_executed"][t, column])
+        for j in range(count):
+            total += factor * (gamma**j if mode == "smdp" else 1.0) * float(r["rewards"][t, column, j])
+        factor *= gamma**count if mode == "smdp" else gamma
+        if r["terminated"][t, column]:
+            return total
+        if r["truncated"][t, column] or t == len(r["rewards"]) - 1:
+            return total + factor * float(r["next_values"][t, column])
+    raise AssertionError("unreachable")
+
+
+def estimate(r: dict[str, Tensor], gamma: float, lam: float, mode: str) -> Estimate:
+    names = ("rewards", "n_executed", "terminated", "truncated", "values", "next_values")
+    return chunk_gae(*(r[name] for name in names), gamma=gamma, lam=lam, mode=mode)
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0), st.sampled_from(["chunk", "smdp"]))
+def test_at_lambda_one_the_return_is_the_discounted_sum(r, gamma: float, mode: str) -> None:
+    returns = estimate(r, gamma, 1.0, mode).returns
+    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
+    for t, b in valid.nonzero().tolist():
+        assert returns[t, b].item() == pytest.approx(written_out(r, t, b, gamma, mode), rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+def test_rows_that_only_reset_change_nothing(r, gamma: float, lam: float) -> None:
+    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
+    before = estimate(r, gamma, lam, "smdp").advantages
+    spoilt = {name: value.clone() for name, value in r.items()}
+    for name in ("rewards", "values", "next_values"):
+        spoilt[name][~valid] = 1e6
+    after = estimate(spoilt, gamma, lam, "smdp").advantages
+    assert torch.equal(before[valid], after[valid])
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0))
+def test_at_lambda_zero_it_is_the_one_step_error(r, gamma: float) -> None:
+    out = estimate(r, gamma, 0.0, "chunk")
+    paid = chunk_rewards(r["rewards"], r["n_executed"], gamma=gamma, mode="chunk").reward
+    expected = paid + gamma * torch.where(r["terminated"], 0.0, r["next_values"]) - r["values"]
+    torch.testing.assert_close(out.advantages, expected)
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+def test_with_one_action_per_decision_chunks_are_steps(r, gamma: float, lam: float) -> None:
+    r = r | {"rewards": r["rewards"][..., :1], "n_executed": torch.ones_like(r["n_executed"])}
+    flags = r["terminated"], r["truncated"]
+    values = r["values"], r["next_values"]
+    step = gae(r["rewards"][..., 0], *flags, *values, discount=gamma, lam=lam)
+    for mode in ("chunk", "smdp"):
+        torch.testing.assert_close(estimate(r, gamma, lam, mode).advantages, step.advantages)
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+def test_with_one_action_per_decision_both_levels_are_equal(r, gamma: float, lam: float) -> None:
+    r = r | {"rewards": r["rewards"][..., :1], "n_executed": torch.ones_like(r["n_executed"])}
+    expected = estimate(r, gamma, lam, "chunk")
+    for ours, theirs in zip(by_action(r, r["values"][..., None], gamma, lam), expected, strict=True):
+        torch.testing.assert_close(ours[..., 0], theirs, rtol=1e-12, atol=1e-12)
+
+
+def by_action(r: dict[str, Tensor], values: Tensor, gamma: float, lam: float) -> Estimate:
+    rest = (r[name] for name in ("n_executed", "terminated", "truncated"))
+    return action_gae(r["rewards"], *rest, values, r["next_values"], gamma=gamma, lam=lam)
+
+
+def values_of_actions(r: dict[str, Tensor]) -> Tensor:
+    """That of the observation, and others for the later actions."""
+    later = torch.randn(r["rewards"].shape, generator=generator(len(r["values"])), dtype=torch.float64)
+    return torch.cat([r["values"][..., None], later[..., 1:]], -1)
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0))
+def test_at_lambda_one_the_first_actions_return_is_the_chunks(r, gamma: float) -> None:
+    """Exactly discounted: the values of later actions cancel."""
+    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
+    ours, theirs = by_action(r, values_of_actions(r), gamma, 1.0), estimate(r, gamma, 1.0, "smdp")
+    torch.testing.assert_close(ours.returns[..., 0][valid], theirs.returns[valid])
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+def test_executed_actions_one_by_one_are_plain_gae(r, gamma: float, lam: float) -> None:
+    """Each environment's executed actions as rows of their own, without the others, column by column."""
+    values, found = values_of_actions(r), by_action(r, values_of_actions(r), gamma, lam)
+    for b in range(r["values"].shape[1]):
+        rows: list[list[float]] = []
+        places = []
+        for t in range(len(r["values"])):
+            count = int(r["n_executed"][t, b])
+            for j in range(count):
+                last = j == count - 1
+                after = r["next_values"][t, b] if last else values[t, b, j + 1]
+                flags = [float(last and r[name][t, b]) for name in ("terminated", "truncated")]
+                rows.append([float(r["rewards"][t, b, j]), *flags, float(values[t, b, j]), float(after)])
+                places.append((t, j))
+        reward, terminated, truncated, value, after = torch.tensor(rows, dtype=torch.float64).T[..., None]
+        plain = gae(reward, terminated > 0, truncated > 0, value, after, discount=gamma, lam=lam)
+        for k, (t, j) in enumerate(places):
+            assert found.advantages[t, b, j].item() == pytest.approx(plain.advantages[k, 0].item(), rel=1e-9, abs=1e-9)
+            assert found.returns[t, b, j].item() == pytest.approx(plain.returns[k, 0].item(), rel=1e-9, abs=1e-9)
+    there = executed_mask(r["n_executed"], r["rewards"].shape[-1])
+    assert not found.advantages[~there].any() and not found.returns[~there].any()
+
+
+@settings(max_examples=40)
+@given(rollouts(), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+def test_actions_of_rows_that_only_reset_change_nothing(r, gamma: float, lam: float) -> None:
+    valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
+    values = values_of_actions(r)
+    before = by_action(r, values, gamma, lam).advantages
+    spoilt = r | {name: torch.where(valid, r[name], 1e6) for name in ("next_values",)}
+    spoilt |= {"rewards": torch.where(valid[..., None], r["rewards"], 1e6)}
+    spoilt |= {"n_executed": torch.where(valid, r["n_executed"], 0)}
+    after = by_action(spoilt, torch.where(valid[..., None], values, 1e6), gamma, lam).advantages
+    assert torch.equal(before[valid], after[valid])
+
+
+def test_a_chunk_that_is_cut_short_is_bootstrapped_from_its_final_observation() -> None:
+    """By hand: three actions, the second is the last; gamma .5, lambda .5."""
+    rewards, values = torch.tensor([[[1.0, 2.0, 50.0]]]), torch.tensor([[[3.0, 4.0, 60.0]]])
+    n, yes, no, after = torch.tensor([[2]]), torch.tensor([[True]]), torch.tensor([[False]]), torch.tensor([[8.0]])
+    cut = action_gae(rewards, n, no, yes, values, after, gamma=0.5, lam=0.5)
+    assert cut.advantages.flatten().tolist() == pytest.approx([1 + 0.5 * 4 - 3 + 0.25 * 2, 2 + 0.5 * 8 - 4, 0])
+    over = action_gae(rewards, n, yes, no, values, after, gamma=0.5, lam=0.5)
+    assert over.advantages.flatten().tolist() == pytest.approx([1 + 0.5 * 4 - 3 + 0.25 * -2, 2 - 4, 0])
+    with pytest.raises(ValueError, match="cannot have been executed"):
+        action_gae(rewards, torch.tensor([[4]]), no, yes, values, after, gamma=0.5, lam=0.5)
+    with pytest.raises(ValueError, match=r"must be \[T, B, C\]"):
+        action_gae(rewards, n, no, yes, values[..., 0], after, gamma=0.5, lam=0.5)
+
+
+def test_a_time_limit_is_bootstrapped_and_success_is_not() -> None:
+    """Reward 1 for ever at gamma .5: a critic that says 2 is right in every row, cut or not; success is worth its 1."""
+    ones = torch.ones(3, 1)
+    cut, never = torch.tensor([[False], [True], [False]]), torch.zeros(3, 1, dtype=torch.bool)
+    right = gae(ones, never, cut, 2 * ones, 2 * ones, discount=0.5, lam=0.9)
+    assert right.advantages.flatten().tolist() == pytest.approx([0, 0, 0])
+    success = gae(ones, cut, never, 2 * ones, 2 * ones, discount=0.5, lam=0.9)
+    assert success.advantages[1, 0].item() == pytest.approx(-1.0)
+
+
+def test_what_came_after_the_end_of_a_chunk_does_not_count() -> None:
+    rewards = torch.tensor([[[1.0, 2.0, 100.0]]])
+    chunk = chunk_rewards(rewards, torch.tensor([[2]]), gamma=0.5, mode="smdp")
+    assert chunk.reward.item() == pytest.approx(2.0) and chunk.discount.item() == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="cannot have been executed"):
+        chunk_rewards(rewards, torch.tensor([[4]]), gamma=0.5, mode="smdp")
+    with pytest.raises(ValueError, match="mode must be"):
+        chunk_rewards(rewards, torch.tensor([[3]]), gamma=0.5, mode="steps")  # type: ignore[arg-type]
+
+
+@given(st.lists(st.floats(-100, 100), min_size=3, max_size=12), st.floats(-5, 5), st.floats(0.5, 3))
+def test_normalised_advantages_ignore_shift_and_scale(values: list[float], shift: float, scale: float) -> None:
+    a = torch.tensor(values, dtype=torch.float64)
+    valid = torch.arange(len(values)) != 0
+    if a[1:].std() < 1e-3:
+        return
+    ours = normalise_advantages(a, valid, eps=0.0)
+    torch.testing.assert_close(ours, normalise_advantages(scale * a + shift, valid, eps=0.0), rtol=1e-6, atol=1e-6)
+    assert ours[valid].mean().abs() < 1e-9 and ours[valid].std().item() == pytest.approx(1.0)
+
+
+def test_normalising_refuses_what_it_cannot() -> None:
+    with pytest.raises(ValueError, match="no entry is valid"):
+        normalise_advantages(torch.ones(3), torch.zeros(3, dtype=torch.bool), eps=1e-5)
+    with pytest.raises(ValueError, match="NaN"):
+        normalise_advantages(torch.tensor([1.0, torch.nan]), eps=1e-5)
+    assert normalise_advantages(torch.tensor([4.0]), eps=1e-5).tolist() == [0.0]
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    one, two = torch.zeros(3, 1), torch.zeros(3, 2)
+    with pytest.raises(ValueError, match="one shape"):
+        gae(one, one, one, one, two, discount=0.9, lam=0.9)
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 1000))
+def test_rewards_scaled_in_parts_see_the_same_returns(rows: int, batch: int, seed: int) -> None:
+    """The open returns carry over: the last scale of two halves holds the mean of all the returns."""
+    rng = generator(seed)
+    rewards = torch.randn(2 * rows, batch, generator=rng, dtype=torch.float64)
+    first = torch.rand(2 * rows, batch, generator=rng) < 0.3
+    how = {"gamma": 0.9, "clip": 10.0}
+    _, whole = scale_rewards(rewards, first, new_return_scale(batch), **how)
+    _, half = scale_rewards(rewards[:rows], first[:rows], new_return_scale(batch), **how)
+    scaled, both = scale_rewards(rewards[rows:], first[rows:], half, **how)
+    torch.testing.assert_close(both.mean, whole.mean)
+    torch.testing.assert_close(both.open_returns, whole.open_returns)
+    assert scaled.abs().max() <= 10.0

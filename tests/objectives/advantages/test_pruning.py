@@ -1,0 +1,108 @@
+"""BranchGRPO's pruning on leaves (the released edge-by-edge form is held against golden arrays in test_tree_golden)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from genrl.mdp.plan import make_plan
+from genrl.mdp.tree import Tree, from_parents, grow
+from genrl.objectives.advantages import pruning
+
+
+def binary(steps: int, splits: tuple[int, ...]) -> Tree:
+    return grow(make_plan(steps, noise=dict.fromkeys(range(steps), 0.3), splits=dict.fromkeys(splits, 2)))
+
+
+FLUX = binary(20, (0, 3, 6, 9))
+VALUES = torch.randn(16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_paper_prunes_218_edges_to_138() -> None:
+    """Both ways: 8.625 edges per leaf in the paper's table."""
+    deep = pruning.depth_pruned(FLUX.depth, range(15, 20))
+    leaves = pruning.best_siblings(FLUX.parent, FLUX.depth, VALUES, last_split=9)
+    wide = pruning.width_pruned(FLUX.parent, FLUX.depth, leaves, last_split=9)
+    extreme = pruning.width_pruned(FLUX.parent, FLUX.depth, pruning.extreme_leaves(VALUES, 4), last_split=9)
+    assert int(deep.sum()) == int(wide.sum()) == int(extreme.sum()) == 138
+    assert not torch.equal(wide, extreme)
+
+
+def test_parent_top1_keeps_the_better_of_each_pair() -> None:
+    kept = pruning.best_siblings(FLUX.parent, FLUX.depth, VALUES, last_split=9).view(8, 2)
+    assert (kept.sum(1) == 1).all() and torch.equal(VALUES.view(8, 2)[kept], VALUES.view(8, 2).amax(1))
+    rows = pruning.best_siblings(FLUX.parent, FLUX.depth, torch.stack([VALUES, -VALUES]), last_split=9)
+    assert torch.equal(rows[0], ~rows[1])
+
+
+def test_parent_top1_prefers_any_score_to_none() -> None:
+    holes = VALUES.clone()
+    holes[::2] = math.nan
+    kept = pruning.best_siblings(FLUX.parent, FLUX.depth, holes, last_split=9)
+    assert kept[1::2].all() and not kept[::2].any()
+    ties = pruning.best_siblings(FLUX.parent, FLUX.depth, torch.zeros(16), last_split=9)
+    assert ties[::2].all() and not ties[1::2].any()
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 99))
+def test_extremes_are_the_ends_of_the_order(leaves: int, count: int, seed: int) -> None:
+    values = torch.randn(leaves, generator=torch.Generator().manual_seed(seed)).round(decimals=0)
+    kept = pruning.extreme_leaves(values, count)
+    assert int(kept.sum()) == min(leaves, 2 * count)
+    if 2 * count < leaves:
+        inside, ordered = values[~kept], values.sort().values
+        assert inside.max() <= ordered[-count] and inside.min() >= ordered[count - 1]
+    with pytest.raises(ValueError, match="count: keeping the 0 best"):
+        pruning.extreme_leaves(values, 0)
+
+
+def test_leaves_without_a_score_are_no_extremes() -> None:
+    values = torch.tensor([math.nan, 1.0, 2.0, 3.0, math.nan])
+    assert pruning.extreme_leaves(values, 1).tolist() == [False, True, False, True, False]
+
+
+@st.composite
+def pruned(draw: st.DrawFn) -> tuple[Tree, int, Tensor]:
+    steps = draw(st.integers(1, 5))
+    splits = draw(st.lists(st.integers(0, steps - 1), min_size=1, max_size=3))
+    tree = binary(steps, tuple(splits))
+    count = draw(st.integers(1, len(tree.leaves)))
+    values = torch.randn(2, len(tree.leaves), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    return tree, max(splits), pruning.extreme_leaves(values, count)
+
+
+@given(pruned())
+def test_width_pruning_keeps_the_trunk_and_whole_paths(case: tuple[Tree, int, Tensor]) -> None:
+    tree, last_split, leaves = case
+    keep = pruning.width_pruned(tree.parent, tree.depth, leaves, last_split=last_split)
+    assert not keep[:, tree.parent < 0].any()
+    assert keep[:, (tree.depth > 0) & (tree.depth <= last_split + 1)].all()
+    for row in range(len(leaves)):
+        wanted = {n for k in leaves[row].nonzero()[:, 0] for n in tree.path(int(tree.leaves[k]))}
+        found = {n for n in keep[row].nonzero()[:, 0].tolist() if tree.depth[n] > last_split + 1}
+        assert found == {n for n in wanted if tree.depth[n] > last_split + 1}
+
+
+def test_what_would_leave_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="width: no leaf of a tree is kept"):
+        pruning.width_pruned(FLUX.parent, FLUX.depth, torch.zeros(16, dtype=torch.bool), last_split=9)
+
+
+def test_no_pruning_of_depths_keeps_every_edge() -> None:
+    assert torch.equal(pruning.depth_pruned(FLUX.depth, ()), FLUX.parent >= 0)
+
+
+def test_per_branch_as_released_cuts_depths_not_widths() -> None:
+    """A trap of the released code that the leaf-level form has not."""
+    tree = from_parents(FLUX.parent)
+    advantages = VALUES[tree.first_leaf].expand(1, -1)
+    everything = (tree.depth > 0).expand(1, -1)
+    keep = pruning.released_width_pruned(
+        tree.parent, tree.depth, advantages, everything, last_split=9, mode="per_branch"
+    )
+    assert torch.equal(keep[0], (tree.depth > 0) & (tree.depth <= 15))

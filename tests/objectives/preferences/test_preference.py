@@ -1,0 +1,242 @@
+"""Preference losses: golden pairwise_dpo_losses and trainers_dpo, and their properties."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from genrl.mdp import noise
+from genrl.objectives.advantages.groups import best_and_worst
+from genrl.objectives.forward import forward_process
+from genrl.objectives.preferences import preference
+
+NAN = float("nan")
+
+
+def load(data: np.lib.npyio.NpzFile) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.array(data[name])) for name in data.files}
+
+
+def test_golden_pairwise_losses(golden) -> None:
+    arrays = load(golden("pairwise_dpo_losses"))
+    compared = set()
+
+    def check(name: str, value: Tensor, tolerance: float = 1e-9) -> None:
+        compared.add(name)
+        if value.is_floating_point():
+            assert torch.allclose(value, arrays[name].double(), rtol=tolerance, atol=1e-10), name
+        else:
+            assert torch.equal(value, arrays[name]), name
+
+    # Diffusion-DPO: the first half of the batch is chosen, the second rejected.
+    prediction = arrays["diffdpo_model_pred"].clone().requires_grad_()
+    target = arrays["diffdpo_target"]
+    errors = forward_process.matching_error(prediction, target).chunk(2)
+    reference = forward_process.matching_error(arrays["diffdpo_ref_pred"], target).chunk(2)
+    for name in arrays:
+        if found := re.fullmatch(r"diffdpo_(half|full|hinge|ipo)_beta(\d+)_loss", name):
+            kind = found[1] if found[1] in ("hinge", "ipo") else "sigmoid"
+            out = preference.diffusion_dpo_loss(
+                *errors, *reference, beta=float(found[2]), half=found[1] == "half", kind=kind
+            )
+            check(name, out.loss.mean())
+            if found[1] == "half":
+                stem = name.removesuffix("loss")
+                check(f"{stem}grad", torch.autograd.grad(out.loss.mean(), prediction, retain_graph=True)[0], 1e-7)
+                check(f"{stem}acc", out.correct.double().mean(), 1e-6)  # a float32 in the peer
+
+    # D3PO, and SPO's loss on the same log-probabilities with side 0 the winner.
+    a, b = (arrays[f"d3po_logp{k}"].clone().requires_grad_() for k in (0, 1))
+    sides = a, arrays["d3po_ref0"], b, arrays["d3po_ref1"]
+    beta, clip = arrays["d3po_beta_eps"].tolist()
+    loss = preference.step_preference_loss(*sides, arrays["d3po_pref"], beta=beta, clip=clip).loss.mean()
+    check("d3po_loss", loss)
+    for name, gradient in zip(("d3po_grad0", "d3po_grad1"), torch.autograd.grad(loss, (a, b)), strict=True):
+        check(name, gradient)
+    loss = preference.step_preference_loss(*sides, torch.ones(len(a)), beta=10.0, clip=0.1).loss.mean()
+    check("spo_loss_beta10_eps01", loss)
+    for name, gradient in zip(("spo_grad_win", "spo_grad_lose"), torch.autograd.grad(loss, (a, b)), strict=True):
+        check(name, gradient)
+    rewards = arrays["d3po_rewards7"]
+    group = torch.zeros(len(rewards)).long()
+    check("d3po_pairs", preference.preference_pairs(rewards, group, ties=True))
+    check("d3po_pairs_used", preference.preference_pairs(rewards, group))
+    for name in arrays:
+        if found := re.fullmatch(r"(spo_k\d+_)scores", name):
+            threshold = float(arrays[f"{found[1]}threshold"])
+            win, lose, valid = preference.step_winners(arrays[name], threshold=threshold)
+            check(f"{found[1]}valid", valid)
+            check(f"{found[1]}win_lose", torch.stack([win, lose]))
+
+    # DPO on masked image tokens; p/r = policy/reference, c/r = chosen/rejected.
+    first = int(arrays["ar_dpo_text_len"]) + 1
+    totals = {}
+    for side in ("pc", "pr", "rc", "rr"):
+        labels = arrays["ar_dpo_labels_chosen" if side[1] == "c" else "ar_dpo_labels_rejected"]
+        for reduction in ("sum", "mean"):
+            value = preference.masked_token_log_prob(
+                arrays[f"ar_dpo_logits_{side}"], labels, first=first, reduction=reduction
+            )
+            check(f"ar_dpo_{reduction}_logp_{side}", value)
+            totals[side, reduction] = value
+    pairs = [totals[side, "sum"] for side in ("pc", "pr", "rc", "rr")]
+    check("ar_dpo_loss", preference.dpo_loss(*pairs, beta=float(arrays["ar_dpo_beta"])).loss.mean())
+    tokens = (arrays["ar_dpo_labels_chosen"][:, first:] != -100).sum()
+    check("ar_dpo_sft_ce", -totals["pc", "sum"].sum() / tokens)  # the supervised term: mean over all tokens
+
+    inputs = {
+        *("diffdpo_target", "diffdpo_model_pred", "diffdpo_ref_pred", "d3po_logp0", "d3po_logp1", "d3po_ref0"),
+        *("d3po_ref1", "d3po_pref", "d3po_beta_eps", "d3po_rewards7", "ar_dpo_labels_chosen", "ar_dpo_beta"),
+        *("ar_dpo_labels_rejected", "ar_dpo_text_len"),
+        *(name for name in arrays if re.fullmatch(r"spo_k\d+_(scores|threshold)|ar_dpo_logits_..", name)),
+    }
+    assert compared | inputs == set(arrays)
+
+
+def test_golden_trainers_dpo(golden) -> None:
+    arrays = {name: value.double() for name, value in load(golden("trainers_dpo")).items()}
+    sides = ("chosen", "rejected")
+    velocity = torch.cat([arrays[f"in_v_theta_{side}"] for side in sides]).requires_grad_()
+    target = torch.cat([arrays["in_noise"] - arrays[f"in_x0_{side}"] for side in sides])
+    errors = forward_process.matching_error(velocity, target).chunk(2)
+    frozen = torch.cat([arrays[f"in_v_ref_{side}"] for side in sides])
+    reference = forward_process.matching_error(frozen, target).chunk(2)
+    compared = set()
+    for name in arrays:
+        if not (found := re.fullmatch(r"out_flow_grpo_loss_beta(\d+)", name)):
+            continue
+        out = preference.diffusion_dpo_loss(*errors, *reference, beta=float(found[1]))
+        gradient = torch.autograd.grad(out.loss.mean(), velocity, retain_graph=True)[0]
+        for peer in ("flow_grpo", "flow_factory"):
+            for field, value in (("loss", out.loss.mean()), ("inside", out.logit), ("grad_v", gradient)):
+                key = f"out_{peer}_{field}_beta{found[1]}"
+                if key in arrays:
+                    compared.add(key)
+                    assert (value - arrays[key]).abs().max() <= 1e-4 * arrays[key].abs().max(), key
+    assert compared == {name for name in arrays if name.startswith("out_")}
+
+
+ERRORS = st.floats(0.0, 2.0)
+
+
+@given(ERRORS, ERRORS, ERRORS, ERRORS, st.floats(0.1, 100.0))
+def test_diffusion_dpo_lowers_the_winners_error_and_raises_the_losers(
+    win: float, lose: float, ref_win: float, ref_lose: float, beta: float
+) -> None:
+    values = [torch.tensor([v], dtype=torch.float64, requires_grad=True) for v in (win, lose, ref_win, ref_lose)]
+    out = preference.diffusion_dpo_loss(*values, beta=beta)
+    out.loss.sum().backward()
+    difference = (win - lose) - (ref_win - ref_lose)
+    assert out.loss.item() == pytest.approx(math.log1p(math.exp(-abs(beta * difference / 2))) + max(
+        beta * difference / 2, 0.0
+    ), rel=1e-9)  # fmt: skip
+    assert values[0].grad is not None and values[1].grad is not None
+    assert values[0].grad >= 0 and values[1].grad == -values[0].grad
+    assert values[2].grad is None and values[3].grad is None
+    assert out.correct.item() == (difference < 0)
+    twice = preference.diffusion_dpo_loss(*values, beta=beta / 2, half=False)
+    assert twice.loss.item() == pytest.approx(out.loss.item(), rel=1e-9)
+
+
+def test_where_the_policy_is_the_reference_a_pair_costs_log_two() -> None:
+    errors = torch.rand(3), torch.rand(3)
+    assert torch.allclose(preference.diffusion_dpo_loss(*errors, *errors, beta=5000.0).loss, torch.tensor(2.0).log())
+    log_probs = torch.randn(3), torch.randn(3)
+    sides = log_probs[0], log_probs[0], log_probs[1], log_probs[1]
+    assert torch.allclose(
+        preference.step_preference_loss(*sides, torch.tensor([1, -1, 0]), beta=10.0).loss, torch.tensor(2.0).log()
+    )
+    whole = preference.dpo_loss(log_probs[0], log_probs[1], log_probs[0], log_probs[1], beta=0.1)
+    assert torch.allclose(whole.loss, torch.tensor(2.0).log())
+
+
+@given(st.floats(-0.3, 0.3), st.floats(-0.3, 0.3), st.sampled_from([1, -1, 0]), st.floats(0.0, 0.3))
+def test_a_clipped_side_and_a_tie_have_no_gradient(a: float, b: float, sign: int, clip: float) -> None:
+    sides = [torch.tensor([v], dtype=torch.float64, requires_grad=True) for v in (a, b)]
+    zero = torch.zeros(1, dtype=torch.float64)
+    out = preference.step_preference_loss(sides[0], zero, sides[1], zero, torch.tensor([sign]), beta=2.0, clip=clip)
+    out.loss.sum().backward()
+    weight = torch.sigmoid(-out.logit).item() * 2.0 * sign
+    for side, value, direction in ((sides[0], a, -1.0), (sides[1], b, 1.0)):
+        free = 1 - clip <= math.exp(value) <= 1 + clip
+        assert side.grad is not None
+        assert side.grad.item() == pytest.approx(direction * weight if free else 0.0, rel=1e-9, abs=1e-15)
+
+
+def test_swapping_the_sides_and_the_preference_changes_nothing() -> None:
+    a, ref_a, b, ref_b = (0.05 * noise.keyed_noise((6,), name) for name in "abcd")
+    sign = torch.tensor([1, -1, 0, 1, -1, 1])
+    one = preference.step_preference_loss(a, ref_a, b, ref_b, sign, beta=1.0)
+    other = preference.step_preference_loss(b, ref_b, a, ref_a, -sign, beta=1.0)
+    assert torch.equal(one.loss, other.loss)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.0, 2.0, NAN])), min_size=1, max_size=8))
+def test_pairs_are_all_decided_comparisons_within_groups(rows: list[tuple[int, float]]) -> None:
+    group, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r for _, r in rows])
+    want = [
+        [i, j, 1 if rows[i][1] > rows[j][1] else -1]
+        for i in range(len(rows))
+        for j in range(i + 1, len(rows))
+        if rows[i][0] == rows[j][0] and rows[i][1] == rows[i][1] and rows[j][1] == rows[j][1]
+    ]
+    decided = [pair for pair in want if rows[pair[0]][1] != rows[pair[1]][1]]
+    assert preference.preference_pairs(rewards, group).tolist() == decided
+    tied = preference.preference_pairs(rewards, group, ties=True)
+    assert tied[:, :2].tolist() == [pair[:2] for pair in want]
+    best = best_and_worst(rewards, group)  # the one pair per group of online DPO is among them
+    for slot in set(group.tolist()):
+        pair = [(best == sign).logical_and(group == slot).nonzero().flatten().tolist() for sign in (1.0, -1.0)]
+        if pair[0]:
+            low, high = sorted((pair[0][0], pair[1][0]))
+            assert [low, high, 1 if low == pair[0][0] else -1] in decided
+
+
+@given(st.integers(0, 99), st.floats(0.0, 0.95))
+def test_a_step_counts_where_its_softmax_preference_is_decided(seed: int, threshold: float) -> None:
+    scores = noise.keyed_noise((4, 9), seed, "scores").double()
+    win, lose, valid = preference.step_winners(scores, threshold=threshold)
+    pair = torch.stack([scores.gather(0, win[None])[0], scores.gather(0, lose[None])[0]])
+    shares = pair.softmax(dim=0)
+    assert torch.equal(pair[0], scores.max(0).values) and torch.equal(pair[1], scores.min(0).values)
+    assert torch.equal(valid, shares[0] - shares[1] > threshold)
+
+
+def test_masked_tokens_before_the_picture_and_unmasked_ones_do_not_count() -> None:
+    logits = noise.keyed_noise((2, 5, 7), "logits")
+    labels = torch.tensor([[1, 2, -100, 3, -100], [-100, 6, -100, -100, -100]])
+    got = preference.masked_token_log_prob(logits, labels, first=2)
+    want = logits[0, 3].log_softmax(0)[3]
+    assert got[0] == pytest.approx(want.item(), rel=1e-6) and got[1] == 0
+    assert preference.masked_token_log_prob(logits, labels, first=2, reduction="mean")[1] == 0
+
+
+def test_near_the_reference_a_step_is_judged_as_dpo_judges_a_sequence() -> None:
+    """Within the clip range log clip(rho) is the log-ratio."""
+    a, b = 0.01 * noise.keyed_noise((5,), "a").double(), 0.01 * noise.keyed_noise((5,), "b").double()
+    zero = torch.zeros(5, dtype=torch.float64)
+    steps = preference.step_preference_loss(a, zero, b, zero, torch.ones(5), beta=0.1)
+    assert torch.allclose(steps.loss, preference.dpo_loss(a, b, zero, zero, beta=0.1).loss, rtol=1e-9)
+
+
+def test_wrong_settings_are_refused() -> None:
+    value = torch.zeros(2)
+    with pytest.raises(ValueError, match="beta must be positive"):
+        preference.diffusion_dpo_loss(value, value, value, value, beta=0.0)
+    with pytest.raises(ValueError, match="'sigmoid', 'hinge' or 'ipo'"):
+        preference.diffusion_dpo_loss(value, value, value, value, beta=1.0, kind="l2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="clip in"):
+        preference.step_preference_loss(value, value, value, value, value, beta=1.0, clip=1.0)
+    with pytest.raises(ValueError, match="beta must be positive"):
+        preference.dpo_loss(value, value, value, value, beta=-1.0)
+    with pytest.raises(ValueError, match="one length"):
+        preference.preference_pairs(value, torch.zeros(3).long())
+    with pytest.raises(ValueError, match="'sum' or 'mean'"):
+        preference.masked_token_log_prob(torch.zeros(1, 1, 2), torch.zeros(1, 1).long(), reduction="max")  # type: ignore[arg-type]

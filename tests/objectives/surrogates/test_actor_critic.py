@@ -1,0 +1,352 @@
+"""Actor and critic losses against the golden arrays of pi_RL, DPPO and ReinFlow, and their invariants.
+
+Covered: all of vla_losses, the losses of vla_dppo, all of vla_reinflow: losses, metrics and gradients.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from genrl.mdp import chains, ddpm, kernels, schedules
+from genrl.mdp.chains import Chain
+from genrl.mdp.noise import generator
+from genrl.objectives.advantages.gae import normalise_advantages
+from genrl.objectives.surrogates import actor_critic as ac
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from tests.golden_cases import Case, check_all, error
+
+Errors = dict[str, tuple[float, float]]
+
+
+def relative(got: Tensor, want: Tensor, tolerance: float) -> tuple[float, float]:
+    """Relative to the largest value: gradients hold zeros."""
+    scale = want.double().abs().max().clamp(min=1e-12)
+    return error(got.double() / scale, want.double() / scale), tolerance
+
+
+def at_level(case: Case, elements: Tensor) -> Tensor:
+    level = {"chunk_level": "chunk", "action_level": "action", "token_level": "element"}[case.params["logprob_type"]]
+    return chains.aggregate(elements, level, "sum")  # type: ignore[arg-type]
+
+
+def beside(value: Tensor, ratio: Tensor) -> Tensor:
+    """[B, 1] or [B, C] beside a ratio [B], [B, C] or [B, C, D]."""
+    if ratio.dim() == 1:
+        return value[:, 0]
+    return value if ratio.dim() == 2 else value[..., None]
+
+
+def average(case: Case, elements: Tensor, like: Tensor) -> Tensor:
+    if not case.params["masked"]:
+        return elements.mean()
+    valid, length = (beside(case[name], like) for name in ("loss_mask", "loss_mask_sum"))
+    return ac.episode_weighted_mean(elements, valid, length, case.params["max_episode_steps"])
+
+
+def check_policy_loss(case: Case) -> Errors:
+    options = case.params
+    log_prob, old = case["logprobs"].requires_grad_(), at_level(case, case["old_logprobs"])
+    new = at_level(case, log_prob)
+    advantage = beside(case["advantages"], new)
+    surrogate = clipped_surrogate(new, old, advantage, options["clip_low"], options["clip_high"])
+    bound = options["clip_ratio_c"]
+    loss = surrogate.loss if bound is None else ac.dual_clip(surrogate.loss, advantage, bound)
+    policy = total = average(case, loss, new)
+    result: Errors = {"policy": relative(policy, case["metric_policy_loss"], 1e-4)}
+    leaves = {"grad_logprobs": log_prob}
+    if options["loss_type"] == "actor_critic":
+        values = case["values"].requires_grad_()
+        errors = ac.value_loss(
+            values,
+            case["returns"],
+            old_values=case["prev_values"],
+            clip=options["value_clip"],
+            huber_delta=options["huber_delta"],
+        )
+        critic = average(case, errors, errors)
+        result["value"] = relative(critic, case["metric_value_loss"], 1e-4)
+        total, leaves = policy + critic, leaves | {"grad_values": values}
+    result["loss"] = relative(total, case["loss"], 1e-4)
+    for (name, _), gradient in zip(leaves.items(), torch.autograd.grad(total, list(leaves.values())), strict=True):
+        result[name] = relative(gradient, case[name], 1e-4)
+    valid = beside(case["loss_mask"], new) if options["masked"] else torch.ones((), dtype=torch.bool)
+    # the released metrics divide by the mask's entries before it is broadcast (the ratio of single elements apart)
+    often = new.numel() / valid.numel() if options["masked"] else 1.0
+    metrics = {
+        "metric_ratio": ac.masked_mean(surrogate.ratio, valid) * (1.0 if new.dim() == 3 else often),
+        "metric_clip_fraction": ac.masked_mean(surrogate.clipped.double(), valid) * often,
+        "metric_approx_kl": ac.masked_mean(old - new, valid) * often,  # the first-order estimate
+    }
+    return result | {name: relative(value, case[name], 1e-4) for name, value in metrics.items()}
+
+
+def check_decoupled(case: Case) -> Errors:
+    options = case.params
+    log_prob, values = case["logprobs"].requires_grad_(), case["values"].requires_grad_()
+    new, behaviour = (chains.aggregate(t, "chunk", "sum") for t in (log_prob, case["old_logprobs"]))
+    if options["proximal"] == "versions":
+        near = ac.interpolated_proximal(
+            log_prob, case["old_logprobs"], case["versions"], options["current_version"]
+        ).sum((1, 2))
+    elif options["proximal"] == "prox":
+        near = case["proximal_logprobs"].sum((1, 2))
+    else:
+        near = behaviour
+    out = ac.decoupled_surrogate(
+        new,
+        near,
+        behaviour,
+        case["advantages"][:, 0],
+        options["clip"],
+        largest_weight=options["behave_weight_threshold"],
+    )
+    policy = ac.masked_mean(out.loss, out.kept)
+    errors = ac.value_loss(values, case["returns"], old_values=case["prev_values"], clip=0.2, huber_delta=10.0)
+    total = policy + errors.mean()
+    gradients = torch.autograd.grad(total, (log_prob, values))
+    return {
+        "policy": relative(policy, case["metric_policy_loss"], 1e-4),
+        "value": relative(errors.mean(), case["metric_value_loss"], 1e-4),
+        "loss": relative(total, case["loss"], 1e-4),
+        "grad_logprobs": relative(gradients[0], case["grad_logprobs"], 1e-4),
+        "grad_values": relative(gradients[1], case["grad_values"], 1e-4),
+    }
+
+
+def test_pi_rl(golden) -> None:
+    check_all(
+        golden("vla_losses"), lambda case: (check_decoupled if "proximal" in case.params else check_policy_loss)(case)
+    )
+
+
+def test_dppo(golden) -> None:
+    """PPODiffusion.loss: a log-probability per element, clamped, averaged; the advantage and clip of its inner step."""
+
+    def check(case: Case) -> Errors:
+        options = case.params
+        weights = {name: case[name].requires_grad_() for name in ("W", "b", "C", "critic_w")}
+        state, x = case["state"].flatten(1), case["chain_prev"]
+        grid = ddpm.ddpm_grid(ddpm.cosine_alpha_bars(options["K"]))
+        steps, index = options["ft"], case["denoising_inds"]
+        place = options["K"] - steps + index
+        assert torch.equal(grid.timesteps[place], case["t"])
+        time = case["t"][:, None] / options["K"]
+        prediction = torch.tanh(x.flatten(1) @ weights["W"] + time * weights["b"] + state @ weights["C"]).view_as(x)
+        step = ddpm.with_floor(ddpm.denoise(x, prediction, grid, place), options["min_logprob_std"])
+        elements = chains.element_log_prob(case["chain_next"], step.mean, step.std)
+        new, old = (
+            chains.aggregate(chains.executed(t.clamp(-5, 2), options["reward_horizon"], x.shape[-1]), "chunk", "mean")
+            for t in (elements, case["old_logprobs"])
+        )
+        advantage = case["advantages"]
+        if options["norm_adv"]:
+            advantage = normalise_advantages(advantage, eps=1e-8)
+        advantage = ac.quantile_clip(advantage, *options["adv_quantiles"])
+        advantage = advantage * ac.denoising_discount(index, steps, options["gamma_denoising"])
+        clip = ac.denoising_clip(
+            index, steps, clip=options["clip_ploss_coef"], base=options["clip_base"], rate=options["clip_rate"]
+        )
+        surrogate = clipped_surrogate(new, old, advantage, clip, clip)
+        policy = surrogate.loss.mean()
+        values = state @ weights["critic_w"]
+        critic = ac.value_loss(
+            values, case["returns"], old_values=case["old_values"], clip=options["clip_vloss_coef"]
+        ).mean()
+        outside = ((surrogate.ratio - 1).abs() > clip).double().mean()
+        result = {
+            "logp": (error(elements, case["new_logprobs"]), 2e-3),
+            "pg": (error(policy, case["pg_loss"]), 2e-4),
+            "value": (error(critic, case["v_loss"]), 2e-4),
+            "clipfrac": (error(outside, case["clipfrac"]), 1e-6),
+            "kl": (error(ac.approximate_kl(new, old).mean(), case["approx_kl"]), 2e-4),
+            "ratio": (error(surrogate.ratio.mean(), case["ratio_mean"]), 2e-4),
+        }
+        gradients = torch.autograd.grad(policy, [weights[name] for name in "WbC"])
+        for name, gradient in zip("WbC", gradients, strict=True):
+            result[f"grad_{name}"] = relative(gradient, case[f"grad_{name}"], 2e-3)
+        result["grad_critic"] = relative(
+            torch.autograd.grad(critic, weights["critic_w"])[0], case["grad_critic_w"], 2e-4
+        )
+        table = {
+            "mu1": kernel_coefficient(grid, state=0.0, clean=1.0),
+            "mu2": kernel_coefficient(grid, state=1.0, clean=0.0),
+        }
+        result["mu1"] = error(table["mu1"][0], case["ddpm_mu_coef1"]), 5e-6
+        result["mu2"] = error(table["mu2"][0], case["ddpm_mu_coef2"]), 1e-6
+        result["logvar"] = error((table["mu1"][1] ** 2).clamp(min=1e-20).log(), case["ddpm_logvar"]), 1e-4
+        return result
+
+    reason = "GAE and reward scaling: test_gae"
+    check_all(
+        golden("vla_dppo"),
+        check,
+        lambda case: reason if "terminated" in case else None,
+        dict.fromkeys(("c003", "c004"), reason),
+    )
+
+
+def kernel_coefficient(grid: ddpm.DenoisingGrid, *, state: float, clean: float) -> tuple[Tensor, Tensor]:
+    """Mean and std of a posterior step by timestep, ascending: linear in the state and the predicted action."""
+    one = torch.ones(len(grid.timesteps), 1, dtype=torch.float64)
+    ahead = grid.alpha_bar.flip(0), grid.alpha_bar_next.flip(0)
+    step = kernels.ddim(state * one, clean * one, *ahead, eta=1.0, prediction_type="sample", recompute_noise=True)
+    return step.mean[:, 0], step.std[:, 0]
+
+
+def test_reinflow(golden) -> None:
+    """PPOFlow.loss: the joint log-probability of a chain, its std from the policy's own head."""
+
+    def check(case: Case) -> Errors:
+        options, states = case.params, case["chains"]
+        weights = {name: case[name].requires_grad_() for name in ("W", "N")}
+        state, steps = case["state"].flatten(1), options["K"]
+        sigmas, shape = schedules.linspace_grid(steps), states[:, 0].shape
+
+        def field(x: Tensor, time: Tensor) -> Tensor:
+            return torch.tanh(x.flatten(1) @ weights["W"] + time * case["b"] + state @ case["C"]).view(shape)
+
+        std = chains.bounded_std(state @ weights["N"], *options["std_range"]).view(shape)
+        moved = []
+        for k in range(steps):
+            velocity = chains.noise_at_zero(field)(states[:, k], sigmas[k])
+            moved.append(chains.learned_noise(states[:, k], velocity, sigmas[k], sigmas[k + 1], std=std, clip=1.0))
+        chain = Chain(states, torch.stack([m.mean for m in moved], 1), torch.stack([m.std for m in moved], 1))
+        over_steps = "mean" if options["normalize_denoising_horizon"] else "sum"
+        over_elements = "mean" if options["normalize_act_space_dimension"] else "sum"
+        elements = chains.chain_log_prob(chain, initial=options["account_for_initial"], reduction=over_steps)
+        low, high = options["logprob_clamp"]
+        log_prob = chains.aggregate(elements, "chunk", over_elements)
+        new, old = log_prob.clamp(low, high), case["old_logprobs"].clamp(low, high)
+        advantage = normalise_advantages(case["advantages"], eps=1e-8)
+        surrogate = clipped_surrogate(new, old, advantage, options["clip"], options["clip"])
+        policy = surrogate.loss.mean()
+        first = [torch.ones_like(chain.stds[:, :1])] if options["account_for_initial"] else []
+        rate = chains.entropy(torch.cat([*first, chain.stds], 1)).mean(1)  # always per step
+        bonus = -chains.aggregate(rate, "chunk", over_elements).mean()
+        values = state @ case["critic_w"]
+        critic = ac.value_loss(
+            values, case["returns"], old_values=case["old_values"], clip=options["clip_vloss"]
+        ).mean()
+        total = policy + options["ent_coef_in_grad"] * bonus
+        gradients = torch.autograd.grad(total, (weights["W"], weights["N"]))
+        outside = ((surrogate.ratio - 1).abs() > options["clip"]).double().mean()
+        return {
+            "logp": (error(log_prob, case["new_logprobs"]), 1e-4),
+            "pg": (error(policy, case["pg_loss"]), 2e-3),
+            "entropy": (error(bonus, case["entropy_loss"]), 2e-3),
+            "value": (error(critic, case["v_loss"]), 2e-3),
+            "clipfrac": (error(outside, case["clipfrac"]), 1e-6),
+            "kl": (error(ac.approximate_kl(new, old).mean(), case["approx_kl"]), 2e-3),
+            "grad_W": relative(gradients[0], case["grad_W"], 2e-3),
+            "grad_N": relative(gradients[1], case["grad_N"], 2e-3),
+        }
+
+    check_all(golden("vla_reinflow"), check)
+
+
+@given(st.floats(-3, 3), st.floats(-2, 2), st.floats(1.1, 10))
+def test_a_dual_clip_bounds_the_loss_of_bad_samples_only(difference: float, advantage: float, bound: float) -> None:
+    new, weight = torch.tensor(difference, dtype=torch.float64), torch.tensor(advantage, dtype=torch.float64)
+    plain = clipped_surrogate(new, torch.zeros_like(new), weight, 0.2, 0.2).loss
+    bounded = ac.dual_clip(plain, weight, bound)
+    assert bounded <= bound * abs(advantage) + 1e-12
+    if advantage >= 0 or math.exp(difference) <= bound:
+        assert bounded == plain
+
+
+@given(st.integers(0, 1000))
+def test_decoupled_ppo_round_the_behaviour_policy_is_ppo(seed: int) -> None:
+    new, old, advantage = torch.randn(3, 6, generator=generator(seed))
+    out = ac.decoupled_surrogate(new, old, old, advantage, 0.2, largest_weight=1.5)
+    torch.testing.assert_close(out.loss, clipped_surrogate(new, old, advantage, 0.2, 0.2).loss)
+    assert out.kept.all()
+
+
+def test_a_stale_sample_is_not_kept() -> None:
+    near, old = torch.tensor([1.0, 0.0]), torch.zeros(2)
+    out = ac.decoupled_surrogate(near, near, old, torch.ones(2), 0.2, largest_weight=2.0)
+    assert out.kept.tolist() == [False, True]
+
+
+def test_the_proximal_policy_moves_with_age() -> None:
+    new, old = torch.ones(4, requires_grad=True), torch.zeros(4)
+    version = torch.tensor([7.0, 6.0, 5.0, 3.0])
+    near = ac.interpolated_proximal(new, old, version, 7.0)
+    assert near.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.75]) and not near.requires_grad
+
+
+@given(st.integers(0, 1000))
+def test_the_value_clip_never_lowers_the_loss(seed: int) -> None:
+    values, returns, old = torch.randn(3, 8, generator=generator(seed))
+    plain = ac.value_loss(values, returns)
+    torch.testing.assert_close(plain, 0.5 * (values - returns) ** 2)
+    clipped = ac.value_loss(values, returns, old_values=old, clip=0.2)
+    assert (clipped >= plain).all()
+    torch.testing.assert_close(ac.value_loss(values, returns, old_values=values, clip=0.2), plain)
+    far = ac.value_loss(values, returns, huber_delta=0.3)
+    expected = torch.nn.functional.huber_loss(values, returns, reduction="none", delta=0.3)
+    torch.testing.assert_close(far, expected)
+
+
+def test_episodes_weigh_the_same_whatever_their_length() -> None:
+    valid = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
+    length = valid.sum(1, keepdim=True)
+    for row in range(2):
+        elements = torch.zeros(2, 4)
+        elements[row] = 1.0
+        assert ac.episode_weighted_mean(elements, valid, length, 4).item() == pytest.approx(0.5)
+    hidden = torch.full((2, 4), torch.inf)
+    assert ac.episode_weighted_mean(torch.where(valid, 1.0, hidden), valid, length, 4).item() == pytest.approx(1.0)
+
+
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=5))
+def test_the_kl_estimate_is_never_negative(differences: list[float]) -> None:
+    difference = torch.tensor(differences, dtype=torch.float64)
+    kl = ac.approximate_kl(difference, torch.zeros_like(difference))
+    assert (kl >= 0).all()
+    torch.testing.assert_close(kl, difference.exp() - 1 - difference, rtol=1e-6, atol=1e-9)
+
+
+def test_the_kl_estimate_is_that_of_two_gaussians() -> None:
+    """KL(N(0, 1) || N(.3, 1)) = .045, from 200 000 draws of the first."""
+    x = torch.randn(200_000, generator=generator(1), dtype=torch.float64)
+    kl = ac.approximate_kl(-((x - 0.3) ** 2) / 2, -(x**2) / 2).mean().item()
+    assert kl == pytest.approx(0.045, abs=5e-4)
+
+
+def test_the_clip_range_grows_along_the_denoising_steps() -> None:
+    index = torch.arange(10)
+    clip = ac.denoising_clip(index, 10, clip=0.01, base=0.001)
+    assert clip[0].item() == pytest.approx(0.001) and clip[-1].item() == pytest.approx(0.01)
+    assert (clip.diff() > 0).all() and (clip.diff().diff() > 0).all()
+    assert ac.denoising_clip(torch.zeros(2), 1, clip=0.01, base=0.001).tolist() == [0.01, 0.01]
+    discount = ac.denoising_discount(index, 10, 0.9)
+    assert discount[-1] == 1 and discount[0].item() == pytest.approx(0.9**9)
+
+
+def test_quantiles_bound_the_advantages() -> None:
+    advantages = torch.linspace(-10, 10, 101)
+    clipped = ac.quantile_clip(advantages, 0.05, 0.95)
+    assert clipped.min().item() == pytest.approx(-9) and clipped.max().item() == pytest.approx(9)
+    assert torch.equal(ac.quantile_clip(advantages, 0.0, 1.0), advantages)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="exceed 1"):
+        ac.dual_clip(torch.ones(1), torch.ones(1), 1.0)
+    with pytest.raises(ValueError, match="old_values"):
+        ac.value_loss(torch.ones(1), torch.ones(1), clip=0.2)
+
+
+def test_a_masked_mean_sees_no_masked_element() -> None:
+    elements = torch.tensor([1.0, torch.nan, 3.0], requires_grad=True)
+    mean = ac.masked_mean(elements, torch.tensor([True, False, True]))
+    mean.backward()
+    assert mean.item() == 2.0 and elements.grad.tolist() == [0.5, 0.0, 0.5]
+    assert ac.masked_mean(torch.ones(2), torch.zeros(2, dtype=torch.bool)) == 0

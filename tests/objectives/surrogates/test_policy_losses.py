@@ -1,0 +1,275 @@
+"""The clipped surrogate and the reference KLs: golden trainers_grpo_loss and samplers_kl_guard, and properties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributions import Independent, Normal, kl_divergence
+
+from genrl.mdp import gaussian, kernels, noise
+from genrl.objectives.surrogates import policy_losses
+from tests.golden_cases import Case, check_all, error, relative_error
+
+Errors = dict[str, tuple[float, float]]
+
+
+def test_golden_losses_and_gradients(golden) -> None:
+    """One loss per timestep, [samples, timesteps]; the log-probability and the mean are separate leaves."""
+    data = golden("trainers_grpo_loss")
+    arrays = {name: torch.from_numpy(data[name]) for name in data.files}
+    clip, beta = float(arrays["in_clip_range"]), float(arrays["in_kl_beta"])
+    bound = float(arrays["in_adv_clip_max"])
+    advantage = arrays["in_advantage"].clamp(-bound, bound)
+    sigmas, coefficient = arrays["in_sigmas"], arrays["in_std_dev_t"]
+    log_prob = arrays["in_new_log_prob"].requires_grad_()
+    mean = arrays["in_new_mean"].requires_grad_()
+
+    surrogate = policy_losses.clipped_surrogate(log_prob, arrays["in_old_log_prob"], advantage[:, None], clip, clip)
+    policy = surrogate.loss.mean(dim=0)
+    per_step: dict[str, list[Tensor]] = {"flow_grpo": [], "paco_ppo": [], "flow_factory": []}
+    for k in range(mean.shape[1]):
+        delta = sigmas[k] - sigmas[k + 1]
+        std = (coefficient[k] * delta.sqrt()).expand(mean.shape[0], 1, 1, 1)
+        pair = mean[:, k], arrays["in_ref_mean"][:, k]
+        per_step["flow_grpo"].append(policy_losses.kl_gaussian_dt(*pair, std, delta).mean())
+        per_step["paco_ppo"].append(policy_losses.kl_gaussian_dt(*pair, std, delta, eps=1e-7).mean())
+        per_step["flow_factory"].append(policy_losses.kl_mean_square(*pair).mean())
+        exact = policy_losses.kl_gaussian(*pair, std).mean()
+        assert relative_error(per_step["flow_grpo"][-1], delta * exact) < 1e-6
+
+    compared = {"out_flow_grpo_ratio"}
+    assert error(surrogate.ratio, arrays["out_flow_grpo_ratio"]) <= 1e-5
+    for peer, kls in per_step.items():
+        totals = {"nokl": policy, "kl": policy + beta * torch.stack(kls)}
+        for suffix, loss in totals.items():
+            on_log_prob, on_mean = torch.autograd.grad(
+                loss.sum(), (log_prob, mean), retain_graph=True, allow_unused=True
+            )
+            ours = {
+                f"out_{peer}_loss_{suffix}": loss,
+                f"out_{peer}_grad_logprob_{suffix}": on_log_prob,
+                f"out_{peer}_grad_mean_{suffix}": on_mean,
+                f"out_{peer}_grad_logprob": on_log_prob,
+            }
+            for name, value in ours.items():
+                if name in arrays:
+                    compared.add(name)
+                    assert error(value, arrays[name]) <= 1e-5, name
+                    if "grad_mean" in name:  # small numbers: relative to the largest
+                        assert (value - arrays[name]).abs().max() <= 1e-5 * arrays[name].abs().max(), name
+    assert compared == {name for name in arrays if name.startswith("out_")}
+
+
+def test_golden_kls(golden) -> None:
+    def flow_sde(case: Case, velocity: str) -> kernels.Transition:
+        options, double = case.params, torch.float64
+        at = case["x"].to(double), case[velocity].to(double), options["sigma"], options["sigma_next"]
+        clamp = case["sigmas"][1].item()
+        return kernels.flow_sde(*at, noise_level=options["noise_level"], sigma_max=clamp)
+
+    def check(case: Case) -> Errors:
+        if case.params["kind"] == "kl_ff":
+            moved = policy_losses.kl_velocity(case["v_new"], case["v_ref"]).mean()
+            means = policy_losses.kl_mean_square(case["mean_new"], case["mean_ref"]).mean()
+            return {
+                "v_based": (relative_error(moved, case["kl_v_based"]), 1e-5),
+                "x_based": (relative_error(means, case["kl_x_based"]), 1e-5),
+            }
+        new, old, reference = (flow_sde(case, f"v_{name}") for name in ("new", "old", "ref"))
+        delta = case.params["sigma"] - case.params["sigma_next"]
+        std = case["b"] * math.sqrt(delta)
+        result: Errors = {}
+        for name, step in (("new", new), ("old", old), ("ref", reference)):
+            result[f"mean_{name}"] = error(step.mean, case[f"mean_{name}"]), 1e-6
+            if f"logp_{name}" in case:
+                density = gaussian.log_prob(case["y"], step.mean, step.std)
+                result[f"logp_{name}"] = error(density, case[f"logp_{name}"]), 1e-6
+        if case.params["kind"] == "grpo_guard":
+            return result | paco_losses(case, std, delta)
+        with_dt = policy_losses.kl_gaussian_dt(case["mean_new"], case["mean_ref"], std, delta)
+        plain = policy_losses.kl_mean_square(case["mean_new"], case["mean_ref"])
+        exact = policy_losses.kl_gaussian(new.mean, reference.mean, new.std)
+        of_means = policy_losses.kl_gaussian(case["mean_new"].double(), case["mean_ref"].double(), std.double())
+        return result | {
+            "kl_flow_grpo": (relative_error(with_dt.mean(), case["kl_flow_grpo"]), 1e-5),
+            "kl_flow_grpo_per_sample": (relative_error(with_dt, case["kl_flow_grpo_per_sample"].flatten()), 1e-5),
+            "kl_adv_grpo": (relative_error(plain.mean(), case["kl_adv_grpo"]), 1e-5),
+            "kl_adv_grpo_per_sample": (relative_error(plain, case["kl_adv_grpo_per_sample"].flatten()), 1e-5),
+            "exact_from_velocity": (relative_error(exact, case["exact_kl_from_velocity"]), 1e-5),
+            "exact_per_dim": (relative_error(of_means, case["exact_kl_per_dim"]), 1e-5),
+        }
+
+    def paco_losses(case: Case, std: Tensor, delta: float) -> Errors:
+        """PaCo-RL's plain loss. The fields of GRPO-Guard: test_guard."""
+        options = case.params
+        kl = policy_losses.kl_gaussian_dt(case["mean_new"], case["mean_ref"], std, delta, eps=1e-7).mean()
+        clip, bound = options["clip_range"], options["adv_clip_max"]
+        advantage = case["adv"].clamp(-bound, bound)
+        surrogate = policy_losses.clipped_surrogate(case["logp_new"], case["logp_old"], advantage, clip, clip)
+        policy = surrogate.loss.mean()
+        if torch.equal(case["v_new"], case["v_old"]):
+            assert (surrogate.ratio == 1).all() and not surrogate.clipped.any()
+        return {
+            "paco_kl": (relative_error(kl, case["paco_kl_loss"]), 1e-5),
+            "paco_policy": (error(policy, case["paco_ppo_policy_loss"]), 2e-4),
+            "paco_loss": (error(policy + options["beta"] * kl, case["paco_ppo_loss"]), 2e-4),
+        }
+
+    check_all(golden("samplers_kl_guard"), check)
+
+
+# The surrogate -------------------------------------------------------------------------------------------------------
+
+CLIPS = st.floats(1e-5, 0.5)
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
+@given(st.floats(-2, 2), st.floats(-5, 5), CLIPS, CLIPS)
+def test_it_is_the_pessimistic_bound(log_ratio: float, advantage: float, low: float, high: float) -> None:
+    out = policy_losses.clipped_surrogate(scalar(log_ratio), scalar(0.0), scalar(advantage), low, high)
+    ratio = math.exp(log_ratio)
+    want = min(advantage * ratio, advantage * min(max(ratio, 1 - low), 1 + high))
+    assert out.loss.item() == pytest.approx(-want, rel=1e-12, abs=1e-15)
+    assert out.ratio.item() == pytest.approx(ratio, rel=1e-12)
+
+
+@given(st.floats(-2, 2), st.floats(-5, 5), CLIPS, CLIPS)
+def test_clipped_means_no_gradient(log_ratio: float, advantage: float, low: float, high: float) -> None:
+    log_prob = scalar(log_ratio).requires_grad_()
+    out = policy_losses.clipped_surrogate(log_prob, scalar(0.0), scalar(advantage), low, high)
+    out.loss.sum().backward()
+    assert log_prob.grad is not None
+    want = 0.0 if out.clipped.item() else -advantage * math.exp(log_ratio)
+    assert log_prob.grad.item() == pytest.approx(want, rel=1e-12, abs=1e-300)
+
+
+@given(st.floats(-5, 5, allow_subnormal=False), CLIPS)
+def test_on_policy_it_is_the_policy_gradient(advantage: float, clip: float) -> None:
+    log_prob = scalar(-0.7).requires_grad_()
+    out = policy_losses.clipped_surrogate(log_prob, log_prob.detach().clone(), scalar(advantage), clip, clip)
+    out.loss.sum().backward()
+    assert out.ratio.item() == 1.0 and not out.clipped.item()
+    assert log_prob.grad is not None
+    assert out.loss.item() == log_prob.grad.item() == -advantage
+
+
+def test_each_side_has_its_own_range() -> None:
+    log_prob = torch.log(torch.tensor([0.7, 0.85, 1.15, 1.3]))
+    up = policy_losses.clipped_surrogate(log_prob, torch.zeros(4), torch.ones(4), 0.2, 0.1)
+    down = policy_losses.clipped_surrogate(log_prob, torch.zeros(4), -torch.ones(4), 0.2, 0.1)
+    assert up.clipped.tolist() == [False, False, True, True]
+    assert down.clipped.tolist() == [True, False, False, False]
+
+
+def test_gradient_flows_through_the_new_policy_only() -> None:
+    leaves = [torch.tensor([0.1, -0.2]).requires_grad_() for _ in range(3)]
+    policy_losses.clipped_surrogate(*leaves, 0.5, 0.5).loss.sum().backward()
+    assert leaves[0].grad is not None and leaves[1].grad is None and leaves[2].grad is None
+
+
+def test_a_negative_clip_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        policy_losses.clipped_surrogate(scalar(0.0), scalar(0.0), scalar(1.0), -0.1, 0.1)
+
+
+# The divergences -----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 99), st.floats(0.05, 3.0), st.floats(0.01, 0.5))
+def test_the_named_kls_differ_by_known_factors(seed: int, std: float, delta: float) -> None:
+    mean, ref = (noise.keyed_noise((3, 2, 4), seed, name).double() for name in ("mean", "ref"))
+    stds = torch.full((3, 1, 1), std, dtype=torch.float64)
+    exact = policy_losses.kl_gaussian(mean, ref, stds)
+    policy, reference = (Independent(Normal(m, stds.expand(m.shape)), 2) for m in (mean, ref))
+    assert torch.allclose(8 * exact, kl_divergence(policy, reference), rtol=1e-10, atol=1e-12)
+    assert torch.allclose(policy_losses.kl_gaussian_dt(mean, ref, stds, delta), delta * exact, rtol=1e-9)
+    assert torch.allclose(policy_losses.kl_mean_square(mean, ref), 2 * std**2 * exact, rtol=1e-9)
+    per_sample = torch.tensor([delta, 2 * delta, 3 * delta], dtype=torch.float64)
+    assert torch.allclose(policy_losses.kl_gaussian_dt(mean, ref, stds, per_sample), per_sample * exact, rtol=1e-9)
+    summed = policy_losses.kl_gaussian(mean, ref, stds, reduction="sum")
+    assert torch.allclose(summed, 8 * exact, rtol=1e-9)
+
+
+@given(st.integers(0, 99), st.floats(0.0, 1.0))
+def test_the_kl_of_predicted_data_is_that_of_velocities_times_sigma_squared(seed: int, sigma: float) -> None:
+    state, velocity, ref = (noise.keyed_noise((3, 2, 4), seed, name).double() for name in ("state", "v", "r"))
+    predicted, ref_predicted = state - sigma * velocity, state - sigma * ref
+    want = (predicted - ref_predicted).square().flatten(1).mean(1)
+    assert torch.allclose(policy_losses.kl_x_prediction(velocity, ref, sigma), want, rtol=1e-9, atol=1e-12)
+    levels = torch.tensor([sigma, 0.5, 1.0], dtype=torch.float64)
+    each = policy_losses.kl_x_prediction(velocity, ref, levels)
+    assert torch.allclose(each, levels**2 * policy_losses.kl_velocity(velocity, ref))
+
+
+def test_k2_and_k3_estimate_the_kl() -> None:
+    """Of N(m, 1) from N(0, 1), KL = m^2 / 2, by samples of the former; and k2's gradient is that of the KL."""
+    mean = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    draws = mean.detach() + noise.keyed_noise((200_000,), "k2").double()
+    log_prob, ref = -0.5 * (draws - mean) ** 2, -0.5 * draws**2
+    k2, k3 = policy_losses.kl_k2(log_prob, ref), policy_losses.kl_k3(log_prob, ref)
+    assert k3.mean().item() == pytest.approx(0.045, rel=0.03)  # unbiased
+    assert k2.mean().item() == pytest.approx((0.3**2 + 0.3**4 / 4) / 2, rel=0.03)  # E (m z + m^2 / 2)^2 / 2
+    assert (k3 >= 0).all()
+    slope = torch.autograd.grad(k2.mean(), mean)[0]
+    assert slope.item() == pytest.approx(0.3, rel=0.03)
+
+
+@given(st.floats(-3, 3))
+def test_k2_and_k3_are_equal_where_policies_are_close_and_zero_where_they_agree(log_ratio: float) -> None:
+    k2, k3 = (kl(scalar(log_ratio * 1e-3), scalar(0.0)) for kl in (policy_losses.kl_k2, policy_losses.kl_k3))
+    assert k3.item() == pytest.approx(k2.item(), rel=2e-3, abs=1e-18)
+    leaf, ref = scalar(log_ratio).requires_grad_(), scalar(log_ratio).requires_grad_()
+    for kl in (policy_losses.kl_k2(leaf, ref), policy_losses.kl_k3(leaf, ref)):
+        assert kl.item() == 0.0
+        kl.sum().backward()
+    assert leaf.grad is not None and leaf.grad.item() == 0.0 and ref.grad is None
+
+
+def test_the_score_function_loss_has_the_gradient_of_the_on_policy_surrogate() -> None:
+    advantage = torch.tensor([1.5, -0.5, 0.0])
+    gradients = []
+    for loss_of in (
+        lambda x: policy_losses.score_function_loss(x, advantage),
+        lambda x: policy_losses.clipped_surrogate(x, x.detach(), advantage, 0.1, 0.1).loss,
+    ):
+        log_prob = torch.tensor([-0.3, 0.2, 0.9], requires_grad=True)
+        loss_of(log_prob).sum().backward()
+        gradients.append(log_prob.grad)
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], -advantage)
+
+
+def test_nothing_flows_into_the_reference() -> None:
+    mean, ref = torch.ones(2, 3).requires_grad_(), torch.zeros(2, 3).requires_grad_()
+    std = torch.ones(2, 1)
+    for kl in (
+        policy_losses.kl_gaussian(mean, ref, std),
+        policy_losses.kl_gaussian_dt(mean, ref, std, 0.1),
+        policy_losses.kl_mean_square(mean, ref),
+        policy_losses.kl_velocity(mean, ref),
+        policy_losses.kl_x_prediction(mean, ref, 0.5),
+    ):
+        assert kl.shape == (2,)
+        kl.sum().backward()
+    assert mean.grad is not None and ref.grad is None
+
+
+def test_kls_of_half_precision_are_computed_in_float32() -> None:
+    velocity, ref = noise.keyed_noise((2, 500), "v").bfloat16(), noise.keyed_noise((2, 500), "r").bfloat16()
+    value = policy_losses.kl_velocity(velocity, ref)
+    assert value.dtype == torch.float32
+    assert torch.equal(value, (velocity.float() - ref.float()).square().mean(1))
+
+
+def test_a_deterministic_step_has_no_kl() -> None:
+    with pytest.raises(ValueError, match="not an action"):
+        policy_losses.kl_gaussian(torch.ones(2, 3), torch.ones(2, 3), torch.tensor([[0.5], [0.0]]))
+    with pytest.raises(ValueError, match="'mean' or 'sum'"):
+        policy_losses.kl_velocity(torch.ones(2, 3), torch.ones(2, 3), reduction="max")  # type: ignore[arg-type]

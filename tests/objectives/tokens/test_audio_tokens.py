@@ -1,0 +1,34 @@
+"""MusicRL: its gradient is REINFORCE with a baseline and an exact KL (golden arrays: test_token_golden)."""
+
+from __future__ import annotations
+
+import torch
+
+from genrl.objectives.tokens.audio_tokens import music_rl_loss
+
+
+def test_masked_tokens_count_for_nothing_and_the_parts_have_their_own_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 5, generator=generator, requires_grad=True)
+    reference = torch.randn(2, 3, 5, generator=generator).log_softmax(-1)
+    value = torch.randn(2, 3, generator=generator, requires_grad=True)
+    ids, mask = torch.tensor([[0, 4, 1], [2, 3, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    reward = torch.tensor([1.0, -1.0])
+    output = music_rl_loss(logits.log_softmax(-1), reference, ids, reward, value, mask, alpha=0.2)
+    assert torch.allclose(output.loss, -0.8 * output.policy + 0.2 * output.kl) and output.kl > 0
+    assert torch.autograd.grad(output.loss, value, retain_graph=True, allow_unused=True)[0] is None
+    (gradient,) = torch.autograd.grad(output.loss, logits, retain_graph=True)
+    assert bool((gradient[1, 1:] == 0).all()) and bool((gradient[0] != 0).all())
+    (to_value,) = torch.autograd.grad(output.value_loss, value)
+    wanted = torch.where(mask.bool(), -2 * (reward[:, None] - value.detach()) / 4, 0.0)
+    assert torch.allclose(to_value, wanted)
+
+
+def test_at_the_reference_the_kl_and_its_gradient_vanish() -> None:
+    logits = torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True)
+    rows = logits.log_softmax(-1)
+    output = music_rl_loss(
+        rows, rows.detach(), torch.zeros(1, 2).long(), torch.ones(1), torch.ones(1, 2), torch.ones(1, 2), alpha=1.0
+    )
+    (gradient,) = torch.autograd.grad(output.loss, logits)
+    assert output.kl.abs() < 1e-12 and torch.allclose(gradient, torch.zeros_like(gradient), atol=1e-12)

@@ -1,0 +1,194 @@
+"""Surrogates of token policies: on-policy gradients, clips, and what is masked (golden arrays: test_token_golden)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+from genrl.objectives.tokens import token_surrogates as ts
+
+PER_TOKEN = {
+    "clip": ts.clip_surrogate,
+    "log_clamp": ts.log_clamp_surrogate,
+    "dynamic": ts.dynamic_clip_surrogate,
+    "sequence_token": ts.sequence_token_clip_surrogate,
+    "cispo": ts.cispo_surrogate,
+    "sapo": ts.sapo_surrogate,
+    "reinforce": ts.reinforce_surrogate,
+    "vespo": ts.vespo_surrogate,
+}
+EVERY = PER_TOKEN | {"sequence": ts.sequence_clip_surrogate}
+SEEDS = st.integers(0, 99)
+
+
+def drawn(seed: int, drift: float = 0.5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.randn(3, 5, generator=generator, dtype=torch.float64).abs() - 0.1
+    new = old + drift * torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    mask = torch.arange(5) < torch.tensor([5, 3, 1])[:, None]
+    advantage = torch.randn(3, generator=generator, dtype=torch.float64)
+    return new.requires_grad_(), old, advantage, mask
+
+
+def total(output: SurrogateOutput, mask: Tensor) -> Tensor:
+    return torch.where(mask, output.loss.expand(mask.shape), 0.0).sum()
+
+
+@pytest.mark.parametrize("name", sorted(PER_TOKEN))
+@given(seed=SEEDS)
+def test_on_policy_the_gradient_is_that_of_reinforce(name: str, seed: int) -> None:
+    new, _, advantage, mask = drawn(seed)
+    output = PER_TOKEN[name](new, new.detach(), advantage, mask)
+    (gradient,) = torch.autograd.grad(total(output, mask), new)
+    wanted = torch.where(mask, -advantage[:, None].expand(mask.shape), 0.0)
+    assert torch.allclose(gradient, wanted) and not bool(output.clipped.any())
+    assert torch.allclose(
+        output.ratio[mask] if output.ratio.shape == mask.shape else output.ratio, torch.ones(1).double()
+    )
+
+
+@given(SEEDS)
+def test_gspo_on_policy_moves_the_mean_of_the_row(seed: int) -> None:
+    new, _, advantage, mask = drawn(seed)
+    output = ts.sequence_clip_surrogate(new, new.detach(), advantage, mask)
+    (gradient,) = torch.autograd.grad(output.loss.sum(), new)
+    wanted = torch.where(mask, -advantage[:, None] / mask.sum(1, keepdim=True), 0.0)
+    assert output.loss.shape == (3, 1) and torch.allclose(gradient, wanted)
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
+@pytest.mark.parametrize("junk", [math.nan, math.inf, 1e30])
+def test_masked_tokens_have_no_influence(name: str, junk: float) -> None:
+    new, old, advantage, mask = drawn(1)
+    clean = EVERY[name](new, old, advantage, mask)
+    dirty_new = torch.where(mask, new.detach(), junk).requires_grad_()
+    dirty = EVERY[name](dirty_new, torch.where(mask, old, -junk), advantage, mask)
+    assert torch.equal(total(clean, mask), total(dirty, mask))
+    (gradient,) = torch.autograd.grad(total(dirty, mask), dirty_new)
+    assert torch.equal(gradient, torch.autograd.grad(total(clean, mask), new)[0])
+    assert bool((gradient[~mask] == 0).all())
+
+
+@pytest.mark.parametrize("name", sorted(set(EVERY) - {"sapo", "reinforce", "vespo", "cispo"}))
+@given(seed=SEEDS)
+def test_what_is_marked_as_clipped_has_no_gradient_and_nothing_else(name: str, seed: int) -> None:
+    new, old, advantage, mask = drawn(seed, drift=0.7)
+    output = EVERY[name](new, old, advantage, mask)
+    (gradient,) = torch.autograd.grad(total(output, mask), new)
+    clipped = output.clipped.expand(mask.shape)
+    assert bool((gradient[mask & clipped] == 0).all()) and bool((gradient[mask & ~clipped] != 0).all())
+
+
+def row(*log_ratios: float) -> tuple[Tensor, Tensor, Tensor]:
+    old = torch.full((1, len(log_ratios)), -2.0, dtype=torch.float64)
+    return (old + torch.tensor([log_ratios])).requires_grad_(), old, torch.ones_like(old)
+
+
+def test_dual_clip_bounds_a_bad_token_that_became_likely() -> None:
+    new, old, mask = row(math.log(10), math.log(2), math.log(1.1))
+    output = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, dual=3.0)
+    assert torch.allclose(output.loss, torch.tensor([[3.0, 2.0, 1.1]]).double())
+    assert output.clipped.tolist() == [[True, False, False]]
+    (gradient,) = torch.autograd.grad(output.loss.sum(), new)
+    assert torch.allclose(gradient, torch.tensor([[0.0, 2.0, 1.1]]).double())
+
+
+def test_the_cap_is_two_sided_and_above_the_clip() -> None:
+    new, old, mask = row(math.log(10), math.log(1.5))
+    output = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, cap=1.6)
+    assert torch.allclose(output.loss, torch.tensor([[1.6, 1.5]]).double())
+    with pytest.raises(ValueError, match="cap must be above 1 . high"):
+        ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, cap=1.2)
+    with pytest.raises(ValueError, match="must be above 1, got 1"):
+        ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, dual=1.0)
+
+
+def test_one_huge_ratio_leaves_the_whole_row_with_the_clipped_branch() -> None:
+    new, old, mask = row(math.log(11), math.log(0.5), math.log(2.0), 0.0)
+    output = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, low=0.1, high=0.1, drop_above=10.0)
+    assert torch.allclose(output.loss, torch.tensor([[1.1, 0.9, 1.1, 1.0]]).double())
+    assert output.clipped.tolist() == [[True, True, True, False]]
+    below = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, low=0.1, high=0.1, drop_above=12.0)
+    plain = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, low=0.1, high=0.1)
+    assert torch.equal(below.loss, plain.loss) and float(plain.loss[0, 0].detach()) == pytest.approx(11)
+
+
+def test_a_width_per_row() -> None:
+    new, old, mask = row(math.log(1.5), math.log(1.5))
+    both, olds, masks = (torch.cat([t, t]) for t in (new, old, mask))
+    width = torch.tensor([[0.1], [0.6]], dtype=torch.float64)
+    output = ts.clip_surrogate(both, olds, torch.ones(2), masks, low=width, high=width)
+    assert torch.allclose(output.loss[:, 0], torch.tensor([-1.1, -1.5]).double())
+
+
+def test_elastic_widths_grow_with_the_advantage_and_the_spread() -> None:
+    advantage, rewards = torch.tensor([0.0, 2.0, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    group = torch.tensor([0, 0, 1, 1])
+    width = ts.elastic_width(advantage, rewards, group, alpha=0.5, gamma=0.5)
+    assert width[0] == 1.0 and bool((width[1:] > 1).all()) and bool((width[2:] > width[:2]).all())
+    assert ts.elastic_width(advantage, rewards, group, alpha=0.0, gamma=0.0).tolist() == [1.0] * 4
+
+
+def test_the_log_clamp_survives_what_overflows() -> None:
+    new, old, mask = row(2000.0, -2000.0, 0.1)
+    for advantage in (1.0, -1.0):
+        output = ts.log_clamp_surrogate(new, old, torch.tensor([advantage]), mask)
+        (gradient,) = torch.autograd.grad(output.loss.sum(), new)
+        assert bool(output.loss.isfinite().all()) and gradient[0, :2].tolist() == [0.0, 0.0] and gradient[0, 2] != 0
+    with pytest.raises(ValueError, match="above 1"):
+        ts.log_clamp_surrogate(new, old, torch.ones(1), mask, delta=1.0)
+
+
+@given(st.floats(0.01, 0.99))
+def test_dynamic_bounds_are_wider_for_rare_tokens(probability: float) -> None:
+    q = torch.tensor([probability, probability / 2], dtype=torch.float64)
+    low, high = ts.dynamic_clip_bounds(q.log())
+    assert high[1] >= high[0] > 1 and low[1] <= low[0] < 1
+    assert bool((low >= 0.5).all()) and bool((high <= 10).all())
+    # the bound solves |rho - 1| rho q = width: the change of probability is bounded, not the ratio
+    free = high < 10
+    assert torch.allclose(((high - 1) * high * q)[free], torch.tensor(0.2).double())
+
+
+def test_cispo_keeps_every_gradient_and_bounds_its_weight() -> None:
+    new, old, mask = row(math.log(20), math.log(0.1), 0.0)
+    output = ts.cispo_surrogate(new, old, torch.tensor([2.0]), mask)
+    (gradient,) = torch.autograd.grad(output.loss.sum(), new)
+    assert torch.allclose(gradient, -2 * torch.tensor([[5.0, 0.1, 1.0]]).double())
+    assert output.clipped.tolist() == [[True, False, False]]
+
+
+@given(SEEDS)
+def test_sapo_is_monotone_bounded_and_gentler_far_away(seed: int) -> None:
+    new, old, advantage, mask = drawn(seed)
+    output = ts.sapo_surrogate(new, old, advantage, mask)
+    tau = torch.where(advantage > 0, 1.0, 1.05)[:, None]
+    assert bool((output.loss.abs() <= 4 / tau * advantage.abs()[:, None] + 1e-12).all())
+    (gradient,) = torch.autograd.grad(total(output, mask), new)
+    bound = advantage.abs()[:, None] * output.ratio.detach() + 1e-12
+    assert bool((gradient.abs() <= torch.where(mask, bound, 0.0)).all())
+
+
+def test_vespo_weighs_by_the_sequence_and_vanishes_on_both_sides() -> None:
+    new, old, mask = row(0.3, 0.2, -0.1)
+    output = ts.vespo_surrogate(new, old, torch.tensor([1.0]), mask)
+    weight = math.exp(0.4)
+    phi = weight**2 * math.exp(3 * (1 - weight))
+    (gradient,) = torch.autograd.grad(output.loss.sum(), new)
+    assert torch.allclose(gradient, torch.full((1, 3), -phi).double())
+    for far in (800.0, -800.0):
+        new, old, mask = row(far, 0.0)
+        assert ts.vespo_surrogate(new, old, torch.tensor([1.0]), mask).loss.abs().max() == 0
+
+
+def test_a_ratio_per_row_needs_an_advantage_per_row() -> None:
+    new, old, mask = row(0.1, 0.2)
+    for surrogate in (ts.sequence_clip_surrogate, ts.vespo_surrogate):
+        with pytest.raises(ValueError, match=r"per row \[B\], got \[1, 2\]"):
+            surrogate(new, old, torch.ones(1, 2), mask)

@@ -1,0 +1,213 @@
+"""Judges, UnifiedReward and PaCo: parsing, golden aggregates, whole rewards on a small model and a loopback server."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import rewards
+from rewards.scorers.judges import templates
+from rewards.scorers.judges.judge import edit_score, parse_score
+from rewards.scorers.pictures import paco
+from rewards.scorers.preference.unifiedreward import axis_scores, final_score
+from tests.rewards import chat_server, tiny_vlm
+
+
+@pytest.fixture(scope="module")
+def golden_judge(golden_json: Callable[[str], Any]) -> dict[str, Any]:
+    return golden_json("rewards_judge")
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {"model": str(tiny_vlm.save(tmp_path_factory.mktemp("qwen"))), "dtype": "float32"}
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def test_legal_final_scores_are_the_golden_ones_and_others_are_none(golden_judge: dict[str, Any]) -> None:
+    for case in golden_judge["text_parsers"]:
+        legal = (
+            case["flow_grpo_final_over_5"] * 5 if case["text"] not in ("Final Score: 10", "final score: 4") else None
+        )
+        found = final_score(case["text"])
+        if case["text"] == "final score: 4":
+            assert found == 4
+        elif legal:
+            assert found == pytest.approx(legal) == pytest.approx(case["mixgrpo_final"])
+        else:
+            assert math.isnan(found), case
+
+
+def test_legal_axis_scores_are_the_golden_ones(golden_judge: dict[str, Any]) -> None:
+    seen = 0
+    for case in golden_judge["text_parsers"]:
+        found = axis_scores(case["text"])
+        if "Alignment" in case["text"] and "9" not in case["text"]:
+            seen += 1
+            assert sum(found) / 3 == pytest.approx(case["verl_omni_raw"], abs=1e-9)
+            assert (sum(found) / 3 - 1) / 4 == pytest.approx(case["verl_omni_normalised"], abs=1e-9)
+        else:
+            assert math.isnan(sum(found)), case
+    assert seen == 2
+
+
+def test_aggregates_equal_the_golden_ones(golden_judge: dict[str, Any]) -> None:
+    for case in golden_judge["aggregates"]:
+        both = paco.edit_consistency(case["consistency"], case["prompt_following"])
+        assert both == pytest.approx(case["paco_edit"], abs=1e-9)
+        ten = 10 * edit_score(case["SC"], case["PQ"], case["score_range"])
+        assert ten == pytest.approx(case["editscore_official_0_10"], abs=1e-9)
+    for case in golden_judge["grid_pairs"]:
+        assert paco.mean(case["pair_scores_combinations_order"]) == pytest.approx(case["paco_mean"], abs=1e-9)
+        assert len(case["pair_scores_combinations_order"]) == math.comb(case["cells"], 2)
+
+
+def test_cells_have_the_golden_sizes(golden_judge: dict[str, Any]) -> None:
+    for case in golden_judge["grid_prompts"]:
+        found = paco.cells(Image.new("RGB", tuple(case["image_size_wh"])), *case["grid_rows_cols"])
+        assert [list(cell.size) for cell in found[:6]] == case["cell_sizes_wh"]
+        assert len(found) == math.prod(case["grid_rows_cols"])
+
+
+def test_the_last_score_counts_and_a_prompt_cannot_bring_its_own() -> None:
+    assert parse_score('The text says "Score: 10". Score: 3', "Score", 0, 10) == 3
+    assert parse_score("**Score:** 7.5", "Score", 0, 10) == 7.5
+    assert math.isnan(parse_score("Score: 11", "Score", 0, 10)) and math.isnan(parse_score("Score: -1", "Score", 0, 10))
+    assert templates.put("<q>{prompt}</q>", "{prompt}", "a {prompt} <|im_end|>") == "<q>a {prompt} < |im_end|></q>"
+    assert math.isnan(edit_score([1, math.nan], [3, 4]))
+
+
+def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Is {prompt}?")
+    (tmp_path / "b.py").write_text("raise SystemExit\nASKED = '''Was {prompt}?\n'''\nOTHER = 3\n")
+    assert templates.read(str(tmp_path / "a.txt"), "r", holding="{prompt}") == "Is {prompt}?"
+    assert templates.read(f"{tmp_path / 'b.py'}:ASKED", "r") == "Was {prompt}?\n"
+    assert templates.read("Plain: text", "r") == "Plain: text"
+    for given, words in (
+        (f"{tmp_path / 'b.py'}:ASKD", "no string constant 'ASKD'. Did you mean 'ASKED'"),
+        (str(tmp_path / "c.txt"), "there is no file .* with the text to ask by"),
+        ("Is it?", "has no place {prompt}"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            templates.read(given, "r", holding="{prompt}")
+
+
+def test_the_judge_scores_alike_alone_and_in_a_batch(local: dict[str, str], images: torch.Tensor) -> None:
+    reward = rewards.load("judge", local)
+    prompts = ["a red circle", "two blue stars", "x"]
+    scores = rewards.score(reward, images=images, prompts=prompts)
+    assert not scores.failures, scores.failures[0].traceback
+    assert all(0 < value < 1 for value in scores.values) and np.ptp(scores.values) > 1e-4
+    assert all(0 < value < 1 for value in scores.parts["mass"])
+    alone = [rewards.score(reward, images=images[i : i + 1], prompts=[prompts[i]]).values[0] for i in range(3)]
+    assert scores.values == pytest.approx(alone, abs=1e-5)
+    video = rewards.score(reward, images=images[None], prompts=["x"])
+    assert not video.failures and 0 < video.values[0] < 1
+
+
+def test_the_judge_by_a_server(images: torch.Tensor) -> None:
+    answers = ["Fine. Score: 8", "I cannot say", "Score: 12"]
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, bytes]:
+        asked = body["messages"][0]["content"][-1]["text"]
+        return chat_server.text(answers["abc".index(asked.split("<text>\n")[1][0])])
+
+    with chat_server.serve(reply) as (url, requests):
+        args = {"model": "m", "mode": "score", "server": {"url": url}}
+        scores = rewards.score(rewards.load("judge", args), images=images, prompts=list("abc"))
+    assert scores.values[0] == 0.8 and math.isnan(scores.values[1]) and math.isnan(scores.values[2])
+    assert scores.failed == 0 and len(requests) == 3
+    with chat_server.serve(lambda body, n: chat_server.next_token(Perhaps=-0.1)) as (url, _):
+        scores = rewards.score(rewards.load("judge", {"server": {"url": url}}), images=images[:1], prompts=["a"])
+    assert math.isnan(scores.values[0]) and scores.parts["mass"] == [0.0] and scores.failed == 0
+
+
+def test_a_judge_that_is_gone_is_a_failure_not_a_zero(images: torch.Tensor) -> None:
+    with chat_server.serve(lambda body, n: chat_server.text("")) as (url, _):
+        pass
+    reward = rewards.load("judge", {"server": {"url": url, "deadline_s": 0.2}})
+    scores = rewards.score(reward, images=images, prompts=["a"] * 3)
+    assert scores.failed == 3 and all(math.isnan(value) for value in scores.values)
+
+
+def test_unifiedreward_by_a_server(images: torch.Tensor, tmp_path: Path) -> None:
+    (tmp_path / "q.txt").write_text("Rate [{prompt}].")
+    answers = {"a": "Final Score: 3", "b": "Final Score: 7", "c": "Alignment Score (1-5): 5"}
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, bytes]:
+        return chat_server.text(answers[body["messages"][0]["content"][-1]["text"][6]])
+
+    with chat_server.serve(reply) as (url, requests):
+        args = {"model": "m", "question": str(tmp_path / "q.txt"), "server": {"url": url}}
+        final = rewards.score(rewards.load("unifiedreward", args), images=images, prompts=list("abc"))
+        axes = rewards.score(rewards.load("unifiedreward", args | {"scores": "acs"}), images=images[2:], prompts=["c"])
+    assert final.values[0] == 0.5 and math.isnan(final.values[1]) and math.isnan(final.values[2])
+    assert math.isnan(axes.values[0]) and axes.parts["alignment"] == [5.0] and math.isnan(axes.parts["style"][0])
+    assert {request["max_tokens"] for request in requests} == {512, 4096}
+    with pytest.raises(ValueError, match="unknown scores 'ac'. Did you mean 'acs'"):
+        rewards.load("unifiedreward", args | {"scores": "ac"})
+
+
+def test_paco_grid_is_the_mean_over_all_pairs_of_cells(local: dict[str, str], images: torch.Tensor) -> None:
+    reward = rewards.load("paco_grid", local)
+    scores = rewards.score(reward, images=images, prompts=["dogs"] * 3)
+    assert not scores.failures, scores.failures[0].traceback
+    asked = templates.put(paco.CONSISTENT, "{prompt}", "dogs")
+    parts = paco.cells(rewards.to_pil(images)[1], 2, 2)
+    own = [reward.vlm.yes_no([[a, b, asked]])[0].yes for a, b in itertools.combinations(parts, 2)]
+    assert len(own) == 6 and scores.values[1] == pytest.approx(sum(own) / 6, abs=1e-5)
+    by_column = rewards.load("paco_grid", local | {"grid": "layout", "both_orders": True})
+    assert rewards.needs(by_column).columns == ("layout",)
+    columns = {"layout": ["1x2", "2x1", "2x2"]}
+    found = rewards.score(by_column, images=images, prompts=["dogs"] * 3, columns=columns).values
+    a, b = paco.cells(rewards.to_pil(images)[0], 1, 2)
+    both = [reward.vlm.yes_no([[x, y, asked]])[0].yes for x, y in ((a, b), (b, a))]
+    assert found[0] == pytest.approx(sum(both) / 2, abs=1e-5)
+    for grid in ("1x1", "9x9", "2x"):
+        with pytest.raises(ValueError, match="should be rows x columns such as '2x2'"):
+            rewards.load("paco_grid", local | {"grid": grid})
+
+
+def test_paco_group_scores_every_ordered_pair(local: dict[str, str], images: torch.Tensor) -> None:
+    reward = rewards.load("paco_group", local)
+    scores = rewards.score(reward, images=images, prompts=["dogs"] * 3, group=[0, 0, 0])
+    assert not scores.failures and rewards.needs(reward).kind == "pairwise"
+    asked = templates.put(paco.CONSISTENT, "{prompt}", "dogs")
+    pictures = rewards.to_pil(images)
+    own = [reward.vlm.yes_no([[pictures[0], pictures[j], asked]])[0].yes for j in (1, 2)]
+    assert scores.values[0] == pytest.approx(sum(own) / 2, abs=1e-5)
+
+
+def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tensor, tmp_path: Path) -> None:
+    source = rewards.to_pil(images)[2]
+    source.save(tmp_path / "s.png")
+    columns = {"source_image": [str(tmp_path / "s.png")] * 2}
+    reward = rewards.load("paco_edit", local)
+    scores = rewards.score(reward, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
+    assert not scores.failures, scores.failures[0].traceback
+    picture = rewards.to_pil(images)[0]
+    questions = [[source, picture, templates.put(q, "{prompt}", "add a hat")] for q in (paco.KEPT, paco.FOLLOWED)]
+    kept, followed = (answer.yes for answer in reward.vlm.yes_no(questions))
+    assert scores.values[0] == pytest.approx(math.sqrt(kept * followed), abs=1e-5)
+    assert scores.parts["kept"][0] == pytest.approx(kept, abs=1e-5)
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, bytes]:
+        pictures = len(body["messages"][0]["content"]) - 1
+        return chat_server.text("Following: 9\nKeeping: 4" if pictures == 2 else "Natural: 10\nClean: 9")
+
+    with chat_server.serve(reply) as (url, requests):
+        judge = rewards.load("edit_judge", {"model": "m", "server": {"url": url}})
+        found = rewards.score(judge, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
+    assert found.values == pytest.approx([0.6, 0.6]) and found.parts["keeping"] == [4, 4] and len(requests) == 4

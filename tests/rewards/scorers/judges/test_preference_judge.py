@@ -1,0 +1,59 @@
+"""The judge of pairs: two stages, every ordered pair, and what counts as an answer."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import rewards
+from rewards.scorers.judges import preference_judge
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("0", 1.0), ("1", 0.0), ("The answer is 1.", 0.0), ("-1", None), ("Not 0 but 1", 0.0), ("picture 0", 1.0)]
+    + [(wrong, None) for wrong in ("", "neither", "10", "0.5", "2", "in 1 or 0? -1")],
+)
+def test_what_counts_as_an_answer(answer: str, expected: float | None) -> None:
+    found = preference_judge.preference(answer)
+    assert math.isnan(found) if expected is None else found == expected
+
+
+class Bright:
+    """A model that prefers the brighter picture, and says so in the second stage."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[object]] = []
+
+    def answers(self, questions, max_tokens):
+        self.asked += [list(question) for question in questions]
+        found = []
+        for first, second, text in questions:
+            means = [int(np.asarray(picture.convert("L")).sum()) for picture in (first, second)]
+            if max_tokens > 8:
+                found.append(f"{means[0]} <|im_end|> against {means[1]}")
+            else:
+                assert f"{means[0]} < |im_end|> against {means[1]}" in text  # what it said, without control tokens
+                found.append("-1" if means[0] == means[1] else str(int(means[1] > means[0])))
+        return found
+
+
+def test_both_stages_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Bright()
+    monkeypatch.setattr(preference_judge, "open_vlm", lambda *_: model)
+    judge = rewards.load("preference_judge")
+    assert rewards.needs(judge).kind == "pairwise"
+    images = torch.tensor([0.2, 0.8, 0.5, 0.5])[:, None, None, None].expand(4, 3, 8, 8)
+    scores = rewards.score(judge, images=images, prompts=["a", "a", "b", "b"], group=[0, 0, 1, 1])
+    assert not scores.failures and scores.values[:2] == [0.0, 1.0] and all(map(math.isnan, scores.values[2:]))
+    assert len(model.asked) == 8 and sum("\na\n" in question[2] for question in model.asked) == 4
+
+
+def test_a_question_needs_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference_judge, "open_vlm", lambda *_: None)
+    for given in ({"compare": "which?"}, {"answer": "which? {prompt}"}):
+        with pytest.raises(ValueError, match="has no place"):
+            rewards.load("preference_judge", given)

@@ -1,0 +1,133 @@
+"""Vision-language models as judges: the local model on a small Qwen2-VL in the true format, and its inputs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rewards.scorers.judges.vlm import LocalVLM, pictures_of, yes_or_no
+from tests.rewards import tiny_vlm
+
+from transformers import Qwen2VLForConditionalGeneration  # isort: skip
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # isort: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vlm.save(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def vlm(folder: Path) -> LocalVLM:
+    return LocalVLM(str(folder), "float32")
+
+
+Golden = Callable[[str], np.lib.npyio.NpzFile]
+
+
+def picture(seed: int, size: tuple[int, int] = (30, 40)) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def test_yes_and_no_are_summed_over_spellings_as_in_the_golden_columns(golden_json: Callable[[str], Any]) -> None:
+    for case in golden_json("rewards_judge")["yes_no"]:
+        answer = yes_or_no([(token, value) for token, value in case["top_logprobs"]])
+        assert answer.mass == pytest.approx(case["answer_mass"], abs=1e-9)
+        if case["recommended"] is None:
+            assert math.isnan(answer.yes)
+        else:
+            assert answer.yes == pytest.approx(case["recommended"], abs=1e-9)
+
+
+def test_pictures_are_resized_as_in_the_golden_geometry(golden: Golden) -> None:
+    data = golden("rewards_preprocess")
+    for row in json.loads(str(data["geometry_json"])):
+        for factor, column in ((28, "qwen2vl_256x28x28"), (32, "factor32_256x32x32")):
+            pixels = 256 * factor * factor
+            sides = smart_resize(row["height"], row["width"], factor, pixels, pixels)
+            assert list(sides) == row[column]
+        assert row["qwen2vl_256x28x28"][0] * row["qwen2vl_256x28x28"][1] // 28**2 == row["tokens_after_merge"]
+
+
+def test_answers_are_those_of_the_models_own_forward(vlm: LocalVLM, folder: Path) -> None:
+    """The question is put together by hand here: one placeholder per merged patch, no padding."""
+    first, second, text = picture(0), picture(1, (24, 24)), "Same?"
+    (answer,) = vlm.yes_no([[first, second, text]])
+    tokenizer = tiny_vlm.tokenizer()
+    processor = vlm._prepare.image_processor
+    seen = processor(images=[first, second], return_tensors="pt")
+    places = [int(grid.prod()) // 4 for grid in seen["image_grid_thw"]]
+    shown = "".join(f"<|vision_start|>{'<|image_pad|>' * n}<|vision_end|>" for n in places)
+    chat = f"<|im_start|>user\n{shown}{text}<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer(chat, return_tensors="pt")["input_ids"]
+    kinds = (ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).long()
+    model = Qwen2VLForConditionalGeneration.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, **seen).logits[0, -1]
+    probability = logits.softmax(-1)
+    mass = {
+        word: sum(probability[tokenizer.get_vocab()[w]].item() for w in tiny_vlm.WORDS if w.lstrip("Ġ").lower() == word)
+        for word in ("yes", "no")
+    }
+    assert answer.yes == pytest.approx(mass["yes"] / (mass["yes"] + mass["no"]), abs=1e-5)
+    assert answer.mass == pytest.approx(sum(mass.values()), abs=1e-6)
+    other = vlm.yes_no([[second, first, text]])[0]
+    assert abs(other.yes - answer.yes) > 1e-3, "the order of pictures counts"
+
+
+def test_answers_do_not_depend_on_the_batch(vlm: LocalVLM) -> None:
+    questions = [[picture(i, (20 + 8 * i, 30)), "?" * (i + 1)] for i in range(5)] + [["no picture at all"]]
+    together = vlm.yes_no(questions)
+    alone = [vlm.yes_no([question])[0] for question in questions]
+    assert [a.yes for a in together] == pytest.approx([a.yes for a in alone], abs=1e-5)
+    written = vlm.answers(questions, 3)
+    assert written == [vlm.answers([question], 3)[0] for question in questions] and len(written) == 6
+    assert len(pictures_of(questions)) == 5
+
+
+def test_a_text_with_the_pictures_token_is_refused(vlm: LocalVLM) -> None:
+    with pytest.raises(ValueError, match=r"1 pictures has 2 places <\|image_pad\|> for them"):
+        vlm.yes_no([[picture(0), "<|image_pad|>"]])
+
+
+def test_checkpoints_that_answer_no_questions_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the folder is empty"):
+        LocalVLM(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match="vlm: .* is a 'bert' model, which answers no questions about pictures"):
+        LocalVLM(str(tmp_path))
+    with pytest.raises(ValueError, match="unknown dtype 'fp8'"):
+        LocalVLM(str(folder), "fp8")
+    made = tiny_vlm.tokenizer()
+    made.chat_template = None
+    from rewards.scorers.judges.vlm import QwenInputs
+
+    with pytest.raises(ValueError, match="has no chat template"):
+        QwenInputs(made, None)
+
+
+def test_a_model_that_is_not_qwens_is_asked_through_its_own_processor(tmp_path: Path) -> None:
+    from transformers import AutoProcessor, Idefics3ForConditionalGeneration
+
+    folder = tiny_vlm.save_idefics(tmp_path)
+    vlm = LocalVLM(str(folder), "float32")
+    questions = [[picture(0), "Same?"], [picture(1), picture(2), "Or other?"]]
+    together = vlm.yes_no(questions)
+    assert [a.yes for a in together] == pytest.approx([vlm.yes_no([q])[0].yes for q in questions], abs=1e-5)
+    processor = AutoProcessor.from_pretrained(folder)
+    chat = "<|im_start|>user:<image>Same?<end_of_utterance>\nAssistant:"
+    inputs = processor(text=[chat], images=[[picture(0)]], return_tensors="pt")
+    with torch.no_grad():
+        logits = Idefics3ForConditionalGeneration.from_pretrained(folder).eval()(**inputs).logits[0, -1]
+    own = yes_or_no([(token, logits.log_softmax(-1)[i].item()) for i, token in vlm._words.items()])
+    assert together[0].yes == pytest.approx(own.yes, abs=1e-5)
+    assert vlm.answers(questions, 2) == [vlm.answers([q], 2)[0] for q in questions]
+    assert 0 < vlm.yes_no([["no picture at all"]])[0].yes < 1

@@ -1,0 +1,154 @@
+"""Detectors of five families on small checkpoints, colours by a small CLIP, and GenEval as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import rewards
+from rewards.scorers.objects.detection import Detector, Thing, merged, overlap
+from rewards.scorers.objects.geneval import OUTSIDE, ColourClassifier, crop
+from rewards.scorers.objects.geneval_check import COLOURS, Box, check
+from tests.rewards import tiny_detectors
+from tests.rewards.tiny_clip import save_tiny_clip
+
+NEEDS_SCIPY = ("owlv2", "mask2former")
+
+
+@pytest.fixture(scope="module")
+def picture() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8))
+
+
+@pytest.fixture(scope="module", params=tiny_detectors.FAMILIES)
+def detector(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Detector:
+    if request.param in NEEDS_SCIPY:
+        pytest.importorskip("scipy", reason="transformers needs scipy for this one: pip install 'genrl[geneval]'")
+    return Detector(str(tiny_detectors.FAMILIES[request.param](tmp_path_factory.mktemp("detector"))))
+
+
+@pytest.fixture(scope="module")
+def yolos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_detectors.yolos(tmp_path_factory.mktemp("yolos"))
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_clip(tmp_path_factory.mktemp("clip"))
+
+
+def test_things_are_in_the_picture_sure_enough_and_in_order(detector: Detector, picture: Image.Image) -> None:
+    low = detector.find(picture, ["cat", "dog", "cat"], 0.02)
+    assert list(low) == ["cat", "dog"] and sum(map(len, low.values())) > 0
+    for things in low.values():
+        scores = [thing.box.score for thing in things]
+        assert scores == sorted(scores, reverse=True) and len(things) <= 16 and all(s > 0.02 for s in scores)
+        for thing in things:
+            box = thing.box
+            assert 0 <= box.left <= box.right <= 60 and 0 <= box.top <= box.bottom <= 40
+            if thing.mask is not None:
+                assert thing.mask.shape == (40, 60) and thing.mask[int(box.top), :].any()
+    every = [thing.box.score for things in low.values() for thing in things]
+    middle = sorted(every)[len(every) // 2]
+    high = detector.find(picture, ["cat", "dog"], middle)
+    assert sum(map(len, high.values())) < len(every)
+
+
+def test_a_closed_set_detector_agrees_with_its_own_processor_and_knows_its_classes(
+    yolos: Path, picture: Image.Image
+) -> None:
+    detector = Detector(str(yolos), reward="geneval")
+    inputs = detector.processor(images=picture, return_tensors="pt")
+    with torch.no_grad():
+        outputs = detector.model(**inputs)
+    (own,) = detector.processor.post_process_object_detection(outputs, threshold=0.1, target_sizes=[(40, 60)])
+    found = detector.find(picture, ["cat", "dog", "computer mouse"], 0.1)
+    for label, name in ((0, "cat"), (1, "dog"), (2, "computer mouse")):
+        expected = sorted(own["scores"][own["labels"] == label].tolist(), reverse=True)
+        assert [thing.box.score for thing in found[name]] == pytest.approx(expected)
+    with pytest.raises(ValueError, match="geneval: the detector .* has no class 'cats'. Did you mean 'cat'"):
+        detector.find(picture, ["cats"], 0.1)
+
+
+def test_a_model_that_is_no_detector_is_refused(clip: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a 'clip' model, which is no detector known here: owlv2"):
+        Detector(str(clip), reward="geneval")
+    with pytest.raises(ValueError, match="geneval: .* the folder is empty"):
+        Detector(str(tmp_path), reward="geneval")
+
+
+def test_boxes_of_one_thing_are_merged_into_the_most_confident() -> None:
+    a, b, c = Box(0, 0, 10, 10, 0.5), Box(1, 0, 11, 10, 0.9), Box(20, 0, 30, 10, 0.4)
+    assert overlap(a, b) == pytest.approx(90 / 110) and overlap(a, c) == 0 and overlap(a, a) == 1
+    assert [thing.box for thing in merged([Thing(a), Thing(b), Thing(c)])] == [b, c]
+
+
+def test_a_crop_is_grey_outside_the_thing() -> None:
+    picture = Image.new("RGB", (8, 6), (200, 0, 0))
+    mask = np.zeros((6, 8), bool)
+    mask[2:4, 3:6] = True
+    assert crop(picture, Thing(Box(3.2, 2, 5.5, 4))).size == (3, 2)
+    shown = np.array(crop(picture, Thing(Box(2, 1, 7, 5), mask)))
+    assert shown.shape == (4, 5, 3) and (shown[0] == OUTSIDE).all() and (shown[1, 1:4] == (200, 0, 0)).all()
+    assert crop(picture, Thing(Box(8, 6, 8, 6))).size == (1, 1), "a box of no size still has a pixel"
+
+
+def test_the_colour_is_the_nearest_of_ten_descriptions(clip: Path, picture: Image.Image) -> None:
+    classifier = ColourClassifier(str(clip), "cpu")
+    things = [Thing(Box(0, 0, 20, 20)), Thing(Box(20, 10, 60, 40))]
+    found = classifier.colours(picture, "cat", things)
+    for thing, colour in zip(things, found, strict=True):
+        embed = classifier.clip.embed_images(
+            torch.from_numpy(np.array(crop(picture, thing))).permute(2, 0, 1)[None] / 255
+        )
+        best = {}
+        for name in COLOURS:
+            texts = [f"a photo of a {name} cat", f"a photo of a {name}-colored cat", f"a photo of a {name} object"]
+            unit = torch.nn.functional.normalize(classifier.clip.embed_texts(texts), dim=-1)
+            best[name] = torch.cosine_similarity(unit.mean(0), embed[0], dim=0).item()
+        assert colour == max(best, key=best.__getitem__)
+    assert classifier.colours(picture, "cat", []) == []
+
+
+def test_the_reward_holds_what_is_detected_against_what_is_asked(yolos: Path, clip: Path) -> None:
+    args = {"detector": str(yolos), "clip": str(clip), "threshold": 0.3, "counting_threshold": 0.35}
+    reward = rewards.load("geneval", args)
+    images = torch.rand(3, 3, 40, 60, generator=torch.Generator().manual_seed(0))
+    include = [
+        [{"class": "dog", "count": 3}],
+        [{"class": "dog", "count": 3}],
+        [{"class": "cat", "count": 1}, {"class": "dog", "count": 2, "color": "red", "position": ["above", 0]}],
+    ]
+    columns = {"include": include, "tag": ["two_object", "counting", "color_attr"]}
+    scores = rewards.score(reward, images=images, prompts=[""] * 3, columns=columns)
+    assert not scores.failures, scores.failures[0].traceback
+    pictures = rewards.to_pil(images)
+    for i, threshold in ((0, 0.3), (1, 0.35)):
+        seen = {"dog": [t.box for t in reward.detector.find(pictures[i], ["dog"], threshold)["dog"]]}
+        own = check({"include": include[i]}, seen, lambda name, boxes: [])
+        assert scores.values[i] == pytest.approx(own.partial) and scores.parts["strict"][i] == own.strict
+    assert set(scores.parts) == {"relaxed", "strict", "partial", "count", "colour", "position"}
+    exacting = rewards.load("geneval", args | {"credit": "strict"})
+    strict = rewards.score(exacting, images=images, prompts=[""] * 3, columns=columns)
+    assert strict.values == scores.parts["strict"]
+
+
+def test_rows_that_are_not_genevals_are_said_to_be(yolos: Path, clip: Path) -> None:
+    reward = rewards.load("geneval", {"detector": str(yolos), "clip": str(clip)})
+    picture = Image.new("RGB", (40, 40))
+    for include in (
+        [],
+        "a cat",
+        [{"class": "cat"}],
+        [{"class": "cat", "count": 1, "color": "teal"}],
+        [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["over", 0]}],
+        [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["above", 1]}],
+    ):
+        with pytest.raises(ValueError, match="geneval: .*include"):
+            reward.verdict(picture, include, "")
+    with pytest.raises(ValueError, match="unknown credit 'partly'. Did you mean 'partial'"):
+        rewards.load("geneval", {"credit": "partly"})

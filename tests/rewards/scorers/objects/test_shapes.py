@@ -1,0 +1,276 @@
+"""The rule-based checker: perfect scenes are perfect, every mistake costs, an unknown caption has no score."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rewards
+from genrl.data import world
+from rewards.scorers.objects.shapes import (
+    BACKGROUND,
+    PALETTE,
+    SHAPES,
+    Asked,
+    Found,
+    Group,
+    Shapes,
+    alike,
+    check,
+    find,
+    outline,
+    parse,
+)
+
+
+def scene(*things: tuple[str, str, float, float]) -> np.ndarray:
+    """A picture of (colour, shape, x, y), radius 9."""
+    placed = tuple(world.Thing(colour, shape, x, y, 9.0) for colour, shape, x, y in things)
+    return world.draw(world.Scene("mixed", placed))
+
+
+def ask(caption: str) -> Asked:
+    asked = parse(caption)
+    assert asked is not None
+    return asked
+
+
+def as_tensor(*pictures: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+
+
+@pytest.mark.parametrize("kind", world.SHAPE_KINDS)
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_perfect_scenes_score_one(kind: world.Kind, size: int) -> None:
+    rng = np.random.default_rng([size, list(world.SHAPE_KINDS).index(kind)])
+    for _ in range(80 if size == 64 else 20):
+        drawn = world.sample_scene(rng, kind, "all")
+        parts = check(world.draw(drawn, size), ask(world.caption(drawn)))
+        assert parts["soft"] == parts["strict"] == parts["count"] == parts["colour"] == parts["shape"] == 1.0
+        assert parts["position"] == 1.0 if kind == "position" else math.isnan(parts["position"])
+
+
+def test_perfect_scenes_survive_a_little_noise() -> None:
+    rng = np.random.default_rng(3)
+    strict = []
+    for _ in range(60):
+        drawn = world.sample_scene(rng, "mixed", "all")
+        noisy = world.draw(drawn) + rng.normal(0, 10, size=(64, 64, 3))
+        strict.append(check(noisy.round().clip(0, 255).astype(np.uint8), ask(world.caption(drawn)))["strict"])
+    assert np.mean(strict) > 0.9
+
+
+def test_a_wrong_colour_costs_colour_only() -> None:
+    parts = check(scene(("red", "star", 20, 20), ("blue", "star", 44, 44)), ask("two red stars"))
+    # one of two: 1/2, and one thing too many of another kind: times 2/3
+    assert parts == pytest.approx(
+        {"soft": 1 / 3, "strict": 0, "count": 1, "colour": 0.5, "shape": 1, "position": math.nan}, nan_ok=True
+    )
+
+
+def test_a_wrong_shape_costs_shape_only() -> None:
+    parts = check(scene(("red", "star", 20, 20), ("red", "circle", 44, 44)), ask("two red stars"))
+    assert (parts["strict"], parts["count"], parts["colour"], parts["shape"]) == (0, 1, 1, 0.5)
+
+
+def test_a_wrong_number_costs_in_proportion() -> None:
+    picture = scene(("green", "square", 16, 16), ("green", "square", 48, 16), ("green", "square", 16, 48))
+    assert check(picture, ask("three green squares"))["strict"] == 1
+    assert check(picture, ask("four green squares"))["soft"] == pytest.approx(3 / 4)
+    assert check(picture, ask("two green squares"))["soft"] == pytest.approx(1 / 2)
+    assert check(picture, ask("a green square"))["soft"] == 0
+
+
+def test_something_extra_costs() -> None:
+    parts = check(scene(("green", "square", 16, 16), ("red", "circle", 48, 48)), ask("a green square"))
+    assert parts["soft"] == pytest.approx(1 / 2) and parts["strict"] == 0
+
+
+@pytest.mark.parametrize(
+    ("relation", "holds"),
+    [("to the left of", True), ("to the right of", False), ("above", False), ("below", False)],
+)
+def test_a_relation_must_hold(relation: str, holds: bool) -> None:
+    parts = check(
+        scene(("red", "circle", 14, 30), ("blue", "star", 48, 36)), ask(f"a red circle {relation} a blue star")
+    )
+    assert parts["position"] == parts["strict"] == float(holds)
+    assert parts["soft"] == pytest.approx(1.0 if holds else 0.6)
+
+
+def test_above_means_a_smaller_row() -> None:
+    picture = scene(("red", "circle", 30, 14), ("blue", "star", 34, 48))
+    assert check(picture, ask("a red circle above a blue star"))["position"] == 1
+    assert check(picture, ask("a red circle below a blue star"))["position"] == 0
+    assert check(picture, ask("a blue star below a red circle"))["position"] == 1
+
+
+def test_a_missing_thing_has_no_position() -> None:
+    parts = check(scene(("red", "circle", 30, 14)), ask("a red circle above a blue star"))
+    assert parts["position"] == 0 and parts["soft"] == pytest.approx(0.6 * 0.5)
+
+
+def test_blank_and_noise_score_zero() -> None:
+    blank = np.full((64, 64, 3), BACKGROUND, dtype=np.uint8)
+    rng = np.random.default_rng(0)
+    for picture in [blank, np.zeros_like(blank), *rng.integers(0, 256, (5, 64, 64, 3), dtype=np.uint8)]:
+        for caption in ("a red circle", "two blue stars and a green square", "a red star above a blue circle"):
+            parts = check(picture, ask(caption))
+            assert parts["soft"] == parts["strict"] == 0
+
+
+@pytest.mark.parametrize("colour", PALETTE)
+def test_a_picture_full_of_a_colour_is_not_its_shape(colour: str) -> None:
+    """A flooded picture is one square component at most: it must not earn several things, nor another shape."""
+    flooded = np.full((64, 64, 3), PALETTE[colour], dtype=np.uint8)
+    assert check(flooded, ask(f"three {colour} stars"))["soft"] == 0
+    assert len(find(flooded)) == 1
+
+
+def test_specks_are_not_things() -> None:
+    picture = scene(("red", "circle", 30, 30))
+    picture[2:6, 2:8] = PALETTE["blue"]  # 24 pixels
+    assert check(picture, ask("a red circle"))["strict"] == 1
+    picture[2:10, 2:10] = PALETTE["blue"]  # 64 pixels
+    assert check(picture, ask("a red circle"))["strict"] == 0
+
+
+def test_stretched_shapes_have_no_shape() -> None:
+    picture = np.full((64, 64, 3), BACKGROUND, dtype=np.uint8)
+    picture[10:20, 10:50] = PALETTE["red"]
+    assert [f.shape for f in find(picture)] == [None]
+
+
+def test_components_equal_those_of_flood_fill() -> None:
+    rng = np.random.default_rng(1)
+    picture = np.full((40, 40, 3), BACKGROUND, dtype=np.uint8)
+    names = list(PALETTE)
+    blocks = rng.integers(0, len(names) + 2, size=(10, 10)).repeat(4, 0).repeat(4, 1)
+    for i, name in enumerate(names):
+        picture[blocks == i] = PALETTE[name]
+    expected, seen = [], np.zeros((40, 40), dtype=bool)
+    for start in zip(*np.nonzero(blocks < len(names)), strict=True):
+        if seen[start]:
+            continue
+        stack, area = [start], 0
+        seen[start] = True
+        while stack:
+            r, c = stack.pop()
+            area += 1
+            for nr, nc in ((r + 1, c), (r - 1, c), (r, c + 1), (r, c - 1)):
+                if 0 <= nr < 40 and 0 <= nc < 40 and not seen[nr, nc] and blocks[nr, nc] == blocks[start]:
+                    seen[nr, nc] = True
+                    stack.append((nr, nc))
+        expected.append((names[blocks[start]], area))
+    assert sorted((f.colour, f.area) for f in find(picture)) == sorted(e for e in expected if e[1] >= 40 / 4096 * 1600)
+
+
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "a photo of a horse",
+        'a red sign that says "LAMP"',
+        "",
+        "a red",
+        "two red star",
+        "a red stars",
+        "a red circle and",
+        "a red circle beside a blue star",
+        "a red circle and a red circle",
+        "five red circles",
+        "a red circle and a blue star and a green square",
+    ],
+)
+def test_captions_outside_the_grammar_have_no_score(caption: str) -> None:
+    assert parse(caption) is None
+    scores, parts = Shapes()(as_tensor(scene(("red", "circle", 30, 30))), [caption])
+    assert math.isnan(scores[0]) and all(math.isnan(values[0]) for values in parts.values())
+
+
+def test_parse_forgives_case_spaces_and_a_full_stop() -> None:
+    assert parse("  Two RED circles  and a Blue square. ") == Asked(
+        (Group(2, "red", "circle"), Group(1, "blue", "square"))
+    )
+    assert parse("one red circle") == parse("a red circle")
+
+
+def test_the_reward_gives_soft_or_strict_and_every_part() -> None:
+    pictures = as_tensor(scene(("red", "star", 20, 20)), scene(("red", "star", 20, 20), ("red", "star", 44, 44)))
+    soft, parts = Shapes()(pictures, ["two red stars"] * 2)
+    strict, _ = Shapes(strict=True)(pictures, ["two red stars"] * 2)
+    assert soft == parts["soft"] == [0.5, 1.0] and strict == parts["strict"] == [0.0, 1.0]
+    assert set(parts) == {"soft", "strict", "count", "colour", "shape", "position"}
+
+
+def test_the_reward_refuses_unequal_lengths() -> None:
+    with pytest.raises(ValueError):
+        Shapes()(as_tensor(scene(("red", "star", 20, 20))), ["a red star", "a red star"])
+
+
+def test_outlines_point_up_and_an_unknown_one_is_named() -> None:
+    for shape in SHAPES:
+        corners = outline(shape)
+        assert corners.shape[1] == 2 and np.abs(corners.mean(0)).max() < 1e-9
+    assert outline("triangle")[0] == pytest.approx([0, -1.2])
+    with pytest.raises(ValueError, match="hexagon.*circle, square, triangle, star"):
+        outline("hexagon")
+
+
+def test_order_of_the_pictures_does_not_matter() -> None:
+    rng = np.random.default_rng(9)
+    drawn = [world.sample_scene(rng, kind, "all") for kind in world.SHAPE_KINDS]
+    captions = [world.caption(replace(d)) for d in drawn]
+    pictures = [world.draw(d) for d in drawn[1:] + drawn[:1]]
+    forward, _ = Shapes()(as_tensor(*pictures), captions)
+    backward, _ = Shapes()(as_tensor(*pictures[::-1]), captions[::-1])
+    assert forward == backward[::-1]
+
+
+def things(*sizes: tuple[str, str, int]) -> list[Found]:
+    return [Found(colour, shape, 0.0, 0.0, area) for colour, shape, area in sizes]
+
+
+def test_pictures_of_the_same_things_are_alike() -> None:
+    """Places do not count; a size counts by its ratio, a thing too many or of another kind by its share."""
+    one = things(("red", "circle", 100), ("blue", "star", 60))
+    assert alike(one, one[::-1]) == 1.0
+    assert alike(one, things(("red", "circle", 50), ("blue", "star", 60))) == pytest.approx((0.5 + 1) / 2)
+    assert (
+        alike(one, things(("red", "circle", 100)))
+        == alike(one, things(("red", "circle", 100), ("red", "star", 60)))
+        == 0.5
+    )
+    many = things(("red", "circle", 80), ("red", "circle", 100), ("red", "circle", 20))
+    assert alike(many, things(("red", "circle", 40), ("red", "circle", 100))) == pytest.approx((1 + 0.5) / 3)
+    assert alike(one, []) == 0.0 and math.isnan(alike([], []))
+
+
+found_things = st.lists(
+    st.builds(Found, st.sampled_from(["red", "blue"]), st.sampled_from(["star", None]), st.just(0.0), st.just(0.0),
+              st.integers(1, 500)), max_size=4,
+)  # fmt: skip
+
+
+@given(found_things, found_things)
+def test_likeness_is_symmetric_and_one_only_for_equal_things(first: list[Found], second: list[Found]) -> None:
+    value = alike(first, second)
+    if not first and not second:
+        return
+    assert value == pytest.approx(alike(second, first)) and 0 <= value <= 1 + 1e-12
+    kinds = [sorted((f.colour, str(f.shape), f.area) for f in some) for some in (first, second)]
+    assert (value > 1 - 1e-9) == (kinds[0] == kinds[1])
+
+
+def test_a_picture_is_judged_beside_the_others_of_its_prompt() -> None:
+    """Two equal pictures and a third with another thing: 2 pairs each, of which the odd one out has none."""
+    same, other = world.Thing("red", "circle", 20, 20, 9), world.Thing("blue", "star", 40, 40, 9)
+    pictures = [world.draw(world.Scene("single", (thing,))) for thing in (same, replace(same, x=40), other)]
+    images = as_tensor(*pictures)
+    found = rewards.score(rewards.load("same_shapes"), images=images, prompts=["p"] * 3, group=[0, 0, 0])
+    assert found.values == pytest.approx([0.5, 0.5, 0.0], abs=0.01)

@@ -1,0 +1,245 @@
+"""Talk2Move's arithmetic against golden numbers, turns of drawn shapes, and the rewards on small detectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw
+
+import rewards
+from genrl.data.world import Scene, draw
+from genrl.data.world import Thing as Drawn
+from rewards.scorers.objects.detection import Thing
+from rewards.scorers.objects.geneval_check import Box
+from rewards.scorers.objects.geometry import (
+    displacement_score,
+    distance,
+    position_score,
+    rotation_score,
+    scale_score,
+    turn_between,
+    turn_score,
+)
+from rewards.scorers.objects.shapes import PALETTE, outline
+from rewards.scorers.objects.spatial_edit import ShapeDetector
+from tests.rewards import tiny_detectors
+
+Golden = Callable[[str], np.lib.npyio.NpzFile]
+
+
+def test_scores_equal_the_golden_ones(golden: Golden) -> None:
+    data = golden("talk2move_rewards")
+    for i, (before, after) in enumerate(zip(data["box_in"], data["box_out"], strict=True)):
+        a, b = Box(*before), Box(*after)
+        moved = displacement_score(a, b, str(data["direction"][i]))
+        assert moved == pytest.approx(data["translation_score"][i], abs=1e-9)
+        assert position_score(a, b) == pytest.approx(data["position_score"][i], abs=1e-9)
+        resized = scale_score(a, b, data["resize_target_ratio"][i], bool(data["resize_bigger"][i]))
+        assert resized == pytest.approx(data["resize_score"][i], abs=1e-9)
+        turned = rotation_score(
+            bool(data["rot_axis_ok"][i]), bool(data["rot_dir_ok"][i]), data["rot_angle"][i], data["rot_target"][i]
+        )
+        assert turned == pytest.approx(data["rot_score"][i], abs=1e-9)
+
+
+boxes = st.builds(lambda x, y, w, h: Box(x, y, x + w, y + h), *[st.floats(0, 300)] * 2, *[st.floats(1, 99)] * 2)
+
+
+@given(boxes, boxes)
+@settings(deadline=None)
+def test_a_move_counts_for_at_most_one_way_of_each_axis(a: Box, b: Box) -> None:
+    score = {way: displacement_score(a, b, way) for way in ("left", "right", "up", "down")}
+    assert all(0 <= value <= 1 for value in score.values())
+    assert score["left"] * score["right"] == 0 and score["up"] * score["down"] == 0
+    back = {"left": "right", "right": "left", "up": "down", "down": "up"}
+    assert all(displacement_score(b, a, back[way]) == pytest.approx(score[way]) for way in score)
+    assert position_score(a, a) == 1 and 0 < position_score(a, b) <= 1
+    assert scale_score(a, a, 1, True) == scale_score(a, a, 1, False) == pytest.approx(1)
+
+
+def arrow(angle: float, size: int = 90) -> np.ndarray:
+    """The letter F, turned clockwise: it looks the same after no turn."""
+    picture = Image.new("L", (size, size))
+    draw = ImageDraw.Draw(picture)
+    for part in ((0.35, 0.2, 0.47, 0.8), (0.35, 0.2, 0.7, 0.32), (0.35, 0.45, 0.6, 0.56)):
+        draw.rectangle([size * p for p in part], fill=255)
+    return np.asarray(picture.rotate(-angle, Image.Resampling.BILINEAR)) > 127
+
+
+@pytest.mark.parametrize("angle", [0, 7, -33, 90, -90, 145, 180])
+def test_a_turn_is_found_wherever_the_thing_is_and_however_large(angle: float) -> None:
+    before, after = arrow(0), arrow(angle, 60)
+    moved = np.zeros((100, 130), bool)
+    moved[30:90, 55:115] = after
+    found = turn_between(before, moved)
+    assert abs((found - angle + 180) % 360 - 180) <= 3, found
+
+
+def test_a_disc_does_not_turn_and_an_empty_mask_is_an_error() -> None:
+    y, x = np.mgrid[:60, :60]
+    disc = (x - 30) ** 2 + (y - 30) ** 2 < 400
+    assert abs(turn_between(disc, disc)) < 2
+    with pytest.raises(ValueError, match="empty mask"):
+        turn_between(disc, np.zeros((5, 5), bool))
+
+
+def test_turns_are_scored_by_way_and_size() -> None:
+    assert turn_score(90, 90) == pytest.approx(1) and turn_score(-90, 90) == 0.5 and turn_score(5, 90) == 0
+    assert turn_score(45, 90) == pytest.approx(1 - 0.5 * 45 / 180)
+    assert turn_score(180, -180) == turn_score(-175, 180) + 0.5 * 5 / 180 == pytest.approx(1)
+
+
+def test_distance_is_a_share_of_the_diagonal() -> None:
+    assert distance(Box(0, 0, 10, 10), Box(30, 40, 40, 50), 60, 80) == pytest.approx(0.5)
+
+
+@pytest.fixture(scope="module")
+def yolos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_detectors.yolos(tmp_path_factory.mktemp("yolos"))
+
+
+def columns(folder: Path, images: torch.Tensor, **more: list) -> dict[str, list]:
+    files = []
+    for i, picture in enumerate(rewards.to_pil(images)):
+        picture.save(folder / f"{i}.png")
+        files.append(str(folder / f"{i}.png"))
+    return {"source_image": files, "object": ["dog"] * len(files), **more}
+
+
+def test_rewards_measure_what_the_detector_finds(yolos: Path, tmp_path: Path) -> None:
+    images = torch.rand(2, 3, 40, 60, generator=torch.Generator().manual_seed(0))
+    results = images.flip(0)
+    mover = rewards.load("edit_move", {"detector": str(yolos), "threshold": 0.1})
+    held = columns(tmp_path, images, direction=["left", "down"], factor=[2.0, 0.5])
+    scores = rewards.score(mover, images=results, prompts=["", ""], columns=held)
+    assert not scores.failures, scores.failures[0].traceback
+    first = [mover._finder.detector.find(p, ["dog"], 0.1)["dog"][0].box for p in rewards.to_pil(images)]
+    assert scores.values == [displacement_score(*first, "left"), displacement_score(*first[::-1], "down")]
+    assert scores.parts["distance"][0] == pytest.approx(distance(*first, 60, 40))
+    scaler = rewards.load("edit_scale", {"detector": str(yolos), "threshold": 0.1})
+    found = rewards.score(scaler, images=results, prompts=["", ""], columns=held).values
+    assert found == [
+        max(0, scale_score(*first, 2.0, True)),
+        max(0, scale_score(*first[::-1], 2.0, False)),
+    ]
+    same = rewards.score(scaler, images=images, prompts=["", ""], columns=held | {"factor": [1, 1]})
+    assert same.values == [1, 1] and same.parts["position"] == [1, 1]
+
+
+def test_a_thing_that_is_gone_scores_nothing_and_one_that_never_was_has_no_score(
+    yolos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = rewards.load("edit_move", {"detector": str(yolos)})
+    images = torch.stack([torch.zeros(3, 40, 60), torch.ones(3, 40, 60)])
+    here = [Thing(Box(0, 0, 9, 9, 0.9))]
+    monkeypatch.setattr(
+        reward._finder.detector, "find", lambda p, names, t: {"dog": here if p.getpixel((0, 0))[0] else []}
+    )
+    held = columns(tmp_path, images, direction=["left", "left"])
+    scores = rewards.score(reward, images=images.flip(0), prompts=["", ""], columns=held)
+    assert math.isnan(scores.values[0]) and scores.values[1] == 0.0 and scores.failed == 0
+
+
+def test_turns_need_masks(yolos: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="edit_rotate: .* is a 'yolos', which gives no masks; use a Mask2Former"):
+        rewards.load("edit_rotate", {"detector": str(yolos)})
+    pytest.importorskip("scipy", reason="transformers needs scipy for Mask2Former: pip install 'genrl[geneval]'")
+    folder = tmp_path / "mask2former"
+    reward = rewards.load("edit_rotate", {"detector": str(tiny_detectors.mask2former(folder)), "threshold": 0.05})
+    images = torch.rand(1, 3, 40, 60, generator=torch.Generator().manual_seed(0))
+    held = columns(tmp_path, images, angle=[90])
+    scores = rewards.score(reward, images=images, prompts=[""], columns=held)
+    assert not scores.failures, scores.failures[0].traceback
+    assert scores.values == [0.0] and scores.parts == {"angle": [0.0], "position": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("edit_move", {"direction": ["upp"]}, "unknown direction 'upp'. Did you mean 'up'"),
+        ("edit_scale", {"factor": ["big"]}, "the column 'factor' holds 'big', which is no number"),
+        ("edit_scale", {"factor": [0]}, "must be above 0"),
+    ],
+)
+def test_wrong_columns_are_said(yolos: Path, tmp_path: Path, name: str, more: dict, words: str) -> None:
+    images = torch.zeros(1, 3, 8, 8)
+    reward = rewards.load(name, {"detector": str(yolos)})
+    scores = rewards.score(reward, images=images, prompts=[""], columns=columns(tmp_path, images, **more))
+    assert scores.failed == 1 and words in scores.failures[0].error
+
+
+def drawn(*things: Drawn) -> Image.Image:
+    return Image.fromarray(draw(Scene("two", things)))
+
+
+RED = Drawn("red", "circle", 20.0, 40.0, 9.0)
+STAR = Drawn("blue", "star", 46.0, 18.0, 9.0)
+
+
+def test_things_of_the_small_world_are_found_by_rule() -> None:
+    """Boxes are those of the drawn outlines to a pixel; what is not there is not found."""
+    found = ShapeDetector("edit_move").find(drawn(RED, STAR), ["red circle", "blue star", "red star"], 0.3)
+    assert found["red star"] == [] and len(found["red circle"]) == len(found["blue star"]) == 1
+    for name, thing in (("red circle", RED), ("blue star", STAR)):
+        corners = outline(thing.shape) * thing.radius + (thing.x, thing.y)
+        box, mask = found[name][0]
+        assert np.allclose(box[:4], [*corners.min(0), *corners.max(0)], atol=1.2), name
+        assert mask is not None and mask[round(thing.y), round(thing.x)]
+    blob = np.array(drawn(RED, STAR))
+    blob[36:60, 4:60] = PALETTE["red"]  # a bar over the circle
+    assert [
+        len(ShapeDetector("edit_move").find(Image.fromarray(blob), ["red circle"], t)["red circle"]) for t in (0.3, 0.6)
+    ] == [1, 0]
+    with pytest.raises(ValueError, match=r"edit_move: no thing of the small world is called 'red circel'.*red circle"):
+        ShapeDetector("edit_move").find(drawn(RED), ["red circel"], 0.3)
+
+
+def test_edits_of_the_small_world_are_judged() -> None:
+    """Right, the other way, gone; and what happened to the other thing."""
+    source = drawn(RED, STAR)
+    results = [
+        drawn(replace(RED, x=38.0), STAR),
+        drawn(replace(RED, x=13.0), STAR),
+        drawn(STAR),
+        drawn(replace(RED, x=38.0)),
+    ]
+    images = torch.stack([torch.from_numpy(np.array(result)).permute(2, 0, 1) / 255 for result in results])
+    columns = {"source_image": [source] * 4, "object": ["red circle"] * 4, "direction": ["right"] * 4}
+
+    def score(name: str) -> rewards.Scores:
+        reward = rewards.load(name, {"detector": "shapes"})
+        return rewards.score(reward, images=images, prompts=["move the red circle to the right"] * 4, columns=columns)
+
+    moved, kept = score("edit_move"), score("edit_keep").values
+    share = 1 - 3.6 / 18  # the dead zone is a tenth of both widths
+    assert moved.values == pytest.approx([share, 0, 0, share], abs=0.03)
+    assert moved.parts["distance"][0] == pytest.approx(18 / (64 * math.sqrt(2)), abs=0.01)
+    assert min(kept[:3]) > 0.99 and kept[3] < 0.9  # soft edges reach a pixel out of the boxes
+
+
+def test_a_thing_made_larger_is_judged_by_rule() -> None:
+    reward = rewards.load("edit_scale", {"detector": "shapes"})
+    images = torch.from_numpy(np.array(drawn(replace(RED, radius=9 * 1.4), STAR))).permute(2, 0, 1)[None] / 255
+    columns = {"source_image": [drawn(RED, STAR)], "object": ["red circle"]}
+    bigger, smaller = (
+        rewards.score(reward, images=images, prompts=[""], columns=columns | {"factor": [factor]}).values[0]
+        for factor in (1.4, 0.7)
+    )
+    assert bigger > 0.97 and smaller < bigger - 0.3
+
+
+def test_a_thing_is_kept_out_of_the_comparison_and_needed_in_the_source() -> None:
+    reward = rewards.load("edit_keep", {"detector": "shapes"})
+    images = torch.from_numpy(np.array(drawn(RED))).permute(2, 0, 1)[None] / 255
+    for name, expected in (("red circle", 1.0), ("blue star", math.nan)):
+        columns = {"source_image": [drawn(RED)], "object": [name]}
+        found = rewards.score(reward, images=images, prompts=[""], columns=columns).values
+        assert found == pytest.approx([expected], nan_ok=True)

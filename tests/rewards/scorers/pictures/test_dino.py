@@ -1,0 +1,127 @@
+"""DINO features and similarity on small checkpoints of all three architectures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import rewards
+from rewards.models.pixels import normalise
+from rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures, patch_similarity
+
+from transformers import (  # isort: skip
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+)
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "image_size": 32}
+BUILDERS = {
+    "dinov2": lambda: Dinov2Model(Dinov2Config(**SIZES)),
+    "registers": lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SIZES, num_register_tokens=3)),
+    "dinov3": lambda: DINOv3ViTModel(DINOv3ViTConfig(**SIZES, intermediate_size=64, num_register_tokens=4)),
+}
+REGISTERS = {"dinov2": 0, "registers": 3, "dinov3": 4}
+
+
+@pytest.fixture(scope="module", params=BUILDERS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model = BUILDERS[request.param]()
+    with torch.no_grad():  # as made, registers are zeros and pictures hardly count
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return request.param, folder
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (5, 4, 3), dtype=np.uint8))
+    return small.resize(size, Image.Resampling.BICUBIC)
+
+
+def as_tensor(*pictures: Image.Image) -> torch.Tensor:
+    return torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures])
+
+
+def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, Path]) -> None:
+    name, folder = saved
+    dino = DinoFeatures(str(folder), size=32)
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    found = dino.features(images)
+    own = BUILDERS[name]().from_pretrained(folder).eval()(pixel_values=normalise(images, MEAN, STD))
+    assert found.class_token.shape == (2, 32) and found.patches.shape == (2, 16, 32)
+    torch.testing.assert_close(found.class_token, own.pooler_output)
+    torch.testing.assert_close(found.patches, own.last_hidden_state[:, 1 + REGISTERS[name] :])
+    assert own.last_hidden_state.shape[1] == 1 + REGISTERS[name] + 16
+    assert dino.features(torch.rand(1, 3, 50, 70)).patches.shape == (1, 16, 32)
+    assert DinoFeatures(str(folder), size=48).features(images).patches.shape == (2, 36, 32)
+
+
+def test_features_and_scores_are_differentiable(saved: tuple[str, Path], tmp_path: Path) -> None:
+    _, folder = saved
+    leaf = torch.rand(1, 3, 40, 40).requires_grad_()
+    dino = DinoFeatures(str(folder), size=32)
+    found = dino.features(leaf)
+    (found.class_token.sum() + found.patches.square().sum()).backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    assert not any(parameter.requires_grad for parameter in dino.model.parameters())
+    picture(1).save(tmp_path / "a.png")
+    reward = rewards.load("dino", {"model": str(folder), "size": 32, "tokens": "patches"})
+    columns = {"reference_image": [str(tmp_path / "a.png")]}
+    leaf = torch.rand(1, 3, 40, 40).requires_grad_()
+    rewards.score_with_gradients(reward, images=leaf, prompts=[""], columns=columns).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+
+
+def test_a_picture_is_most_like_itself(saved: tuple[str, Path], tmp_path: Path) -> None:
+    _, folder = saved
+    for seed in (1, 2):
+        picture(seed).save(tmp_path / f"{seed}.png")
+    reward = rewards.load("dino", {"model": str(folder), "size": 32})
+    columns = {"reference_image": [str(tmp_path / "1.png"), str(tmp_path / "1.png"), str(tmp_path / "2.png")]}
+    images = as_tensor(picture(1), picture(2), picture(2))
+    scores = rewards.score(reward, images=images, prompts=[""] * 3, columns=columns)
+    assert not scores.failures, scores.failures[0].traceback
+    assert scores.values[0] == pytest.approx(1, abs=1e-5) and scores.values[2] == pytest.approx(1, abs=1e-5)
+    assert scores.values[1] < 0.999 and scores.parts["patches"][1] < 0.999
+    assert scores.parts["patches"][0] == pytest.approx(1, abs=1e-5) and scores.parts["class"] == scores.values
+    video = torch.stack([images[:2], images[1:]])
+    columns = {"reference_image": columns["reference_image"][::2]}
+    videos = rewards.score(reward, images=video, prompts=[""] * 2, columns=columns).values
+    assert videos[0] == pytest.approx((scores.values[0] + scores.values[1]) / 2, abs=1e-5)
+    assert videos[1] == pytest.approx(1, abs=1e-5)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 6))
+@settings(max_examples=25, deadline=None)
+def test_patch_similarity_does_not_care_where_things_stand(seed: int, n: int, m: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(2, k, 5, generator=generator, dtype=torch.float64) for k in (n, m))
+    value = patch_similarity(a, b)
+    assert ((value >= -1 - 1e-9) & (value <= 1 + 1e-9)).all()
+    torch.testing.assert_close(patch_similarity(3 * a[:, torch.randperm(n)], b[:, torch.randperm(m)]), value)
+    torch.testing.assert_close(patch_similarity(a, torch.cat([b, a], 1)), torch.ones(2, dtype=torch.float64))
+
+
+def test_what_does_not_fit_is_refused(saved: tuple[str, Path], tmp_path: Path) -> None:
+    _, folder = saved
+    with pytest.raises(ValueError, match="dino: size 30 is no multiple of the patch of .*, 8: 32?"):
+        rewards.load("dino", {"model": str(folder), "size": 30})
+    with pytest.raises(ValueError, match="unknown tokens 'patch'. Did you mean 'patches'"):
+        rewards.load("dino", {"model": str(folder), "tokens": "patch"})
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ValueError, match="is a 'vit' model; this reward needs 'dinov2' or"):
+        rewards.load("dino", {"model": str(tmp_path)})

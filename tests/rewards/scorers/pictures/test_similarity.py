@@ -1,0 +1,89 @@
+"""SSIM against its definition; what LPIPS needs is said before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import rewards
+from rewards.models import torchvision_compat
+
+pytest.importorskip("torchmetrics", reason="the extra is not installed: pip install 'genrl[similarity]'")
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return rewards_picture(torch.rand(2, 3, 5, 6, generator=torch.Generator().manual_seed(0)))
+
+
+def rewards_picture(small: torch.Tensor) -> torch.Tensor:
+    """Smooth pictures in 8 bit."""
+    large = torch.nn.functional.interpolate(small, (40, 48), mode="bicubic").clamp(0, 1)
+    return (large * 255).round() / 255
+
+
+def saved(folder: Path, *images: torch.Tensor) -> dict[str, list[str]]:
+    for i, picture in enumerate(images):
+        rewards.to_pil(picture[None])[0].save(folder / f"{i}.png")
+    return {"reference_image": [str(folder / f"{i}.png") for i in range(len(images))]}
+
+
+def by_definition(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Equation 13 of the paper with its Gaussian window (11 pixels, spread 1.5), borders mirrored."""
+    steps = torch.arange(11, dtype=torch.float64) - 5
+    line = torch.exp(-(steps**2) / (2 * 1.5**2))
+    window = (line[:, None] * line[None] / line.sum() ** 2)[None, None]
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(
+            torch.nn.functional.pad(x.double()[None], [5] * 4, mode="reflect")[0][:, None], window
+        )
+
+    ma, mb = mean(a), mean(b)
+    va, vb, cov = mean(a * a) - ma**2, mean(b * b) - mb**2, mean(a * b) - ma * mb
+    c1, c2 = 0.01**2, 0.03**2
+    return (((2 * ma * mb + c1) * (2 * cov + c2)) / ((ma**2 + mb**2 + c1) * (va + vb + c2))).mean().item()
+
+
+def test_ssim_is_its_definition(images: torch.Tensor, tmp_path: Path) -> None:
+    noisy = (images + 0.1 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))).clamp(0, 1)
+    reward = rewards.load("similarity")
+    scores = rewards.score(reward, images=noisy, prompts=["", ""], columns=saved(tmp_path, *images))
+    assert not scores.failures, scores.failures[0].traceback
+    for i in range(2):
+        assert scores.values[i] == pytest.approx(by_definition(noisy[i], images[i]), abs=1e-4)
+    same = rewards.score(reward, images=images, prompts=["", ""], columns=saved(tmp_path, *images)).values
+    assert same == pytest.approx([1, 1], abs=1e-5) and max(scores.values) < 0.9
+
+
+def test_sizes_videos_and_gradients(images: torch.Tensor, tmp_path: Path) -> None:
+    reward = rewards.load("similarity")
+    columns = saved(tmp_path, *images)
+    Image.open(columns["reference_image"][0]).resize((96, 80), Image.Resampling.BICUBIC).save(tmp_path / "large.png")
+    larger = rewards.score(
+        reward, images=images[:1], prompts=[""], columns={"reference_image": [str(tmp_path / "large.png")]}
+    )
+    assert larger.values[0] > 0.97
+    video = torch.stack([images[0], images[1]])[None]
+    pair = [
+        rewards.score(reward, images=video[0, i][None], prompts=[""], columns=saved(tmp_path, images[0])).values[0]
+        for i in range(2)
+    ]
+    mean = rewards.score(reward, images=video, prompts=[""], columns=saved(tmp_path, images[0])).values[0]
+    assert mean == pytest.approx(sum(pair) / 2, abs=1e-5)
+    leaf = images.flip(0).clone().requires_grad_()
+    rewards.score_with_gradients(
+        reward, images=leaf, prompts=["", ""], columns=saved(tmp_path, *images)
+    ).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+
+
+def test_what_lpips_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchvision_compat, "ensure", lambda: "absent")
+    with pytest.raises(ValueError, match="the metric 'lpips' needs torchvision"):
+        rewards.load("similarity", {"metric": "lpips"})
+    with pytest.raises(ValueError, match="unknown metric 'sssim'. Did you mean 'ssim'"):
+        rewards.load("similarity", {"metric": "sssim"})

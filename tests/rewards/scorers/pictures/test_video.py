@@ -1,0 +1,104 @@
+"""Rewards of videos: frames of a picture's reward, motion of a square that moves, what stays the same."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import rewards
+from rewards.scorers.pictures.video import motion, spread, steadiness
+
+from transformers import Dinov2Config, Dinov2Model  # isort: skip
+
+FIRST = """
+def first(images, prompts, colour):
+    return [None if c == "none" else float(i.mean()) for i, c in zip(images, colour)]
+
+def together(images, group):
+    return [0.0] * len(images)
+"""
+
+
+def moving(step: float, frames: int = 4, size: int = 64) -> torch.Tensor:
+    """A textured picture that is shifted to the right by `step` pixels a frame, without a seam; [1, F, 3, H, W]."""
+    x = torch.arange(size, dtype=torch.float32)
+    shown = []
+    for k in range(frames):
+        along, down = (x - k * step)[None, :], x[:, None]
+        wave = torch.sin(2 * math.pi * along / 32) * torch.cos(2 * math.pi * down / 16)
+        shown.append((0.5 + 0.4 * wave).expand(3, size, size))
+    return torch.stack(shown)[None]
+
+
+def test_frames_are_spread_evenly_and_always_the_same() -> None:
+    assert (
+        spread(4, 10) == [0, 3, 6, 9] and spread(2, 5) == [0, 4] and spread(1, 5) == [2] and spread(9, 3) == [0, 1, 2]
+    )
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> str:
+    (tmp_path / "first.py").write_text(FIRST)
+    return f"{tmp_path / 'first.py'}:first"
+
+
+def test_a_pictures_reward_is_taken_on_frames(first: str) -> None:
+    levels = torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.9], [0.5, 0.5, 0.4, 0.5, 0.6]])
+    video = levels[:, :, None, None, None].expand(2, 5, 3, 4, 4)
+    columns = {"colour": ["red", "none"]}
+    for reduce, value in (("mean", (0.0 + 0.2 + 0.9) / 3), ("min", 0.0)):
+        reward = rewards.load("per_frame", {"reward": first, "frames": 3, "reduce": reduce})
+        assert set(rewards.needs(reward).names) == {"images", "prompts", "colour"}
+        scores = rewards.score(reward, images=video, prompts=["", ""], columns=columns)
+        assert not scores.failures, scores.failures[0].traceback
+        assert scores.values[0] == pytest.approx(value) and math.isnan(scores.values[1])
+
+
+def test_a_groupwise_reward_and_single_pictures_are_refused(first: str) -> None:
+    with pytest.raises(ValueError, match="compares the samples of a group, which frames are not"):
+        rewards.load("per_frame", {"reward": first.replace(":first", ":together")})
+    with pytest.raises(ValueError, match="unknown reduce 'max'"):
+        rewards.load("per_frame", {"reward": "sharpness", "reduce": "max"})
+    for name in ("motion", "steadiness"):
+        scores = rewards.score(rewards.load(name), images=torch.zeros(1, 3, 8, 8), prompts=[""])
+        assert "needs videos" in scores.failures[0].error
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0, 2.0])
+def test_motion_is_the_shift_as_a_share_of_the_side(step: float) -> None:
+    pytest.importorskip("cv2", reason="the extra is not installed: pip install 'genrl[ocr]'")
+    assert motion(moving(step)).item() == pytest.approx(step / 64, abs=0.3 / 64 if step else 1e-6)
+
+
+def test_steadiness_falls_with_flicker_and_is_differentiable() -> None:
+    still = moving(0.0)
+    assert steadiness(still).item() == 1
+    flicker = still + 0.2 * (torch.arange(4) % 2)[None, :, None, None, None]
+    assert steadiness(flicker).item() == pytest.approx(0.8, abs=1e-6)
+    leaf = moving(1.0).requires_grad_()
+    rewards.score_with_gradients(rewards.load("steadiness"), images=leaf, prompts=[""]).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+
+
+def test_a_still_is_consistent_and_a_cut_is_not(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Dinov2Model(
+        Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, patch_size=8, image_size=32)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    reward = rewards.load("video_consistency", {"model": str(tmp_path), "size": 32})
+    one, other = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    video = torch.stack([torch.stack([one, one, one]), torch.stack([one, one, other])])
+    scores = rewards.score(reward, images=video, prompts=["", ""])
+    assert not scores.failures, scores.failures[0].traceback
+    tokens = reward.dino.features(torch.stack([one, other])).class_token
+    cut = torch.cosine_similarity(tokens[0], tokens[1], dim=0).item()
+    assert scores.values[0] == pytest.approx(1, abs=1e-5) and cut < 0.99
+    assert scores.values[1] == pytest.approx((1 + cut) / 2, abs=1e-5)

@@ -1,0 +1,173 @@
+"""Rewards that are trained beside the model: the two built-in ones, and what is refused as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rewards
+from genrl.objectives.forward.adversarial import adversarial_reward, patch_discriminator_loss, preference_loss
+from rewards.scorers.preference.adversary import DinoAdversary, PickScoreAdversary, check_trainable, unit_scale
+from tests.rewards.tiny_clip import save_tiny_clip
+
+from transformers import Dinov2Config, Dinov2Model  # isort: skip
+
+PROMPTS = ["a cat", "two dogs", "a cat"]
+
+
+@pytest.fixture(scope="module")
+def dino(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("dino")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "image_size": 32}
+    Dinov2Model(Dinov2Config(**sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_clip(tmp_path_factory.mktemp("clip")))
+
+
+def pictures(seed: int, count: int = 3) -> torch.Tensor:
+    return torch.rand(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["dino_adversary", "pickscore_adversary"])
+def build(request: pytest.FixtureRequest, dino: str, clip: str) -> Callable[[], Any]:
+    if request.param == "dino_adversary":
+        return lambda: rewards.load("dino_adversary", {"model": dino, "size": 32, "hidden": 8})
+    return lambda: rewards.load("pickscore_adversary", {"model": clip})
+
+
+def loss_of(reward: Any, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    sides = [reward.logits(x, PROMPTS) for x in (real, fake)]
+    if reward.loss == "preference":
+        return preference_loss(*sides).mean()
+    (real_whole, real_patches), (fake_whole, fake_patches) = sides
+    return patch_discriminator_loss(
+        real_whole, fake_whole, real_patches, fake_patches, patch_weight=reward.patch_weight
+    ).loss
+
+
+def test_training_raises_references_above_samples_and_state_restores_it(build: Callable[[], Any]) -> None:
+    reward, real, fake = build(), pictures(1) * 0.5, 0.5 + pictures(2) * 0.5
+    check_trainable(reward)
+    before = rewards.score(reward, images=real, prompts=PROMPTS).values
+    optimizer = torch.optim.Adam(reward.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = loss_of(reward, real, fake)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0], losses
+    after = [rewards.score(reward, images=x, prompts=PROMPTS).values for x in (real, fake)]
+    assert min(after[0]) > max(after[1])
+    other = build()
+    assert rewards.score(other, images=real, prompts=PROMPTS).values == before  # a new one begins alike
+    other.load_state_dict(reward.state_dict())
+    assert rewards.score(other, images=real, prompts=PROMPTS).values == after[0]
+    with pytest.raises(ValueError, match="lacks"):
+        other.load_state_dict({})
+
+
+def test_only_what_is_trained_has_gradients(build: Callable[[], Any]) -> None:
+    reward = build()
+    loss_of(reward, pictures(1), pictures(2)).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in reward.parameters() if p.ndim > 1)
+    frozen = reward.dino.model if isinstance(reward, DinoAdversary) else reward.scorer.model
+    trained = {id(p) for p in reward.parameters()}
+    assert all(p.grad is None for p in frozen.parameters() if id(p) not in trained)
+
+
+def test_scores_and_logits_are_of_the_same_features_in_8_bit(dino: str) -> None:
+    """Floats and the 8 bit of a file score alike; the score is the paper's mix of the logits that are trained."""
+    reward = DinoAdversary(dino, size=32, hidden=8)
+    images = pictures(3)
+    rounded = (images * 255).round() / 255
+    assert rewards.score(reward, images=images, prompts=PROMPTS) == rewards.score(
+        reward, images=rounded, prompts=PROMPTS
+    )
+    with torch.no_grad():
+        whole, patches = reward.logits(rounded, PROMPTS)
+    expected = adversarial_reward(whole, patches, patch_weight=0.3)
+    assert rewards.score(reward, images=images, prompts=PROMPTS).values == pytest.approx(expected.tolist(), abs=1e-6)
+    leaf = images.clone().requires_grad_()
+    rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+
+
+def test_only_the_direction_of_features_counts() -> None:
+    features = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(unit_scale(features).square().mean(-1), torch.ones(2, 5))
+    assert torch.allclose(unit_scale(7 * features), unit_scale(features), atol=1e-6)
+
+
+def test_the_preference_is_of_logit_scale_times_cosine(clip: str) -> None:
+    frozen, reward = rewards.load("pickscore", {"model": clip, "processor": clip}), PickScoreAdversary(clip, layers=2)
+    scores = rewards.score(frozen, images=pictures(1), prompts=PROMPTS).values
+    assert rewards.score(reward, images=pictures(1), prompts=PROMPTS).values == scores
+    with torch.no_grad():
+        assert (reward.logits(pictures(1), PROMPTS) / 26).tolist() == pytest.approx(scores, rel=1e-5)
+    one, two = (sum(p.numel() for p in PickScoreAdversary(clip, layers=n).parameters()) for n in (1, 2))
+    assert two == 2 * one
+
+
+class Whole:
+    """All that a trainable reward needs."""
+
+    loss = "hinge"
+
+    def __init__(self) -> None:
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        return self.logits(images, [])
+
+    def logits(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        return self.scale * images.mean(dim=(1, 2, 3))
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [self.scale]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale.data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale.data.copy_(state["scale"])
+
+
+def test_what_is_no_trainable_reward_is_told_why() -> None:
+    check_trainable(Whole())
+    lacking = type("Lacking", (Whole,), {"state_dict": None})
+    with pytest.raises(ValueError, match="'Lacking' has logits.*but no state_dict"):
+        check_trainable(lacking())
+    with pytest.raises(ValueError, match="'loss' is 'wgan'|`loss` is 'wgan'"):
+        check_trainable(type("Odd", (Whole,), {"loss": "wgan"})())
+    with pytest.raises(ValueError, match="no parameters"):
+        check_trainable(type("Fixed", (Whole,), {"parameters": lambda self: []})())
+    with pytest.raises(ValueError, match="must not depend on other samples"):
+        check_trainable(type("Grouped", (Whole,), {"__call__": lambda self, images, group: images})())
+
+
+def test_arguments_that_do_not_fit(dino: str, clip: str) -> None:
+    with pytest.raises(ValueError, match="unknown loss 'hinges'. Did you mean 'hinge'"):
+        DinoAdversary(dino, size=32, loss="hinges")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="3 of 2 vision layers; use 1 to 2"):
+        PickScoreAdversary(clip, layers=3)
+    with pytest.raises(ValueError, match="unknown scale 'raws'. Did you mean 'raw'"):
+        PickScoreAdversary(clip, scale="raws")
+
+
+def test_a_trainable_reward_is_known_by_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("class Own:\n    def __call__(self, images): ...\n    def logits(self, images, prompts): ...\n")
+    names = [f"{file}:Own", "dino_adversary", "pickscore_adversary"]
+    assert all(rewards.declaration(rewards.resolve(name)).trainable for name in names)
+    assert not rewards.declaration(rewards.resolve("pickscore")).trainable

@@ -1,0 +1,86 @@
+"""The aesthetic predictor's head against golden numbers, and the whole reward on a small CLIP."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import rewards
+from rewards.scorers.preference.aesthetic import HEAD_SHA256, Head, load_head
+from tests.rewards.tiny_clip import save_tiny_clip
+
+Golden = Callable[[str], np.lib.npyio.NpzFile]
+
+
+def golden_weights(seed: int, dims: np.ndarray) -> dict[str, torch.Tensor]:
+    """The closed form that the golden file states."""
+    held = {}
+    for layer, (number, into, out) in enumerate(zip((0, 2, 4, 6, 7), dims[:-1], dims[1:], strict=True)):
+        o, i = np.arange(out)[:, None], np.arange(into)[None]
+        weight = ((((o + 1) * (i + 1) * (layer + 3) + 17 * seed) % 251) / 250 - 0.5) * math.sqrt(24 / into)
+        held[f"layers.{number}.weight"] = torch.from_numpy(weight)
+        held[f"layers.{number}.bias"] = torch.from_numpy(0.1 * np.cos(0.23 * np.arange(out) + layer + seed))
+    return held
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_the_head_equals_the_golden_scores(golden: Golden, dtype: torch.dtype, tolerance: float) -> None:
+    data = golden("rewards_aesthetic_head")
+    head = Head(768).to(dtype).eval()
+    held = golden_weights(int(data["seed"]), data["dims"])
+    assert sorted(held) == sorted(head.state_dict())
+    shapes = [f"{key} {tuple(value.shape)}" for key, value in head.state_dict().items()]
+    assert sorted(shapes) == sorted(str(row) for row in data["state_dict_keys"])
+    head.load_state_dict(held)
+    embeddings = torch.nn.functional.normalize(torch.from_numpy(data["embeddings"]).to(dtype), dim=-1)
+    with torch.no_grad():
+        scores = head(embeddings)
+        zero = head(torch.zeros(1, 768, dtype=dtype)).item()
+    np.testing.assert_allclose(scores, data["scores"], rtol=0, atol=tolerance)
+    affine = embeddings.double() @ torch.from_numpy(data["affine_weight"]) + float(data["affine_bias"])
+    np.testing.assert_allclose(scores, affine, rtol=0, atol=tolerance)
+    assert zero == pytest.approx(float(data["affine_bias"]), abs=tolerance)
+    assert HEAD_SHA256 == str(data["released_head_sha256"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny_clip(tmp_path_factory.mktemp("clip"))
+    torch.manual_seed(0)
+    torch.save(Head(16).state_dict(), folder / "sac+logos+ava1-l14-linearMSE.pth")
+    return folder
+
+
+def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        reward = rewards.load("aesthetic", {"model": str(folder), "head": str(folder)})
+    digest = hashlib.sha256((folder / "sac+logos+ava1-l14-linearMSE.pth").read_bytes()).hexdigest()
+    assert f"not the published one (sha256 {digest[:16]}" in caplog.text
+    images = torch.rand(3, 3, 20, 30, generator=torch.Generator().manual_seed(0))
+    scores = rewards.score(reward, images=images, prompts=["", "", ""]).values
+    with torch.no_grad():
+        embeds = reward.scorer.embed_images(images)
+        head = load_head(str(folder / "sac+logos+ava1-l14-linearMSE.pth"), 16)
+        assert scores == pytest.approx(head(embeds / embeds.norm(dim=1, keepdim=True)).tolist(), abs=1e-6)
+    leaf = images.clone().requires_grad_()
+    traced = rewards.score_with_gradients(reward, images=leaf, prompts=["", "", ""])
+    traced.sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    assert traced.tolist() == pytest.approx(scores, abs=1e-3)
+    video = rewards.score(reward, images=images[None], prompts=[""]).values
+    assert video == pytest.approx([sum(scores) / 3], abs=1e-6)
+
+
+def test_a_head_for_another_clip_is_refused(folder: Path, tmp_path: Path) -> None:
+    torch.save(Head(768).state_dict(), tmp_path / "aesthetic-model.pth")
+    with pytest.raises(ValueError, match="another architecture: it has in another shape 1 weights .layers.0.weight"):
+        rewards.load("aesthetic", {"model": str(folder), "head": str(tmp_path)})
+    with pytest.raises(ValueError, match="has no sac.logos.ava1-l14-linearMSE.pth or aesthetic-model.pth"):
+        rewards.load("aesthetic", {"model": str(folder), "head": str(tmp_path.parent)})

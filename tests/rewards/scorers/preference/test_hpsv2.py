@@ -1,0 +1,109 @@
+"""HPSv2: open_clip's weights in transformers' CLIP, the authors' padding, the score."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import rewards
+from rewards.models.clip_model import cosine
+from rewards.models.pixels import OPENAI_MEAN, OPENAI_STD, longest_side, normalise, pad_to, shortest_side
+from rewards.scorers.preference.hpsv2 import clean
+from tests.rewards import tiny_open_clip
+
+Golden = Callable[[str], np.lib.npyio.NpzFile]
+PROMPTS = ["a red circle", "two “blue” stars"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_open_clip.save(tmp_path_factory.mktemp("hps"))
+
+
+@pytest.fixture(scope="module")
+def reward(folder: Path) -> rewards.Reward:
+    return rewards.load("hpsv2", {"model": str(folder), "tokenizer": str(folder)})
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(2, 3, 30, 22, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_score_is_the_golden_cosine(golden: Golden) -> None:
+    data = golden("rewards_clip_family")
+    cos = cosine(torch.from_numpy(data["image_embeds"]), torch.from_numpy(data["text_embeds"]))
+    np.testing.assert_allclose(cos, data["hps_v2"], rtol=0, atol=1e-9)
+
+
+def test_preparation_equals_the_golden_geometry_and_pixels(golden: Golden) -> None:
+    data = golden("rewards_preprocess")
+    for row in json.loads(str(data["geometry_json"])):
+        height, width = row["height"], row["width"]
+        assert list(longest_side(height, width, 224)) == row["hpsv2_resized"]
+        assert list(shortest_side(height, width, 224)) == row["clip_shortest_edge_resized"]
+        padded = pad_to(torch.ones(1, 3, height, width), 224)[0, 0]
+        top = int((padded[:, 112] > 0.5).nonzero()[0])
+        left = int((padded[112] > 0.5).nonzero()[0])
+        assert [left, top] == row["hpsv2_pad_left_top_right_bottom"][:2] and padded.shape == (224, 224)
+    for i in range(3):
+        image = torch.from_numpy(data[f"img{i}"]).permute(2, 0, 1)[None] / 255
+        pixels = normalise(pad_to(image, 16), OPENAI_MEAN, OPENAI_STD)[0]
+        np.testing.assert_allclose(pixels, data[f"img{i}_hpsv2_16"], rtol=0, atol=1e-4)
+
+
+def test_a_picture_of_the_models_own_length_is_padded_too() -> None:
+    assert pad_to(torch.rand(1, 3, 16, 10), 16).shape == (1, 3, 16, 16)
+
+
+def test_scores_follow_open_clips_equations(reward: rewards.Reward, images: torch.Tensor) -> None:
+    scores = rewards.score(reward, images=images, prompts=PROMPTS).values
+    held = tiny_open_clip.weights()
+    levels = torch.from_numpy(rewards.to_uint8(images)).permute(0, 3, 1, 2) / 255
+    pixels = normalise(pad_to(levels, 16), OPENAI_MEAN, OPENAI_STD)
+    rows = reward.tokenizer([clean(p) for p in PROMPTS])["input_ids"]
+    tokens = torch.stack([torch.nn.functional.pad(torch.tensor(row), (0, 77 - len(row))) for row in rows])
+    own = cosine(tiny_open_clip.embed_images(held, pixels), tiny_open_clip.embed_texts(held, tokens))
+    assert scores == pytest.approx(own.tolist(), abs=1e-5)
+    assert abs(scores[0] - scores[1]) > 1e-3
+
+
+def test_text_is_mended_as_open_clip_does() -> None:
+    assert clean("a  sign “OPEN” &amp;amp; more\n") == 'a sign "OPEN" & more'
+
+
+def test_gradients_reach_the_picture_and_the_two_paths_agree(reward: rewards.Reward, images: torch.Tensor) -> None:
+    plain = rewards.score(reward, images=images, prompts=PROMPTS).values
+    leaf = images.clone().requires_grad_()
+    scores = rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS)
+    scores.sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    assert scores.tolist() == pytest.approx(plain, abs=0.005)
+
+
+def test_a_video_scores_the_mean_of_its_frames(reward: rewards.Reward, images: torch.Tensor) -> None:
+    video = rewards.score(reward, images=torch.stack([images, images.flip(0)]), prompts=PROMPTS).values
+    for i in range(2):
+        frames = rewards.score(reward, images=images, prompts=[PROMPTS[i]] * 2).values
+        assert video[i] == pytest.approx(sum(frames) / 2, abs=1e-6)
+
+
+def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: Path) -> None:
+    args = {"model": str(tmp_path), "tokenizer": str(folder)}
+    with pytest.raises(ValueError, match="hpsv2: unknown version '2.2'. Did you mean '2.1'"):
+        rewards.load("hpsv2", args | {"version": 2.2})
+    with pytest.raises(ValueError, match="has no HPS_v2.1_compressed.safetensors or .*the folder is empty"):
+        rewards.load("hpsv2", args)
+    torch.save({"layers.0.weight": torch.zeros(3)}, tmp_path / "HPS_v2.1_compressed.pt")
+    with pytest.raises(ValueError, match="is no open_clip CLIP: it lacks positional_embedding"):
+        rewards.load("hpsv2", args)
+    held = tiny_open_clip.weights()
+    held["visual.attnpool.weight"] = torch.zeros(1)
+    torch.save(held, tmp_path / "HPS_v2.1_compressed.pt")
+    with pytest.raises(ValueError, match="has but should not 1 weights .visual.attnpool.weight"):
+        rewards.load("hpsv2", args)

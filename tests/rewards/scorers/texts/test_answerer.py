@@ -1,0 +1,125 @@
+"""Answers judged by models and rules: chosen frames, reasoning that fits its answer, a language model's yes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import rewards
+from rewards.scorers.judges.lm import LocalLM, open_lm
+from rewards.scorers.texts import answerer
+from rewards.scorers.texts.completions import load_text, score_completions
+from tests.rewards import chat_server, tiny_vlm
+
+import transformers  # isort: skip
+
+TEXTS = ["<think> i see 3 </think> <answer> 3 </answer>", "<think> i see 2 </think> <answer> 3 </answer>", "3"]
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_vlm.save(tmp_path_factory.mktemp("qwen")))
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("lm")
+    tokenizer = tiny_vlm.tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.Qwen2Config(**size, num_key_value_heads=2, vocab_size=len(tokenizer))
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_frames_are_chosen_by_their_numbers() -> None:
+    def chosen(answer: str) -> list[int]:
+        return answerer.chosen_frames(f"<answer> {answer} </answer>", 4)
+
+    assert [chosen(text) for text in ("2 3", "4, 1, 4", "5", "1.5", "none")] == [[1, 2], [0, 3], [], [], []]
+    assert [answerer.spread(range(5), k) for k in (1, 2, 9)] == [[2], [1, 3], [0, 1, 2, 3, 4]]
+
+
+def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Frozen:
+        """Says the colour of the one picture that it is shown."""
+
+        def answers(self, questions: list[list[Any]], max_tokens: int) -> list[str]:
+            asked.extend(questions)
+            return [f"<answer> {'red' if q[0].getpixel((0, 0))[0] > 99 else 'blue'} </answer>" for q in questions]
+
+    monkeypatch.setattr(answerer, "open_vlm", lambda *_: Frozen())
+    reward = load_text("answered", {"model": "some/model"})
+    clip = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "red")]
+    texts = [f"<answer> {answer} </answer>" for answer in ("1", "2", "2 3", "7", "none")]
+    columns = {"frames": [clip] * 5, "about": ["which colour ?"] * 5, "truth": ["red"] * 5}
+    found = score_completions(reward, prompts=[""] * 5, completions=texts, columns=columns)
+    assert found.values == [1.0, 0.0, 1.0, 0.0, 0.0]  # of 2 and 3 the later one is shown
+    assert [len(question) for question in asked] == [2, 2, 2] and asked[0][1] == "which colour ?"
+    with pytest.raises(ValueError, match="shown is the number of frames"):
+        answerer.Answered("some/model", shown=0)
+
+
+def test_a_local_model_answers_about_frames(eyes: str) -> None:
+    reward = answerer.Answered(eyes, dtype="float32", tag="", max_tokens=2)
+    clip = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
+    assert reward(["<answer> 2 </answer>", ""], [clip] * 2, ["what ?"] * 2, ["no such answer"] * 2) == [0.0, 0.0]
+
+
+def test_reasoning_that_ends_in_its_answer_is_worth_more() -> None:
+    """R1-Reward: accuracy (1 + .5 c) + .5 format."""
+    reward = load_text("consistent", {})
+    found = score_completions(reward, prompts=[""] * 3, completions=TEXTS, columns={"answer": ["3"] * 3})
+    assert found.values == [2.0, 1.0, 0.0]
+    assert score_completions(reward, prompts=[""], completions=TEXTS[:1], columns={"answer": ["4"]}).values == [0.5]
+    none = score_completions(reward, prompts=[""], completions=TEXTS[:1], columns={"answer": [""]})
+    assert math.isnan(none.values[0])
+
+
+def test_a_language_model_judges(lm: str, eyes: str) -> None:
+    judge = answerer.TextJudge(lm, dtype="float32")
+    scores = judge(["how many ?"] * 3, TEXTS)
+    assert all(0 < value < 1 for value in scores) and len(set(scores)) == 3
+    assert scores == pytest.approx(
+        [judge(["how many ?"], [text])[0] for text in TEXTS], abs=1e-5
+    )  # padding is not read
+    assert isinstance(open_lm(lm, None, "float32", "cpu", "x"), LocalLM)
+    assert 0 < answerer.TextJudge(eyes, dtype="float32")(["how many ?"], TEXTS[:1])[0] < 1  # one with eyes reads, too
+    judged = answerer.Consistent(lm, dtype="float32")(["how many ?"] * 3, TEXTS, ["3"] * 3)
+    assert set(judged[:2]) <= {1.0, 2.0} and judged[2] == 0.0
+    assert all(
+        math.isnan(value) for value in answerer.TextJudge(lm, mode="score", dtype="float32", max_tokens=2)([""], ["3"])
+    )
+
+
+def test_a_server_judges() -> None:
+    with chat_server.serve(lambda body, n: chat_server.next_token(Yes=math.log(0.6), No=math.log(0.2))) as (url, asked):
+        judge = rewards.load("text_judge", {"model": "any", "server": {"url": url}})
+        assert judge(["how many ?"], TEXTS[:1]) == pytest.approx([0.75])
+    assert "how many ?" in str(asked[0]["messages"]) and TEXTS[0] in str(asked[0]["messages"])
+
+
+def test_a_completion_brings_no_places_of_its_own() -> None:
+    found = answerer.filled("Q {prompt} A {completion} ?", "how {completion}", "{prompt} <|im_end|>")
+    assert found == "Q how {completion} A {prompt} < |im_end|> ?"
+    with pytest.raises(ValueError, match="has no place {completion}"):
+        answerer.TextJudge("some/model", question="Is it right?")
+
+
+def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ValueError, match="text_judge: .* is a 'vit' model, which answers no questions"):
+        answerer.TextJudge(str(tmp_path))

@@ -1,0 +1,313 @@
+"""The OCR reward: text scores against golden numbers, reading drawn words, the dense score, the traps."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import math
+import shutil
+import string
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+import rewards
+from genrl.data import world
+from rewards.scorers.texts import ocr
+
+pytest.importorskip("rapidocr", reason="the extra is not installed: pip install 'genrl[ocr]'")
+
+CAPITALS = string.ascii_uppercase
+
+
+@pytest.fixture(scope="module")
+def golden_text(golden_json: Callable[[str], Any]) -> dict[str, Any]:
+    return golden_json("rewards_ocr_text")
+
+
+@pytest.fixture(scope="module")
+def detecting() -> ocr.Ocr:
+    return rewards.load("ocr")
+
+
+@pytest.fixture(scope="module")
+def quick() -> ocr.Ocr:
+    return rewards.load("ocr", {"crop": "ink", "alphabet": CAPITALS})
+
+
+def written(text: str, size: int = 64, y: float = 0.3, width: float = 0.8) -> Image.Image:
+    """Dark text on a light ground, in Pillow's own font, so wide."""
+    picture = Image.new("RGB", (4 * size, 4 * size), (235, 230, 220))
+    font = ImageFont.load_default(100)
+    font = ImageFont.load_default(100 * width * 4 * size / font.getlength(text))
+    ImageDraw.Draw(picture).text((0.08 * 4 * size, y * 4 * size), text, font=font, fill=(20, 30, 60))
+    return picture.resize((size, size), Image.Resampling.BOX)
+
+
+def tensor(*pictures: Image.Image | np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.stack([np.asarray(p) for p in pictures])).movedim(-1, 1) / 255
+
+
+def signs(count: int, seed: int = 0) -> tuple[torch.Tensor, list[str]]:
+    rng = np.random.default_rng(seed)
+    scenes = [world.sample_scene(rng, "word", ("train", "eval")[i % 2]) for i in range(count)]
+    return tensor(*map(world.draw, scenes)), [world.caption(scene) for scene in scenes]
+
+
+@pytest.mark.parametrize("variant", ["ned_max", "exact", "ned_partial", "flow_grpo"])
+def test_text_scores_equal_the_golden_columns(golden_text: dict[str, Any], variant: str) -> None:
+    for case in golden_text["cases"]:
+        score = ocr.VARIANTS[variant](case["lines"], case["target"], "case_space")
+        assert score == pytest.approx(case[variant], abs=1e-12), case
+
+
+def test_contains_is_where_the_golden_score_gives_the_pass(golden_text: dict[str, Any]) -> None:
+    """Flow-GRPO's score is 1 exactly where the target occurs: below that at least one letter is wrong."""
+    for case in golden_text["cases"]:
+        score = ocr.contains(case["lines"], case["target"])
+        assert score == (None if case["flow_grpo"] is None else float(case["flow_grpo"] == 1.0)), case
+
+
+def test_folding_equals_the_golden_case_sensitive_column(golden_text: dict[str, Any]) -> None:
+    """That column is 1 - min(d, len) / len with case and spaces counted; it is 1 exactly where nothing differs."""
+    for case in golden_text["cases"]:
+        if len(case["lines"]) == 1 and case["spatial_case_sensitive"] is not None:
+            assert ocr.exact(case["lines"], case["target"], "none") in (0.0, 1.0)
+            if case["lines"][0] == " ".join(case["lines"][0].split()):
+                same = ocr.exact(case["lines"], case["target"], "none") == 1.0
+                assert same == (case["spatial_case_sensitive"] == 1.0), case
+
+
+@pytest.mark.parametrize(
+    ("fold", "equal"),
+    [
+        ("case_space", ["OPEN late", "open late", "OPENLATE", "openlate"]),
+        ("case", ["OPEN late", "open late"]),
+        ("space", ["OPEN late", "OPENlate"]),
+        ("none", ["OPEN late"]),
+    ],
+)
+def test_folds_lose_just_the_named_differences(fold: ocr.Fold, equal: list[str]) -> None:
+    texts = ["OPEN late", "open late", "OPENLATE", "openlate", "OPENlate"]
+    for text in texts:
+        lines = text.split(" ", 1)  # a new line counts as a space
+        assert (ocr.exact(lines, "OPEN late", fold) == 1.0) == (text in equal or (fold == "case_space"))
+        assert ocr.contains([f"x{text}x"], "OPEN late", fold) == ocr.exact([text], "OPEN late", fold)
+
+
+def test_targets_equal_the_golden_ones(golden_text: dict[str, Any]) -> None:
+    for case in golden_text["prompt_targets"]:
+        assert ocr.quoted(case["prompt"]) == case["flow_grpo_target"], case
+
+
+def test_a_video_scores_the_mean_over_all_frames_as_in_the_golden_column(golden_text: dict[str, Any]) -> None:
+    for case in golden_text["video"]:
+        scores = [ocr.ned_max(lines, case["target"]) for lines in case["frames"]]
+        assert sum(scores) / len(scores) == pytest.approx(case["mean_all_frames"], abs=1e-12)
+
+
+def test_drawn_signs_are_read(quick: ocr.Ocr) -> None:
+    images, prompts = signs(100)
+    scores = rewards.score(quick, images=images, prompts=prompts)
+    assert np.mean(scores.parts["exact"]) > 0.97
+    assert scores.values == scores.parts["ned_max"]
+
+
+def test_the_detector_reads_signs_too(detecting: ocr.Ocr) -> None:
+    images, prompts = signs(20)
+    assert np.mean(rewards.score(detecting, images=images, prompts=prompts).parts["exact"]) >= 0.95
+
+
+def test_a_wrong_word_scores_little(quick: ocr.Ocr) -> None:
+    images, prompts = signs(40)
+    scores = rewards.score(quick, images=images.roll(1, 0), prompts=prompts)
+    assert np.mean(scores.values) < 0.25 and np.mean(scores.parts["ctc"]) < 0.25
+
+
+@pytest.mark.parametrize("text", ["hello", "Moon", "OPEN", "route66"])
+@pytest.mark.parametrize("size", [64, 160])
+def test_text_in_either_case_is_read_anywhere(detecting: ocr.Ocr, text: str, size: int) -> None:
+    image = np.asarray(written(text, size, y=0.05))
+    assert [line.text for line in detecting.read(image)] == [text.lower()]
+
+
+def test_several_lines_are_read_from_top_to_bottom(detecting: ocr.Ocr) -> None:
+    picture = Image.new("RGB", (128, 160), (235, 230, 220))
+    picture.paste(written("FRESH", 128).crop((0, 20, 128, 90)), (0, 85))
+    picture.paste(written("BREAD", 128).crop((0, 20, 128, 90)), (0, 5))
+    scores = rewards.score(detecting, images=tensor(picture), prompts=['"bread fresh"'])
+    assert scores.parts["exact"] == [1.0] and scores.parts["ctc"][0] > 0.8
+
+
+def test_only_the_alphabet_and_the_asked_characters_can_be_read(detecting: ocr.Ocr) -> None:
+    image = np.asarray(written("HEY!", 128))
+    (line,) = detecting.read(image)
+    assert line.text.startswith("hey") and set(line.text) <= set(string.ascii_lowercase)
+    assert [line.text for line in detecting.read(image, target="wow!")] == ["hey!"]
+    digits = rewards.load("ocr", {"crop": "ink", "alphabet": "0123456789"})
+    assert all(set(line.text) <= set("0123456789") for line in digits.read(image))
+
+
+def test_the_recogniser_gets_blue_first(quick: ocr.Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    class Spy:
+        def run(self, names: None, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+            given.extend(feed.values())
+            return [np.zeros((1, 4, 18710), np.float32)]
+
+    monkeypatch.setattr(quick._reader, "_session", Spy())
+    quick.read(np.asarray(written("OPEN")))
+    blue, green, red = given[0][0].max((1, 2))
+    assert [blue, green, red] == pytest.approx([level / 127.5 - 1 for level in (220, 230, 235)])  # the ground's
+
+
+def test_pictures_without_text_score_zero(quick: ocr.Ocr, detecting: ocr.Ocr) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    images = tensor(np.full((64, 64, 3), 200, np.uint8), noise)
+    for reward in (quick, detecting):
+        scores = rewards.score(reward, images=images, prompts=['"OPEN"'] * 2)
+        assert scores.values == [0.0, 0.0] and scores.failed == 0
+        assert max(scores.parts["ctc"]) < 0.1
+
+
+def test_prompts_without_a_text_have_no_score(quick: ocr.Ocr) -> None:
+    images, _ = signs(3)
+    scores = rewards.score(quick, images=images, prompts=["two red circles", 'a sign that says ""', 'a sign "OPEN"'])
+    assert [math.isnan(value) for value in scores.values] == [True, True, False]
+    assert scores.unscored == 2 and scores.failed == 0
+    assert [math.isnan(value) for value in scores.parts["ctc"]] == [True, True, False]
+
+
+def test_the_text_can_come_from_a_column() -> None:
+    reward = rewards.load("ocr", {"crop": "ink", "alphabet": CAPITALS, "target": "text"})
+    assert rewards.needs(reward) == rewards.Needs(True, False, False, False, ("text",))
+    images, prompts = signs(4)
+    texts = [ocr.quoted(prompt) for prompt in prompts]
+    scores = rewards.score(reward, images=images, prompts=["a sign"] * 4, columns={"text": texts})
+    assert scores.parts["exact"] == [1.0] * 4
+
+
+def test_the_dense_score_rises_long_before_the_word_is_read(quick: ocr.Ocr) -> None:
+    """From noise to sign in eleven steps, the dense score takes more values than the edit distance."""
+    rng = np.random.default_rng(3)
+    images, prompts = signs(12, seed=4)
+    levels: dict[str, list[int]] = {"ctc": [], "ned_max": []}
+    for image, prompt in zip(images, prompts, strict=True):
+        noise = torch.from_numpy(rng.uniform(size=image.shape)).float()
+        steps = torch.stack([a * image + (1 - a) * noise for a in torch.linspace(0, 1, 11)])
+        parts = rewards.score(quick, images=steps, prompts=[prompt] * 11).parts
+        assert parts["ctc"][-1] > 0.9 and parts["ctc"][0] < 0.3
+        for part, counts in levels.items():
+            counts.append(len(set(np.round(parts[part], 3))))
+    assert np.mean(levels["ctc"]) > 2 * np.mean(levels["ned_max"])
+
+
+def test_the_dense_score_sums_over_alignments() -> None:
+    """Two columns, one letter: P(a) = 1 - P(blank blank), worked by hand."""
+    table = np.array([[0.6, 0.3, 0.1], [0.2, 0.7, 0.1]], np.float32)
+    line = ocr.Line("a", 0.7, ("a", "b"), table)
+    assert ocr.ctc([line], "A") == pytest.approx(0.6 * 0.7 + 0.3 * 0.2 + 0.3 * 0.7, abs=1e-6)
+    assert ocr.ctc([line], "ab") == pytest.approx(math.sqrt(0.3 * 0.1), abs=1e-6)
+    assert ocr.ctc([line], "aa") == 0.0, "two equal letters need a blank between, so three columns"
+    assert ocr.ctc([line], "c") == 0.0 and ocr.ctc([], "a") == 0.0
+
+
+@pytest.mark.parametrize("variant", [*ocr.VARIANTS, "ctc"])
+def test_every_variant_can_be_trained_on(variant: str, quick: ocr.Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, prompts = signs(3)
+    monkeypatch.setattr(quick, "variant", variant)
+    assert rewards.score(quick, images=images, prompts=prompts).values == pytest.approx([1, 1, 1], abs=0.05)
+
+
+def test_scores_do_not_depend_on_the_batch_or_on_earlier_calls(detecting: ocr.Ocr) -> None:
+    images, prompts = signs(4, seed=2)
+    together = rewards.score(detecting, images=images, prompts=prompts)
+    alone = [
+        rewards.score(detecting, images=images[i : i + 1], prompts=[prompts[i]]).parts["ctc"][0] for i in (3, 2, 1, 0)
+    ]
+    assert together.parts["ctc"] == alone[::-1]
+
+
+def test_a_video_is_scored_by_all_its_frames(quick: ocr.Ocr) -> None:
+    images, prompts = signs(2)
+    blank = torch.full((3, 64, 64), 0.8)
+    video = torch.stack([torch.stack([images[0], images[0]]), torch.stack([images[1], blank])])
+    assert rewards.score(quick, images=video, prompts=prompts).values == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"variant": "ned"}, "ocr: unknown variant 'ned'. Did you mean 'ned_max'"),
+        ({"crop": "whole"}, "ocr: crop is 'detect' or 'ink', not 'whole'"),
+        ({"alphabets": "ABC"}, "Did you mean 'alphabet'"),
+        ({"fold": "cases"}, "ocr: unknown fold 'cases'. Did you mean 'case'"),
+        ({"engine": "tesserakt"}, "ocr: unknown engine 'tesserakt'. Did you mean 'tesseract'"),
+        ({"engine": "tesseract", "variant": "ctc"}, "variant 'ctc' needs the probabilities that only 'rapidocr' gives"),
+    ],
+)
+def test_wrong_arguments_are_refused(args: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rewards.load("ocr", args)
+
+
+def test_case_and_spaces_are_read_where_they_count() -> None:
+    picture = tensor(written("Open LATE", 160, y=0.3))
+    scores = {}
+    for fold in ("case_space", "case", "space", "none"):
+        reward = rewards.load("ocr", {"fold": fold, "variant": "exact"})
+        prompts = ['"Open LATE"', '"open late"', '"OpenLATE"']
+        scores[fold] = rewards.score(reward, images=picture.repeat(3, 1, 1, 1), prompts=prompts).values
+    assert scores["case_space"] == [1, 1, 1] and scores["case"] == [1, 1, 0]
+    assert scores["space"] == [1, 0, 1] and scores["none"] == [1, 0, 0]
+
+
+@pytest.mark.skipif(shutil.which("tesseract") is None, reason="the program tesseract is not installed")
+def test_tesseract_reads_words_and_gives_no_dense_score() -> None:
+    pytest.importorskip("pytesseract", reason="the extra is not installed: pip install 'genrl[tesseract]'")
+    reward = rewards.load("ocr", {"engine": "tesseract"})
+    blank = Image.new("RGB", (128, 128), (200, 190, 180))
+    images = tensor(written("MOON", 128), written("bread", 128), blank)
+    scores = rewards.score(reward, images=images, prompts=['"moon"', '"light"', '"moon"'])
+    assert scores.values[0] == 1.0 and scores.values[1] < 0.5 and scores.values[2] == 0.0
+    assert set(scores.parts) == {"exact", "ned_max"}
+
+
+def test_paddleocr_gets_blue_first_and_its_unsure_lines_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine itself downloads models and does not run here; what is given to it and taken from it does."""
+    given: list[Any] = []
+
+    class PaddleOCR:
+        def __init__(self, **options: Any):
+            given.append(options)
+
+        def predict(self, image: np.ndarray) -> list[dict[str, Any]]:
+            given.append(image)
+            return [{"rec_texts": ["OPEN", "x"], "rec_scores": [0.9, 0.2]}]
+
+    module = types.ModuleType("paddleocr")
+    module.PaddleOCR = PaddleOCR  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec("paddleocr", None)
+    monkeypatch.setitem(sys.modules, "paddleocr", module)
+    reward = rewards.load("ocr", {"engine": "paddleocr", "variant": "exact"})
+    red = torch.zeros(1, 3, 8, 8)
+    red[:, 0] = 1
+    assert rewards.score(reward, images=red, prompts=['"open"']).values == [1.0]
+    assert given[0]["device"] == "cpu" and given[1][0, 0].tolist() == [0, 0, 255]
+
+
+def test_a_missing_engine_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    hidden = ("pytesseract", "paddleocr")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
+    with pytest.raises(ValueError, match=r"needs 'pytesseract'.*pip install 'genrl\[tesseract\]'"):
+        rewards.load("ocr", {"engine": "tesseract"})
+    with pytest.raises(ValueError, match=r"needs 'paddleocr'.*pip install 'genrl\[paddle\]'"):
+        rewards.load("ocr", {"engine": "paddleocr"})

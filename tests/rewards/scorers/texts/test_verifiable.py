@@ -1,0 +1,245 @@
+"""Rules for written answers, and how text rewards are called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rewards
+from rewards.scorers.texts import verifiable as v
+from rewards.scorers.texts.completions import score_completions
+
+
+def tagged(*texts: str) -> list[str]:
+    return [f"<think> because </think> <answer> {text} </answer>" for text in texts]
+
+
+def test_the_answer_is_the_last_complete_tag() -> None:
+    assert v.answer_in("<answer>1</answer> no, <answer> 2\n</answer> end") == "2"
+    assert v.answer_in("<answer>1</answer> <answer>2") == "1"
+    assert v.answer_in("<answer> <answer> 3 </answer>") == "3"
+    assert v.answer_in("no tag") is None and v.answer_in(" all ", tag="") == "all"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3.0),
+        ("-1,234.5 kg", -1234.5),
+        ("about 3/4", 0.75),
+        ("1e-3", 0.001),
+        ("$ .5", 0.5),
+        ("x = 7.", 7.0),
+        ("3 or 4", None),
+        ("1/0", None),
+        ("none", None),
+        ("2024-05-06", None),
+    ],
+)
+def test_one_number(text: str, value: float | None) -> None:
+    assert v.number_in(text) == value
+
+
+@given(st.text(max_size=60))
+def test_no_text_breaks_the_rules(text: str) -> None:
+    for rows in ([text], tagged(text)):
+        for score in (
+            *v.exact(rows, ["x"]),
+            *v.numeric(rows, [1.0]),
+            *v.numeric(rows, [1.0], relative=True),
+            *v.choice(rows, ["A, B"], partial=True),
+            *v.iou(rows, [[0, 0, 1, 1]]),
+            *v.point_in_box(rows, [[0, 0, 1, 1]]),
+            *v.ordering(rows, [[1, 2, 3, 4]], columns=2),
+            *v.words(rows, ["a b"]),
+            *v.tag_format(rows),
+            *v.majority(rows, [0]),
+        ):
+            assert score is not None and 0 <= score <= 1
+
+
+def test_exact_and_words() -> None:
+    assert v.exact([*tagged("Red  Cube"), "red cube"], ["red cube"] * 2) == [1.0, 0.0]
+    assert v.exact(tagged("Red"), ["red"], ignore_case=False) == [0.0]
+    assert v.exact(tagged("3"), [3]) == [1.0]  # a column of numbers
+    assert v.exact(tagged("x"), [""]) == [None]
+    assert v.words(tagged("the red cube", "", "a b c d e f"), ["the red ball"] * 3) == pytest.approx([2 / 3, 0.0, 0.0])
+
+
+def test_numbers_equal_in_digits_or_by_relative_error() -> None:
+    assert v.numeric(tagged("3.14", "3.15", "two"), [3.1416] * 3) == [1.0, 0.0, 0.0]
+    assert v.numeric(tagged("3.1416", "3.14"), [3.1416] * 2, decimals=None) == [1.0, 0.0]
+    assert v.numeric(tagged("90", "250"), [100.0] * 2, relative=True) == pytest.approx([0.9, 0.0])
+    with pytest.raises(ValueError, match="the answer of row 1 is 'many', which is not one number"):
+        v.numeric(tagged("3", "3"), ["3", "many"])
+
+
+def test_choices_are_letters_and_not_articles() -> None:
+    completions = tagged("B", "(b)", "B: a cube", "A dog and a B", "A and B", "the second")
+    assert v.choice(completions, ["B"] * 6) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert v.choice(tagged("A", "A, C", "A, B", "D", ""), ["A, C"] * 5, partial=True) == [0.5, 1.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="names no letter"):
+        v.choice(tagged("A"), ["1"])
+
+
+BOX = st.lists(st.integers(0, 20), min_size=4, max_size=4).map(
+    lambda c: [min(c[0], c[2]), min(c[1], c[3]), max(c[0], c[2]) + 1, max(c[1], c[3]) + 1]
+)
+
+
+@given(BOX, BOX)
+def test_overlap_is_symmetric_and_one_for_the_same_box(first: list[int], second: list[int]) -> None:
+    assert v.iou_of(first, second) == v.iou_of(second, first) <= 1.0 == v.iou_of(first, first)
+
+
+def test_overlap_by_hand() -> None:
+    completions = tagged("[0, 0, 10, 10]", "0 0 10", "[10, 10, 0, 0]", "[5, 0, 15, 10]")
+    assert v.iou(completions, [[0, 0, 10, 10]] * 4) == pytest.approx([1.0, 0.0, 0.0, 1 / 3])
+    assert v.iou(completions[3:], ["[0, 0, 10, 10]"], threshold=0.3) == [1.0]
+    assert v.iou(tagged("from 10-20 s"), [[15, 25]]) == pytest.approx([1 / 3])
+    assert v.iou(tagged("1"), [""]) == [None]
+    assert v.point_in_box(tagged("5, 5", "11, 5", "5"), [[0, 0, 10, 10]] * 3) == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="a box has 4 numbers"):
+        v.iou(tagged("1"), [[1, 2, 3]])
+
+
+def test_a_jigsaw_by_positions_and_by_neighbours() -> None:
+    truth = [[1, 2, 3, 4]]
+    assert v.ordering(tagged("1, 2, 4, 3"), truth) == [0.5]
+    assert v.ordering(tagged("1, 2, 2, 3"), truth) == [0.0]
+    assert v.ordering(tagged("1, 2, 3, " + "9" * 400), truth) == [0.0]
+    # of 1-2, 3-4, 1/3, 2/4 only 1-2 is left
+    assert v.ordering(tagged("1, 2, 4, 3"), ["1, 2, 3, 4"], columns=2) == [0.25]
+    # a shifted puzzle has no piece in place and most neighbours right
+    assert v.ordering(tagged("2, 3, 4, 1"), truth, columns=4) == pytest.approx([2 / 3])
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<think> a </think><answer> b </answer>", 1.0),
+        ("\n<think>a</think>\n <answer>b</answer>\n", 1.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<think></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+    ],
+)
+def test_the_format(text: str, score: float) -> None:
+    assert v.tag_format([text]) == [score]
+
+
+def test_the_majority_of_each_group() -> None:
+    completions = [*tagged("3", "4", "3 "), "no answer", *tagged("x", "Y")]
+    assert v.majority(completions, [0, 0, 0, 0, 1, 1]) == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+# --- calling them
+
+
+def test_a_text_reward_declares_its_columns() -> None:
+    needed = rewards.needs(v.choice)
+    assert needed.columns == ("completions", "answer") and needed.kind == "pointwise"
+    assert rewards.needs(v.majority).kind == "groupwise"
+    scores = score_completions(v.exact, prompts=["q"] * 2, completions=tagged("a", "b"), columns={"answer": ["a", ""]})
+    assert scores.values[0] == 1.0 and math.isnan(scores.values[1]) and scores.failed == 0
+    voted = score_completions(v.majority, prompts=["q"] * 2, completions=tagged("a", "a"), group=[0, 0])
+    assert voted.values == [1.0, 1.0]
+
+
+def test_functions_of_trl_run_as_they_are() -> None:
+    def accuracy_reward(completions, solution, **kwargs):
+        assert kwargs.keys() == {"prompts", "level"}
+        contents = [completion[0]["content"] for completion in completions]
+        return [1.0 if a == b else None for a, b in zip(contents, solution, strict=True)]
+
+    scores = score_completions(
+        accuracy_reward,
+        prompts=["p", "p"],
+        completions=["x", "y"],
+        columns={"solution": ["x", "x"], "level": [1, 2]},
+        conversational=True,
+    )
+    assert scores.values[0] == 1.0 and math.isnan(scores.values[1])
+
+    def length_reward(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    ids = [[1, 2], [3]]
+    assert score_completions(length_reward, prompts=["p"] * 2, completions=["x", "y"], completion_ids=ids).values == [
+        2,
+        1,
+    ]
+
+
+def test_what_is_wrong_is_named() -> None:
+    def needy(completions, anwser): ...
+
+    def short(completions):
+        return [1.0]
+
+    def broken(completions):
+        raise KeyError("oops")
+
+    row = {"prompts": ["p", "p"], "completions": ["x", "y"], "columns": {"answer": ["x", "y"]}}
+    with pytest.raises(ValueError, match=r"asks for 'anwser', but the data has answer, .* Did you mean 'answer'\?"):
+        score_completions(needy, **row)
+    with pytest.raises(ValueError, match="returned 1 numbers for 2 samples"):
+        score_completions(short, **row)
+    with pytest.raises(ValueError, match="unequal numbers of rows"):
+        score_completions(v.exact, **row | {"columns": {"answer": ["x"]}})
+    failed = score_completions(broken, **row)
+    assert failed.failed == 2 and "oops" in failed.failures[0].error
+
+
+def test_diversity_is_of_the_answers_of_a_group() -> None:
+    completions = [*tagged("a", "b", "c", "A", "x", "x"), "none", *tagged("y")]
+    scores = v.diversity(completions, [0, 0, 0, 1, 2, 2, 2, 3])
+    assert scores == [pytest.approx(1.0)] * 3 + [None, 0.0, 0.0, None, None]
+    three = v.diversity(tagged("a", "a", "a", "b"), [0] * 4)[0]
+    assert three == pytest.approx((0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4))
+
+
+def test_rouge_by_hand_and_of_itself() -> None:
+    completions = tagged("the red cube", "Red, the cube!", "blue", "cube")
+    scores = v.rouge(completions, ["the red cube"] * 3 + ["cube"])
+    # 1: 3 of 3 words; 2: none of 2 pairs; L: `the cube` or `red cube`, 2 of 3
+    assert scores == pytest.approx([1.0, (1 + 0 + 2 / 3) / 3, 0.0, 1.0])
+    assert v.rouge(completions[:1], ["?"]) == [None]
+
+
+def test_retrieved_pages_count_by_their_place() -> None:
+    assert v.ndcg_of(["a", "x", "b"], ["a", "b"]) == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
+    assert v.ndcg_of(["b", "a"], ["a", "b"]) == 1.0 and v.ndcg_of(["a", "a", "b"], ["a", "b"]) == 1.0
+    assert v.ndcg_of(["x"], ["a"]) == 0.0 == v.ndcg_of(["x"], [])
+
+
+def test_key_frames_by_overlap_and_ratings_by_distance() -> None:
+    texts = ["<answer> 2 3 </answer>", "<answer> 3, 4 </answer>", "<answer> none </answer>", "2 3"]
+    assert v.indices(texts, ["2 3"] * 4) == [1.0, 1 / 3, 0.0, 0.0]
+    assert v.indices(["<answer> 1 </answer>"], [""]) == [None] and v.indices(["<answer> 1 </answer>"], [[1, 2]]) == [
+        0.5
+    ]
+    texts = ["<answer> 3.5 </answer>", "<answer> 9 </answer>", "<answer> good </answer>"]
+    assert v.rating(texts, [3.2, 5, 5]) == pytest.approx([math.exp(-1), 1.0, 0.0])
+    assert v.rating(texts[:1], [""]) == [None]
+    with pytest.raises(ValueError, match="the answer of row 0 is 'bad', which is not one number"):
+        v.rating(texts[:1], ["bad"])
+
+
+def test_ratings_are_those_of_the_golden_arrays(golden: Callable[[str], Mapping[str, np.ndarray]]) -> None:
+    arrays = golden("vlm_q_hawkeye")
+    rated = [name.removesuffix("_scores") for name in arrays if name.endswith("_scores")]
+    assert rated
+    for case in rated:
+        scores, truth = arrays[f"{case}_scores"].flatten(), arrays[f"{case}_gt"]
+        texts = [f"<answer> {value!r} </answer>" for value in scores.tolist()]  # nan: no number
+        want = arrays[f"{case}_out_reward"].flatten().tolist()
+        assert v.rating(texts, np.repeat(truth, len(scores) // len(truth)).tolist()) == pytest.approx(want, abs=1e-9)

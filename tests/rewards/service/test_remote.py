@@ -1,0 +1,295 @@
+"""A remote reward scores as the local one, and an outage ends as the policy says: never in a zero, never in a hang."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import rewards
+from rewards.service.remote import Outage, Remote
+from rewards.service.wire import Limits
+from tests import servers
+from tests.rewards import scorers
+
+IMAGES = torch.rand(6, 3, 9, 7, generator=torch.Generator().manual_seed(0))
+PROMPTS = ["a", "bb", "ccc", "a", "e", "f"]
+GROUP = [0, 0, 1, 1, 1, 0]
+FAST = Outage(timeout_s=0.5, deadline_s=1.0, policy="stop", pause_s=1.0)
+
+
+def score(reward: rewards.Reward, prompts: list[str] = PROMPTS, **more: Any) -> rewards.Scores:
+    return rewards.score(
+        reward, images=more.pop("images", IMAGES[: len(prompts)]), prompts=prompts, name="mine", **more
+    )
+
+
+def outage(policy: Any, **changes: Any) -> Outage:
+    return Outage(**(vars(FAST) | {"policy": policy} | changes))
+
+
+def assert_no_zero(scores: rewards.Scores) -> None:
+    assert all(map(math.isnan, scores.values))
+
+
+@pytest.mark.parametrize("name", ["mean", "eight_bit", "like", "wins", "spread"])
+def test_scores_are_the_local_ones_bit_for_bit(name: str) -> None:
+    reward = vars(scorers)[name]
+    columns = {"style": PROMPTS, "reference_image": [Image.new("RGB", (3, 2 + k), (k, 9, 9)) for k in range(6)]}
+    local = score(reward, columns=columns, group=GROUP)
+    with servers.live(reward, limits=Limits(images=4 if name in ("mean", "eight_bit") else 100)) as url:
+        remote = score(Remote(url, "mine"), columns=columns, group=GROUP)
+    assert remote == local and local.unscored == 0
+
+
+def test_a_video_travels_too() -> None:
+    videos = torch.rand(3, 4, 3, 6, 5)
+    for reward in (scorers.mean, scorers.eight_bit):
+        with servers.live(reward, limits=Limits(images=8)) as url:
+            assert score(Remote(url), PROMPTS[:3], images=videos) == score(reward, PROMPTS[:3], images=videos)
+
+
+def test_what_is_declared_is_what_the_served_reward_takes() -> None:
+    with servers.live(scorers.like) as url:
+        needs = rewards.needs(Remote(url))
+    assert needs.columns == ("style", "reference_image") and needs.pictures == ("reference_images",)
+    with servers.live(scorers.wins) as url:
+        assert rewards.needs(Remote(url)).kind == "groupwise"  # pairs are formed on the server
+
+
+def test_the_name_the_token_and_the_address_are_checked_at_the_start() -> None:
+    with servers.live(scorers.mean, token="right") as url:
+        with pytest.raises(ValueError, match="reward server .* status 401: the token is missing"):
+            Remote(url, "mine", outage=FAST)
+        with pytest.raises(ValueError, match="serves reward 'mine', protocol 1; wanted 'ours'"):
+            Remote(url, "ours", token="right", outage=FAST)
+        assert score(Remote(url + "/", "mine", token="right")).failed == 0
+    for wrong in ("ftp://a", "127.0.0.1:80", "http://", "http://a:b", "http://u@a", "http://a?x=1"):
+        with pytest.raises(ValueError, match="URL"):
+            Remote(wrong)
+    with pytest.raises(ValueError, match="printable ASCII"):
+        Remote("http://127.0.0.1:1", token="a\nb")
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"no reward server http://127.0.0.1:1: .*genrl serve mine"):
+        Remote("http://127.0.0.1:1", "mine", outage=FAST)
+    assert time.monotonic() - started < 3
+
+
+def test_a_reward_that_raises_there_fails_here_and_is_not_asked_again(tmp_path: Any) -> None:
+    log = tmp_path / "log"
+    with servers.live(scorers.Moody(log=str(log))) as url:
+        remote = Remote(url, outage=FAST)
+        for mood in ("raise", "short", "text"):
+            scores = score(remote, [mood, ""])
+            assert scores.failed == 2 and "status 500" in scores.failures[0].error and not scores.failures[0].fatal
+            assert_no_zero(scores)
+        assert len(log.read_text().splitlines()) == 3
+        assert_no_zero(score(remote, ["nan", ""]))
+        assert score(remote, ["fine", ""]).failed == 0
+
+
+def test_memory_that_runs_out_there_is_not_that_of_the_run() -> None:
+    def full(images: torch.Tensor) -> list[float]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with servers.live(full) as url:
+        scores = score(Remote(url, outage=FAST))
+    assert scores.failed == len(PROMPTS) and "raised OutOfMemoryError" in scores.failures[0].error
+
+
+def test_a_slow_reply_is_waited_for_by_asking_again(tmp_path: Any) -> None:
+    log = tmp_path / "log"
+    with servers.live(scorers.Moody(log=str(log))) as url:
+        remote = Remote(url, outage=Outage(timeout_s=1.0, deadline_s=10.0))
+        assert score(remote, ["sleep", ""]) == score(scorers.Moody(), ["sleep", ""])
+    assert len(log.read_text().splitlines()) == 1  # scored once, though asked twice
+
+
+@pytest.mark.parametrize("policy", ["stop", "pause", "drop"])
+def test_too_slow_for_the_deadline(policy: str) -> None:
+    with servers.live(scorers.Moody()) as url:
+        remote = Remote(url, outage=outage(policy, timeout_s=0.3, deadline_s=0.4, pause_s=0.4))
+        started = time.monotonic()
+        scores = score(remote, ["sleep", ""])
+        assert time.monotonic() - started < 2
+    assert_no_zero(scores)
+    assert [f.fatal for f in scores.failures] == ([] if policy == "drop" else [True])
+
+
+def drip(connection: socket.socket, number: int) -> None:
+    for byte in servers.http(b'{"scores": [1.0, 1.0], "parts": {}}'):
+        connection.sendall(bytes([byte]))
+        time.sleep(0.1)  # never silent for longer than the timeout, never done before the deadline
+
+
+def drip_the_body(connection: socket.socket, number: int) -> None:
+    body = b'{"scores": [1.0, 1.0], "parts": {}}'
+    connection.sendall(servers.http(body)[: -len(body)])
+    for byte in body:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.1)
+
+
+MISBEHAVIOUR = {
+    "half a reply": lambda c, k: c.sendall(servers.http(b'{"scores": [1.0', length=500)),
+    "half a header": lambda c, k: c.sendall(b"HTTP/1.1 200 OK\r\nContent-Le"),
+    "no reply": lambda c, k: None,
+    "never a reply": lambda c, k: time.sleep(5),
+    "byte by byte": drip,
+    "a body byte by byte": drip_the_body,
+    "not http": lambda c, k: c.sendall(b"\x00\x01\x02" * 1000),
+    "not json": lambda c, k: c.sendall(servers.http(b"<html>busy</html>")),
+    "another json": lambda c, k: c.sendall(servers.http(b'{"result": 0}')),
+    "too few": lambda c, k: c.sendall(servers.http(b'{"scores": [0.0], "parts": {}}')),
+    "too many": lambda c, k: c.sendall(servers.http(b'{"scores": [0.0, 0.0, 0.0]}')),
+    "wrong parts": lambda c, k: c.sendall(servers.http(b'{"scores": [0.0, 0.0], "parts": {"a": [1.0]}}')),
+    "texts": lambda c, k: c.sendall(servers.http(b'{"scores": ["0", "0"]}')),
+    "booleans": lambda c, k: c.sendall(servers.http(b'{"scores": [false, true]}')),
+    "nested": lambda c, k: c.sendall(servers.http(b"[" * 100_000)),
+    "status 503": lambda c, k: c.sendall(servers.http(b'{"error": "busy"}', "503 Service Unavailable")),
+}
+
+
+@pytest.mark.parametrize("kind", MISBEHAVIOUR)
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_no_usable_reply_ends_by_the_policy_before_the_deadline(kind: str, policy: str) -> None:
+    with servers.scripted(MISBEHAVIOUR[kind]) as url:
+        remote = Remote(url, "mine", outage=outage(policy, timeout_s=0.3, deadline_s=0.5))
+        started = time.monotonic()
+        scores = score(remote, PROMPTS[:2])
+        assert time.monotonic() - started < 1.5
+    assert_no_zero(scores)
+    if policy == "stop":
+        with pytest.raises(rewards.RewardFailed, match="'mine': reward server http.* is not available"):
+            rewards.check_failures("mine", scores.failed, 1000, rewards.first_failure(scores.failures))
+    else:
+        assert not scores.failures
+
+
+def test_nan_in_a_reply_is_no_score() -> None:
+    with servers.scripted(lambda c, k: c.sendall(servers.http(b'{"scores": [NaN, null]}'))) as url:
+        scores = score(Remote(url, outage=FAST), PROMPTS[:2])
+    assert_no_zero(scores)
+    assert not scores.failures
+
+
+def test_an_attempt_that_fails_is_made_again_with_growing_pauses() -> None:
+    times: list[float] = []
+
+    def third(connection: socket.socket, number: int) -> None:
+        times.append(time.monotonic())
+        if number >= 3:
+            connection.sendall(servers.http(b'{"scores": [0.25, null]}'))
+
+    with servers.scripted(third) as url:
+        scores = score(Remote(url, outage=Outage(timeout_s=1, deadline_s=10)), PROMPTS[:2])
+    assert scores.values[0] == 0.25 and len(times) == 4
+    first, second, third_ = (b - a for a, b in zip(times, times[1:], strict=False))
+    assert 0.05 <= first < 0.4 and 0.1 <= second < 0.6 and 0.2 <= third_ < 1.0
+
+
+def test_after_a_drop_one_attempt_is_made_until_the_server_is_back() -> None:
+    port = servers.free_port()
+    with servers.live(scorers.mean, port=port) as url:
+        remote = Remote(url, outage=outage("drop"))
+    started = time.monotonic()
+    assert_no_zero(score(remote))
+    assert 0.3 < time.monotonic() - started < 2
+    started = time.monotonic()
+    for _ in range(5):
+        assert_no_zero(score(remote))
+    assert time.monotonic() - started < 0.5
+    with servers.live(scorers.mean, port=port):
+        assert score(remote) == score(scorers.mean)
+
+
+def test_retries_do_not_touch_the_seeded_random_numbers() -> None:
+    import random
+
+    with servers.live(scorers.mean) as url:
+        remote = Remote(url, outage=outage("drop"))
+    random.seed(0)
+    torch.manual_seed(0)
+    state = random.getstate(), torch.get_rng_state()
+    score(remote)
+    assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop", "pause"])
+@pytest.mark.parametrize("kind", ["never a reply", "status 503"])
+def test_a_run_that_is_to_end_waits_for_no_server(policy: str, kind: str) -> None:
+    stop = threading.Event()
+    with servers.scripted(MISBEHAVIOUR[kind]) as url:
+        remote = Remote(url, outage=outage(policy, timeout_s=30, deadline_s=30), stopped=stop.is_set)
+        threading.Timer(0.3, stop.set).start()
+        started = time.monotonic()
+        scores = score(remote, PROMPTS[:2])
+        assert 0.2 < time.monotonic() - started < 2
+    assert_no_zero(scores)
+    assert not scores.failures
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_comes_back() -> None:
+    port = servers.free_port()
+    name = "tests/rewards/scorers.py:mean"
+    first = servers.spawn(name, port)
+    second: list[Any] = []
+    try:
+        remote = Remote(
+            f"http://127.0.0.1:{port}", name, outage=Outage(timeout_s=5, deadline_s=1, policy="pause", pause_s=60)
+        )
+        assert score(remote) == score(scorers.mean)
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(10)
+        back = threading.Timer(2.0, lambda: second.append((servers.spawn(name, port), time.monotonic())))
+        back.start()
+        assert score(remote) == score(scorers.mean)  # waits, and goes on by itself
+        back.join()
+        assert time.monotonic() - second[0][1] < 5
+        second[0][0].kill()
+        second[0][0].wait(10)
+        remote.outage = Outage(timeout_s=1, deadline_s=0.5, policy="pause", pause_s=1)
+        started = time.monotonic()
+        (failure,) = score(remote).failures  # gone for good
+        assert failure.fatal and time.monotonic() - started < 4
+    finally:
+        for process in (first, *(p for p, _ in second)):
+            process.kill()
+            process.wait(10)
+
+
+def test_bytes_that_are_not_http_do_not_stop_the_server() -> None:
+    with servers.live(scorers.mean) as url:
+        remote = Remote(url, outage=FAST)
+        open_ones = []
+        for text in (
+            b"\x00" * 1000,
+            b"GET " + b"a" * 200_000,
+            b"POST /score HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+            b"",
+        ):
+            connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+            connection.sendall(text)
+            open_ones.append(connection)  # left open: the next one must not wait for it
+        assert score(remote) == score(scorers.mean)
+        for connection in open_ones:
+            connection.close()
+
+
+def test_the_reply_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rewards.service.remote.MAX_REPLY", 1000)
+    body = json.dumps({"scores": [0.0] * 1000}).encode()
+    with servers.scripted(lambda c, k: c.sendall(servers.http(body))) as url:
+        scores = score(Remote(url, outage=FAST), PROMPTS[:2])
+    assert_no_zero(scores)
+    assert "more than 1000 bytes" in scores.failures[0].error

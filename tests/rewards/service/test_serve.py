@@ -1,0 +1,279 @@
+"""A served reward gives the scores of a local one, bit for bit, and nothing that is sent to it brings it down."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import random
+import re
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from PIL import Image
+from safetensors.torch import save
+
+import rewards
+from rewards.service import http_app, serve, wire
+from rewards.service.wire import Limits
+from tests.rewards import scorers
+
+IMAGES = torch.rand(4, 3, 9, 7, generator=torch.Generator().manual_seed(0))
+PROMPTS = ["a", "bb", "ccc", "a"]
+SMALL = Limits(bytes=200_000, images=8, pixels=20_000)
+
+
+@contextmanager
+def served(reward: rewards.Reward, *, token: str = "", limits: Limits | None = None) -> Iterator[TestClient]:
+    with TestClient(http_app.app(reward, "mine", token=token, limits=limits), raise_server_exceptions=False) as client:
+        yield client
+
+
+def post(client: TestClient, body: bytes, kind: str = wire.SAFETENSORS, **headers: str) -> Any:
+    return client.post("/score", content=body, headers={"Content-Type": kind} | headers)
+
+
+def tensors(**changes: Any) -> bytes:
+    fields = {"prompts": PROMPTS, "columns": {}, "group": [0, 0, 1, 1]} | changes.pop("fields", {})
+    return save({"images": IMAGES} | changes, {"request": json.dumps(fields)})
+
+
+def png(size: tuple[int, int] = (7, 9), mode: str = "RGB", colour: Any = None) -> str:
+    stream = io.BytesIO()
+    Image.new(mode, size, colour or 0).save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def test_safetensors_requests_score_as_the_reward_itself() -> None:
+    local = rewards.score(scorers.mean, images=IMAGES, prompts=PROMPTS)
+    with served(scorers.mean) as client:
+        reply = post(client, tensors())
+    assert reply.status_code == 200 and reply.json() == {"scores": local.values, "parts": local.parts}
+
+
+def test_json_requests_carry_pictures_as_files() -> None:
+    pictures = rewards.to_pil(IMAGES)
+    files = []
+    for picture in pictures:
+        stream = io.BytesIO()
+        picture.save(stream, "PNG")
+        files.append(base64.b64encode(stream.getvalue()).decode())
+    eight_bit = torch.from_numpy(rewards.to_uint8(IMAGES)).movedim(-1, -3) / 255
+    local = rewards.score(scorers.mean, images=eight_bit, prompts=PROMPTS)
+    with served(scorers.mean) as client:
+        reply = post(client, json.dumps({"images": files, "prompts": PROMPTS}).encode(), wire.JSON)
+    assert reply.json()["scores"] == local.values
+
+
+def test_references_columns_and_groups_arrive() -> None:
+    reference = torch.full((2, 3, 3), 30, dtype=torch.uint8)
+    references = {f"reference_images.{k}": reference.clone() for k in range(4)}
+    columns = {"reference_image": [Image.new("RGB", (3, 2), (30, 30, 30))] * 4, "style": PROMPTS}
+    local = rewards.score(scorers.like, images=IMAGES, prompts=PROMPTS, columns=columns)
+    with served(scorers.like) as client:
+        assert client.get("/info").json()["takes"] == ["images", "reference_images", "style"]
+        fields = {"columns": {"style": PROMPTS}}
+        assert post(client, tensors(**references, fields=fields)).json()["scores"] == local.values
+        missing = post(client, tensors(fields=fields))
+        assert missing.status_code == 422 and "asks for the column 'reference_image'" in missing.json()["error"]
+        named = post(client, tensors(fields={"columns": {"style": PROMPTS, "reference_image": ["/etc/passwd"] * 4}}))
+        assert named.status_code == 422 and "must not name files" in named.json()["error"]
+    pairs = rewards.score(scorers.wins, images=IMAGES, prompts=PROMPTS, group=[0, 0, 1, 1])
+    with served(scorers.wins) as client:
+        assert post(client, tensors()).json()["scores"] == pairs.values
+        alone = post(client, tensors(fields={"group": None}))
+        assert alone.status_code == 422 and "send `group`" in alone.json()["error"]
+
+
+def test_no_score_travels_as_null() -> None:
+    with served(lambda images: [1.0, None, math.nan, math.inf]) as client:
+        assert post(client, tensors()).json()["scores"] == [1.0, None, None, None]
+
+
+@pytest.mark.parametrize("mood", ["raise", "exit", "short", "text"])
+def test_a_reward_that_fails_is_reported_without_traceback_or_text(mood: str, caplog: Any) -> None:
+    with served(scorers.Moody()) as client:
+        reply = post(client, tensors(fields={"prompts": [mood, "", "", ""]}))
+        assert reply.status_code == 500 and list(reply.json()) == ["error"]
+        assert "Traceback" not in reply.text and "secret" not in reply.text and 'File "' not in reply.text
+        assert mood not in ("raise", "exit") or "Traceback" in caplog.text
+        assert post(client, tensors()).status_code == 200
+
+
+def test_the_same_request_id_is_scored_once(tmp_path: Any) -> None:
+    log = tmp_path / "calls"
+    with served(scorers.Moody(log=str(log))) as client:
+        replies = [post(client, tensors(), **{"X-Request-Id": "one"}).json() for _ in range(3)]
+        post(client, tensors(), **{"X-Request-Id": "two"})
+        post(client, tensors())
+    assert replies[0] == replies[1] == replies[2] and len(log.read_text().splitlines()) == 3
+
+
+def test_a_token_is_asked_for_everywhere_but_at_health() -> None:
+    with served(scorers.mean, token="right") as client:
+        for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, {"Authorization": "Bearer "}):
+            assert post(client, tensors(), **wrong).status_code == 401
+            assert client.get("/info", headers=wrong).status_code == 401
+        assert client.get("/health").json() == {"status": "ok"}
+        assert post(client, tensors(), Authorization="Bearer right").status_code == 200
+
+
+def test_another_address_needs_a_token() -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        serve.check_address(host, "")
+    for host in ("0.0.0.0", "10.0.0.5", "::", "example.org"):
+        serve.check_address(host, "secret")
+        with pytest.raises(ValueError, match="set a token in the environment variable GENRL_REWARD_TOKEN"):
+            serve.check_address(host, "")
+    with pytest.raises(ValueError, match="ASCII"):
+        serve.check_address("127.0.0.1", "schlüssel")
+
+
+def test_an_address_in_use_is_named() -> None:
+    bound = serve.listen("127.0.0.1", 0)
+    bound.listen()
+    port = bound.getsockname()[1]
+    with bound, pytest.raises(ValueError, match=f"cannot serve at 127.0.0.1 port {port}"):
+        serve.listen("127.0.0.1", port)
+
+
+def bomb() -> str:
+    """A PNG of 60,000 x 60,000 pixels in a hundred bytes."""
+    import zlib
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "words"),
+    [
+        (b"x" * 200_001, wire.SAFETENSORS, 413, "200000 are taken"),
+        (tensors(images=torch.zeros(9, 3, 4, 4)), wire.SAFETENSORS, 422, "9 pictures; at most 8"),
+        (tensors(images=torch.zeros(3, 3, 3, 4, 4)), wire.SAFETENSORS, 422, "9 pictures; at most 8"),
+        (
+            tensors(pixels=torch.zeros(1, 151, 150, 3, dtype=torch.uint8)),
+            wire.SAFETENSORS,
+            422,
+            "pixels; at most 20000",
+        ),
+        (json.dumps({"images": [bomb()], "prompts": [""]}).encode(), wire.JSON, 422, "not a picture|pixels; at most"),
+        (json.dumps({"images": [png((150, 150))], "prompts": [""]}).encode(), wire.JSON, 422, "22500 pixels"),
+        (json.dumps({"images": [png()] * 9, "prompts": [""] * 9}).encode(), wire.JSON, 422, "9 pictures"),
+    ],
+)
+def test_requests_are_bounded(body: bytes, kind: str, status: int, words: str) -> None:
+    with served(scorers.mean, limits=SMALL) as client:
+        reply = post(client, body, kind)
+        assert reply.status_code == status
+
+        assert re.search(words, reply.json()["error"]), reply.text
+        pieces = (body[k : k + 1000] for k in range(0, len(body), 1000))  # no length is told
+        assert client.post("/score", content=pieces, headers={"Content-Type": kind}).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        (b"", wire.SAFETENSORS, "cut off"),
+        (b"\xff" * 8, wire.SAFETENSORS, "cut off"),
+        (tensors()[:-5], wire.SAFETENSORS, "not safetensors"),
+        (tensors(images=IMAGES.half()), wire.SAFETENSORS, "type F32"),
+        (tensors(images=IMAGES.movedim(1, -1).contiguous()), wire.SAFETENSORS, "none of images"),
+        (tensors(other=IMAGES + 1), wire.SAFETENSORS, "none of images"),
+        (tensors(pixels=torch.zeros(4, 2, 2, 3, dtype=torch.uint8)), wire.SAFETENSORS, "one tensor"),
+        (save({"images": IMAGES}), wire.SAFETENSORS, "not JSON"),
+        (tensors(fields={"prompts": PROMPTS[:2]}), wire.SAFETENSORS, "4 images, but 2 values of 'prompts'"),
+        (tensors(fields={"prompts": [1, 2, 3, 4]}), wire.SAFETENSORS, "list of texts"),
+        (tensors(fields={"group": [0, 0, 0, "1"]}), wire.SAFETENSORS, "whole numbers"),
+        (tensors(fields={"columns": {"style": "oil"}}), wire.SAFETENSORS, "object of lists"),
+        (b"{", wire.JSON, "not JSON"),
+        (b"[" * 100_000, wire.JSON, "not JSON"),
+        (b"\xff\xfe", wire.JSON, "not JSON"),
+        (b"[]", wire.JSON, "must be an object"),
+        (b'{"prompts": []}', wire.JSON, "list of files"),
+        (b'{"images": ["!"], "prompts": [""]}', wire.JSON, "images 0 is not a picture"),
+        (json.dumps({"images": [png(), png((3, 3))], "prompts": ["", ""]}).encode(), wire.JSON, "one size"),
+        (json.dumps({"images": [png()], "prompts": ["", ""]}).encode(), wire.JSON, "2 values"),
+        (tensors(), "application/python-pickle", "content type must be"),
+        (tensors(), "", "content type must be"),
+    ],
+)
+def test_a_malformed_request_is_told_what_is_wrong(body: bytes, kind: str, words: str) -> None:
+    with served(scorers.mean) as client:
+        reply = post(client, body, kind)
+        assert reply.status_code == 422 and words in reply.json()["error"]
+
+
+def mutations(seed: int) -> Iterator[tuple[str, str, bytes, dict[str, str]]]:
+    """Endless malformed requests: bytes flipped, cut, swapped and repeated in good ones; wrong types; wrong headers."""
+    random_ = random.Random(seed)
+    good = [
+        (wire.SAFETENSORS, tensors()),
+        (wire.SAFETENSORS, tensors(**{"reference_images.0": torch.zeros(2, 2, 3, dtype=torch.uint8)})),
+        (wire.JSON, json.dumps({"images": [png()] * 4, "prompts": PROMPTS, "columns": {"c": [1] * 4}}).encode()),
+    ]
+    values = [None, True, -1, 1e308, 10**400, "", "\ud800", [], {}, [[]], [{}] * 3, "../../etc/passwd", [float("nan")]]
+
+    def flip(body: bytes) -> bytes:
+        changed = bytearray(body)
+        for _ in range(random_.randint(1, 8)):
+            changed[random_.randrange(len(changed))] = random_.randrange(256)
+        return bytes(changed)
+
+    def header(body: bytes) -> bytes:
+        size = int.from_bytes(body[:8], "little")
+        text = flip(body[8 : 8 + size])
+        return len(text).to_bytes(8, "little") + text + body[8 + size :]
+
+    def field(body: bytes) -> bytes:
+        fields = {"images": [png()], "prompts": ["a"], "columns": {"c": [1]}, "group": [0]}
+        key = random_.choice([*fields, "reference_images", "source_images"])
+        return json.dumps(fields | {key: random_.choice(values)}).encode()
+
+    changes: list[Callable[[bytes], bytes]] = [
+        flip,
+        header,
+        field,
+        lambda body: body[: random_.randrange(len(body))],
+        lambda body: body + body[: random_.randrange(len(body))],
+        lambda body: random_.randbytes(random_.randrange(200)),
+        lambda body: random_.randrange(2**64).to_bytes(8, "little") + body[8:],
+    ]
+    methods = ["POST"] * 20 + ["GET", "PUT", "DELETE", "OPTIONS"]
+    kinds = [wire.SAFETENSORS, wire.JSON] * 10 + ["", "text/plain", "a" * 300, "multipart/form-data; boundary=x"]
+    while True:
+        kind, body = random_.choice(good)
+        change = random_.choice(changes)
+        kind = wire.JSON if change is field else kind if random_.random() < 0.8 else random_.choice(kinds)
+        path = "/score" if random_.random() < 0.95 else random_.choice(["/", "/info", "/score/..", "/health?x=%00"])
+        headers = {"Content-Type": kind, "X-Request-Id": str(random_.randrange(5)) * random_.randrange(3)}
+        yield random_.choice(methods), path, change(body), headers
+
+
+@pytest.mark.slow
+def test_ten_thousand_malformed_requests() -> None:
+    requests = mutations(0)
+    statuses: dict[int, int] = {}
+    with served(scorers.mean, limits=SMALL) as client:
+        for _ in range(10_000):
+            method, path, body, headers = next(requests)
+            reply = client.request(method, path, content=body, headers=headers)
+            statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
+            assert "Traceback" not in reply.text and 'File "' not in reply.text and ".py" not in reply.text
+            assert reply.status_code != 500 or "raised" in reply.text, (reply.text, method, path, headers, body[:300])
+        assert (
+            post(client, tensors()).json()["scores"]
+            == rewards.score(scorers.mean, images=IMAGES, prompts=PROMPTS).values
+        )
+    assert statuses[422] > 5_000, statuses

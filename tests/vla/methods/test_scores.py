@@ -1,0 +1,441 @@
+"""Log-probabilities of decisions: ratios of exactly 1, levels, partial chunks; and one update, by hand.
+
+The formulas are written out here once more, from the papers, on the policy's bare network.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from genrl.config.vla import PPO
+from genrl.mdp import ddpm
+from genrl.vla.methods.scores import Decisions, actor_loss, at_level, decisions, filtered, score
+from genrl.vla.methods.update import Figures, learn
+from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.rollout.sampling import Diffusion, LearnedNoise, Sampler
+from genrl.vla.session import Session, check_on_policy
+from tests.vla import vla_runs
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    **vla_runs.SAMPLERS,
+    "flow_sde all": {"kind": "flow_sde", "steps": 3, "selection": "all"},
+    "flow_sde last": {"kind": "flow_sde", "steps": 4, "selection": "last", "count": 2, "noise_level": 0.5},
+    "flow_noise sum": {"kind": "flow_noise", "steps": 2, "reduction": "sum"},
+    "ddpm": {"kind": "diffusion", "steps": 20, "ft_denoising_steps": 2},
+}
+
+
+def setup(folder: Path, name: str, **changes: Any) -> Any:
+    kind = SAMPLERS[name]["kind"]
+    sections = {"sampler": kind, **changes}
+    config = vla_runs.config(folder, **sections)
+    return config.model_copy(update={"sampler": type(config.sampler).model_validate(SAMPLERS[name])})
+
+
+def taught(rollout: ChunkRollout, seed: int = 0, values: str = "chunk") -> Decisions:
+    """All its decisions, with arbitrary advantages, returns and weights; with those of executed actions."""
+    rng = torch.Generator().manual_seed(seed)
+    shape = rollout.valid.shape if values == "chunk" else rollout.rewards.shape
+    advantage, returns = torch.randn(shape, generator=rng), torch.rand(shape, generator=rng)
+    weight = 0.5 + torch.rand(shape, generator=rng)
+    if values == "action":
+        weight = weight * (torch.arange(shape[-1]) < rollout.n_executed[..., None])
+    return decisions(rollout, advantage, returns, weight)
+
+
+def stir(policy: nn.Module, std: float) -> None:
+    """Move the trained weights, so that ratios are not 1."""
+    rng = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p += std * torch.randn(p.shape, generator=rng)
+
+
+# -- the transitions, by hand ----------------------------------------------------------------------------------------
+
+
+def normal(x: Tensor, mean: Tensor, std: Tensor | float) -> Tensor:
+    std = torch.as_tensor(std, dtype=mean.dtype)
+    return -((x - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+
+
+def step_log_prob(policy: Any, sampler: Sampler, context: Any, x: Tensor, after: Tensor, k: int) -> Tensor:
+    """ln N of one denoising step k of a chunk, per element."""
+    if isinstance(sampler, Diffusion):
+        # DDIM with eta = 1 (arXiv 2010.02502, eq. 12), x0 clamped and the noise computed again; floor of DPPO
+        bars = ddpm.cosine_alpha_bars(sampler.train_steps)
+        stride = sampler.train_steps // sampler.steps
+        t = (sampler.steps - 1 - k) * stride
+        now = float(bars[t])
+        then = float(bars[t - stride]) if t else 1.0
+        predicted = policy.noise(context, x, torch.full((len(x),), t))
+        x0 = ((x - math.sqrt(1 - now) * predicted) / math.sqrt(now)).clamp(-1, 1)
+        noise = (x - math.sqrt(now) * x0) / math.sqrt(1 - now)
+        std = math.sqrt((1 - then) / (1 - now) * (1 - now / then))
+        mean = math.sqrt(then) * x0 + math.sqrt(max(0.0, 1 - then - std**2)) * noise
+        return normal(after, mean, max(std, sampler.floor))
+    tau, following, width = 1 - k / sampler.steps, 1 - (k + 1) / sampler.steps, 1 / sampler.steps
+    time = torch.full((len(x),), tau)
+    if isinstance(sampler, LearnedNoise):
+        velocity, raw = policy.velocity_and_noise(context, x, time)
+        low, high = math.log(sampler.low**2), math.log(sampler.high**2)
+        std = torch.exp((low + (high - low) * (torch.tanh(raw) + 1) / 2) / 2)
+        mean = x - width * velocity
+        return normal(after, mean if sampler.mean_clip is None else mean.clamp(-1, 1), std)
+    velocity = policy.velocity(context, x, time)
+    data, noise = x - tau * velocity, x + (1 - tau) * velocity
+    if sampler.kernel == "flow_cps":
+        angle = math.pi * sampler.noise_level / 2
+        return normal(after, (1 - following) * data + following * math.cos(angle) * noise, following * math.sin(angle))
+    sigma = sampler.noise_level * math.sqrt(tau / ((1 - tau) if k else width))
+    mean = (1 - following) * data + (following - sigma**2 * width / (2 * tau)) * noise
+    return normal(after, mean, sigma * math.sqrt(width))
+
+
+def by_hand(policy: Any, rollout: ChunkRollout, chosen: Decisions) -> Tensor:
+    """[n, C, D]: the log-probability of each number that was executed of each decision, 0 for the others."""
+    sampler, found = rollout.sampler, []
+    for row, ratio in zip(chosen.row.tolist(), chosen.step.tolist(), strict=True):
+        part = training_rows(rollout, torch.tensor([row]))
+        context = policy.encode(part.observation)
+        steps = range(part.states.shape[1]) if isinstance(sampler, LearnedNoise) else [ratio]
+        terms = [
+            step_log_prob(
+                policy, sampler, context, part.states[:, n], part.next_states[:, n], int(part.step_index[0, n])
+            )
+            for n in steps
+        ]
+        total = torch.stack(terms).sum(0)[0]
+        if isinstance(sampler, LearnedNoise):
+            first = part.states[:, 0]
+            total = total + normal(first, torch.zeros_like(first), 1.0)[0]
+            total = total / (len(terms) + 1) if sampler.reduction == "mean" else total
+        executed = int(rollout.n_executed.flatten()[row])
+        found.append(torch.where(torch.arange(4)[:, None] < executed, total[:4, :3], 0.0))
+    return torch.stack(found)
+
+
+# -- ratios ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_first_ratio_is_one(name: str, tmp_path: Path) -> None:
+    """To the bit in the batches that were drawn; in others but for the rounding of matrix products."""
+    config = setup(tmp_path, name)
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        every = taught(rollout)
+        ratios = rollout.log_prob.shape[2]
+        kept = session.keeps_features
+        assert kept and set(rollout.contexts) >= {"features"}
+        for t in range(len(rollout.valid)):
+            for m in range(ratios):
+                row = torch.arange(8) + 8 * t
+                batch = Decisions(row, torch.full((8,), m), *torch.ones(3, 8))
+                scored = score(session.policy, rollout, batch, config.trainer)
+                assert torch.equal(scored.log_prob.detach(), scored.old_log_prob)
+        rng = torch.Generator().manual_seed(3)
+        order = torch.randperm(len(every.row), generator=rng)
+        scored = score(session.policy, rollout, every.chosen(order), config.trainer)
+        torch.testing.assert_close(scored.log_prob.detach(), scored.old_log_prob, rtol=1e-5, atol=1e-4)
+        figures = actor_loss(scored, every.chosen(order), config.trainer, rollout.sampler, ratios).figures
+        assert float(figures["ratio/mean"]) / len(order) == pytest.approx(1.0, abs=1e-4)
+        assert figures["ratio/clipped"] == 0
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_log_probabilities_are_those_of_the_papers(name: str, tmp_path: Path) -> None:
+    config = setup(tmp_path, name)
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        stir(session.policy, 0.003)
+        every = taught(rollout)
+        some = every.chosen(torch.arange(0, len(every.row), 3))
+        plain = by_hand(session.policy, rollout, some)
+        settings = config.trainer.model_copy(update={"level": "element"})
+        scored = score(session.policy, rollout, some, settings)
+        torch.testing.assert_close(scored.log_prob, plain, rtol=1e-4, atol=2e-4)
+        assert not torch.equal(scored.log_prob.detach(), scored.old_log_prob)
+
+
+@pytest.mark.parametrize("level", ["chunk", "action", "element"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_levels_and_reductions(level: str, reduction: str, tmp_path: Path) -> None:
+    """Of what was executed: a chunk in which the episode ended has fewer actions, and no ratio for the others."""
+    config = setup(tmp_path, "flow_sde", trainer={"level": level, "reduction": reduction})
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        stir(session.policy, 0.003)
+        every = taught(rollout)
+        executed = rollout.n_executed.flatten()[every.row]
+        assert {4} < set(executed.tolist()) <= {1, 2, 3, 4}
+        plain = by_hand(session.policy, rollout, every)
+        scored = score(session.policy, rollout, every, config.trainer)
+        wanted = {"chunk": plain.flatten(1).sum(1), "action": plain.sum(2), "element": plain}[level]
+        if reduction == "mean":  # over all numbers of a chunk: those that were not executed are certain
+            wanted = wanted / {"chunk": 12, "action": 3, "element": 1}[level]
+        torch.testing.assert_close(scored.log_prob, wanted, rtol=1e-4, atol=2e-4)
+        there = torch.arange(4) < executed[:, None]
+        shape = {"chunk": torch.ones(len(executed), dtype=torch.bool), "action": there}
+        assert torch.equal(scored.counted, shape.get(level, there[..., None].expand(-1, 4, 3)))
+
+
+def test_clips_of_elements_and_of_ratios(tmp_path: Path) -> None:
+    config = setup(tmp_path, "flow_sde")
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        elements = torch.linspace(-9, 9, 24).view(2, 4, 3)
+        executed = torch.tensor([4, 2])
+        clipped = config.trainer.model_copy(update={"element_clip": (-5.0, 2.0)})
+        wanted = elements.clamp(-5, 2)
+        wanted[1, 2:] = 0.0  # after the clip: an action that was not executed adds nothing
+        torch.testing.assert_close(at_level(elements, rollout, executed, clipped), wanted.flatten(1).sum(1))
+        bounded = config.trainer.model_copy(update={"log_prob_clip": (-1.0, 1.0)})
+        assert at_level(elements, rollout, executed, bounded).tolist() == [-1.0, 1.0]
+
+
+def test_a_policy_with_dropout_is_refused(tmp_path: Path) -> None:
+    config = setup(tmp_path, "flow_sde")
+    with vla_runs.session(config) as session:
+        session.policy.out = nn.Sequential(nn.Dropout(0.1), session.policy.out)
+        session.policy.train()
+        with pytest.raises(RuntimeError, match="otherwise than when it drew them.*Look for dropout"):
+            session.collect(config.trainer)
+        session.policy.eval()
+        rollout = session.collect(config.trainer)
+        assert check_on_policy(session.policy, rollout, torch.arange(len(rollout.group))) == 0.0
+
+
+def test_another_sampler_than_the_one_that_drew_is_seen(tmp_path: Path) -> None:
+    """ReinFlow as released scores with another time grid than it draws with."""
+    config = setup(tmp_path, "flow_noise")
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        slots = torch.arange(len(rollout.group))
+        other = rollout._replace(step_index=(rollout.step_index + 1).clamp(max=2))
+        with pytest.raises(RuntimeError, match="before any update"):
+            check_on_policy(session.policy, other, slots)
+        with pytest.raises(RuntimeError, match="nan off"):
+            check_on_policy(session.policy, rollout._replace(log_prob=rollout.log_prob * math.nan), slots)
+
+
+# -- one update ------------------------------------------------------------------------------------------------------
+
+
+def update_gradient(session: Session, rollout: ChunkRollout, chosen: Decisions, settings: PPO) -> dict[str, Tensor]:
+    """What one update over all decisions gives the optimiser, before clipping."""
+    found: dict[str, Tensor] = {}
+
+    def caught(groups: list[str]) -> dict[str, float]:
+        found.update(vla_runs.gradients(session))
+        session.loop.optimizer.zero_grad(set_to_none=True)
+        return dict.fromkeys(groups, 0.0)
+
+    session.loop.step = caught  # type: ignore[method-assign, assignment]
+    learn(session, rollout, chosen, settings, Figures(), policy=True, critic=session.policy.critic)
+    return found
+
+
+BY_ACTION: dict[str, Any] = {"values": "action", "level": "action", "discount": "smdp"}
+
+UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "flow_sde": ("flow_sde", {}),
+    "flow_sde all": ("flow_sde all", {}),
+    "flow_cps": ("flow_cps", {}),
+    "flow_noise": ("flow_noise", {"entropy_weight": 0.3}),
+    "reinflow": ("reinflow", {"log_prob_clip": [-100.0, 100.0], "clip_range": 0.01}),
+    "dppo": (
+        "diffusion",
+        {"reduction": "mean", "clip_range": 0.02, "clip_base": 0.001, "denoising_gamma": 0.9, "value_weight": 0.5},
+    ),
+    "dppo, higher above": ("diffusion", {"clip_range": 0.02, "clip_base": 0.001, "clip_range_high": 0.05}),
+    "dual clip": ("flow_sde", {"dual_clip": 1.01, "clip_range": 0.01, "clip_range_high": 0.02}),
+    "action": ("flow_sde", {"level": "action"}),
+    "element": ("flow_sde", {"level": "element"}),
+    "value clip": ("flow_sde", {"value_clip": 0.05, "huber_delta": 0.1, "value_weight": 2.0}),
+    "microbatches": ("diffusion", {"microbatch": 7}),
+    "values of actions": ("flow_sde", {**BY_ACTION, "value_clip": 0.05, "huber_delta": 0.1}),
+    "values of actions, elements": ("flow_sde", {**BY_ACTION, "level": "element"}),
+    "values of actions, dppo": (
+        "diffusion",
+        {**BY_ACTION, "reduction": "mean", "clip_range": 0.02, "clip_base": 0.001, "denoising_gamma": 0.9},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: Path) -> None:
+    kind, changes = UPDATES[name]
+    config = setup(tmp_path, kind, trainer={"epochs": 1, "minibatch": 10_000, **changes})
+    p = config.trainer
+    with vla_runs.session(config) as session:
+        policy, rollout = session.policy, session.collect(p)
+        stir(policy, 0.004)
+        chosen = taught(rollout, values=p.values)
+        found = update_gradient(session, rollout, chosen, p)
+
+        elements = by_hand(policy, rollout, chosen)
+        ratios = rollout.log_prob.shape[2]
+        old = rollout.log_prob.flatten(0, 1)[chosen.row, chosen.step if ratios > 1 else 0][:, :4, :3]
+        there = (torch.arange(4) < rollout.n_executed.flatten()[chosen.row, None])[..., None].expand(elements.shape)
+        old = torch.where(there, old, 0.0)
+        if p.level != "element":
+            axes = (1, 2) if p.level == "chunk" else (2,)
+            elements, old, there = (
+                elements.sum(axes),
+                old.sum(axes),
+                there.any(2).any(1) if p.level == "chunk" else there[..., 0],
+            )
+            if p.reduction == "mean":
+                count = 12 if p.level == "chunk" else 3
+                elements, old = elements / count, old / count
+        ratio = (elements - old).exp()
+        shape = (-1,) + (1,) * (ratio.dim() - 1)
+        advantage, low = chosen.advantage.float(), torch.full((len(chosen.row),), p.clip_range)
+        if kind == "diffusion":
+            inner = p.denoising_gamma ** (ratios - 1 - chosen.step)
+            advantage = advantage * inner.view(-1, *[1] * (advantage.dim() - 1))
+            if p.clip_base is not None:
+                rise = (torch.exp(3.0 * chosen.step / (ratios - 1)) - 1) / (math.e**3 - 1)
+                low = p.clip_base + (p.clip_range - p.clip_base) * rise
+        high = low if p.clip_range_high is None else torch.full_like(low, p.clip_range_high)
+        low, high = low.view(shape), high.view(shape)
+        own = shape if p.values == "chunk" else (-1, 4) + (1,) * (ratio.dim() - 2)  # action j has advantage j
+        a = advantage.view(own)
+        loss = torch.maximum(-a * ratio, -a * torch.minimum(torch.maximum(ratio, 1 - low), 1 + high))
+        clipped = float((loss > -a * ratio).float().mean())
+        assert name != "dual clip" or bool((loss > 1.01 * a.abs()).any())
+        if p.dual_clip is not None:
+            loss = torch.minimum(loss, p.dual_clip * a.abs())
+        assert name == "reinflow" or 0.02 < clipped < 0.9  # the clip matters
+        total = torch.where(there, loss * chosen.weight.float().view(own), 0.0).sum() / loss.numel()
+        value = torch.cat(
+            [policy.value(policy.encode(training_rows(rollout, r[None]).observation)) for r in chosen.row]
+        )
+        before = rollout.values.flatten(0, 1)[chosen.row]
+        returns = chosen.returns.float().view(value.shape)
+
+        def error(v: Tensor) -> Tensor:
+            e = (v - returns).abs()
+            return (
+                0.5 * e**2
+                if p.huber_delta is None
+                else torch.where(e <= p.huber_delta, 0.5 * e**2, p.huber_delta * (e - p.huber_delta / 2))
+            )
+
+        values = error(value)
+        if p.value_clip is not None:
+            values = torch.maximum(values, error(before + (value - before).clamp(-p.value_clip, p.value_clip)))
+        total = total + p.value_weight * (values * chosen.weight.float().view(value.shape)).mean()
+        if p.entropy_weight:
+            stds = []
+            for row in chosen.row:
+                part = training_rows(rollout, row[None])
+                context = policy.encode(part.observation)
+                for n in range(3):
+                    raw = policy.velocity_and_noise(context, part.states[:, n], torch.tensor([1 - n / 3]))[1]
+                    stds.append(0.2 * (0.6 / 0.2) ** ((torch.tanh(raw) + 1) / 2))
+            total = total - p.entropy_weight * (0.5 * math.log(2 * math.pi * math.e) + torch.stack(stds).log()).mean()
+        total.backward()
+        wanted = vla_runs.gradients(session)
+        assert found.keys() == wanted.keys()
+        largest = max(float(g.abs().max()) for g in wanted.values())
+        for key, gradient in wanted.items():
+            torch.testing.assert_close(found[key], gradient, rtol=2e-3, atol=2e-4 * largest, msg=key)
+        assert any(g.abs().max() > 0 for key, g in wanted.items() if key.startswith("expert") or key.startswith("body"))
+        assert any(g.abs().max() > 0 for key, g in wanted.items() if key.startswith("value_"))
+
+
+# -- which of them ---------------------------------------------------------------------------------------------------
+
+
+def test_decisions_are_the_valid_rows_by_ratios(tmp_path: Path) -> None:
+    config = setup(tmp_path, "diffusion")
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        chosen = taught(rollout)
+        assert not rollout.valid.all() and len(chosen.row) == 3 * int(rollout.valid.sum())
+        assert chosen.step[:6].tolist() == [0, 1, 2, 0, 1, 2]
+        pairs = set(zip(chosen.row.tolist(), chosen.step.tolist(), strict=True))
+        assert len(pairs) == len(chosen.row) and {row for row, _ in pairs} == set(
+            rollout.valid.flatten().nonzero()[:, 0].tolist()
+        )
+
+
+def test_processes_number_their_decisions_as_one_would(tmp_path: Path) -> None:
+    """Two of them, which have half of the slots each and end with the last of their own episodes."""
+    config = setup(tmp_path, "diffusion")
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        every, slots = taught(rollout), rollout.valid.shape[1]
+        assert len({int(n) for n in rollout.valid.sum(0)}) > 1
+        shared = []
+        for first in (0, slots // 2):
+            own = slice(first, first + slots // 2)
+            length = int(rollout.valid[:, own].any(1).nonzero().max()) + 1
+            part = rollout._replace(valid=rollout.valid[:length, own], log_prob=rollout.log_prob[:length, own])
+            found = decisions(part, *torch.ones(3, *part.valid.shape))
+            local = slots // 2
+            shared.append((found.row // local * slots + found.row % local + first, found.step))
+        assert torch.equal(torch.cat([row for row, _ in shared]), every.row)
+        assert torch.equal(torch.cat([step for _, step in shared]), every.step)
+
+
+def test_the_success_filter_leaves_out_what_always_or_never_succeeds(tmp_path: Path) -> None:
+    changes = {"trainer": {"success_filter": [0.1, 0.9]}, "environment": {"group_size": 4}}
+    config = setup(tmp_path, "flow_sde", **changes)
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        rewards = torch.zeros_like(rollout.rewards)
+        rewards[0, 0, 0] = 1.0
+        mixed = rollout._replace(rewards=rewards, group=torch.arange(8) // 4)
+        assert filtered(mixed, config.trainer).tolist() == [True] * 4 + [False] * 4
+        rewards[0, 1:4, 0] = 1.0
+        assert not filtered(mixed, config.trainer).any()
+        lost = rollout.valid.clone()
+        lost[:, 0] = False  # the simulator of the only failure was lost: of the rest all succeed
+        rewards[0, 0, 0] = 0.0
+        assert filtered(mixed, config.trainer).tolist() == [True] * 4 + [False] * 4
+        assert not filtered(mixed._replace(valid=lost), config.trainer).any()
+        assert not filtered(mixed._replace(valid=torch.zeros_like(lost)), config.trainer).any()
+        free = config.trainer.model_copy(update={"success_filter": None})
+        assert filtered(mixed._replace(valid=lost), free).tolist() == [False] + [True] * 7
+
+
+# -- the entropy bonus, and what is logged of lost episodes ----------------------------------------------------------
+
+
+def test_the_entropy_is_of_what_can_reach_the_robot(tmp_path: Path) -> None:
+    """A chunk's tail that is never executed (pi0: 45 of 50 actions, 25 of 32 columns) must not water the bonus down."""
+    config = setup(tmp_path, "flow_noise", environment={"chunk": 2}, trainer={"entropy_weight": 0.1})
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        found = score(session.policy, rollout, taught(rollout), config.trainer)
+        with torch.no_grad():  # the head's last layer: numbers [4, 3], the last two actions' stds at the upper bound
+            session.policy.noise_head[-1].bias.view(4, 3)[2:] = 100.0
+        again = score(session.policy, rollout, taught(rollout), config.trainer)
+        assert torch.equal(found.entropy, again.entropy)
+        low, high = (0.5 * math.log(2 * math.pi * math.e * std**2) for std in (0.2, 0.6))
+        assert bool((found.entropy > low).all()) and bool((found.entropy < high).all())
+        found.entropy.sum().backward()
+        assert bool((session.policy.noise_head[-1].bias.grad.view(4, 3)[:2] != 0).all())
+
+
+def test_lost_episodes_are_not_counted_as_failures(tmp_path: Path) -> None:
+    config = setup(tmp_path, "flow_sde")
+    with vla_runs.session(config) as session:
+        rollout = session.collect(config.trainer)
+        won = rollout._replace(success=torch.ones_like(rollout.success), rewards=torch.ones_like(rollout.rewards))
+        rows: list[dict[str, float]] = []
+        session.loop.finish = rows.append  # type: ignore[method-assign, assignment]
+        for lost in (torch.arange(8) < 3, torch.ones(8, dtype=torch.bool)):
+            less = won._replace(valid=won.valid & ~lost, success=won.success & ~lost)
+            session.finish(less, Figures(), {})
+        assert rows[0]["rollout/success"] == 1.0 and rows[1]["rollout/success"] == 0.0

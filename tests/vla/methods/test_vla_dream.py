@@ -1,0 +1,202 @@
+"""Dreams follow the contract of tables, the real table is seen through the same model, and rewards come of a judge."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from genrl.mdp.noise import keyed_noise
+from genrl.vla.methods.diwa.dream import (
+    Dream,
+    LatentTable,
+    RewardClassifier,
+    encode_demonstrations,
+    encode_play,
+    latent_inputs,
+    supervised_contrastive,
+    train_classifier,
+)
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel
+from genrl.vla.methods.imitation import frame_statistics
+from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, tokenise
+from genrl.vla.rollout.rollout import collect, training_rows
+from genrl.vla.rollout.sampling import Diffusion, replay
+from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, task
+from genrl.vla.simulators.minitable.play import play
+from tests.vla.tiny_policies import WORDS
+
+
+def world() -> WorldModel:
+    toys = play(20, 12, seed=0)
+    torch.manual_seed(0)
+    model = WorldModel(
+        torch.from_numpy(toys.observations), torch.from_numpy(toys.actions), deterministic=12, stochastic=6
+    )
+    return model.requires_grad_(False)
+
+
+class Says:
+    """A judge for whom an instruction is fulfilled where the first number of z exceeds a bound."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+
+    def tokenise(self, instructions):
+        return tokenise(instructions, WORDS)
+
+    def fulfilled(self, observation):
+        return observation[ENVIRONMENT][:, 0] > self.bound
+
+
+def dreams(bound: float = 99.0, count: int = 6, **how) -> Dream:
+    starts = Latent(keyed_noise((3, 12), 1), keyed_noise((3, 6), 2))
+    how = {"chunk": 4, "max_steps": 10} | how
+    return Dream(world(), Says(bound), starts, INSTRUCTIONS[:3], num_envs=count, **how)
+
+
+def noise(step: int, count: int = 6) -> np.ndarray:
+    return keyed_noise((count, 4, 3), "actions", step).numpy()
+
+
+def test_a_dream_is_a_function_of_its_episodes() -> None:
+    one, other = dreams(), dreams()
+    first, again = one.reset(seed=3)[0], other.reset(seed=3)[0]
+    for step in range(5):
+        assert all(np.array_equal(first[name], again[name]) for name in first)
+        first, again = one.step(noise(step))[0], other.step(noise(step))[0]
+    assert not np.array_equal(other.reset(seed=4)[0]["agent_pos"], one.reset(seed=3)[0]["agent_pos"])
+    numbers = np.array([5, 6, 5, 6, 7, 8], dtype=np.uint64)
+    shown = one.reset(seed=0, options={"episodes": numbers})[0]["agent_pos"]
+    assert np.array_equal(shown[0], shown[2]) and np.array_equal(shown[1], shown[3])
+    own = keyed_noise((3, 12), 1).numpy()
+    assert all(any(np.array_equal(row, start) for start in own) for row in shown)
+
+
+def test_a_time_limit_truncates_and_the_next_decision_begins_anew() -> None:
+    env = dreams()
+    env.reset(seed=0)
+    executed = []
+    for step in range(4):
+        shown, rewards, terminated, truncated, info = env.step(noise(step))
+        executed.append(info["n_executed"][0])
+        assert not terminated.any() and not rewards.any() and truncated.all() == (step == 2)
+    assert executed == [4, 4, 2, 0]
+    starts = keyed_noise((3, 12), 1).numpy()
+    assert all(any(np.array_equal(row, start) for start in starts) for row in shown["agent_pos"])
+
+
+def test_the_judge_ends_a_dream_in_the_middle_of_a_chunk() -> None:
+    env = dreams(bound=1.0, count=64, max_steps=40)
+    env.reset(seed=0)
+    for step in range(4):
+        _, rewards, terminated, truncated, info = env.step(noise(step, 64))
+        assert np.array_equal(rewards, info["rewards"].sum(1)) and np.array_equal(rewards == 1, terminated)
+        last = info["n_executed"] - 1
+        assert (info["rewards"][terminated, last[terminated]] == 1).all() and not truncated.any()
+        if step == 0:
+            assert terminated.any() and (info["n_executed"][terminated] < 4).any()
+            ended = terminated
+        elif step == 1:
+            assert (info["n_executed"][ended] == 0).all() and (info["n_executed"][~ended] > 0).all()
+
+
+def test_dreams_of_a_group_begin_alike() -> None:
+    env = dreams(group_size=3)
+    shown = env.reset(seed=1)[0]["agent_pos"]
+    assert np.array_equal(shown[0], shown[2]) and env.task_description[:3] == [env.task_description[0]] * 3
+
+
+def test_what_a_dream_cannot_be() -> None:
+    with pytest.raises(RuntimeError, match="reset"):
+        dreams().step(noise(0))
+    env = dreams()
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="must have shape"):
+        env.step(np.zeros((6, 2, 3), dtype=np.float32))
+    with pytest.raises(ValueError, match="one each"):
+        Dream(world(), Says(0), Latent(torch.zeros(2, 12), torch.zeros(2, 6)), ["a"], num_envs=1, chunk=1, max_steps=1)
+    assert env.render([0, 2]).shape == (2, 128, 128, 3)
+
+
+def test_the_real_table_in_chunks_is_the_one_in_steps() -> None:
+    model, actions = world(), keyed_noise((8, 4, 3), 5).numpy()
+    chunked = LatentTable(model, 8, tasks=PUT, chunk=4, max_steps=8)
+    single = LatentTable(model, 8, tasks=PUT, chunk=1, max_steps=8)
+    first, again = chunked.reset(seed=0)[0], single.reset(seed=0)[0]
+    assert np.array_equal(first["agent_pos"], again["agent_pos"])
+    for _ in range(2):
+        shown, _, _, truncated, _ = chunked.step(actions)
+        for k in range(4):
+            seen = single.step(actions[:, k : k + 1])[0]
+        np.testing.assert_allclose(shown["environment_state"], seen["environment_state"], rtol=1e-4, atol=1e-5)
+    assert truncated.all()
+    fresh = chunked.step(actions)[0]
+    expected = model.first(torch.from_numpy(np.concatenate([_told(chunked)], 1)))
+    np.testing.assert_allclose(fresh["agent_pos"], expected.h.numpy(), rtol=1e-5)
+    assert chunked.render([1]).shape == (1, 128, 128, 3)
+
+
+def _told(env: LatentTable) -> np.ndarray:
+    state = env.state
+    holding = (state.held >= 0)[:, None].astype(np.float32)
+    return np.concatenate([state.gripper, holding, state.discs.reshape(-1, 6)], 1)
+
+
+def test_a_policy_acts_in_dreams_and_replays_with_ratio_one() -> None:
+    model = world()
+    inputs = latent_inputs(model, WORDS)
+    stats = frame_statistics({STATE: keyed_noise((9, 12), 1), ENVIRONMENT: keyed_noise((9, 6), 2)})
+    stats[ACTION] = frame_statistics({ACTION: keyed_noise((9, 3), 3)})[ACTION]
+    torch.manual_seed(0)
+    policy = DiffusionMLP(DiffusionMLPConfig(inputs, 3, 4, critic=1), stats)
+    sampler = Diffusion(steps=5, ft_denoising_steps=5)
+    rollout = collect(dreams(), policy, sampler, decisions=4, seed=0, iteration=0)
+    row = training_rows(rollout, torch.arange(6))
+    again = replay(policy, sampler, policy.encode(row.observation), row.states, row.next_states, row.step_index)
+    assert torch.equal(again.log_prob.detach(), row.log_prob) and rollout.truncated.any()
+
+
+def test_demonstrations_in_latents() -> None:
+    keys = task.episode_keys(0, np.arange(5), np.zeros(5))
+    shown = encode_demonstrations(world(), keys, PUT, WORDS, horizon=4, still=2)
+    length = task.demonstrate(keys, PUT).length
+    # every frame before success, that of the success, and two more
+    assert len(shown.lines) == len(shown.action) == int(length.sum()) + 5 * 3
+    assert shown.done.sum() == 5 * 3 and shown.first.sum() == 5 and not shown.done[shown.first].any()
+    assert shown.action.shape[1:] == (4, 3) and shown.observation[STATE].shape[1] == 12
+    assert torch.equal(shown.observation[TOKENS], tokenise(shown.lines, WORDS))
+
+
+def test_the_contrastive_loss_by_hand() -> None:
+    embedding = functional.normalize(keyed_noise((6, 4), 1), dim=1)
+    label, t = torch.tensor([0, 0, 1, 1, 1, 2]), 0.5
+    total, anchors = 0.0, 0
+    for i in range(6):
+        same = [j for j in range(6) if j != i and label[j] == label[i]]
+        if not same:
+            continue
+        scale = sum(torch.exp(embedding[i] @ embedding[j] / t) for j in range(6) if j != i)
+        total += -sum(torch.log(torch.exp(embedding[i] @ embedding[j] / t) / scale) for j in same) / len(same)
+        anchors += 1
+    torch.testing.assert_close(supervised_contrastive(embedding, label, t), total / anchors)
+    assert supervised_contrastive(embedding[:2], torch.tensor([0, 1]), t) == 0
+
+
+def test_the_classifier_learns_what_fulfils_an_instruction() -> None:
+    model = world()
+    keys = task.episode_keys(0, np.arange(60), np.zeros(60))
+    shown = encode_demonstrations(model, keys, (0, 4, 8), WORDS, horizon=1, still=2)
+    torch.manual_seed(0)
+    judge = RewardClassifier(model, shown.observation, WORDS, width=64)
+    toys = play(40, 10, seed=3)
+    background = encode_play(model, torch.from_numpy(toys.observations), torch.from_numpy(toys.actions))
+    assert len(background.h) == 40 * 11
+    figures = list(
+        train_classifier(judge, model, shown, background, steps=200, batch_size=96, learning_rate=3e-3, seed=0)
+    )
+    assert np.mean([row["accuracy"] for row in figures[-20:]]) > 0.9
+    found = judge.fulfilled(shown.observation)
+    assert found[shown.done].float().mean() > 0.9 and found[shown.first].float().mean() < 0.1

@@ -1,0 +1,170 @@
+"""The table with hazards, and FISOR: weights, choice among candidates, and that it learns what is dangerous."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from genrl.config.vla_offline import FISOR
+from genrl.mdp.noise import generator
+from genrl.vla.methods.fisor import train as fisor
+from genrl.vla.methods.imitation import frame_statistics
+from genrl.vla.methods.offline import Transitions, Words, frames_of, play, take
+from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.rollout.sampling import Diffusion
+from genrl.vla.simulators.minitable import TOUCH, task
+from genrl.vla.simulators.minitable.hazard import HAZARD, HazardTable, in_hazard, mixed_quality
+from tests.vla.tiny_policies import TOLD, WORDS
+
+READS = Words(WORDS)
+SAMPLER = Diffusion(train_steps=5, steps=5, ft_denoising_steps=5, floor=1e-3, schedule="vp")
+
+
+def played(count: int, careful: float, noise: float = 0.0, chunk: int = 1, seed: int = 1) -> Transitions:
+    env = HazardTable(count, tasks=TOUCH, image_size=0, chunk=chunk)
+    who = np.arange(count) < careful * count
+
+    def behave(observation, decision):
+        rng = np.random.default_rng([seed, decision])
+        state, actions = env.state, []
+        for _ in range(chunk):
+            actions.append(mixed_quality(state, who, rng.normal(0, noise, (count, 2))))
+            state = env.after(state, actions[-1])
+        return torch.from_numpy(np.stack(actions, 1))
+
+    return play(env, behave, READS, decisions=40, seed=seed, one_episode=True, gamma=0.99)
+
+
+def nets(data: Transitions, width: int = 32) -> fisor.Fisor:
+    torch.manual_seed(0)
+    config = DiffusionMLPConfig(TOLD, 3, 1, train_steps=5)
+    return fisor.Fisor(DiffusionMLP(config, frame_statistics(frames_of(data))), width=width)
+
+
+def test_other_discs_are_hazards_and_the_named_one_is_not() -> None:
+    discs = np.array([[[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]], dtype=np.float32).repeat(3, 0)
+    gripper = np.array([[0.05, 0.0], [0.5, 0.19], [0.3, 0.3]], dtype=np.float32)
+    for number, expected in ((9, [False, True, False]), (10, [True, False, False]), (0, [False, True, False])):
+        state = task.State(gripper, discs, np.full(3, -1), np.full(3, number))
+        assert in_hazard(state).tolist() == expected
+    assert HAZARD > task.GRASP and HAZARD < 0.36 - task.GRASP  # a disc can be touched from where it is safe
+
+
+def test_costs_of_a_chunk_are_those_of_its_actions() -> None:
+    """Four tables in chunks of three show the costs that single steps show."""
+    rng = np.random.default_rng(0)
+    actions = rng.uniform(-1, 1, (12, 32, 3)).astype(np.float32)
+    actions[..., 1] = np.abs(actions[..., 1])
+    single, chunked = (HazardTable(32, tasks=TOUCH, image_size=0, chunk=c, max_steps=40) for c in (1, 3))
+    single.reset(seed=0), chunked.reset(seed=0)
+    seen = np.stack([single.step(actions[t][:, None])[-1]["costs"][:, 0] for t in range(12)], 1)
+    parts = [chunked.step(actions[t : t + 3].transpose(1, 0, 2)) for t in range(0, 12, 3)]
+    found = np.concatenate([part[-1]["costs"] for part in parts], 1)
+    alive = ~np.stack([part[2] for part in parts]).any(0)  # tables without a success: their steps coincide
+    assert alive.sum() > 8 and np.array_equal(found[alive], seen[alive]) and found[alive].sum() > 0
+
+
+def test_the_behaviour_reaches_its_goal_and_care_pays() -> None:
+    careless, careful = played(200, 0.0), played(200, 1.0)
+    for data in (careless, careful):
+        assert data.success.sum() == 200
+    assert careless.cost.sum() > 5 * careful.cost.sum() and careful.cost.sum() < 20
+    again = played(200, 1.0, chunk=4)
+    assert again.success.sum() == 200 and (again.n_executed > 1).any()
+
+
+def test_the_least_risky_of_several_samples_acts() -> None:
+    data = played(20, 0.5)
+    net = nets(data)
+    for head in net.violation.slow:
+        torch.nn.init.normal_(head.head[-1].weight)
+    observation = take(data, torch.arange(6)).observation
+
+    def risk(candidates: int) -> torch.Tensor:
+        chunk = fisor.safest(net, SAMPLER, candidates=candidates, seed=0)(observation, 0)
+        assert chunk.shape == (6, 1, 3)
+        return net.violation.slow_q(observation, chunk).amax(0)
+
+    one, many = risk(1), risk(32)
+    assert many.mean() < one.mean() - 0.5 * one.std()
+    behave = fisor.safest(net, SAMPLER, candidates=4, seed=0)
+    assert torch.equal(behave(observation, 0), behave(observation, 0))
+    assert not torch.equal(behave(observation, 0), behave(observation, 1))
+
+
+def test_nothing_is_safer_than_safe() -> None:
+    """Estimates below -1 differ by error alone: the first sample acts, as where all are alike."""
+    data = played(20, 0.5)
+    observation, chunks = take(data, torch.arange(6)).observation, []
+    for spread in (0.0, 1.0):
+        net = nets(data)
+        for head in net.violation.slow:
+            torch.nn.init.normal_(head.head[-1].weight, std=spread)
+            torch.nn.init.constant_(head.head[-1].bias, -50.0)
+        chunks.append(fisor.safest(net, SAMPLER, candidates=8, seed=0)(observation, 0))
+    assert torch.equal(*chunks)
+
+
+def test_a_step_trains_critics_actor_and_slow_copies() -> None:
+    data = played(20, 0.5)
+    net, before = nets(data), nets(data)
+    settings = FISOR(actor_batch=16, actor_rate=0.5)
+    critics = torch.optim.Adam([p for c in (net.reward, net.violation) for p in c.parameters() if p.requires_grad])
+    optimiser = torch.optim.Adam(net.actor.parameters())
+
+    def step(loss):
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
+    fisor.train_step(net, data, SAMPLER, settings, critics, step, seed=0, step=0)
+    found = fisor.train_step(net, data, SAMPLER, settings, critics, step, seed=0, step=1)
+    assert set(found) == {f"critic/{name}_loss" for name in ("v", "q", "v_h", "q_h")} | {"loss/policy"}
+    old = dict(before.named_parameters())
+    for part in ("reward.q", "reward.slow", "violation.q", "violation.slow", "violation.v", "actor", "slow_actor"):
+        assert any(not torch.equal(p, old[n]) for n, p in net.named_parameters() if n.startswith(part)), part
+    plain = fisor.train_step(net, data, SAMPLER, FISOR(weighted=False), critics, step, seed=0, step=1)
+    assert set(plain) == {"loss/policy"}
+
+
+def test_plain_cloning_weighs_everything_alike(monkeypatch) -> None:
+    data = played(10, 0.5)
+    net, few = nets(data), take(data, torch.arange(8))
+    plain = fisor.actor_loss(net, few, SAMPLER, FISOR(weighted=False), generator(0))
+    monkeypatch.setattr(fisor, "weights", lambda *_: torch.full((8,), 3.0))
+    triple = fisor.actor_loss(net, few, SAMPLER, FISOR(), generator(0))
+    torch.testing.assert_close(triple, 3.0 * plain)
+
+
+def test_figures_count_episodes() -> None:
+    data = played(10, 0.0)
+    found = fisor.judged(data._replace(cost=(data.episode < 2).float()))
+    assert found["eval/success_mean"] == 1.0 and found["eval/violating"] == pytest.approx(0.2)
+    assert found["eval/cost_mean"] == pytest.approx((data.episode < 2).float().sum().item() / 10)
+
+
+@pytest.mark.slow
+def test_it_learns_what_is_dangerous() -> None:
+    """Q_h of the steps that did damage exceeds that of steps the other way, V_h is high where damage is done, and the
+    sign of Q_h tells steps that did from others: with h = 25 more than half of the safe ones were held unsafe."""
+    data = played(300, 0.4, 0.35)
+    net = nets(data, width=64)
+    settings = FISOR()
+    optimiser = torch.optim.Adam([p for c in (net.reward, net.violation) for p in c.parameters()], lr=2e-3)
+    for step in range(250):
+        index = torch.randint(len(data.reward), (256,), generator=generator(0, step))
+        losses = fisor.critic_losses(net, take(data, index), settings)
+        optimiser.zero_grad()
+        torch.stack(list(losses.values())).sum().backward()
+        optimiser.step()
+        net.reward.follow(0.05), net.violation.follow(0.05)
+    hurt = data.cost > 0
+    with torch.no_grad():
+        worst = net.violation.v(data.observation)
+        risk = net.violation.slow_q(data.observation, data.action).amax(0)
+    assert worst[hurt].mean() > worst[~hurt].mean() + 0.8
+    assert (risk[~hurt] > 0).float().mean() < 0.3 and (risk[hurt] <= 0).float().mean() < 0.3
+    into = take(data, hurt)
+    risks = [net.violation.slow_q(into.observation, action).amax(0).mean() for action in (into.action, -into.action)]
+    assert risks[0] > risks[1] + 1.0

@@ -1,0 +1,140 @@
+"""Demonstrations as frames, supervised losses, and that a policy learns from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from genrl.mdp import ddpm
+from genrl.mdp.noise import generator, keyed_noise
+from genrl.vla.methods.imitation import (
+    STD_FLOOR,
+    flow_matching_loss,
+    flow_times,
+    frame_statistics,
+    imitate,
+    minitable_frames,
+    noise_matching_loss,
+)
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, rows, tokenise
+from genrl.vla.rollout.rollout import collect
+from genrl.vla.rollout.sampling import Diffusion, FlowSteps, act
+from genrl.vla.simulators.minitable import PUT, MiniTable, demonstrate, expert_chunk, task
+from tests.vla.tiny_policies import SEES, TOLD, WORDS, diffusion, flow, frames
+
+
+def test_frames_are_what_the_environment_shows_and_what_the_expert_does() -> None:
+    """An environment that plays the demonstrated episodes by the expert shows the frames, one after the other."""
+    keys, tasks, row = task.episode_keys(0, np.arange(4), np.zeros(4)), (0, 4), 0
+    seen = minitable_frames(demonstrate(keys, tasks), WORDS, horizon=4, image_size=32)
+    for key in keys:
+        env = MiniTable(1, chunk=1, tasks=tasks)
+        shown, _ = env.reset(seed=0, options={"episodes": np.array([key])})
+        ended = False
+        while not ended:
+            assert np.array_equal(seen[IMAGE][row].numpy(), shown["pixels"][0])
+            assert np.array_equal(seen[STATE][row].numpy(), shown["agent_pos"][0])
+            assert np.array_equal(seen[ENVIRONMENT][row].numpy(), shown["environment_state"][0])
+            assert np.array_equal(seen[ACTION][row].numpy(), expert_chunk(env.state, 4)[0])
+            assert torch.equal(seen[TOKENS][row], tokenise(env.task_description, WORDS)[0])
+            shown, _, terminated, _, _ = env.step(seen[ACTION][row, :1].numpy()[None])
+            ended, row = bool(terminated[0]), row + 1
+    assert {len(value) for value in seen.values()} == {row}
+
+
+def test_statistics_have_a_floor_for_states_only() -> None:
+    still = {STATE: torch.zeros(5, 2), ACTION: torch.zeros(5, 3), TOKENS: torch.ones(5, 2, dtype=torch.int64)}
+    found = frame_statistics(still)
+    assert set(found) == {STATE, ACTION}
+    assert found[STATE]["std"].tolist() == pytest.approx([STD_FLOOR] * 2) and found[ACTION]["std"].abs().max() == 0
+
+
+def test_times_are_mostly_noise() -> None:
+    """Beta(1.5, 1) has mean 3/5 and P(t < x) = x^1.5."""
+    times = flow_times(20000, generator(0))
+    assert 0.001 <= times.min() and times.max() <= 1.0
+    assert times.mean().item() == pytest.approx(0.999 * 0.6 + 0.001, abs=0.006)
+    assert (times < 0.5).float().mean().item() == pytest.approx(0.5**1.5, abs=0.01)
+
+
+class Knows:
+    """Says the noise, or the velocity, of one action exactly."""
+
+    def __init__(self, actions: torch.Tensor, alpha_bars: torch.Tensor) -> None:
+        self.actions, self.alpha_bars = actions, alpha_bars
+
+    def velocity(self, context, x, sigma):
+        return (x - self.actions) / sigma[:, None, None]
+
+    def noise(self, context, x, timestep):
+        bar = self.alpha_bars[timestep].float()[:, None, None]
+        return (x - bar.sqrt() * self.actions) / (1 - bar).sqrt()
+
+
+def test_the_losses_are_zero_at_the_truth_and_count_only_what_was_demonstrated() -> None:
+    actions, noise = keyed_noise((6, 4, 3), 1), keyed_noise((6, 4, 3), 2)
+    sigma, bars = torch.linspace(0.1, 1.0, 6), ddpm.cosine_alpha_bars(20)
+    timestep, truth = torch.tensor([0, 3, 7, 11, 15, 19]), Knows(actions, bars)
+    assert flow_matching_loss(truth, {}, actions, noise, sigma).item() == pytest.approx(0.0, abs=1e-9)
+    assert noise_matching_loss(truth, {}, actions, noise, timestep, bars).item() == pytest.approx(0.0, abs=1e-9)
+    valid = torch.ones(6, 4, dtype=torch.bool)
+    valid[:, 2:] = False
+    padded = torch.where(valid[..., None], actions, 100.0)
+    assert flow_matching_loss(truth, {}, padded, noise, sigma, valid).item() == pytest.approx(0.0, abs=1e-9)
+    assert flow_matching_loss(truth, {}, padded, noise, sigma).item() > 100
+    off = flow_matching_loss(truth, {}, actions + 0.5, noise, torch.ones(6))
+    assert off.item() == pytest.approx(0.25, rel=1e-5)  # v = x - a = noise - a; the target is 0.5 less
+
+
+@pytest.mark.parametrize(("inputs", "batch"), [pytest.param(SEES, 24, marks=pytest.mark.slow), (TOLD, 64)])
+def test_a_flow_policy_overfits_a_few_frames(inputs, batch: int) -> None:
+    """The ODE leads to the chunk demonstrated for each frame, not to those of the others."""
+    few = rows(frames(), torch.arange(0, 48, 6))
+    policy = flow(inputs, stir=False)
+    losses = list(imitate(policy, few, steps=100, batch_size=batch, learning_rate=2e-3, seed=0))
+    assert np.mean(losses[-10:]) < 0.25 * losses[0]
+    with torch.no_grad():
+        context, noise, goal = policy.encode(few), keyed_noise((8, 4, 3), 5), policy.normalised(few[ACTION])
+    error = (act(policy, FlowSteps(), context, noise) - goal).square().mean()
+    assert error < 0.15 * (noise - goal).square().mean()
+    others = act(policy, FlowSteps(), rows(context, torch.arange(8).roll(4)), noise)
+    assert error < 0.5 * (others - goal).square().mean()  # it looks
+
+
+def test_a_diffusion_policy_overfits_a_few_frames() -> None:
+    few = rows(frames(), torch.arange(0, 48, 6))
+    policy = diffusion(TOLD)
+    losses = list(imitate(policy, few, steps=150, batch_size=64, learning_rate=1e-3, seed=0))
+    assert np.mean(losses[-10:]) < 0.35 * losses[0]
+    chunk = act(policy, Diffusion(ft_denoising_steps=20), policy.encode(few), keyed_noise((8, 4, 3), 5))
+    before = (keyed_noise((8, 4, 3), 5) - policy.normalised(few[ACTION])).square().mean()
+    assert (chunk - policy.normalised(few[ACTION])).square().mean() < 0.15 * before
+
+
+def test_training_is_reproducible_and_may_be_left() -> None:
+    how = {"steps": 6, "batch_size": 8, "learning_rate": 1e-3}
+    first, again = (list(imitate(flow(TOLD), frames(), seed=1, **how)) for _ in range(2))
+    assert first == again and len(first) == 6
+    assert first[:2] == [loss for loss, _ in zip(imitate(flow(TOLD), frames(), seed=1, **how), range(2), strict=False)]
+    assert first != list(imitate(flow(TOLD), frames(), seed=2, **how))
+    spoilt = frames() | {STATE: frames()[STATE] * torch.nan}
+    with pytest.raises(FloatingPointError, match="step 0"):
+        next(imitate(flow(TOLD), spoilt, seed=1, **how))
+
+
+def test_a_trained_policy_moves_towards_its_goal() -> None:
+    """A little imitation already beats none: nearer to the disc of the instruction after two decisions."""
+
+    def distance(policy) -> float:
+        rollout = collect(
+            MiniTable(64, tasks=PUT), policy, FlowSteps(noise_level=0.05), decisions=2, seed=0, iteration=0
+        )
+        state = rollout.observations[STATE]
+        return float((state[2, :, 1] - state[0, :, 1]).mean())
+
+    policy = flow(TOLD, stir=False)
+    still = distance(policy)
+    for _ in imitate(policy, frames(), steps=60, batch_size=64, learning_rate=2e-3, seed=0):
+        pass
+    assert distance(policy) > still + 0.15  # the discs are away from the front edge, where the gripper begins

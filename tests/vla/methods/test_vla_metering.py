@@ -1,0 +1,76 @@
+"""What a policy's run logs is what the catalogue documents, both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genrl.runtime.metrics import METRICS, SECTIONS, document
+from genrl.runtime.run import Run, read_metrics
+from genrl.vla.train import train
+from tests.vla import vla_runs
+
+OWN = set(SECTIONS["Policies in simulation"])
+SHARED = {"loss/policy", "ratio/mean", "lr", "updates", "timing/train_s", "timing/eval_s", "timing/iteration_s"}
+SHARED |= {"memory/peak_mb"}
+CRITIC = {"critic/explained_variance", "loss/value", "grad_norm/critic"}
+LEARNED_NOISE = {"entropy"}  # only with entropy_weight above 0
+EVALUATION = {key for key in OWN if key.startswith("eval/")} | {"timing/eval_s"}
+CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    # settings, and the entries that such a run logs
+    "ppo": ({"evaluation": {"every": 1}}, (OWN | SHARED) - LEARNED_NOISE),
+    "flow_noise": (
+        {"sampler": "flow_noise", "trainer": {"entropy_weight": 0.01}},
+        (OWN | SHARED) - EVALUATION,
+    ),
+    "dppo": ({"sampler": "diffusion"}, (OWN | SHARED) - EVALUATION - LEARNED_NOISE),
+    "warm-up": (
+        {"trainer": {"critic_warmup": 9}},
+        (OWN | SHARED)
+        - EVALUATION
+        - LEARNED_NOISE
+        - {"loss/policy", "ratio/mean", "ratio/clipped", "kl/updates", "grad_norm/policy"},
+    ),
+    "grpo": (vla_runs.GRPO, (OWN | SHARED) - EVALUATION - LEARNED_NOISE - CRITIC),
+    "sft": (
+        {**vla_runs.SFT, "evaluation": {"every": 1}},
+        {"loss", "grad_norm/policy", *(SHARED - {"loss/policy", "ratio/mean"}), *EVALUATION},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_run_logs_what_the_catalogue_has(name: str, tmp_path: Path) -> None:
+    """That no other key is logged is the logger's to refuse (`document` raises)."""
+    changes, wanted = CONFIGURATIONS[name]
+    run = train(vla_runs.config(tmp_path, **changes))
+    entry = {id(doc): key for key, doc in METRICS.items()}
+    logged = {entry[id(document(key))] for row in read_metrics(Run(run).metrics) for key in row if key != "step"}
+    assert logged == wanted
+
+
+def test_every_entry_is_logged_by_some_run() -> None:
+    assert OWN <= set.union(*(logged for _, logged in CONFIGURATIONS.values()))
+
+
+def test_times_are_not_compared_between_runs() -> None:
+    assert {key for key in OWN if not document(key).reproducible} == {
+        "env_steps_per_s",
+        "timing/rollout_s",
+        "timing/simulator_s",
+    }
+
+
+def test_values_are_finite_and_within_their_units(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"sampler": "reinflow", "trainer": {"entropy_weight": 0.01}, "iterations": 2}
+    run = train(vla_runs.config(tmp_path, **changes, evaluation={"every": 1}))
+    for row in read_metrics(Run(run).metrics):
+        assert None not in row.values()
+        for key, value in row.items():
+            if key != "step" and document(key).unit.startswith("share"):
+                assert 0.0 <= value <= 1.0, key
+        if row["step"]:
+            assert 0.0 <= row["timing/simulator_s"] <= row["timing/rollout_s"] <= row["timing/iteration_s"]
+            assert row["eval/success_low"] <= row["eval/success_mean"] <= row["eval/success_high"]

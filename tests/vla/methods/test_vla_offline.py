@@ -1,0 +1,199 @@
+"""Transitions from any behaviour, and IQL's critics on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from genrl.mdp import ddpm, forward
+from genrl.mdp.noise import generator, keyed_noise
+from genrl.runtime import state
+from genrl.vla.methods.imitation import flow_times, frame_statistics
+from genrl.vla.methods.offline import (
+    Critics,
+    Store,
+    Words,
+    behaviour_of,
+    cloning_errors,
+    frames_of,
+    from_rollout,
+    merge,
+    play,
+    successful,
+    take,
+    train_iql,
+)
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
+from genrl.vla.rollout.rollout import collect
+from genrl.vla.rollout.sampling import Diffusion, FlowSteps
+from genrl.vla.simulators.minitable import MiniTable, expert_chunk
+from tests.vla.tiny_policies import TOLD, WORDS, diffusion, flow, frames
+
+READS = Words(WORDS)
+
+
+def expert_data(count: int = 12, noise: float = 0.0, seed: int = 3, **how):
+    env = MiniTable(count, image_size=0, chunk=4)
+
+    def behave(observation, decision):
+        chunk = expert_chunk(env.state, 4)
+        chunk += np.random.default_rng([seed, decision]).normal(0, noise, chunk.shape) if noise else 0.0
+        return torch.from_numpy(chunk.astype(np.float32))
+
+    return play(env, behave, READS, decisions=10, seed=seed, **how)
+
+
+def test_an_experts_episodes_are_recorded_one_after_the_other() -> None:
+    data = expert_data(gamma=0.9)
+    ends = data.done.nonzero()[:, 0]
+    assert data.success.sum() == data.terminated.sum() == data.done.sum() == len(ends) > 12
+    assert torch.equal(data.reward > 0, data.success)
+    # success after n actions pays gamma^(n - 1), and gamma^n is the discount of what follows
+    torch.testing.assert_close(data.reward[ends], 0.9 ** (data.n_executed[ends].float() - 1))
+    torch.testing.assert_close(data.discount, 0.9 ** data.n_executed.float())
+    for episode in data.episode.unique():
+        own = (data.episode == episode).nonzero()[:, 0]
+        for name in (STATE, ENVIRONMENT):
+            assert torch.equal(data.observation[name][own[1:]], data.next_observation[name][own[:-1]])
+        assert len({tuple(row.tolist()) for row in data.observation[TOKENS][own]}) == 1
+    assert torch.equal(data.observation[TOKENS], data.next_observation[TOKENS])
+    assert data.cost.abs().max() == 0
+
+
+def test_one_episode_of_every_table() -> None:
+    data = expert_data(one_episode=True)
+    assert sorted(data.episode.unique().tolist()) == list(range(12))
+    assert data.done.sum() == 12 and successful(data).all()
+    again = expert_data(one_episode=True)
+    assert all(torch.equal(a, b) for a, b in zip(data[1:5], again[1:5], strict=True))
+
+
+class Recording(MiniTable):
+    """Keeps the actions that arrive."""
+
+    def __init__(self, *args, **how) -> None:
+        super().__init__(*args, **how)
+        self.sent: list[np.ndarray] = []
+
+    def step(self, actions):
+        self.sent.append(np.array(actions))
+        return super().step(actions)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sampler"),
+    [
+        (flow(), FlowSteps(selection="all")),
+        (flow(), FlowSteps("flow_cps", 4, 0.7, "all", skip_last=True)),
+        (diffusion(), Diffusion(steps=5, ft_denoising_steps=5)),
+    ],
+)
+def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
+    env = Recording(6, image_size=0, chunk=4, max_steps=12)
+    rollout = collect(env, policy, sampler, decisions=5, seed=0, iteration=0)
+    data = from_rollout(rollout, policy, gamma=0.95)
+    sent = torch.from_numpy(np.stack(env.sent))[rollout.valid]
+    torch.testing.assert_close(data.action, sent, rtol=1e-5, atol=1e-5)
+    assert torch.equal(data.done, rollout.done[rollout.valid]) and len(data.reward) == int(rollout.valid.sum())
+    final = rollout.observations[STATE][1:][rollout.valid]
+    assert torch.equal(data.next_observation[STATE], final)
+
+
+def test_a_chunk_that_nobody_kept_is_refused() -> None:
+    rollout = collect(MiniTable(4, image_size=0), flow(), FlowSteps(steps=6), decisions=3, seed=0, iteration=0)
+    with pytest.raises(ValueError, match="does not hold its chunks"):
+        from_rollout(rollout, flow(), gamma=0.9)
+
+
+def test_sets_are_merged_and_cut() -> None:
+    one, other = expert_data(4, one_episode=True), expert_data(5, seed=9, one_episode=True)
+    both = merge(one, other)
+    assert len(both.reward) == len(one.reward) + len(other.reward)
+    assert sorted(both.episode.unique().tolist()) == list(range(9))
+    back = take(both, both.episode >= 4)
+    assert torch.equal(back.observation[STATE], other.observation[STATE]) and torch.equal(back.action, other.action)
+    assert set(frames_of(both)) == {STATE, ENVIRONMENT, TOKENS, ACTION}
+
+
+def test_successful_marks_whole_episodes() -> None:
+    data = expert_data(3, one_episode=True)
+    lost = data._replace(success=data.success & (data.episode != 1))
+    assert torch.equal(successful(lost), data.episode != 1)
+
+
+def test_a_policy_behaves_by_seed_and_decision() -> None:
+    policy, data = flow(), expert_data(3, one_episode=True)
+    few = {name: value[:3] for name, value in data.observation.items()}
+    behave = behaviour_of(policy, FlowSteps(), seed=1)
+    assert torch.equal(behave(few, 0), behave(few, 0)) and not torch.equal(behave(few, 0), behave(few, 1))
+    assert behave(few, 0).shape == (3, 4, 3)
+
+
+def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
+    data, bars = expert_data(4, one_episode=True), ddpm.cosine_alpha_bars(20)
+    observation, action = data.observation, data.action
+    for policy in (flow(), diffusion()):
+        found = cloning_errors(policy, observation, action, bars, generator(7))
+        rng, actions = generator(7), policy.normalised(action)
+        noise = torch.randn(action.shape, generator=rng)
+        context = policy.encode(observation)
+        if policy.__class__.__name__ == "TinyFlowVLA":
+            sigma = flow_times(len(action), rng)
+            x = forward.flow_sample(actions, noise, sigma)
+            error = policy.velocity(context, x, sigma) - (noise - actions)
+        else:
+            timestep = torch.randint(20, (len(action),), generator=rng)
+            x = forward.diffusion_sample(actions, noise, bars[timestep])
+            error = policy.noise(context, x, timestep) - noise
+        torch.testing.assert_close(found, error.square().mean((1, 2)))
+
+
+def test_a_store_comes_back_as_it_was() -> None:
+    net = torch.nn.Linear(2, 2)
+    optimiser = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimiser.step()
+    store = Store(net=net, optimiser=optimiser)
+    store.data, store.ready = {"transitions": expert_data(2, one_episode=True), "figures": {"a": 1.5}}, True
+    tensors, tree = state.pack(store.state_dict())
+    other = torch.nn.Linear(2, 2)
+    back = Store(net=other, optimiser=torch.optim.Adam(other.parameters()))
+    back.load_state_dict(state.unpack(tensors, tree))
+    assert back.ready and torch.equal(other.weight, net.weight) and back.data["figures"] == {"a": 1.5}
+    assert torch.equal(back.data["transitions"].action, store.data["transitions"].action)
+    assert torch.equal(back.data["transitions"].observation[STATE], store.data["transitions"].observation[STATE])
+
+
+def test_a_critic_looks_no_further_than_the_data() -> None:
+    """Actions beyond the demonstrated range do no more, so they are worth no more."""
+    torch.manual_seed(0)
+    critics = Critics(TOLD, frame_statistics(frames()), 12, width=16)
+    torch.nn.init.normal_(critics.q[0].head[-1].weight)
+    observation = {name: value[:4] for name, value in expert_data(4, one_episode=True).observation.items()}
+    far = torch.full((4, 4, 3), 5.0)
+    assert torch.equal(critics.q_values(observation, far), critics.q_values(observation, 10 * far))
+    near = keyed_noise((4, 4, 3), 1) * 0.3
+    assert not torch.equal(critics.q_values(observation, near)[0], critics.q_values(observation, 2 * near)[0])
+
+
+@pytest.mark.slow
+def test_critics_learn_from_mixed_data_what_leads_to_success() -> None:
+    """Half of the episodes are the expert's, half are of noise: its actions have the greater advantage."""
+    good, bad = (
+        expert_data(40, one_episode=True, gamma=0.95),
+        expert_data(40, 2.0, seed=5, one_episode=True, gamma=0.95),
+    )
+    data = merge(good, bad)
+    torch.manual_seed(0)
+    critics = Critics(TOLD, frame_statistics(frames_of(data)), 12, width=64)
+    figures = list(
+        train_iql(critics, data, steps=250, batch_size=128, learning_rate=2e-3, expectile=0.8, seed=0, target_rate=0.05)
+    )
+    assert np.mean([row["q_loss"] for row in figures[-20:]]) < 0.5 * np.mean([row["q_loss"] for row in figures[:20]])
+    advantage, won = critics.advantage(data.observation, data.action), successful(data)
+    assert advantage[won].mean() > advantage[~won].mean() + 0.02
+    last = data.done & data.success
+    with torch.no_grad():
+        value = critics.v(data.observation)
+    assert value[last].mean() > value[~won].mean() + 0.3  # one decision before success

@@ -1,0 +1,154 @@
+"""The offline methods as tiny whole runs: they train, log what is documented, and resume bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genrl.config import ConfigError, VLAConfig, load
+from genrl.vla.policies.folder import load_policy
+from genrl.vla.train import check_processes, train
+from tests.run_folders import differences, rows
+
+SMALL: dict[str, tuple[str, ...]] = {
+    "rl100": (
+        "environment.num_envs=8",
+        "demonstrations.expert=6",
+        "trainer.imitation_steps=4",
+        "trainer.rounds=1",
+        "trainer.episodes=8",
+        "trainer.critic_steps=4",
+        "trainer.critics.width=16",
+        "trainer.dynamics_steps=4",
+        "trainer.updates=4",
+        "trainer.batch_size=16",
+        "trainer.gate_every=2",
+        "trainer.gate_starts=8",
+        "trainer.gate_steps=3",
+        "trainer.union_steps=2",
+        "trainer.online_minibatch=32",
+        "trainer.distil_steps=0",
+    ),
+    "diwa": (
+        "environment.num_envs=6",
+        "environment.max_steps=12",
+        "demonstrations.expert=6",
+        "sampler.steps=4",
+        "sampler.ft_denoising_steps=2",
+        "trainer.world.tables=8",
+        "trainer.world.length=10",
+        "trainer.world.window=6",
+        "trainer.world.batch_size=4",
+        "trainer.world.steps=4",
+        "trainer.world.deterministic=16",
+        "trainer.world.stochastic=4",
+        "trainer.classifier.steps=3",
+        "trainer.classifier.batch_size=16",
+        "trainer.imitation_steps=3",
+        "trainer.critic_warmup=0",
+        "trainer.epochs=1",
+    ),
+    "fisor": (
+        "trainer.episodes=12",
+        "trainer.steps_per_iteration=3",
+        "trainer.critics.width=16",
+        "trainer.critics.batch_size=8",
+        "trainer.actor_batch=8",
+        "trainer.candidates=2",
+    ),
+    "rl_vlm_f": (
+        "environment.num_envs=6",
+        "trainer.episodes=12",
+        "trainer.labels.pairs=10",
+        "trainer.labels.rounds=2",
+        "trainer.labels.steps=3",
+        "trainer.labels.members=2",
+        "trainer.critic_steps=3",
+        "trainer.critics.width=16",
+        "trainer.steps_per_iteration=3",
+        "trainer.batch_size=8",
+        "optimizer.schedule=constant",
+    ),
+}
+
+
+def small(root: Path, name: str, output: Path, *more: str) -> VLAConfig:
+    overrides = [
+        *SMALL[name],
+        "evaluation.episodes=4",
+        "evaluation.every=1",
+        "evaluation.videos=0",
+        "checkpoint.every=1",
+        "iterations=2",
+        "trackers=[]",
+        f"output={output}",
+        *more,
+    ]
+    found: Any = load(root / "configs" / "vla" / f"{name}.yaml", overrides)
+    config = found[0] if isinstance(found, tuple) else found
+    assert isinstance(config, VLAConfig)
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_path: Path, name: str) -> None:
+    whole = train(small(root, name, tmp_path / "whole"))
+    halves = train(small(root, name, tmp_path / "halves", "iterations=1"))
+    train(small(root, name, tmp_path / "halves"), resume=halves)
+    assert differences(whole, halves) == []
+    kept = rows(whole)
+    assert [row["step"] for row in kept] == [0, 1, 2]
+    assert all(0 <= row["eval/success_mean"] <= 1 for row in kept)
+    policy = load_policy(whole / "policy")
+    assert policy.horizon == (1 if name == "fisor" else 4)
+
+
+@pytest.mark.slow
+def test_what_they_say_of_themselves(root: Path, tmp_path: Path) -> None:
+    """RL-100 leaves a one-step policy, FISOR counts costs, RL-VLM-F asks its judge no more than it must."""
+    folder = train(small(root, "rl100", tmp_path / "a", "iterations=1", "trainer.distil_steps=3"))
+    last = rows(folder)[-1]
+    assert last["gate/accepted"] + last["gate/refused"] == 2 and 0 <= last["distil/success_mean"] <= 1
+    assert load_policy(folder / "one_step").horizon == 4
+    last = rows(train(small(root, "fisor", tmp_path / "b", "iterations=1")))[-1]
+    assert last["eval/within_limit"] == float(last["eval/cost_mean"] <= 0.25) and last["data/success_mean"] > 0.9
+    config = small(
+        root, "rl_vlm_f", tmp_path / "c", "iterations=1", f"trainer.labels.cache={tmp_path / 'labels.jsonl'}"
+    )
+    first = rows(train(config))[-1]
+    again = rows(train(config.model_copy(update={"output": str(tmp_path / "d")})))[-1]
+    assert first["labels/pairs"] == 20 and 0 < first["labels/asked"] <= 20 and again["labels/asked"] == 0
+    assert first["loss/policy"] == again["loss/policy"]
+
+
+@pytest.mark.slow
+def test_labels_tell_the_right_episodes_from_the_wayward_ones(root: Path, tmp_path: Path) -> None:
+    """No reward and no success is read: the judge's preferences make the actions of episodes that succeeded better."""
+    changes = ["episodes=300", "labels.pairs=250", "labels.steps=150", "critics.width=64", "critic_steps=250"]
+    changes += ["critics.batch_size=128", "labels.batch_size=64"]
+    overrides = [f"trainer.{change}" for change in changes]
+    last = rows(train(small(root, "rl_vlm_f", tmp_path / "run", "iterations=1", "evaluation.every=0", *overrides)))[-1]
+    assert last["labels/accuracy"] > 0.7 and last["data/advantage_gap"] > 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("fisor", "environment.name=metaworld", "minitable"),
+        ("fisor", "policy.new.type=tiny_flow_vla", "diffusion_mlp"),
+        ("rl_vlm_f", "policy.new.image_size=32", "states"),
+        ("rl100", "sampler.selection=last", "write all"),
+        ("diwa", "demonstrations=null", "expert"),
+    ],
+)
+def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, name: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(root, name, tmp_path, override)
+
+
+def test_they_run_in_one_process(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="runs in one process"):
+        check_processes(small(root, "rl100", tmp_path), 2)

@@ -1,0 +1,225 @@
+"""Preferences over pictures: pairs, a judge of the reward stack, the cache, the ensemble, new rewards for old data."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rewards
+from genrl.mdp.noise import keyed_noise
+from genrl.vla.methods.imitation import frame_statistics
+from genrl.vla.methods.offline import Words, frames_of, play
+from genrl.vla.methods.rl_vlm_f.preference_labels import (
+    LabelCache,
+    Pairs,
+    RewardEnsemble,
+    choose,
+    draw_pairs,
+    image_hash,
+    label_pairs,
+    preference_logits,
+    relabel,
+    train_rewards,
+)
+from genrl.vla.methods.rl_vlm_f.train import instructions, pictures
+from genrl.vla.policies.policy import ACTION, STATE
+from genrl.vla.simulators.minitable import MiniTable, expert_chunk
+from tests.vla.tiny_policies import TOLD, WORDS, frames
+
+READS = Words(WORDS)
+
+
+def data(count: int = 20, noise: float = 0.5):
+    env = MiniTable(count, image_size=0, chunk=4)
+
+    def behave(observation, decision):
+        chunk = expert_chunk(env.state, 4)
+        chunk += np.random.default_rng(decision).normal(0, noise, chunk.shape)
+        return torch.from_numpy(chunk.astype(np.float32))
+
+    return play(env, behave, READS, decisions=10, seed=0, one_episode=True, gamma=0.9)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=30), st.integers(0, 99))
+def test_pairs_share_an_instruction_and_differ(lines: list[str], seed: int) -> None:
+    if all(lines.count(line) == 1 for line in lines):
+        with pytest.raises(ValueError, match="no two"):
+            draw_pairs(lines, 5, seed=seed, round_number=0)
+        return
+    pairs = draw_pairs(lines, 40, seed=seed, round_number=0)
+    for a, b in zip(*(side.tolist() for side in pairs), strict=True):
+        assert a != b and lines[a] == lines[b]
+    again = draw_pairs(lines, 40, seed=seed, round_number=0)
+    assert torch.equal(pairs.first, again.first) and torch.equal(pairs.second, again.second)
+
+
+def test_every_frame_that_has_a_partner_is_drawn() -> None:
+    pairs = draw_pairs(["a", "b", "a", "b", "c", "a"], 400, seed=0, round_number=0)
+    assert set(pairs.first.tolist()) == set(pairs.second.tolist()) == {0, 1, 2, 3, 5}
+    other = draw_pairs(["a", "b", "a", "b", "c", "a"], 400, seed=0, round_number=1)
+    assert not torch.equal(pairs.first, other.first)
+
+
+class Brightness:
+    """Prefers the brighter picture; black ones have no score."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def __call__(self, images, prompts):
+        self.samples += len(prompts)
+        means = images.flatten(1).mean(1)
+        return [math.nan if mean == 0 else float(mean) for mean in means]
+
+
+class Both:
+    """Pairwise: how well i does beside j."""
+
+    def __call__(self, images, prompts, pairs):
+        means = images.flatten(1).mean(1)
+        return [float(means[i] > means[j]) for i, j in pairs]
+
+
+def grey(*levels: int) -> torch.Tensor:
+    return torch.tensor(levels, dtype=torch.uint8)[:, None, None, None].expand(-1, 16, 16, 3).contiguous()
+
+
+@pytest.mark.parametrize("judge", [Brightness(), Both()])
+def test_labels_say_which_is_better(judge) -> None:
+    images, lines = grey(10, 200, 200, 60), ["x"] * 4
+    pairs = Pairs(torch.tensor([0, 1, 1, 3]), torch.tensor([1, 0, 2, 0]))
+    assert label_pairs(judge, images, lines, pairs, LabelCache(None, "j")).tolist() == [0, 1, -1, 1]
+
+
+def test_near_scores_and_missing_ones_are_no_preference() -> None:
+    images, lines = grey(100, 110, 0), ["x"] * 3
+    pairs = Pairs(torch.tensor([0, 0]), torch.tensor([1, 2]))
+    assert label_pairs(Brightness(), images, lines, pairs, LabelCache(None, "j"), margin=0.1).tolist() == [-1, -1]
+    assert label_pairs(Brightness(), images, lines, pairs, LabelCache(None, "k"), margin=0.01).tolist() == [0, -1]
+
+
+def test_a_judge_is_asked_once_about_what_it_was_shown(tmp_path) -> None:
+    images, lines, judge = grey(10, 200, 10, 200), ["x"] * 4, Brightness()
+    cache = LabelCache(tmp_path / "labels.jsonl", "j")
+    pairs = Pairs(torch.tensor([0, 1, 2, 0]), torch.tensor([1, 0, 3, 1]))  # the same two pictures, in both orders
+    assert label_pairs(judge, images, lines, pairs, cache).tolist() == [0, 1, 0, 0]
+    assert cache.asked <= 2 and len(cache) == 1
+    fresh, silent = LabelCache(tmp_path / "labels.jsonl", "j"), Brightness()
+    assert label_pairs(silent, images, lines, pairs, fresh).tolist() == [0, 1, 0, 0]
+    assert silent.samples == 0 and fresh.asked == 0
+    for other in (LabelCache(tmp_path / "labels.jsonl", "another judge"), fresh):
+        words = ["y"] * 4 if other is fresh else lines
+        assert label_pairs(silent, images, words, pairs, other).tolist() == [0, 1, 0, 0] and other.asked
+    assert image_hash(images[0]) == image_hash(images[2]) != image_hash(images[1])
+
+
+def test_a_spoilt_cache_names_the_line(tmp_path) -> None:
+    path = tmp_path / "labels.jsonl"
+    path.write_text(json.dumps({"key": "a", "label": 1}) + "\n{broken\n")
+    with pytest.raises(ValueError, match="line 2 is no label"):
+        LabelCache(path, "j")
+
+
+def test_a_judge_that_fails_stops_the_run() -> None:
+    def broken(images, prompts):
+        raise RuntimeError("no model")
+
+    with pytest.raises(rewards.RewardFailed, match="no model"):
+        label_pairs(broken, grey(1, 2), ["x"] * 2, Pairs(torch.tensor([0]), torch.tensor([1])), LabelCache(None, "j"))
+
+
+def ensemble(members: int = 3) -> RewardEnsemble:
+    torch.manual_seed(0)
+    nets = RewardEnsemble(TOLD, frame_statistics(frames()), members=members, width=32)
+    for net in nets.nets:
+        torch.nn.init.normal_(net.head[-1].weight)
+    return nets
+
+
+def test_the_most_uncertain_and_the_most_disputed_pairs_are_chosen() -> None:
+    nets, shown = ensemble(), {k: v for k, v in frames().items() if k != ACTION}
+    candidates = draw_pairs(["x"] * len(shown[STATE]), 40, seed=0, round_number=0)
+    share = preference_logits(nets, shown, candidates).sigmoid()
+
+    def places(how):
+        chosen = choose(nets, shown, candidates, 5, how)
+        pairs = list(zip(*(side.tolist() for side in candidates), strict=True))
+        return [pairs.index(pair) for pair in zip(*(side.tolist() for side in chosen), strict=True)]
+
+    assert places("uniform") == [0, 1, 2, 3, 4]
+    entropy, disputed = places("entropy"), places("disagreement")
+    unsure, spread = (share.mean(0) - 0.5).abs(), share.std(0)
+    rest = torch.tensor([p for p in range(40) if p not in entropy])
+    assert unsure[entropy].max() <= unsure[rest].min()
+    rest = torch.tensor([p for p in range(40) if p not in disputed])
+    assert spread[disputed].min() >= spread[rest].max()
+    with pytest.raises(ValueError, match="'uniform', 'entropy' or 'disagreement'"):
+        choose(nets, shown, candidates, 5, "best")
+
+
+def test_pairs_without_a_preference_teach_nothing() -> None:
+    shown = {k: v for k, v in frames().items() if k != ACTION}
+    pairs = Pairs(torch.tensor([0, 2]), torch.tensor([1, 3]))
+    how = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3, "seed": 0}
+    with pytest.raises(ValueError, match="none of the 2 labels"):
+        next(train_rewards(ensemble(), shown, pairs, torch.tensor([-1, -1]), **how))
+    one, other = ensemble(), ensemble()
+    list(train_rewards(one, shown, pairs, torch.tensor([1, -1]), **how))
+    list(train_rewards(other, shown, Pairs(pairs.first[:1], pairs.second[:1]), torch.tensor([1]), **how))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_new_rewards_do_not_depend_on_what_nobody_said() -> None:
+    found, nets = data(), ensemble()
+    blind = found._replace(
+        reward=keyed_noise((len(found.reward),), 1), success=~found.success, terminated=~found.terminated
+    )
+    labelled, again = relabel(nets, found), relabel(nets, blind)
+    assert torch.equal(labelled.reward, again.reward) and torch.equal(labelled.terminated, again.terminated)
+    with torch.no_grad():
+        worth = nets(found.next_observation).mean(0)
+    torch.testing.assert_close(labelled.reward[found.done], worth[found.done])
+    going = ~found.done
+    torch.testing.assert_close(labelled.reward[going], ((1 - found.discount) * worth)[going])
+    assert torch.equal(labelled.terminated, found.done) and torch.equal(labelled.action, found.action)
+
+
+def test_pictures_and_instructions_are_found_again() -> None:
+    env = MiniTable(6, image_size=32, chunk=1)
+    seen, _ = env.reset(seed=0)
+    for _ in range(12):
+        seen = env.step(expert_chunk(env.state, 1))[0]
+    shown = {
+        STATE: torch.from_numpy(seen["agent_pos"]),
+        "observation.environment_state": torch.from_numpy(seen["environment_state"]),
+    }
+    shown["observation.language.tokens"] = READS.tokenise(env.task_description)
+    assert torch.equal(pictures(shown, 32), torch.from_numpy(seen["pixels"]))
+    assert instructions(shown, READS) == env.task_description
+
+
+@pytest.mark.slow
+def test_an_ensemble_learns_the_order_of_progress() -> None:
+    """Trained on the table judge's preferences it orders pairs that it has not seen, and success is worth the most."""
+    found = data(150)
+    shown = found.next_observation
+    lines, images = instructions(shown, READS), pictures(shown, 32)
+    judge, cache = rewards.load("table_progress"), LabelCache(None, "table_progress")
+    torch.manual_seed(0)
+    nets = RewardEnsemble(TOLD, frame_statistics(frames_of(found)), members=2, width=64)
+    pairs, fresh = (draw_pairs(lines, count, seed=seed, round_number=0) for count, seed in ((800, 0), (300, 1)))
+    labels = label_pairs(judge, images, lines, pairs, cache, margin=0.1)
+    list(train_rewards(nets, shown, pairs, labels, steps=250, batch_size=64, learning_rate=2e-3, seed=0))
+    told = label_pairs(judge, images, lines, fresh, cache, margin=0.1)
+    with torch.no_grad():
+        right = (preference_logits(nets, shown, fresh).mean(0) > 0) == (told > 0)
+        worth = nets(shown).mean(0)
+    assert right[told >= 0].float().mean() > 0.75
+    assert worth[found.success].mean() > worth[~found.success].mean() + 0.3

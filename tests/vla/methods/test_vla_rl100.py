@@ -1,0 +1,187 @@
+"""RL-100: the surrogate at every denoising step, the gate, offline evaluation, GAE online, one-step distillation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from genrl.mdp.noise import generator, keyed_noise
+from genrl.objectives.advantages.gae import chunk_gae
+from genrl.vla.methods.imitation import frame_statistics
+from genrl.vla.methods.offline import Critics, from_rollout
+from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
+from genrl.vla.methods.rl100.train import decayed_clip, distil, draw_at, one_step, online_batch, part, surrogate_steps
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, rows
+from genrl.vla.rollout.rollout import collect
+from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, act
+from genrl.vla.simulators.minitable import MiniTable
+from tests.vla.tiny_policies import TOLD, flow, frames
+
+SAMPLER = FlowSteps("flow_cps", 4, 0.7, "all", skip_last=True)
+
+
+class Likes:
+    """Critics that know one chunk to be good, and say so smoothly."""
+
+    def __init__(self, goal: torch.Tensor) -> None:
+        self.goal = goal
+
+    def advantage(self, observation, action):
+        return -(action - self.goal).square().mean((1, 2))
+
+    def slow_q(self, observation, action):
+        return self.advantage(observation, action).expand(2, -1)
+
+
+def observations(count: int = 16):
+    return rows({name: value for name, value in frames().items() if name != ACTION}, torch.arange(count))
+
+
+def collected(policy, tables: int = 8, decisions: int = 6):
+    env = MiniTable(tables, image_size=0, max_steps=16)
+    return collect(env, policy, SAMPLER, decisions=decisions, seed=0, iteration=0)
+
+
+def test_the_clip_range_decays_for_200_uses() -> None:
+    assert decayed_clip(0.25, 0.96, 0) == 0.25 and decayed_clip(0.25, 0.96, 2) == pytest.approx(0.25 * 0.96**2)
+    assert decayed_clip(0.25, 0.96, 5000) == decayed_clip(0.25, 0.96, 200) > 0
+
+
+def test_the_gate_moves_up_only() -> None:
+    gate = Gate(1.0)
+    assert [gate.admits(value) for value in (0.5, 1.0, 1.2, 1.1, 1.3)] == [False, False, True, False, True]
+    assert (gate.best, gate.accepted, gate.refused) == (1.3, 2, 3)
+
+
+def test_every_denoising_step_is_an_update_of_its_own_and_the_first_is_on_policy() -> None:
+    policy, old = flow(), flow()
+    batch = draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=4)
+    assert batch.log_prob.shape == (16, 3) and batch.states.shape[1] == 3  # the last step has no noise
+    assert batch.advantage.mean().abs() < 1e-5 and batch.advantage.std().item() == pytest.approx(1.0, rel=1e-4)
+    losses = []
+    figures = list(surrogate_steps(policy, SAMPLER, losses.append, batch, clip=0.2, executed=4))
+    assert len(losses) == len(figures) == 3
+    for row in figures:  # nothing was stepped: all ratios are 1
+        assert row["kl/updates"] < 1e-6 and row["ratio/clipped"] == 0 and abs(row["loss/policy"]) < 1e-4
+    again = draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=4)
+    assert torch.equal(again.log_prob, batch.log_prob) and torch.equal(again.states, batch.states)
+    assert torch.equal(part(batch, torch.tensor([3, 1])).advantage, batch.advantage[[3, 1]])
+
+
+def test_only_the_executed_actions_have_a_say() -> None:
+    whole, half = (
+        draw_at(flow(), SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=n) for n in (4, 2)
+    )
+    assert torch.equal(whole.states, half.states) and not torch.equal(whole.log_prob, half.log_prob)
+
+
+def test_a_sampler_with_one_ratio_is_refused() -> None:
+    policy = flow(noise_head="expert")
+    batch = draw_at(policy, LearnedNoise(), Likes(torch.zeros(4, 3)), observations(), generator(0), executed=4)
+    with pytest.raises(TypeError, match="one per chain"):
+        next(surrogate_steps(policy, LearnedNoise(), lambda loss: None, batch, clip=0.2, executed=4))
+
+
+def test_the_surrogate_moves_chunks_to_what_the_critics_like() -> None:
+    policy, goal = flow(), torch.full((4, 3), 0.4)
+    critics, shown = Likes(goal), observations(32)
+    optimiser = torch.optim.Adam(policy.parameters(), lr=5e-4)
+
+    def step(loss):
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+        optimiser.step()
+
+    def away() -> float:
+        chunk = policy.actions(act(policy, SAMPLER, policy.encode(shown), keyed_noise((32, 4, 3), 9)))
+        return float((chunk - goal).square().mean())
+
+    before = away()
+    for update in range(25):
+        old = flow()
+        old.load_state_dict(policy.state_dict())
+        batch = draw_at(old, SAMPLER, critics, shown, generator(1, update), executed=4)
+        list(surrogate_steps(policy, SAMPLER, step, batch, clip=0.2, executed=4))
+    assert away() < 0.93 * before
+
+
+class Still:
+    """A model in which nothing changes, and episodes are over after `length` decisions."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.calls = length, 0
+
+    def after(self, observation, action):
+        self.calls += 1
+        return observation, torch.full((len(action),), self.calls >= self.length)
+
+
+def test_offline_evaluation_averages_q_and_keeps_the_last_one() -> None:
+    class Counting(Likes):
+        calls = 0
+
+        def slow_q(self, observation, action):
+            self.calls += 1
+            return torch.full((2, len(action)), float(self.calls))
+
+    shown, goal = observations(4), torch.zeros(4, 3)
+    how = {"steps": 4, "seed": 0}
+    assert offline_value(flow(), SAMPLER, Still(99), Counting(goal), shown, **how) == pytest.approx(2.5)  # 1 2 3 4
+    assert offline_value(flow(), SAMPLER, Still(2), Counting(goal), shown, **how) == pytest.approx(1.75)  # 1 2 2 2
+    liked = [offline_value(flow(), SAMPLER, Still(99), Likes(goal), shown, **how) for _ in range(2)]
+    assert liked[0] == liked[1]
+
+
+def test_a_model_of_the_data_predicts_better_than_no_change() -> None:
+    policy = flow()
+    data = from_rollout(collected(policy, 64, 8), policy, gamma=0.98)
+    torch.manual_seed(0)
+    model = Dynamics(data, frame_statistics(frames()), width=64)
+    losses = list(train_dynamics(model, data, steps=120, batch_size=64, learning_rate=3e-3, seed=0))
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
+    following, over = model.after(data.observation, data.action)
+    assert torch.equal(following[TOKENS], data.observation[TOKENS]) and over.dtype == torch.bool
+    for name in (STATE, ENVIRONMENT):
+        error = (following[name] - data.next_observation[name]).square().mean()
+        assert error < (data.observation[name] - data.next_observation[name]).square().mean()
+
+
+def test_online_advantages_are_those_of_exact_gae() -> None:
+    policy = flow()
+    rollout = collected(policy)
+    torch.manual_seed(0)
+    critics = Critics(TOLD, frame_statistics(frames()), 12, width=16)
+    nn.init.normal_(critics.v.head[-1].weight)
+    batch, returns, observation = online_batch(rollout, critics, gamma=0.9, lam=0.8, executed=4)
+    seen = rollout.observations
+    with torch.no_grad():
+        values = torch.stack([critics.v({name: value[t] for name, value in seen.items()}) for t in range(7)])
+    found = chunk_gae(
+        *(rollout.rewards, rollout.n_executed, rollout.terminated, rollout.truncated, values[:-1], values[1:]),
+        gamma=0.9,
+        lam=0.8,
+        mode="smdp",
+    )
+    torch.testing.assert_close(returns, found.returns[rollout.valid].float())
+    expected = found.advantages[rollout.valid]
+    torch.testing.assert_close(
+        batch.advantage.double(), (expected - expected.mean()) / expected.std(), rtol=1e-3, atol=1e-4
+    )
+    assert torch.equal(observation[STATE], seen[STATE][:-1][rollout.valid]) and rollout.truncated.any()
+    torch.testing.assert_close(batch.log_prob, rollout.log_prob[rollout.valid].flatten(2).sum(-1))
+
+
+def test_a_student_meets_its_teacher_in_one_step() -> None:
+    teacher, student = flow(), flow(stir=False, seed=1)
+    shown, noise = observations(16), keyed_noise((16, 4, 3), 3)
+    assert torch.equal(one_step(student, student.encode(shown), noise), noise)  # its velocity is 0 before training
+    goal = act(teacher, SAMPLER, teacher.encode(shown), noise)
+    errors = list(distil(student, teacher, SAMPLER, shown, steps=120, batch_size=32, learning_rate=2e-3, seed=0))
+    assert sum(errors[-10:]) < 0.3 * sum(errors[:10])
+    with torch.no_grad():
+        found = one_step(student, student.encode(shown), noise)
+        assert (found - goal).square().mean() < 0.3 * (noise - goal).square().mean()
+        sampled = act(student, LearnedNoise(steps=1), student.encode(shown), noise)  # how it is used afterwards
+    torch.testing.assert_close(sampled, found)

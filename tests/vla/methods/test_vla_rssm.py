@@ -1,0 +1,119 @@
+"""The world model: its divergence against torch's, whose gradients move what, and that it learns what a move does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Normal, kl_divergence
+
+from genrl.mdp.noise import keyed_noise
+from genrl.vla.methods.diwa.rssm import (
+    Gaussian,
+    WorldModel,
+    balanced_kl,
+    imagination_error,
+    kl_gaussian,
+    world_loss,
+    world_step,
+)
+from genrl.vla.simulators.minitable import task
+from genrl.vla.simulators.minitable.play import play, seen
+
+
+def gaussians(seed: int) -> tuple[Gaussian, Gaussian]:
+    draw = [keyed_noise((5, 4), seed, place) for place in range(4)]
+    return Gaussian(draw[0], draw[1].exp()), Gaussian(draw[2], draw[3].exp())
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 1000), st.floats(0, 1))
+def test_the_divergence_is_torchs_whatever_the_balance(seed: int, balance: float) -> None:
+    q, p = gaussians(seed)
+    expected = kl_divergence(Normal(*q), Normal(*p)).sum(-1)
+    torch.testing.assert_close(kl_gaussian(q, p), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(balanced_kl(q, p, balance=balance), expected, rtol=1e-4, atol=1e-4)
+    assert kl_gaussian(q, q).abs().max() < 1e-5
+
+
+def test_the_balance_shares_out_the_gradient() -> None:
+    q, p = (Gaussian(g.mean.requires_grad_(), g.std.detach().requires_grad_()) for g in gaussians(3))
+    plain = torch.autograd.grad(kl_gaussian(q, p).sum(), (q.mean, p.mean))
+    shared = torch.autograd.grad(balanced_kl(q, p, balance=0.8).sum(), (q.mean, p.mean))
+    torch.testing.assert_close(shared[0], 0.2 * plain[0])
+    torch.testing.assert_close(shared[1], 0.8 * plain[1])
+
+
+def toys(tables: int = 40, length: int = 24, seed: int = 0):
+    found = play(tables, length, seed=seed)
+    return torch.from_numpy(found.observations), torch.from_numpy(found.actions)
+
+
+def test_play_follows_the_table_and_is_a_function_of_its_seed() -> None:
+    found, again, other = play(6, 30, seed=1), play(6, 30, seed=1), play(6, 30, seed=2)
+    assert np.array_equal(found.observations, again.observations) and np.array_equal(found.actions, again.actions)
+    assert not np.array_equal(found.actions, other.actions)
+    assert found.observations.shape == (6, 31, 9) and np.abs(found.actions).max() <= 1
+    state = task.initial_state(task.episode_keys(1, np.arange(6), np.zeros(6)), task.PUT)
+    for t in range(30):
+        assert np.array_equal(seen(state), found.observations[:, t])
+        state = task.step(state, found.actions[:, t])
+    assert play(200, 60, seed=0).observations[:, -1, 2].mean() > 0.05  # somebody holds something
+
+
+def test_imagination_and_looking_differ_in_what_they_know() -> None:
+    observations, actions = toys(4)
+    torch.manual_seed(0)
+    world = WorldModel(observations, actions, deterministic=16, stochastic=4)
+    latent = world.first(observations[:, 0])
+    dreamt = world.imagine(latent, actions[:, 0], torch.zeros(4, 4))
+    looked = world.look(latent, actions[:, 0], observations[:, 1])
+    assert torch.equal(dreamt.h, looked.h) and not torch.equal(dreamt.z, looked.z)
+    assert torch.equal(world.imagine(latent, actions[:, 0], torch.zeros(4, 4)).z, dreamt.z)
+    elsewhere = world.look(latent, actions[:, 0], observations[:, 1].flip(0))
+    assert torch.equal(looked.h, elsewhere.h) and not torch.equal(looked.z, elsewhere.z)
+    assert world.decode(looked).shape == (4, 9) and looked.rows(torch.tensor([2])).h.shape == (1, 16)
+
+
+def test_the_first_observation_is_not_held_against_the_prior() -> None:
+    observations, actions = toys(3, 4)
+    torch.manual_seed(0)
+    world = WorldModel(observations, actions, deterministic=16, stochastic=4)
+    noise = torch.zeros(3, 5, 4)
+    how = {"balance": 0.8, "kl_scale": 1.0}
+    alone = world_loss(world, observations[:, :2], actions[:, :1], noise[:, :2], **how)
+    h = world.forward_h(world.first(observations[:, 0]), actions[:, 0])
+    expected = balanced_kl(world.seen(h, observations[:, 1]), world.expected(h), balance=0.8).mean()
+    torch.testing.assert_close(alone.kl, expected)
+    torch.testing.assert_close(alone.loss, alone.reconstruction + alone.kl)
+
+
+def test_updates_are_functions_of_seed_and_step() -> None:
+    observations, actions = toys(8)
+    how = {"length": 6, "batch_size": 4, "balance": 0.8, "kl_scale": 0.1, "grad_clip": 100.0, "seed": 0}
+
+    def losses(steps):
+        torch.manual_seed(0)
+        world = WorldModel(observations, actions, deterministic=16, stochastic=4)
+        optimiser = torch.optim.Adam(world.parameters())
+        return [float(world_step(world, optimiser, observations, actions, step=s, **how).loss) for s in steps]
+
+    assert losses((0, 1, 2)) == losses((0, 1, 2)) and losses((0,)) != losses((5,))
+
+
+@pytest.mark.slow
+def test_it_learns_where_a_move_leads() -> None:
+    observations, actions = toys(200, 24)
+    torch.manual_seed(0)
+    world = WorldModel(observations, actions, deterministic=48, stochastic=12)
+    optimiser = torch.optim.Adam(world.parameters(), lr=2e-3)
+    how = {"length": 8, "batch_size": 32, "balance": 0.8, "kl_scale": 0.03, "grad_clip": 100.0, "seed": 0}
+    for step in range(550):  # play with missed grasps is harder to foretell: 250 are not enough
+        world_step(world, optimiser, observations, actions, step=step, **how)
+    fresh, moves = toys(64, 12, seed=7)
+    error = imagination_error(world, fresh, moves, context=2, seed=0)
+    still = (fresh[:, 3:] - fresh[:, 2:3]).square().mean((0,)).sqrt()  # that nothing moves on
+    assert error.shape == (10, 9)
+    assert (error[4, :2] < 0.75 * still[4, :2]).all()  # measured .65 and .61; five steps ahead, of the gripper

@@ -1,0 +1,77 @@
+"""Folders of published policies: tokenizers, features, statistics, what is missing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from genrl.vla.policies.folder import load_policy
+from tests.vla.published import pi_folder, smol_folder
+
+
+def changed(path, **settings) -> None:
+    """Settings of the tokenizer's step."""
+    file = path / "policy_preprocessor.json"
+    content = json.loads(file.read_text())
+    for step in content["steps"]:
+        if step["registry_name"] == "tokenizer_processor":
+            step["config"] |= settings
+    file.write_text(json.dumps(content))
+
+
+def test_instructions_are_padded_to_one_length_and_cut_as_the_folder_says(tmp_path) -> None:
+    smol_folder(tmp_path)
+    policy = load_policy(tmp_path)
+    tokens = policy.tokenise(["touch the blue block", "put the red block in the far zone put the red block in"])
+    assert tokens.shape == (2, 12) and (tokens[0] > 0).sum() == 5 and (tokens[1] > 0).all()
+    assert torch.equal(policy.tokenise(["touch the blue block\n"])[0], tokens[0])
+    changed(tmp_path, truncation=False)
+    with pytest.raises(ValueError, match="has 14 tokens, the policy takes 12"):
+        load_policy(tmp_path).tokenise(["put the red block in the far zone put the red block in"])
+
+
+def test_token_zero_stands_for_padding_alone(tmp_path) -> None:
+    smol_folder(tmp_path)
+    with pytest.raises(ValueError, match="has token 0, which stands for padding"):
+        load_policy(tmp_path).tokenise(["touch the <pad> block"])
+
+
+def test_a_tokenizer_that_is_nowhere_is_asked_for(tmp_path) -> None:
+    pi_folder(tmp_path)
+    (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=r"'google/paligemma-3b-pt-224'.*put its files into .*tokenizer"):
+        load_policy(tmp_path)
+    changed(tmp_path, tokenizer_name=str(tmp_path / "elsewhere"))
+    assert load_policy(tmp_path).tokenise(["touch the blue block"]).shape == (1, 12)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "policy_preprocessor.json", "config.json"])
+def test_a_missing_file_is_named(name: str, tmp_path) -> None:
+    pi_folder(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"has no {name}"):
+        load_policy(tmp_path)
+
+
+def test_a_policy_without_pictures_is_refused(tmp_path) -> None:
+    pi_folder(tmp_path, input_features={"observation.state": {"type": "STATE", "shape": [5]}})
+    with pytest.raises(ValueError, match=r"needs a picture.*has \['observation.state'\]"):
+        load_policy(tmp_path)
+
+
+def test_statistics_of_another_width_are_refused(tmp_path) -> None:
+    pi_folder(tmp_path, output_features={"action": {"type": "ACTION", "shape": [4]}})
+    with pytest.raises(ValueError, match=r"statistics of 'action' have \{3\} numbers, not 4"):
+        load_policy(tmp_path)
+
+
+def test_a_statistics_file_elsewhere_is_refused(tmp_path) -> None:
+    pi_folder(tmp_path)
+    file = tmp_path / "policy_postprocessor.json"
+    content = json.loads(file.read_text())
+    content["steps"][0]["state_file"] = "../stats.safetensors"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="state_file must lie beside it"):
+        load_policy(tmp_path)

@@ -1,0 +1,181 @@
+"""Acting on Ray actors, policy and simulators together, on a cluster of two nodes: through the configuration too."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.vla.rollout.ray_rollout import RayRollouts, gpu_share
+from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns, joined
+from genrl.vla.rollout.sampling import FlowSteps
+from genrl.vla.session import check_on_policy
+from genrl.vla.simulators.environments import open_environment
+from genrl.vla.train import train
+from tests.vla import vla_runs
+from tests.vla.test_vla_resume import straight_and_stopped
+from tests.vla.tiny_policies import SEES, TOLD, flow
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)
+pytestmark = pytest.mark.slow
+WHERE: dict[str, Any] = {"name": "minitable", "num_envs": 8, "chunk": 4, "group_size": 2, "max_steps": 8}
+HOW: dict[str, Any] = {"decisions": 7, "seed": 3, "iteration": 2}
+ON_RAY = {"environment": {"workers": "ray"}}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of one CPU."""
+    patient = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"}  # on a busy machine
+    os.environ.update(patient | {"RAY_USAGE_STATS_ENABLED": "0"})
+    import ray
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    nodes.add_node(num_cpus=1)
+    ray.init(address=nodes.address, log_to_driver=False, include_dashboard=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture
+def far(cluster: Any) -> Iterator[RayRollouts]:
+    rollouts = RayRollouts(WHERE, start_timeout_s=60.0)
+    yield rollouts
+    rollouts.close()
+
+
+def process_of(actor: Any) -> int:
+    from ray._private.state import actors
+
+    return int(actors(actor._actor_id.hex())["Pid"])
+
+
+def assert_same(found: ChunkRollout, wanted: ChunkRollout, tolerance: float = 0.0) -> None:
+    for name, value in wanted._asdict().items():
+        if isinstance(value, Tensor):
+            bound = tolerance if value.is_floating_point() else 0.0
+            torch.testing.assert_close(getattr(found, name), value, rtol=bound, atol=bound, msg=name)
+    assert found.observations.keys() == wanted.observations.keys() and found.env_seed == wanted.env_seed
+    assert found.instruction == wanted.instruction and np.array_equal(found.first_episodes, wanted.first_episodes)
+
+
+def local(policy: Any, slots: range = range(8), **how: Any) -> ChunkRollout:
+    env = open_environment(**(WHERE | {"num_envs": len(slots)}))
+    return collect(env, policy, FlowSteps(), first_slot=slots.start, **(HOW | how))
+
+
+def test_as_collected_here_also_after_an_update(far: RayRollouts) -> None:
+    """The same episodes, also later ones, the same noise: to the bit part by part, the whole up to rounding."""
+    policy = flow(TOLD, critic=1)
+    for version in (1, 2):
+        found = far.collect(policy, FlowSteps(), **HOW)
+        assert (far.version, far.dropped) == (version, 0) and found.episode.max() > 1
+        assert_same(found, local(policy), tolerance=1e-3)
+        assert_same(found, joined([local(policy, range(4)), local(policy, range(4, 8))]))
+        assert [slots.tolist() for slots in far.parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert [check_on_policy(policy, found, slots) for slots in far.parts] == [0.0, 0.0]
+        before = check_on_policy(policy, found, torch.arange(4))
+        with torch.no_grad():
+            policy.out.weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match="before any update"):  # as actors with old weights would be
+            check_on_policy(policy, found, torch.arange(4))
+        assert before == 0.0 and far.waited_s > 0
+
+
+def test_what_is_wrong_there_is_told_here(cluster: Any) -> None:
+    far = RayRollouts(WHERE)
+    with pytest.raises(ValueError, match="the policy reads"):
+        far.collect(flow(SEES), FlowSteps(), **HOW)
+    far.close()
+    with pytest.raises(ValueError, match="Write ray_simulators"):
+        gpu_share(2)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_actor_that_dies_or_hangs(far: RayRollouts, signal_number: int) -> None:
+    """Its episodes are dropped and counted, those of the other are trained on, and the next rollout is whole again."""
+    policy = flow(TOLD, critic=1)
+    far.collect(policy, FlowSteps(), **HOW)
+    far.start_timeout_s = 5.0
+    os.kill(process_of(far._actors[0]), signal_number)
+    begun = time.monotonic()
+    found = far.collect(policy, FlowSteps(), **HOW)
+    assert time.monotonic() - begun < 30
+    assert_same(found, local(policy, range(4, 8)))
+    assert (far.dropped, far.restarts) == (4, 1) and [slots.tolist() for slots in far.parts] == [[0, 1, 2, 3]]
+    assert found.group.tolist() == [2, 2, 3, 3] and check_on_policy(policy, found, far.parts[0]) == 0.0
+    far.start_timeout_s = 60.0
+    whole = far.collect(policy, FlowSteps(), **HOW)
+    assert_same(whole, joined([local(policy, range(4)), local(policy, range(4, 8))]))
+    assert (far.dropped, far.restarts) == (4, 1)
+
+
+def test_an_actor_that_is_lost_again_and_again(far: RayRollouts) -> None:
+    """Nothing waits for ever: here there is no time to start in."""
+    far.start_timeout_s = 0.01
+    with pytest.raises(RuntimeError, match="(?s)lost 3 times in a row.*timeout"):
+        far.collect(flow(TOLD, critic=1), FlowSteps(), **HOW)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sampler": "diffusion"}, vla_runs.GRPO], ids=["flow_sde", "dppo", "grpo"])
+def test_a_run_that_acts_on_actors_learns_as_one_that_acts_here(
+    cluster: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Log-probabilities of the actors are the trainer's to the bit, and the run differs by rounding alone."""
+    runs = []
+    for workers in ("ray", 0):
+        environment = {**changes.get("environment", {}), "workers": workers}
+        settings = {"iterations": 2, "evaluation": {"every": 1}, **changes, "environment": environment}
+        runs.append(train(vla_runs.config(tmp_path, output=str(tmp_path / str(workers)), **settings)))
+    there, here = (vla_runs.rows(run)[1:] for run in runs)
+    assert [row["rollout/log_prob_off"] for row in there] == [0.0, 0.0]
+    assert [row["eval/success_mean"] for row in there] == [row["eval/success_mean"] for row in here]
+    assert [row["rollout/env_steps"] for row in there] == [row["rollout/env_steps"] for row in here]
+    weights, wanted = (vla_runs.trained_weights(run) for run in runs)
+    for name, value in wanted.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_a_run_goes_on_as_if_nothing_had_been(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many actors as before: bit for bit."""
+    runs = straight_and_stopped(tmp_path, monkeypatch, [("training", 0)], iterations=2, **ON_RAY)
+    assert vla_runs.differences(*runs) == []
+
+
+def test_simulators_alone_on_actors(cluster: Any, tmp_path: Path) -> None:
+    """To the bit what one process does."""
+    runs = []
+    for workers in ("ray_simulators", 0):
+        settings = {"evaluation": {"every": 1}, "environment": {"workers": workers}}
+        runs.append(train(vla_runs.config(tmp_path, output=str(tmp_path / str(workers)), **settings)))
+    one, other = (vla_runs.trained_weights(run) for run in runs)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_parts_of_different_lengths() -> None:
+    """One episode each, over actors whose last episode ends at different decisions."""
+    where = {"name": "minitable", "num_envs": 4, "chunk": 4, "group_size": 2}
+    how = {"decisions": 20, "seed": 5, "iteration": 0, "one_episode": True}
+    parts = []
+    for begin, steps in ((0, 12), (2, 20)):
+        env = open_environment(**(where | {"num_envs": 2, "max_steps": steps}))
+        parts.append(collect(env, flow(TOLD, critic=1), FlowSteps(), first_slot=begin, **how))
+    assert len(parts[0].valid) < len(parts[1].valid)
+    both = joined(parts)
+    count = len(parts[0].valid)
+    assert torch.equal(both.valid[:count, :2], parts[0].valid) and not both.valid[count:, :2].any()
+    assert torch.equal(both.valid[:, 2:], parts[1].valid) and both.group.tolist() == [0, 0, 1, 1]
+    assert len(both.observations["observation.state"]) == len(both.valid) + 1
+    assert (both.episode[count:, :2] == 1).all() and torch.equal(episode_returns(both)[2:], episode_returns(parts[1]))

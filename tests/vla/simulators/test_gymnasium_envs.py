@@ -1,0 +1,171 @@
+"""Other people's gymnasium environments by the same function: those that are installed, and how they are read."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from genrl.vla.simulators.environments import Environment, open_environment
+from genrl.vla.simulators.simulator import (
+    Misuse,
+    Reading,
+    Simulator,
+    find,
+    find_registered,
+    headless,
+    is_function,
+    named,
+)
+
+headless()
+
+
+def needs(package: str, extra: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"needs {package}: pip install 'genrl[{extra}]'")
+
+
+def play(env: Environment, steps: int = 4, scale: float = 1.0, seed: int = 1) -> list[Any]:
+    rng = np.random.default_rng(0)
+    observation, _ = env.reset(seed=seed)
+    shown = [*observation.values(), env.task_description]
+    for _ in range(steps):
+        actions = scale * rng.uniform(-1, 1, (env.num_envs, env.chunk, env.action_dim)).astype(np.float32)
+        observation, *rest = env.step(actions)
+        shown += [*observation.values(), *rest[:3], rest[3]["n_executed"]]
+    env.close()
+    return shown
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@needs("gym_pusht", "pusht")
+def test_pusht() -> None:
+    """Actions are places in pixels, [0, 512]; the goal is always the same, the start by the seed."""
+    how: dict[str, Any] = {"num_envs": 4, "chunk": 4, "proprioception": 2, "instruction": "push the t to its place"}
+    name = "gym_pusht/PushT-v0"
+    env = open_environment(name, group_size=2, image_size=96, max_steps=12, **how)
+    observation, _ = env.reset(seed=1)
+    assert env.action_dim == 2 and env.max_steps == 12 and env.task_description == ["push the t to its place"] * 4
+    assert observation["pixels"].shape == (4, 96, 96, 3) and observation["environment_state"].shape == (4, 5)
+    assert np.array_equal(observation["agent_pos"], observation["environment_state"][:, :2])
+    assert np.array_equal(observation["pixels"][0], observation["pixels"][1])
+    assert not np.array_equal(observation["pixels"][1], observation["pixels"][2])
+    target = np.tile(np.float32([600.0, 100.0]), (4, 4, 1))  # clipped to the table
+    for _ in range(3):
+        observation, _, _, truncated, info = env.step(target)
+    assert truncated.all() and info["n_executed"].tolist() == [4] * 4
+    assert (observation["agent_pos"][:, 0] > 400).all() and (observation["agent_pos"] <= 512).all()
+    assert env.render([0]).shape == (1, 128, 128, 3)
+    env.close()
+    assert open_environment(name, **how).max_steps == 300
+    here = play(open_environment(name, **how), scale=500.0)
+    assert same(here, play(open_environment(name, workers=2, **how), scale=500.0))
+
+
+@needs("gymnasium_robotics", "robotics")
+def test_fetch() -> None:
+    """A goal environment: its dict is flattened (achieved goal, desired goal, observation)."""
+    how: dict[str, Any] = {"num_envs": 2, "chunk": 5, "instruction": "reach the red point"}
+    env = open_environment("FetchReach-v4", **how, reward="success")
+    observation, _ = env.reset(seed=0)
+    state = observation["agent_pos"]
+    assert state.shape == (2, 16) and env.action_dim == 4 and env.max_steps == 50
+    for _ in range(6):  # straight to the goal, which is in the observation
+        state = observation["agent_pos"]
+        actions = np.zeros((2, 5, 4), dtype=np.float32)
+        actions[:, :, :3] = np.clip(4.0 * (state[:, 3:6] - state[:, :3]), -1, 1)[:, None]
+        observation, reward, terminated, truncated, info = env.step(actions)
+        if terminated.any():
+            break
+    assert terminated.any() and reward[terminated].tolist() == [1.0] * int(terminated.sum())
+    env.close()
+    pictures = open_environment("FetchReach-v4", image_size=64, settings={"width": 64, "height": 64}, **how)
+    assert pictures.reset(seed=0)[0]["pixels"].std() > 5
+    pictures.close()
+    assert same(
+        play(open_environment("FetchReach-v4", **how)), play(open_environment("FetchReach-v4", workers=1, **how))
+    )
+
+
+def test_gymnasiums_own() -> None:
+    """MountainCarContinuous says success by ending; its info does not, which is told with what there is."""
+    assert find_registered("MountainCarContinuous-v0").max_episode_steps == 999
+    env = open_environment("MountainCarContinuous-v0", num_envs=1, chunk=2)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=r"no 'is_success' in its info, only \[\]: set success_key"):
+        env.step(np.zeros((1, 2, 1), dtype=np.float32))
+    for name, text in {"FetchReech-v99": "pip install", "CartPole-v1": "space of vectors"}.items():
+        with pytest.raises(ValueError, match=text):
+            open_environment(name, num_envs=1, chunk=2).reset(seed=0)
+
+
+def test_how_observations_are_named() -> None:
+    vector, picture = np.arange(5.0), np.zeros((8, 8, 3), dtype=np.uint8)
+    assert named(vector, 0, "x").keys() == {"agent_pos"} and named(vector, 0, "x")["agent_pos"].dtype == np.float32
+    split = named(vector, 2, "x")
+    assert split["agent_pos"].tolist() == [0, 1] and split["environment_state"].tolist() == [0, 1, 2, 3, 4]
+    assert named(picture, 0, "x").keys() == {"pixels"}
+    goal = {"observation": np.array([3.0]), "desired_goal": np.array([2.0]), "achieved_goal": np.array([1.0])}
+    assert named(goal, 0, "x")["agent_pos"].tolist() == [1, 2, 3]
+    own = {"pixels": {"top": picture}, "agent_pos": vector, "extra": "ignored"}
+    assert named(own, 0, "x").keys() == {"pixels/top", "agent_pos"}
+    assert named(own, 0, "x")["pixels/top"].shape == (8, 8, 3)
+    with pytest.raises(Misuse, match="neither vectors nor one uint8 picture"):
+        named({"a": vector, "b": picture}, 0, "x")
+    with pytest.raises(Misuse, match="neither vectors"):
+        named(np.zeros((3, 3)), 0, "x")
+    with pytest.raises(Misuse, match="proprioception: 9"):
+        named(vector, 9, "x")
+
+
+class Blind(gymnasium.Env[np.ndarray, np.ndarray]):
+    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        return np.zeros(2), {}
+
+    def render(self):
+        return None
+
+
+def test_pictures_that_cannot_be_drawn_are_told() -> None:
+    with pytest.raises(Misuse, match="render_mode"):
+        Simulator(Blind(), Reading(chunk=1, image_size=32)).begin(0)
+    with pytest.raises(Misuse, match="not int"):
+        Simulator(3, Reading(chunk=1))  # type: ignore[arg-type]
+
+
+def test_names() -> None:
+    assert is_function("a/b.py:make") and is_function("package.module:make")
+    assert not is_function("gym_pusht/PushT-v0") and not is_function("gym_pusht:gym_pusht/PushT-v0")
+    assert find("math:sqrt")(4) == 2
+    with pytest.raises(Misuse, match="names no function"):
+        find("sqrt")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_example_of_the_documentation(root: Path, workers: int) -> None:
+    """A point that goes straight there."""
+    how: dict[str, Any] = {"tasks": ("red", "blue"), "num_envs": 4, "chunk": 4, "image_size": 32, "max_steps": 30}
+    env = open_environment(f"{root}/docs/example_simulator.py:make", workers=workers, **how)
+    observation, _ = env.reset(seed=0)
+    assert sorted(env.task_description) == ["go to the blue corner"] * 2 + ["go to the red corner"] * 2
+    goals = np.array([[0.8 if "red" in line else -0.8, 0.8] for line in env.task_description])
+    done = np.zeros(4, dtype=bool)
+    for _ in range(4):
+        way = 5 * (goals - observation["agent_pos"])
+        observation, _, terminated, _, info = env.step(np.clip(way, -1, 1)[:, None].repeat(4, 1).astype(np.float32))
+        assert observation["pixels"].shape == (4, 32, 32, 3) and (observation["pixels"] == 0).all(-1).any((1, 2)).all()
+        done |= terminated & info["is_success"]
+    assert done.all()
+    env.close()

@@ -1,0 +1,143 @@
+"""ManiSkill: the batch over a double, and its own PickCube where it and a Vulkan driver are installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.maniskill import BatchHost, sentence
+from genrl.vla.simulators.simulator import Draw, Reading, Run, seed_of
+
+
+class Double:
+    """What ManiSkill's batched environment does: n walks from a start by the seed; success at 1, failure below -1."""
+
+    device, single_action_space = torch.device("cpu"), spaces.Box(-1.0, 1.0, (2,), np.float32)
+    spec = SimpleNamespace(id="PushCube-v1")
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs, self.place = num_envs, torch.zeros(num_envs)
+        self.agent = SimpleNamespace(robot=SimpleNamespace(get_qpos=lambda: self.place[:, None] * torch.ones(2)))
+
+    def reset(self, *, seed: list[int], options: dict[str, Any]) -> None:
+        assert len(seed) == self.num_envs
+        with torch.random.fork_rng():
+            torch.manual_seed(seed[0])
+            self.place[options["env_idx"]] = 0.2 * torch.rand(len(options["env_idx"]))
+
+    def step(self, actions: torch.Tensor):
+        self.place = self.place + 0.3 * actions[:, 0]
+        success = self.place >= 1.0
+        return self.get_obs(), self.place.clone(), success | (self.place < -1.0), None, {"success": success}
+
+    def get_obs(self) -> torch.Tensor:
+        return torch.stack([self.place, 2 * self.place], 1)
+
+    def get_sensor_images(self) -> dict[str, Any]:
+        rgb = (self.place.clamp(0, 1) * 255).to(torch.uint8)[:, None, None, None].expand(-1, 4, 4, 3)
+        return {"base_camera": {"rgb": rgb}}
+
+
+def test_a_batch() -> None:
+    """Slots that end inside a chunk show where they ended, not where they were stepped along to."""
+    how = Reading(chunk=3, image_size=4, max_steps=4, instruction="push")
+    host = BatchHost(Double(4), 4, how)
+    (first,) = host.run(Run({0: 7, 1: 7, 2: 8, 3: 9}, {}))
+    start = first.observation["agent_pos"][:, 0]
+    assert start[0] == start[1] and len(set(start.tolist())) == 3 and first.n_executed.tolist() == [0] * 4
+    assert first.instruction == ["push"] * 4 and first.action_dim == 2
+    chunks = np.zeros((4, 3, 2), dtype=np.float32)
+    chunks[0, :, 0] = 5.0  # clipped to 1: there in three steps, or fewer
+    chunks[1, :, 0] = -9.0
+    (second,) = host.run(Run({}, dict(enumerate(chunks))))
+    steps = int(np.ceil((1.0 - start[0]) / 0.3))
+    place = second.observation["agent_pos"][:, 0]
+    assert second.terminated.tolist() == [True, False, False, False] and second.success[0]
+    assert second.n_executed.tolist() == [steps, 3, 3, 3] and second.rewards[0].sum() == 1
+    np.testing.assert_allclose(place, start + np.array([0.3 * steps, -0.9, 0, 0], dtype=np.float32), atol=1e-6)
+    (third,) = host.run(Run({0: 11}, {slot: chunks[slot] for slot in (1, 2, 3)}))
+    place = third.observation["agent_pos"][:, 0]
+    assert third.slots.tolist() == [0, 1, 2, 3] and third.n_executed.tolist() == [0, 1, 1, 1]
+    assert third.terminated.tolist() == [False, True, False, False] and not third.success.any()
+    assert third.truncated.tolist() == [False, False, True, True], "the fourth action"
+    np.testing.assert_allclose(place[1], start[1] - 1.2, atol=1e-6)
+    (alone,) = BatchHost(Double(1), 1, how).run(Run({0: 11}, {}))
+    assert alone.observation["agent_pos"][0, 0] == place[0], "a start is a function of its number alone"
+    pixels = third.observation["pixels"]
+    assert pixels.shape == (4, 4, 4, 3) and pixels[2, 0, 0, 0] == int(np.clip(place[2], 0, 1) * 255)
+    assert host.draw(Draw([2], 8)).pictures.shape == (1, 8, 8, 3)
+
+
+def test_sentences() -> None:
+    assert sentence(Double(2), Reading(chunk=1)) == ["push cube"] * 2
+    assert sentence(Double(1), Reading(chunk=1, instruction="go")) == ["go"]
+    assert seed_of(3, Reading(chunk=1, goals=2)) == seed_of(5, Reading(chunk=1, goals=2)) < 2**31
+
+
+@functools.cache
+def missing() -> str:
+    """Why ManiSkill cannot run here."""
+    if importlib.util.find_spec("mani_skill") is None:
+        return "needs ManiSkill: pip install mani-skill"
+    import sapien
+
+    try:
+        sapien.render.RenderSystem()
+    except RuntimeError as error:
+        return f"ManiSkill needs a Vulkan driver: {error}"
+    return ""
+
+
+@pytest.fixture
+def maniskill() -> None:
+    if missing():
+        pytest.skip(missing())
+
+
+def shown(**how: Any) -> list[Any]:
+    env = open_environment(
+        "maniskill", num_envs=2, chunk=3, max_steps=5, settings={"control_mode": "pd_ee_delta_pose"}, **how
+    )
+    rng = np.random.default_rng(0)
+    found = [*env.reset(seed=1)[0].values()]
+    assert env.task_description == ["pick cube"] * 2 and env.action_dim == 7
+    for _ in range(4):
+        observation, *rest = env.step(rng.uniform(-1, 1, (2, 3, 7)).astype(np.float32))
+        found += [*observation.values(), *rest[:3], rest[3]["n_executed"]]
+    assert env.render([1]).shape == (1, 128, 128, 3)
+    env.close()
+    return found
+
+
+def test_pick_cube(maniskill: None) -> None:
+    here, there = shown(image_size=64), shown(image_size=64, workers=2)
+    assert all(np.array_equal(a, b) for a, b in zip(here, there, strict=True))
+    state, pixels = here[1], here[2]
+    assert here[0].shape == (2, 9) and state.shape == (2, 42) and pixels.shape == (2, 64, 64, 3) and pixels.std() > 5
+    assert any(np.asarray(value).tolist() == [2, 2] for value in here), "the time limit falls into the second chunk"
+
+
+def test_the_batch_over_the_real_thing(maniskill: None) -> None:
+    """With one environment, all that the CPU has: as the slot of its own."""
+    from genrl.vla.simulators.maniskill import host, made
+
+    how = Reading(chunk=3, success_key="success", max_steps=5)
+    settings = {"control_mode": "pd_ee_delta_pose"}
+    batch = BatchHost(made("PickCube-v1", 1, how, settings), 1, how)
+    slot = host(1, tasks=["PickCube-v1"], reading=how, settings=settings)
+    chunk = np.random.default_rng(0).uniform(-1, 1, (3, 7)).astype(np.float32)
+    for work in (Run({0: 4}, {}), Run({}, {0: chunk}), Run({}, {0: chunk}), Run({0: 5}, {})):
+        (a,), (b,) = batch.run(work), slot.run(work)
+        for name in a.observation:
+            np.testing.assert_allclose(a.observation[name], b.observation[name], atol=1e-5)
+        assert (a.n_executed, a.truncated) == (b.n_executed, b.truncated)
+    batch.close()
+    slot.close()

@@ -1,0 +1,174 @@
+"""Meta-World: its tasks, their independence of the past, pictures, experts; and on workers."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, vocabulary
+from genrl.vla.simulators.environments import evaluation_episodes, open_environment
+from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
+from genrl.vla.simulators.simulator import headless
+
+THREE = ("reach-v3", "push-v3", "pick-place-v3")
+
+
+headless()
+if importlib.util.find_spec("metaworld") is None:
+    pytest.skip("needs Meta-World: pip install 'genrl[metaworld]'", allow_module_level=True)
+
+
+def test_every_task_has_a_sentence_of_its_own() -> None:
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+    from metaworld.policies import ENV_POLICY_MAP
+
+    assert set(INSTRUCTIONS) == set(ALL_V3_ENVIRONMENTS) == set(ENV_POLICY_MAP) and len(INSTRUCTIONS) == 50
+    assert len(set(INSTRUCTIONS.values())) == 50 and all(line == line.lower() for line in INSTRUCTIONS.values())
+    assert checked(()) == tuple(INSTRUCTIONS) and checked(THREE) == THREE
+    with pytest.raises(ValueError, match="no task 'pick-place'; the nearest is 'pick-place-v3'"):
+        checked(["pick-place"])
+
+
+@pytest.mark.parametrize("task", ["reach-v3", "box-close-v3", "drawer-open-v3", "window-close-v3"])
+def test_an_episode_is_that_of_meta_world_whatever_was_run_before(task: str) -> None:
+    """Two environments take turns in one model; a third one is Meta-World's own, with its double reset."""
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+
+    from genrl.vla.simulators.metaworld.env import MetaWorldEnv
+
+    actions = np.random.default_rng(0).uniform(-1, 1, (12, 4)).astype(np.float32)
+    one, other = MetaWorldEnv(task), MetaWorldEnv(task)
+    begun = [one.reset(seed=5)[0], other.reset(seed=6)[0]]
+    assert not np.array_equal(*(seen["environment_state"] for seen in begun))
+    expected = [(begun[0]["environment_state"], 0.0, 0.0)]
+    for action in actions:
+        seen, reward, _, _, info = one.step(action)
+        expected.append((seen["environment_state"], reward, info["success"]))
+        other.step(-action)
+    again = [(other.reset(seed=5)[0]["environment_state"], 0.0, 0.0)]
+    for action in actions:
+        seen, reward, _, _, info = other.step(action)
+        again.append((seen["environment_state"], reward, info["success"]))
+    for (a, r, s), (b, q, u) in zip(expected, again, strict=True):
+        assert np.array_equal(a, b) and (r, s) == (q, u)
+    own = ALL_V3_ENVIRONMENTS[task]()
+    own._partially_observable, own._set_task_called = False, True
+    del own.sawyer_observation_space
+    own._freeze_rand_vec, own._last_rand_vec = True, one.inner._last_rand_vec
+    np.testing.assert_allclose(own.reset()[0], expected[0][0], atol=1e-9)
+    for action, (seen, reward, success) in zip(actions, expected[1:], strict=True):
+        observation, paid, _, _, info = own.step(action)
+        np.testing.assert_allclose(observation, seen, atol=1e-9)
+        assert paid == pytest.approx(reward, abs=1e-9) and info["success"] == success
+
+
+def shown(workers: int, image_size: int = 0, steps: int = 5) -> list[np.ndarray]:
+    env = open_environment(
+        "metaworld", num_envs=6, chunk=4, tasks=THREE, group_size=2, workers=workers, image_size=image_size, max_steps=8
+    )
+    rng = np.random.default_rng(0)
+    observation, info = env.reset(seed=2)
+    found = [*observation.values()]
+    for _ in range(steps):
+        observation, reward, terminated, truncated, info = env.step(rng.uniform(-1, 1, (6, 4, 4)).astype(np.float32))
+        found += [*observation.values(), reward, terminated, truncated, info["n_executed"]]
+    assert env.action_dim == 4 and env.max_steps == 8 and not env.dropped
+    env.close()
+    return found
+
+
+def test_rollouts_do_not_depend_on_workers() -> None:
+    """Episodes end (8 steps), tasks change over slots, and a worker has another set of environments."""
+    expected = shown(0)
+    assert all(np.array_equal(a, b) for a, b in zip(expected, shown(2), strict=True))
+    assert any(value.any() for value in expected[6::6]), "some are truncated"
+
+
+def test_the_contract() -> None:
+    env = open_environment("metaworld", num_envs=6, chunk=2, tasks=THREE, group_size=2)
+    observation, _ = env.reset(seed=0)
+    assert observation["environment_state"].shape == (6, 39) and observation["agent_pos"].shape == (6, 4)
+    assert observation["environment_state"].dtype == np.float32 and set(observation) == {
+        "agent_pos",
+        "environment_state",
+    }
+    state = observation["environment_state"]
+    assert np.array_equal(state[:, :4], observation["agent_pos"]) and np.array_equal(state[::2], state[1::2])
+    assert set(env.task_description) == {INSTRUCTIONS[name] for name in THREE} and env.max_steps == MAX_STEPS
+    assert (np.abs(state[:, 36:39]) > 0).any(1).all(), "the goal is there"
+    env.reset(options={"episodes": evaluation_episodes(1, 6)})
+    assert all(env.task_description.count(INSTRUCTIONS[name]) == 2 for name in THREE)
+    env.close()
+    few = open_environment("metaworld", num_envs=6, chunk=2, tasks=("reach-v3",), goals=3)
+    goals = few.reset(options={"episodes": evaluation_episodes(1, 6)})[0]["environment_state"][:, 36:39]
+    assert len(np.unique(goals, axis=0)) == 3 and np.array_equal(goals[:3], goals[3:])
+    few.close()
+
+
+def test_pictures() -> None:
+    """The arm moves in them; groups see the same; sizes are independent of one another."""
+    env = open_environment("metaworld", num_envs=2, chunk=8, tasks=("reach-v3",), image_size=64, render_size=84)
+    first = env.reset(seed=0)[0]["pixels"]
+    assert first.shape == (2, 64, 64, 3) and first.dtype == np.uint8 and first.std() > 10
+    large = env.render([1])
+    assert large.shape == (1, 84, 84, 3)
+    chunk = np.zeros((2, 8, 4), dtype=np.float32)
+    chunk[:, :, 0] = 1.0
+    second = env.step(chunk)[0]["pixels"]
+    moved = np.abs(second.astype(int) - first).max(-1) > 30
+    assert 0.002 < moved.mean() < 0.3
+    again = env.reset(seed=0)[0]["pixels"]
+    assert np.array_equal(again, first)
+    env.close()
+
+
+def test_demonstrations() -> None:
+    from genrl.vla.simulators.metaworld.expert import expert_episodes, expert_frames
+
+    words = vocabulary([INSTRUCTIONS[name] for name in THREE])
+    episodes = list(expert_episodes(THREE, 2, seed=0, max_steps=120))
+    assert [episode.instructions[0] for episode in episodes] == [INSTRUCTIONS[name] for name in THREE for _ in "12"]
+    frames = expert_frames(iter(episodes), words, horizon=8)
+    count = sum(len(episode.instructions) for episode in episodes)
+    assert frames[STATE].shape == (count, 4) and frames[ENVIRONMENT].shape == (count, 39)
+    assert frames[ACTION].shape == (count, 8, 4) and frames[ACTION].abs().max() <= 1.0
+    assert frames[TOKENS].shape[0] == count and IMAGE not in frames
+    end = len(episodes[0].instructions)
+    assert torch.equal(frames[ACTION][0, 1:], frames[ACTION][1, :-1])
+    assert (frames[ACTION][end - 1, 1:, :3] == 0).all()
+    assert (frames[ACTION][end - 1, 1:, 3] == frames[ACTION][end - 1, 0, 3]).all()
+    again = next(expert_episodes(THREE, 1, seed=0, max_steps=120, image_size=64))
+    assert np.array_equal(again.columns[ACTION], episodes[0].columns[ACTION])
+    assert again.columns[IMAGE].shape == (len(again.instructions), 64, 64, 3)
+    with pytest.raises(RuntimeError, match="succeeded in 0 of 10 episodes of at most 5 steps"):
+        list(expert_episodes(("push-v3",), 1, seed=0, max_steps=5))
+
+
+def test_demonstrated_actions_succeed_in_the_environment() -> None:
+    """What was demonstrated, replayed as chunks from the same start, ends with success and reward 1."""
+    from genrl.vla.simulators.metaworld.env import MetaWorldEnv
+    from genrl.vla.simulators.metaworld.expert import expert_episodes
+    from genrl.vla.simulators.simulator import Reading, Simulator
+
+    episode = next(expert_episodes(("push-v3",), 1, seed=3))
+    actions = episode.columns[ACTION]
+    simulator = Simulator(MetaWorldEnv("push-v3"), Reading(chunk=8, success_key="success"))
+    simulator.env.reset(seed=_seed_of(3, 0))
+    rewards, ended = 0.0, False
+    for start in range(0, len(actions), 8):
+        part = np.zeros((8, 4), dtype=np.float32)
+        part[: len(actions[start : start + 8])] = actions[start : start + 8]
+        outcome = simulator.execute(part)
+        rewards += float(outcome.rewards.sum())
+        ended = bool(outcome.terminated[0])
+    assert ended and rewards == 1.0 and outcome.success[0]
+    assert outcome.n_executed[0] == (len(actions) - 1) % 8 + 1
+
+
+def _seed_of(seed: int, attempt: int) -> int:
+    from genrl.vla.simulators.minitable.task import episode_keys
+
+    return int(episode_keys(seed, np.array([0xE]), np.array([attempt]))[0] >> np.uint64(33))

@@ -1,0 +1,341 @@
+"""MiniTable: episodes by number, dynamics, success, the expert, auto-reset, pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrl.vla.simulators.minitable import (
+    INSTRUCTIONS,
+    PUT,
+    TOUCH,
+    MiniTable,
+    State,
+    demonstrate,
+    expert_chunk,
+    render,
+    task,
+)
+
+
+def keys(count: int, seed: int = 0) -> np.ndarray:
+    return task.episode_keys(seed, np.arange(count), np.zeros(count))
+
+
+def table(gripper=(0.0, 0.0), red=(0.4, 0.0), green=(0.0, 0.4), blue=(-0.4, 0.0), held=-1, number=0) -> State:
+    return State(
+        np.array([gripper], dtype=np.float32),
+        np.array([[red, green, blue]], dtype=np.float32),
+        np.array([held]),
+        np.array([number]),
+    )
+
+
+def act(state: State, *action: float) -> State:
+    return task.step(state, np.array([action], dtype=np.float32))
+
+
+def test_instructions_and_goals() -> None:
+    assert len(INSTRUCTIONS) == len(set(INSTRUCTIONS)) == 12
+    assert INSTRUCTIONS[5] == "put the green block in the far zone" and INSTRUCTIONS[11] == "touch the blue block"
+    assert set(PUT) | set(TOUCH) == set(range(12))
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**62), st.integers(1, 40))
+def test_episodes_begin_as_they_must_and_alone_as_in_a_batch(seed: int, count: int) -> None:
+    numbers = keys(count, seed)
+    state = task.initial_state(numbers, PUT + TOUCH)
+    assert (np.abs(state.gripper - [0.0, -0.6]) <= 0.3 + 1e-6).all() and (np.abs(state.discs) <= 0.45 + 1e-6).all()
+    apart = np.linalg.norm(state.discs[:, (0, 0, 1)] - state.discs[:, (1, 2, 2)], axis=-1)
+    assert (apart >= 0.36 - 1e-5).all()
+    assert (np.linalg.norm(state.discs - state.gripper[:, None], axis=-1) >= 0.25 - 1e-5).all()
+    assert not task.is_success(state).any() and (state.held == -1).all()
+    row = count // 2
+    alone = task.initial_state(numbers[row : row + 1], PUT + TOUCH)
+    for ours, theirs in zip(alone, state.rows(slice(row, row + 1)), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_starts_are_spread() -> None:
+    state = task.initial_state(keys(4000), PUT)
+    assert np.abs(np.bincount(state.task, minlength=9) / 4000 - 1 / 9).max() < 0.02
+    assert np.abs(state.discs.mean(0)).max() < 0.04 and np.abs(state.gripper.mean(0) - [0, -0.6]).max() < 0.02
+    assert len(np.unique(state.gripper, axis=0)) == 4000
+    assert len(np.unique(task.episode_keys(1, np.repeat(np.arange(50), 40), np.tile(np.arange(40), 50)))) == 2000
+
+
+def test_moving_grasping_carrying_and_letting_go() -> None:
+    state = act(table(), 1.0, -0.5, -1.0)
+    assert state.gripper[0].tolist() == pytest.approx([0.12, -0.06])
+    assert act(table(gripper=(0.95, 0.0)), 5.0, 0.0, -1.0).gripper[0, 0] == 1.0  # actions are clipped, so is the table
+    assert act(table(), 0.0, 0.0, 1.0).held[0] == -1  # nothing within reach of the hand
+    state = act(table(gripper=(0.3, 0.0)), 0.0, 0.0, 1.0)
+    assert state.held[0] == 0
+    state = act(state, 1.0, 0.0, 1.0)
+    assert state.discs[0, 0].tolist() == pytest.approx([0.52, 0.0]) and state.discs[0, 1].tolist() == pytest.approx(
+        [0, 0.4]
+    )
+    state = act(state, 1.0, 0.0, -1.0)  # let go after the move
+    assert state.held[0] == -1 and state.discs[0, 0, 0] == pytest.approx(0.64)
+    assert act(state, 1.0, 0.0, -1.0).discs[0, 0, 0] == pytest.approx(0.64)
+
+
+def test_the_nearest_disc_is_taken_and_kept() -> None:
+    crowded = table(red=(0.1, 0.0), green=(0.05, 0.0))
+    taken = act(crowded, 0.0, 0.0, 1.0)
+    assert taken.held[0] == 1
+    assert act(taken, 0.0, 0.0, 1.0).held[0] == 1
+
+
+def test_success_needs_the_right_disc_let_go_in_the_right_zone() -> None:
+    inside = (-0.8 + 0.24, 0.0)
+    assert task.is_success(table(red=inside)).all()
+    assert not task.is_success(table(red=inside, held=0)).any()
+    assert task.is_success(table(red=inside, held=1)).all()
+    assert not task.is_success(table(red=(-0.8 + 0.26, 0.0))).any()
+    assert not task.is_success(table(green=inside)).any() and task.is_success(table(green=inside, number=3)).all()
+    assert not task.is_success(table(red=inside, number=1)).any()
+    near = table(gripper=(0.3, 0.0), number=9)
+    assert task.is_success(near).all() and not task.is_success(table(number=9)).any()
+
+
+def test_the_expert_always_succeeds() -> None:
+    """In 11.4 steps on average to put, 5.2 to touch (2000 episodes)."""
+    put, touch = demonstrate(keys(2000), PUT), demonstrate(keys(2000), TOUCH)
+    assert 11.0 < put.length.mean() < 11.8 and put.length.max() <= 24
+    assert 4.9 < touch.length.mean() < 5.5
+    assert np.abs(put.actions).max() <= 1.0
+    with pytest.raises(RuntimeError, match="the expert failed"):
+        demonstrate(keys(50), PUT, max_steps=5)
+
+
+def test_the_expert_recovers_from_the_wrong_disc() -> None:
+    state = table(gripper=(0.0, 0.4), held=1)  # asked for red, holds green
+    for _ in range(40):
+        state = task.step(state, expert_chunk(state, 1)[:, 0])
+    assert task.is_success(state).all()
+
+
+def test_demonstrations_replay() -> None:
+    episodes = keys(20, seed=4)
+    shown = demonstrate(episodes, PUT)
+    state = task.initial_state(episodes, PUT)
+    for t in range(shown.actions.shape[1]):
+        for name in ("gripper", "discs", "held"):
+            assert np.array_equal(getattr(shown, name)[:, t], getattr(state, name))
+        assert np.array_equal(task.is_success(state), shown.length <= t)
+        state = task.step(state, shown.actions[:, t])
+
+
+def test_a_chunk_of_the_expert_is_its_actions_one_by_one() -> None:
+    state = task.initial_state(keys(10), PUT)
+    chunk = expert_chunk(state, 30)
+    for k in range(30):
+        assert np.array_equal(chunk[:, k], expert_chunk(state, 1)[:, 0])
+        state = task.step(state, chunk[:, k])
+
+
+def rollout(env: MiniTable, decisions: int, seed: int = 7) -> list[tuple]:
+    """Expert chunks, spoilt by noise so that episodes end in both ways at different times."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(decisions):
+        spoilt = rng.uniform(-1, 1, (env.num_envs, 1, 1)) > 0.5
+        noise = rng.uniform(-1, 1, (env.num_envs, env.chunk, 3))
+        action = np.where(spoilt, noise, expert_chunk(env.state, env.chunk)).astype(np.float32)
+        rows.append(env.step(action))
+    return rows
+
+
+def test_spaces_hold_what_is_observed() -> None:
+    env = MiniTable(6, tasks=PUT + TOUCH, image_size=32, chunk=3)
+    observation, _ = env.reset(seed=1)
+    assert env.observation_space.contains(observation)
+    assert env.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+    for observation, *_ in rollout(env, 10):
+        assert env.observation_space.contains(observation)
+        assert env.action_space.contains(env.action_space.sample())
+    assert env.task_description == [INSTRUCTIONS[k] for k in observation["task_index"]]
+    assert "pixels" not in MiniTable(1, image_size=0).reset(seed=0)[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_next_step_auto_reset(chunk: int) -> None:
+    """The observation of the end is the final one; the next decision only resets; rows after it are a new episode."""
+    env = MiniTable(32, image_size=0, chunk=chunk, max_steps=14)
+    before, _ = env.reset(seed=2)
+    ended, elapsed, kinds = np.zeros(32, dtype=bool), np.zeros(32, dtype=int), set()
+    for observation, reward, terminated, truncated, info in rollout(env, 12 * (5 - chunk)):
+        count = info["n_executed"]
+        assert (count[ended] == 0).all() and (count[~ended] >= 1).all()
+        assert (reward[ended] == 0).all() and not (terminated | truncated)[ended].any()
+        # a new episode begins at the front edge with an empty hand
+        assert (observation["agent_pos"][ended, 2] == 0).all() and (observation["agent_pos"][ended, 1] < -0.29).all()
+        moved = np.abs(observation["environment_state"] - before["environment_state"]).max(1)
+        assert (moved[ended] > 0).all()
+        elapsed = np.where(ended, 0, elapsed + count)
+        assert np.array_equal(terminated, reward == 1) and np.array_equal(info["is_success"], terminated)
+        assert not (terminated & truncated).any()
+        assert (elapsed[truncated] == 14).all() and (elapsed <= 14).all()
+        assert np.array_equal(info["rewards"].sum(1), reward)
+        paid = info["rewards"][terminated]
+        assert (paid.argmax(1) + 1 == count[terminated]).all()  # nothing is executed after success
+        stays = ~terminated & ~truncated & ~ended
+        assert (count[stays] == chunk).all()
+        if terminated.any():
+            final = State(
+                observation["agent_pos"][terminated, :2],
+                observation["environment_state"][terminated].reshape(-1, 3, 2),
+                np.full(terminated.sum(), -1),
+                observation["task_index"][terminated],
+            )
+            assert task.is_success(final).all()
+        kinds |= ({"success"} if terminated.any() else set()) | ({"limit"} if truncated.any() else set())
+        before, ended = observation, terminated | truncated
+    assert kinds == {"success", "limit"}
+
+
+def test_a_chunk_is_its_actions_one_by_one() -> None:
+    """Four chunks of four end where sixteen single actions do."""
+    wide, narrow = MiniTable(16, image_size=0, chunk=4), MiniTable(16, image_size=0, chunk=1)
+    for env in (wide, narrow):
+        env.reset(seed=3)
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        action = rng.uniform(-1, 1, (16, 4, 3)).astype(np.float32)
+        together = wide.step(action)[0]
+        for k in range(4):
+            single, _, terminated, truncated, _ = narrow.step(action[:, k : k + 1])
+            assert not (terminated | truncated).any()  # noise does not succeed this soon
+    for name, value in together.items():
+        assert np.array_equal(value, single[name])
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
+    runs = []
+    for seed in (5, 5, 6):
+        env = MiniTable(8, image_size=32)
+        env.reset(seed=seed)
+        runs.append(rollout(env, 20)[-1][0])
+    assert all(np.array_equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert not np.array_equal(runs[0]["pixels"], runs[2]["pixels"])
+
+
+def test_a_table_does_not_depend_on_how_many_there_are() -> None:
+    few, many = MiniTable(3, image_size=0), MiniTable(9, image_size=0)
+    for env in (few, many):
+        env.reset(seed=8)
+    for _ in range(30):
+        a, b = (env.step(expert_chunk(env.state, 4))[0] for env in (few, many))
+        assert all(np.array_equal(a[name], b[name][:3]) for name in a)
+
+
+def test_tables_of_a_group_see_the_same_episodes() -> None:
+    env = MiniTable(8, image_size=0, group_size=4)
+    first, _ = env.reset(seed=9)
+    assert (first["environment_state"] == first["environment_state"][[0, 4]].repeat(4, 0)).all()
+    assert len(np.unique(first["environment_state"], axis=0)) == 2
+    episodes: list[list[tuple]] = [[] for _ in range(8)]
+    ended = np.zeros(8, dtype=bool)
+    for observation, _, terminated, truncated, _ in rollout(env, 60):
+        for i in np.flatnonzero(ended):
+            episodes[i].append((*observation["environment_state"][i], observation["task_index"][i]))
+        ended = terminated | truncated
+    for group in (episodes[:4], episodes[4:]):
+        shortest = min(len(e) for e in group)
+        assert shortest >= 2
+        assert all(e[:shortest] == group[0][:shortest] for e in group)
+
+
+def test_chosen_episodes_and_partial_resets() -> None:
+    env = MiniTable(3, image_size=0)
+    env.reset(seed=0)
+    chosen = np.array([11, 12, 11], dtype=np.uint64)
+    observation, info = env.reset(options={"episodes": chosen})
+    expected = task.initial_state(chosen, PUT)
+    assert np.array_equal(observation["environment_state"], expected.discs.reshape(3, 6))
+    assert (info["n_executed"] == 0).all()
+    moved = env.step(np.full((3, 4, 3), 0.3, dtype=np.float32))[0]
+    again, _ = env.reset(options={"reset_mask": np.array([False, True, False])})
+    assert np.array_equal(again["agent_pos"][[0, 2]], moved["agent_pos"][[0, 2]])
+    assert not np.array_equal(again["environment_state"][1], moved["environment_state"][1])
+    another, _ = env.reset()
+    assert not np.array_equal(another["environment_state"], again["environment_state"])
+
+
+def test_a_saved_environment_goes_on_bit_for_bit() -> None:
+    env, other = MiniTable(8, image_size=32), MiniTable(8, image_size=32)
+    env.reset(seed=1)
+    rollout(env, 7)
+    other.load_state_dict(env.state_dict())
+    for ours, theirs in zip(rollout(env, 10), rollout(other, 10), strict=True):
+        assert all(np.array_equal(ours[0][name], theirs[0][name]) for name in ours[0])
+        assert np.array_equal(ours[1], theirs[1])
+    with pytest.raises(ValueError, match="8 tables, this environment has 2"):
+        MiniTable(2).load_state_dict(env.state_dict())
+
+
+def test_pictures_show_where_things_are() -> None:
+    """The centre of mass of each colour is the disc's place, to a tenth of a pixel at 64 pixels."""
+    state = task.initial_state(keys(40), PUT)
+    clear = state._replace(gripper=np.full((40, 2), -1.0, dtype=np.float32))
+    for size in (32, 64):
+        picture = render(clear, size).astype(float)
+        place = (np.arange(size) + 0.5) * 2.2 / size - 1.1
+        for disc in range(3):
+            others = picture[..., [c for c in range(3) if c != disc]].max(-1)
+            weight = np.clip(picture[..., disc] - others - 25, 0, None)
+            x = (weight.sum(1) * place).sum(1) / weight.sum((1, 2))
+            y = (weight.sum(2) * -place).sum(1) / weight.sum((1, 2))
+            error = np.hypot(x - clear.discs[:, disc, 0], y - clear.discs[:, disc, 1])
+            assert error.max() < 0.35 * 2.2 / size, (size, disc)
+
+
+def test_pictures_show_the_grip_and_stay_in_the_frame() -> None:
+    empty, full = table(gripper=(1.0, 1.0)), table(gripper=(1.0, 1.0), held=0)
+    open_hand, closed = render(empty, 32)[0], render(full, 32)[0]
+    assert open_hand.shape == (32, 32, 3) and open_hand.dtype == np.uint8
+    assert closed[1:4, 28:31].min() < 10 < 80 < open_hand[1:4, 28:31].min()
+    beyond = table(red=(1.12, -1.12))  # a disc carried over the edge
+    assert render(beyond, 32).shape == (1, 32, 32, 3)
+    with pytest.raises(ValueError, match="16 or more"):
+        render(empty, 8)
+
+
+def test_pictures_do_not_depend_on_the_batch() -> None:
+    state = task.initial_state(keys(9), PUT)
+    together = render(state, 32)
+    for row in range(9):
+        assert np.array_equal(render(state.rows(slice(row, row + 1)), 32)[0], together[row])
+
+
+def test_videos_are_made_of_render() -> None:
+    env = MiniTable(2, image_size=0, render_size=96)
+    env.reset(seed=0)
+    frames = env.render()
+    assert len(frames) == 2 and frames[0].shape == (96, 96, 3) and env.render_mode == "rgb_array"
+
+
+def test_what_cannot_be_is_refused() -> None:
+    env = MiniTable(2, image_size=0)
+    with pytest.raises(RuntimeError, match="call reset"):
+        env.step(np.zeros((2, 4, 3), dtype=np.float32))
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=r"must have shape \[2, 4, 3\], got \[2, 3\]"):
+        env.step(np.zeros((2, 3), dtype=np.float32))
+    bad = np.zeros((2, 4, 3), dtype=np.float32)
+    bad[1, 2, 0] = np.nan
+    with pytest.raises(ValueError, match=r"tables \[1\] are not finite"):
+        env.step(bad)
+    with pytest.raises(ValueError, match="not \\['episode'\\]"):
+        env.reset(options={"episode": 1})
+    with pytest.raises(ValueError, match="reset_mask must be"):
+        env.reset(options={"reset_mask": np.ones(2)})
+    with pytest.raises(ValueError, match="groups complete"):
+        MiniTable(3, group_size=2)
+    with pytest.raises(ValueError, match="tasks must be"):
+        MiniTable(2, tasks=(12,))

@@ -1,0 +1,109 @@
+"""Simulators on a Ray cluster of two nodes: as local workers, and a node that goes takes only its episodes along."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from genrl.vla.rollout.rollout import collect
+from genrl.vla.rollout.sampling import FlowSteps
+from genrl.vla.simulators.environments import open_environment
+from tests.vla import frail
+from tests.vla.frail import FINE, HANG, KILL, RAISE
+from tests.vla.simulators.test_vla_workers import actions, same, walk
+from tests.vla.tiny_policies import TOLD, flow
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)
+pytestmark = pytest.mark.slow
+FRAIL = f"{Path(frail.__file__)}:make"
+HOW: dict[str, Any] = {"num_envs": 4, "chunk": 2, "ray_actors": 2, "workers": "ray"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of two CPUs."""
+    patient = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"}  # on a busy machine
+    os.environ.update(patient | {"RAY_USAGE_STATS_ENABLED": "0"})
+    import ray
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    nodes.add_node(num_cpus=2)
+    ray.init(address=nodes.address, log_to_driver=False, include_dashboard=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def nodes_of(env: Any) -> set[str]:
+    """The nodes that the actors of an environment are on."""
+    from ray._private.state import actors
+
+    return {actors(worker.actor._actor_id.hex())["Address"]["NodeID"] for worker in env._workers}
+
+
+def test_rollouts_are_those_of_local_workers(cluster: Any) -> None:
+    failing = {2: (FINE, RAISE, FINE, FINE)}
+    env, local = open_environment(FRAIL, **HOW), open_environment(FRAIL, num_envs=4, chunk=2)
+    assert same(walk(env, 8, failing=failing), walk(local, 8, failing=failing)) and env.dropped == 1
+    assert np.array_equal(env.render([3, 0]), local.render([3, 0]))
+    env.close()
+    policy, rollouts = flow(TOLD, critic=1), []
+    for how in ({"workers": "ray"}, {"workers": 0}):
+        table = open_environment("minitable", num_envs=6, chunk=4, group_size=2, max_steps=12, **how)
+        rollouts.append(collect(table, policy, FlowSteps(), decisions=6, seed=3, iteration=2))
+        if how["workers"] == "ray":
+            assert len(table._workers) == 4, "one per CPU of the cluster"
+        table.close()
+    for name, value in rollouts[0]._asdict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, getattr(rollouts[1], name)), name
+
+
+@pytest.mark.parametrize("failure", [KILL, HANG])
+def test_an_actor_that_dies_or_hangs_is_replaced(cluster: Any, failure: float) -> None:
+    env = open_environment(FRAIL, timeout_s=2.0, **HOW)
+    env.reset(seed=3)
+    begun = time.monotonic()
+    info = env.step(actions(FINE, failure, FINE, FINE))[4]
+    assert info["dropped"].tolist() == [True, True, False, False] and (env.dropped, env.restarts) == (2, 1)
+    info = env.step(actions(*[FINE] * 4))[4]
+    assert info["n_executed"].tolist() == [0, 0, 2, 2] and time.monotonic() - begun < 60
+    env.close()
+
+
+def test_misuse_is_told(cluster: Any) -> None:
+    with pytest.raises(ValueError, match="99 actors of one CPU each, the Ray cluster has 4"):
+        open_environment(FRAIL, num_envs=99, chunk=2, workers="ray", ray_actors=99)
+    env = open_environment(FRAIL.replace(":make", ":missing"), **HOW)
+    with pytest.raises(ValueError, match="no function 'missing'"):
+        env.reset(seed=0)
+    env = open_environment(FRAIL.replace(":make", ":broken_start"), **HOW)
+    with pytest.raises(RuntimeError, match="(?s)failed 3 times.*no such robot"):
+        env.reset(seed=0)
+
+
+def test_a_node_that_goes(cluster: Any) -> None:
+    """Its actors are started again on what is left."""
+    env = open_environment(FRAIL, **HOW)
+    env.reset(seed=3)
+    assert len(nodes_of(env)) == 2, "spread over both nodes"
+    lost = cluster.worker_nodes.copy().pop()
+    cluster.remove_node(lost, allow_graceful=False)
+    begun = time.monotonic()
+    while not env.restarts and time.monotonic() - begun < 60:  # the actor goes a little after its node
+        info = env.step(actions(*[FINE] * 4))[4]
+        time.sleep(0.1)
+    assert env.restarts == 1 and env.dropped == info["dropped"].sum() <= 2
+    env.step(actions(*[FINE] * 4))
+    assert (env.step(actions(*[FINE] * 4))[4]["n_executed"] > 0).any() and len(nodes_of(env)) == 1
+    env.close()

@@ -1,0 +1,376 @@
+"""Simulators in this process and in others: the same rollouts, and nothing hangs or is learnt from when they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrl.vla.policies.encoder import Inputs
+from genrl.vla.policies.policy import STATE
+from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns
+from genrl.vla.rollout.sampling import FlowSteps
+from genrl.vla.simulators.environments import Environment, evaluation_episodes, open_environment
+from genrl.vla.simulators.minitable import MiniTable
+from tests.vla import frail
+from tests.vla.frail import FINE, HANG, KILL, NAN, RAISE
+from tests.vla.tiny_policies import SEES, flow
+
+FRAIL = f"{Path(frail.__file__)}:make"
+
+
+@contextlib.contextmanager
+def opened(name: str = FRAIL, **how: Any):
+    env = open_environment(name, **({"num_envs": 4, "chunk": 2} | how))
+    try:
+        yield env
+    finally:
+        env.close()
+
+
+def actions(*modes: float, move: float = 0.1) -> np.ndarray:
+    """[B, 2, 2]: every slot moves; its second action is of this mode."""
+    chunk = np.zeros((len(modes), 2, 2), dtype=np.float32)
+    chunk[..., 0] = move
+    chunk[:, 1, 1] = modes
+    return chunk
+
+
+def walk(env: Environment, steps: int, seed: int = 3, failing: dict[int, tuple[float, ...]] | None = None) -> list[Any]:
+    """All that an environment shows, seeded actions and the failures of some steps."""
+    rng = np.random.default_rng(0)
+    observation, info = env.reset(seed=seed)
+    shown: list[Any] = [observation["agent_pos"], env.task_description]
+    for step in range(steps):
+        chunk = actions(*(failing or {}).get(step, (FINE,) * env.num_envs))
+        chunk[..., 0] = rng.uniform(-0.2, 0.5, chunk.shape[:2])
+        observation, reward, terminated, truncated, info = env.step(chunk)
+        shown += [observation["agent_pos"], reward, terminated, truncated, *info.values(), env.task_description]
+    return shown
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_rollout_does_not_depend_on_the_number_of_workers() -> None:
+    """Also where an environment raises: its slot alone begins anew, whichever process has it."""
+    how: dict[str, Any] = {"num_envs": 6, "group_size": 2, "tasks": ("left", "right", "home")}
+    failing = {2: (FINE, RAISE, FINE, FINE, FINE, RAISE)}
+    with opened(**how) as env:
+        expected = walk(env, 8, failing=failing)
+        assert env.dropped == 2 and env.restarts == 0 and 0 < env.waited_s < 60
+    for workers in (1, 2, 4):
+        with opened(workers=workers, **how) as env:
+            assert same(walk(env, 8, failing=failing), expected), workers
+            assert env.dropped == 2
+            assert not same(walk(env, 8, seed=4), walk(env, 8, seed=5))
+            assert same(walk(env, 8, failing=failing), expected), "after use"
+
+
+def test_minitable_over_workers_is_the_native_one() -> None:
+    native = MiniTable(6, group_size=2, max_steps=12)
+    policy, how = flow(SEES, critic=1), {"decisions": 9, "seed": 3, "iteration": 2}
+    expected = collect(native, policy, FlowSteps(), **how)
+    for workers in (0, 2):
+        with opened(
+            "minitable", num_envs=6, chunk=4, group_size=2, image_size=32, max_steps=12, workers=workers
+        ) as env:
+            found = collect(env, policy, FlowSteps(), **how)
+            assert env.action_dim == 3 and env.max_steps == 12
+            assert np.array_equal(env.render([4, 1])[1], env.render([1])[0])
+        for name, value in found._asdict().items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, getattr(expected, name)), (name, workers)
+        for name, value in found.observations.items():
+            assert torch.equal(value, expected.observations[name]), (name, workers)
+    assert found.done.any() and not found.dropped.any()
+
+
+def test_the_contract() -> None:
+    """Success ends and pays 1, the limit truncates, groups begin alike, tasks take turns, the reset row is empty."""
+    with opened(num_envs=8, group_size=2, tasks=("a", "b"), reward="success") as env:
+        observation, info = env.reset(seed=0)
+        start = observation["agent_pos"]
+        assert start.dtype == np.float32 and info["n_executed"].tolist() == [0] * 8
+        assert np.array_equal(start[::2], start[1::2]) and len(np.unique(start[::2, 0])) == 4
+        assert env.task_description[::2] == env.task_description[1::2]
+        assert sorted(env.task_description[::2]) == ["walk a"] * 2 + ["walk b"] * 2
+        chunk = actions(*[FINE] * 8, move=0.0)
+        chunk[0] = [[1.0, 0], [1.0, 0]]
+        first = env.task_description
+        _, reward, terminated, truncated, info = env.step(chunk)
+        assert terminated.tolist() == [True] + [False] * 7 and not truncated.any()
+        assert reward.tolist() == [1.0] + [0.0] * 7 and info["is_success"][0]
+        assert info["n_executed"][0] == np.argmax(info["rewards"][0]) + 1
+        observation, reward, terminated, truncated, info = env.step(chunk)
+        assert info["n_executed"].tolist() == [0] + [2] * 7 and env.task_description[0] != first[0]
+        assert observation["agent_pos"][0, 1] == 0 and not terminated[0]
+        _, _, terminated, truncated, _ = env.step(chunk)
+        assert truncated[2:].all() and not truncated[0]
+    with opened(reward="environment", max_steps=3) as env:
+        env.reset(seed=0)
+        assert env.step(actions(*[FINE] * 4))[1].tolist() == [0.5] * 4
+        _, reward, _, truncated, info = env.step(actions(*[FINE] * 4))
+        assert truncated.all() and info["n_executed"].tolist() == [1] * 4 and reward.tolist() == [0.25] * 4
+
+
+def test_chosen_episodes_and_few_starts() -> None:
+    chosen = evaluation_episodes(7, 4)
+    with opened(tasks=("a", "b")) as env:
+        first = env.reset(seed=1, options={"episodes": chosen})[0]["agent_pos"]
+        again = env.reset(seed=9, options={"episodes": chosen[::-1]})[0]["agent_pos"]
+        assert np.array_equal(first, again[::-1])
+        assert len(set(zip(env.task_description, again[:, 0].tolist(), strict=True))) == 4
+    with opened(num_envs=8, goals=2) as env, opened(num_envs=8, goals=2, seed=1) as other:
+        starts = env.reset(options={"episodes": evaluation_episodes(7, 8)})[0]["agent_pos"][:, 0]
+        assert len(np.unique(starts)) == 2 and np.array_equal(starts[:2], starts[2:4])
+        assert not np.isin(other.reset(seed=0)[0]["agent_pos"][:, 0], starts).any()
+
+
+@pytest.mark.parametrize("failure", [KILL, HANG])
+def test_a_worker_that_dies_or_hangs_is_restarted(failure: float) -> None:
+    """Slots 0, 1 are of one worker, 2, 3 of the other: both of the first lose their episodes, nobody else's change."""
+    with opened(workers=2, timeout_s=1.5) as env, opened() as calm:
+        for step in range(3):
+            modes = (FINE, failure, FINE, FINE) if step == 1 else (FINE,) * 4
+            if step == 0:
+                seen, ran = env.reset(seed=3)[0], calm.reset(seed=3)[0]
+                assert np.array_equal(seen["agent_pos"], ran["agent_pos"])
+            begun = time.monotonic()
+            found, expected = env.step(actions(*modes)), calm.step(actions(*[FINE] * 4))
+            assert time.monotonic() - begun < 30
+            for a, b in zip(found[:4], expected[:4], strict=True):
+                a, b = (x["agent_pos"] if isinstance(x, dict) else x for x in (a, b))
+                assert np.array_equal(a[2:], b[2:])
+            if step == 1:
+                assert found[4]["dropped"].tolist() == [True, True, False, False]
+                assert found[3].tolist() == [True, True, False, False] and not found[2].any()
+                assert found[1][:2].tolist() == [0, 0] and found[4]["n_executed"].tolist() == [0, 0, 2, 2]
+            if step == 2:  # the dropped slots have begun the next episode
+                assert found[4]["n_executed"].tolist() == [0, 0, 2, 2] and not found[4]["dropped"].any()
+                assert (found[0]["agent_pos"][:2, 1] == 0).all()
+        assert (env.dropped, env.restarts) == (2, 1)
+
+
+def test_an_episode_that_had_ended_is_not_dropped() -> None:
+    """Slot 0 succeeds in the round in which slot 1 takes their worker down."""
+    with opened(num_envs=2, workers=1) as env:
+        env.reset(seed=3)
+        chunk = actions(FINE, KILL)
+        chunk[0, :, 0] = 1.0
+        _, reward, terminated, truncated, info = env.step(chunk)
+        assert info["dropped"].tolist() == [False, True] and terminated.tolist() == [True, False]
+        assert reward.tolist() == [1.0, 0.0] and truncated.tolist() == [False, True]
+
+
+def test_a_process_that_is_killed_between_two_steps() -> None:
+    with opened(workers=2) as env:
+        env.reset(seed=0)
+        env._workers[1].process.kill()
+        _, _, _, _, info = env.step(actions(*[FINE] * 4))
+        assert info["dropped"].tolist() == [False, False, True, True] and env.restarts == 1
+        env._workers[0].process.kill()
+        env._workers[0].process.join()
+        assert (env.render([0, 3])[0] == 0).all()
+        _, _, _, _, info = env.step(actions(*[FINE] * 4))
+        assert info["dropped"].tolist() == [True, True, False, False] and info["n_executed"][2:].tolist() == [0, 0]
+
+
+def test_a_worker_imports_no_torch() -> None:
+    needed = "genrl.vla.simulators.workers, genrl.vla.simulators.minitable.host, genrl.vla.simulators.metaworld.env"
+    said = f"import sys, {needed}; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", said], text=True).strip() == "False"
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, time\n"
+        "from genrl.vla.simulators.environments import open_environment\n"
+        "if __name__ == '__main__':\n"
+        f"    env = open_environment({FRAIL!r}, num_envs=4, chunk=2, workers=2)\n"
+        "    env.reset(seed=0)\n"
+        "    print(*[worker.process.pid for worker in env._workers], flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+    trainer.kill()
+    trainer.communicate()
+    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    assert not alive
+
+
+@pytest.mark.parametrize(("workers", "failure", "text"), [(0, RAISE, "gripper fell off"), (1, KILL, "exit code -9")])
+def test_repeated_failure_ends_with_the_report(workers: int, failure: float, text: str) -> None:
+    with opened(num_envs=2, workers=workers) as env:
+        env.reset(seed=0)
+        with pytest.raises(RuntimeError, match=rf"(?s)slot 1 failed 3 times.*{text}"):
+            for _ in range(6):
+                env.step(actions(FINE, failure))
+
+
+def test_a_failure_now_and_then_is_no_end() -> None:
+    with opened(num_envs=2) as env:
+        env.reset(seed=0)
+        for step in range(20):
+            env.step(actions(FINE, RAISE if step % 4 == 0 else FINE))
+        assert env.dropped == 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_that_cannot_be_made(workers: int, tmp_path: Path) -> None:
+    name = FRAIL.replace(":make", ":broken_start")
+    with opened(name, workers=workers) as env, pytest.raises(RuntimeError, match="(?s)failed 3 times.*no such robot"):
+        env.reset(seed=0)
+    if workers:
+        name = FRAIL.replace(":make", ":slow_start")
+        with opened(name, workers=1, start_timeout_s=0.7) as env, pytest.raises(RuntimeError, match="killed.*timeout"):
+            env.reset(seed=0)
+        name = FRAIL.replace(":make", ":dies_at_start_once")
+        with opened(name, workers=1, settings={"flag": str(tmp_path / "flag")}) as env, opened() as calm:
+            assert same(walk(env, 4), walk(calm, 4)) and env.restarts == 1 and env.dropped == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_misuse_is_told_at_once(workers: int) -> None:
+    def fails(text: str, name: str = FRAIL, **how: Any) -> None:
+        with opened(name, workers=workers, **how) as env, pytest.raises(ValueError, match=text):
+            env.reset(seed=0)
+            env.step(np.zeros((4, 2, env.action_dim), dtype=np.float32))
+
+    fails("no 'success' in its info.*set success_key", success_key="success")
+    fails("no function 'missing'", FRAIL.replace(":make", ":missing"))
+    fails("There is no file|there is no file", "nowhere.py:make")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="nearest is 'minitable'"):
+        open_environment("minitabel", num_envs=2, chunk=2)
+    with pytest.raises(ValueError, match="groups complete"):
+        open_environment(FRAIL, num_envs=3, chunk=2, group_size=2)
+    with pytest.raises(ValueError, match="timeouts"):
+        open_environment(FRAIL, num_envs=2, chunk=2, timeout_s=0)
+    with pytest.raises(ValueError, match="metaworld has no settings"):
+        open_environment("metaworld", num_envs=2, chunk=2, settings={"camera": "top"})
+    with pytest.raises(ValueError, match="not for minitable"):
+        open_environment("minitable", num_envs=2, chunk=2, goals=3)
+    with pytest.raises(ValueError, match="no task 'push'"):
+        open_environment("minitable", num_envs=2, chunk=2, tasks=("push",))
+    with opened() as env:
+        with pytest.raises(RuntimeError, match="call reset"):
+            env.step(actions(*[FINE] * 4))
+        with pytest.raises(RuntimeError, match="after the first reset"):
+            _ = env.action_dim
+        env.reset(seed=0)
+        with pytest.raises(ValueError, match=r"must have shape \[4, 2, 2\], got \[4, 2, 3\]"):
+            env.step(np.zeros((4, 2, 3), dtype=np.float32))
+        with pytest.raises(ValueError, match=r"slots \[2\] are not finite"):
+            env.step(actions(FINE, FINE, np.nan, FINE))
+        with pytest.raises(ValueError, match="episodes must be"):
+            env.reset(options={"episodes": [1, 2]})
+        with pytest.raises(ValueError, match="reset option"):
+            env.reset(options={"goal": 1})
+
+
+class Walker:
+    """A policy of fixed actions; `modes` says for every decision how each slot fails."""
+
+    horizon, action_dim, critic, image_size = 2, 2, 1, 0
+    inputs = (STATE,)
+
+    def __init__(self, modes: list[tuple[float, ...]], move: float = 0.1) -> None:
+        self.modes, self.move = list(modes), move
+
+    def tokenise(self, instructions) -> torch.Tensor:
+        raise AssertionError("is not asked for words")
+
+    def encode(self, observation):
+        modes = self.modes.pop(0) if self.modes else (FINE,) * len(observation[STATE])
+        chunk = torch.from_numpy(actions(*modes, move=self.move))
+        return {"chunk": chunk, "state": observation[STATE]}
+
+    def velocity(self, context, x, sigma) -> torch.Tensor:
+        return (x - context["chunk"]) / sigma[:, None, None]
+
+    def value(self, context) -> torch.Tensor:
+        return context["state"].sum(1, keepdim=True)
+
+    def normalised(self, chunk):
+        return chunk
+
+    actions = normalised
+
+
+def collected(env: Environment, modes: list[tuple[float, ...]], **how: Any) -> ChunkRollout:
+    given = {"decisions": 7, "seed": 0, "iteration": 0} | how
+    return collect(env, Walker(modes), FlowSteps(noise_level=1e-6), **given)
+
+
+@pytest.mark.parametrize(("workers", "failure"), [(0, RAISE), (2, KILL)])
+def test_no_row_of_a_dropped_episode_is_valid(workers: int, failure: float) -> None:
+    """Slots that move .1 a step never arrive: episodes of 3 decisions, a reset, and so on."""
+    fine = (FINE,) * 4
+    with opened(workers=workers) as env:
+        rollout = collected(env, [fine, (failure, FINE, FINE, FINE), fine])
+        calm = collected(env, [])
+        after = slice(1, 2) if workers == 0 else slice(2, 4)  # slots whose simulators were not touched
+        assert rollout.dropped.sum() == env.dropped == (1 if workers == 0 else 2)
+        assert rollout.valid[:, 0].tolist() == [False, False, False, True, True, True, False]
+        assert calm.valid[:, 0].tolist() == [True, True, True, False, True, True, True]
+        assert torch.equal(rollout.valid[:, after], calm.valid[:, after])
+        assert rollout.episode[:, 0].tolist() == [0, 0, 1, 1, 1, 1, 2]
+        assert rollout.truncated[1, 0] and rollout.n_executed[1:4, 0].tolist() == [0, 0, 2]
+        first = collected(env, [fine, (failure, FINE, FINE, FINE), fine], one_episode=True)
+        kept = first.valid.any(0)
+        assert kept.tolist() == ([False, True, True, True] if workers == 0 else [False, False, True, True])
+        assert torch.isfinite(episode_returns(first)).all()
+
+
+def test_numbers_that_are_not_finite_are_told_with_their_slots() -> None:
+    with opened(workers=1) as env, pytest.raises(ValueError, match=r"slots \[2\] is not finite at decision 2"):
+        collected(env, [(FINE,) * 4, (FINE, FINE, NAN, FINE)])
+
+
+def test_a_missing_instruction_is_told() -> None:
+    policy = flow(Inputs(state=3, vocabulary=("walk",)))
+    with opened(FRAIL.replace(":make", ":mute")) as env, pytest.raises(ValueError, match="row 0 has no instruction"):
+        collect(env, policy, FlowSteps(), decisions=1, seed=0, iteration=0)
+
+
+@given(st.lists(st.tuples(*[st.sampled_from([FINE, FINE, FINE, RAISE])] * 4), min_size=7, max_size=7))
+@settings(max_examples=40)
+def test_whatever_fails_when(modes: list[tuple[float, ...]]) -> None:
+    """Slots that never fail are untouched; of one that does, rows are valid if and only if their episode is whole."""
+    with opened() as env:
+        try:
+            rollout = collected(env, list(modes))
+        except RuntimeError as error:
+            assert "failed 3 times" in str(error)
+            return
+        calm = collected(env, [])
+    begun = torch.cat([torch.zeros(1, 4, dtype=torch.bool), rollout.done[:-1]])  # rows in which a slot only resets
+    for slot in range(4):
+        if all(mode[slot] == FINE for mode in modes):
+            assert torch.equal(rollout.observations[STATE][:, slot], calm.observations[STATE][:, slot])
+            assert torch.equal(rollout.valid[:, slot], calm.valid[:, slot])
+        for episode in rollout.episode[:, slot].unique():
+            rows = (rollout.episode[:, slot] == episode) & ~begun[:, slot]
+            assert bool((rollout.valid[rows, slot] != rollout.dropped[rows, slot].any()).all())
+        assert not rollout.valid[begun[:, slot], slot].any()
+    assert torch.equal(rollout.dropped & rollout.truncated & (rollout.n_executed == 0), rollout.dropped)
+    assert (rollout.n_executed[rollout.valid] > 0).all()

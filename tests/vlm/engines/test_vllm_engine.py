@@ -1,0 +1,288 @@
+"""vLLM as a sampler, on a stand-in of its interface: whole runs, weights, seeds, order, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from genrl.config import ConfigError
+from genrl.config.files import check_files
+from genrl.vlm.engines.generation import Sampling
+from genrl.vlm.engines.vllm import Drawn, InProcess, Reply, Sampler, Server
+from genrl.vlm.methods.compose import preset_of
+from genrl.vlm.methods.recipe import EngineMismatch
+from genrl.vlm.policies.policy import Lora, Policy
+from genrl.vlm.policies.processor import Prompt
+from genrl.vlm.policies.weights import checkpoint_weights
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.train import train
+from tests.run_folders import differences, rows
+from tests.vlm import fake_vllm, tiny_checkpoints, vlm_runs
+
+VLLM = {"engine": "vllm"}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
+
+
+def questions(tmp_path: Path, policy: Policy) -> list[Any]:
+    found = Questions(vlm_runs.config(tmp_path), "train")
+    return [policy.encode(found[k].prompt) for k in range(3)]
+
+
+@pytest.fixture
+def sampler(installed: None, tmp_path: Path) -> Sampler:
+    return Sampler(InProcess(vlm_runs.config(tmp_path, generation=VLLM)), Policy(str(vlm_runs.MODEL)))
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_weights_are_those_of_a_checkpoint(family: str, adapted: bool, tmp_path: Path) -> None:
+    """Names and values as saved; of adapters the sum, as merging makes it, and the policy keeps its own weights."""
+    folder = tiny_checkpoints.save(family, tmp_path / family)
+    saved = load_file(folder / "model.safetensors")
+    policy = Policy(str(folder), lora=Lora(rank=2) if adapted else None)
+    if adapted:
+        for parameter in policy.parameters:
+            parameter.data.fill_(0.1)
+    found = checkpoint_weights(policy)
+    assert found.keys() == saved.keys()
+    changed = {name for name, value in found.items() if not torch.equal(value, saved[name])}
+    assert policy.peft is not None if adapted else not changed
+    if policy.peft is not None:
+        merged = policy.peft.merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        for name, value in load_file(tmp_path / "merged" / "model.safetensors").items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+        assert len(changed) == 8  # two layers, four projections
+
+
+def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(
+    sampler: Sampler, tmp_path: Path
+) -> None:
+    prompts, keys = questions(tmp_path, sampler.policy), [("a",), ("b",), ("c",)]
+    found = sampler.generate(prompts, 4, Sampling(12), keys)
+    assert found.group.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    scored = sampler.policy.log_probs(prompts, found.tokens, found.mask, group=found.group)
+    torch.testing.assert_close(scored.log_prob, found.log_prob, rtol=0, atol=1e-5)
+    turned = sampler.generate(prompts[::-1], 4, Sampling(12), keys[::-1])
+    assert turned.texts == found.texts[8:] + found.texts[4:8] + found.texts[:4]  # by key, not by place
+    assert found.texts == sampler.generate(prompts, 4, Sampling(12), keys).texts
+    assert found.texts != sampler.generate(prompts, 4, Sampling(12), [("d",), ("e",), ("f",)]).texts
+
+
+def test_a_run_on_vllm_draws_with_the_weights_of_the_last_update(installed: None, tmp_path: Path) -> None:
+    config = vlm_runs.config(tmp_path, generation=VLLM, iterations=3, optimizer={"lr": 1e-3}, checkpoint={"every": 3})
+    train(config)
+    for row in rows(tmp_path / "run"):
+        assert row["sampler/gap_max"] < 1e-4 and row["sampler/gap_k3"] < 1e-8 and row["sampler/corrected"] == 0
+
+
+def test_old_weights_show_in_the_gap(installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_vllm.LLM, "_reload", lambda *_: None)
+    trained = {"weights": [{"name": "engine_mismatch", "high": 1.01}]}
+    moved = {"trainer": trained, "optimizer": {"lr": 1e-3}, "checkpoint": {"every": 2}}
+    train(vlm_runs.config(tmp_path, generation=VLLM, iterations=2, **moved))
+    first, second = rows(tmp_path / "run")
+    assert first["sampler/gap_max"] < 1e-4 and first["sampler/corrected"] == 0
+    assert second["sampler/gap_mean"] > 1e-3 and second["sampler/corrected"] > 0
+
+
+def test_a_resumed_run_on_vllm_is_the_uninterrupted_one(installed: None, tmp_path: Path) -> None:
+    for name, parts in (("a", [2]), ("b", [1, 2])):
+        (tmp_path / name).mkdir()
+        for k, iterations in enumerate(parts):
+            config = vlm_runs.config(tmp_path / name, generation=VLLM, iterations=iterations)
+            train(config, resume=tmp_path / name / "run" if k else None)
+    assert differences(tmp_path / "a" / "run", tmp_path / "b" / "run") == []
+
+
+def test_weights_are_loaded_before_drawing_and_caches_dropped(sampler: Sampler, tmp_path: Path) -> None:
+    prompts, llm = questions(tmp_path, sampler.policy)[:1], sampler.engine.llm
+    loaded = ["reload_weights", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"]
+    sampler.generate(prompts, 1, Sampling(4), [(0,)])
+    assert llm.calls == [*loaded, "generate", "sleep 2"]
+    llm.calls.clear()
+    sampler.generate(prompts, 1, Sampling(4), [(0,)])
+    assert llm.calls == ["wake_up weights", loaded[0], "wake_up kv_cache", *loaded[1:], "generate", "sleep 2"]
+    sampler.engine.forgets = sampler.engine.asleep = False
+    sampler.generate(prompts, 1, Sampling(4), [(0,)])
+    llm.calls.clear()
+    sampler.generate(prompts, 1, Sampling(4), [(0,)])
+    assert llm.calls == ["generate"]  # no step was made
+    sampler.stepped()
+    sampler.generate(prompts, 1, Sampling(4), [(0,)])
+    assert llm.calls == ["generate", *loaded, "generate"] and llm.version == "1"
+
+
+def test_what_an_engine_must_not_return_is_refused(sampler: Sampler, tmp_path: Path) -> None:
+    prompts = questions(tmp_path, sampler.policy)[:1]
+    answer = sampler.engine.answer
+    end = sampler.policy.stop_ids[0]
+    good = Reply(prompts[0].tokens.ids.tolist(), [Drawn([end], [-0.5], {"0"})])
+    for reply, text in [
+        (good._replace(prompt_ids=good.prompt_ids[1:]), r"shapes.*read other tokens \(\d+\) than the trainer"),
+        (good._replace(answers=good.answers * 2), "1 answers were asked of vLLM, it returned 2"),
+        (good._replace(answers=[Drawn([5, 6], [-1.0, -1.0], set())]), "broke an answer off after 2 tokens"),
+        (good._replace(answers=[Drawn([end], [-0.5], {"7"})]), r"version \['7'\], the trainer is at 0"),
+    ]:
+        sampler.engine.answer = lambda asked, reply=reply: [reply]  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match=text):
+            sampler.generate(prompts, 1, Sampling(12), [(0,)])
+    sampler.engine.answer = answer  # type: ignore[method-assign]
+    assert sampler.generate(prompts, 1, Sampling(12), [(0,)]).finish
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "llava"])
+def test_an_engine_gets_one_token_for_an_image(family: str, tmp_path: Path) -> None:
+    policy = Policy(str(tiny_checkpoints.save(family, tmp_path)))
+    picture = Questions(vlm_runs.config(tmp_path), "train")[0].prompt.parts[0]
+    tokens = policy.encode(Prompt((picture, "and", picture, "?"))).tokens
+    image = policy.model.config.image_token_id
+    assert list(tokens.unexpanded).count(image) == len(tokens.pictures) == 2
+    assert tokens.ids.tolist().count(image) > 2
+    rest = iter(tokens.ids.tolist())
+    assert all(i in rest for i in tokens.unexpanded if i != image)  # the same text, in its order
+
+
+# --- a server
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The routes of a server that are used, before a `fake_vllm.LLM`."""
+
+    llm: fake_vllm.LLM
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _reply(self, content: Any, status: int = 200) -> None:
+        body = b"" if content is None else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self._reply({"data": [{"id": "tiny"}]} if self.path == "/v1/models" else None)
+
+    def do_POST(self) -> None:
+        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        match self.path:
+            case "/collective_rpc":
+                weights = load_file(Path(given["kwargs"]["weights_path"]) / "model.safetensors")
+                self.llm.collective_rpc(given["method"], {"weights_iterator": weights.items()})
+                self._reply({"results": [None]})
+            case "/reset_prefix_cache":
+                self._reply({"success": self.llm.reset_prefix_cache()})
+            case "/reset_mm_cache" | "/reset_encoder_cache":
+                self._reply(None)
+            case "/update_weight_version":
+                self.llm.update_weight_version(given["new_version"])
+                self._reply({"success": True})
+            case "/inference/v1/generate":
+                self._reply(self._generated(given))
+            case _:
+                self._reply({"error": "no such route"}, 404)
+
+    def _generated(self, given: dict[str, Any]) -> dict[str, Any]:
+        parts = given["content_parts"] or []
+        pictures = [Image.open(io.BytesIO(base64.b64decode(part["url"].partition(",")[2]))) for part in parts]
+        sampling = {name: value for name, value in given["sampling_params"].items() if name != "output_kind"}
+        params = fake_vllm.SamplingParams(**sampling)
+        prompt = {"prompt_token_ids": given["token_ids"], "multi_modal_data": {"image": pictures}}
+        made = self.llm.one(prompt, params)
+        choices = [
+            {
+                "index": one.index,
+                "token_ids": one.token_ids,
+                "logprobs": {
+                    "content": [
+                        {"token_id": t, "logprob": chance[t].logprob}
+                        for t, chance in zip(one.token_ids, one.logprobs, strict=True)
+                    ]
+                },
+                "weight_versions": [{"version": self.llm.version, "start": 0, "end": len(one.token_ids)}],
+            }
+            for one in made.outputs
+        ]
+        return {"choices": choices, "prompt_token_ids": made.prompt_token_ids}
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    Handler.llm = fake_vllm.LLM(str(vlm_runs.MODEL))
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.server_port}"
+    listening.shutdown()
+    listening.server_close()
+
+
+def test_a_server_draws_what_an_engine_in_this_process_draws(sampler: Sampler, server: str, tmp_path: Path) -> None:
+    policy = sampler.policy
+    for parameter in policy.parameters:  # others than the server has on disk
+        parameter.data.mul_(1.05)
+    prompts, keys = questions(tmp_path, policy), [("a",), ("b",), ("c",)]
+    remote = Sampler(Server(server, tmp_path / "weights", str(vlm_runs.MODEL)), policy)
+    one, other = (each.generate(prompts, 3, Sampling(12), keys) for each in (sampler, remote))
+    assert torch.equal(one.tokens, other.tokens) and one.finish == other.finish
+    torch.testing.assert_close(one.log_prob, other.log_prob, rtol=0, atol=1e-6)
+
+
+def test_a_run_on_a_server(server: str, tmp_path: Path) -> None:
+    train(vlm_runs.config(tmp_path, generation={**VLLM, "vllm": {"url": server}}, iterations=2))
+    assert all(row["sampler/gap_max"] < 1e-4 for row in rows(tmp_path / "run"))
+    assert (tmp_path / "run" / "weights" / "model.safetensors").is_file()
+
+
+def test_a_server_that_is_not_there_is_named_with_the_command(server: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"no vLLM server answers at http://127.0.0.1:9/v1/models.*vllm serve tiny"):
+        Server("http://127.0.0.1:9", tmp_path, "tiny")
+    with pytest.raises(RuntimeError, match=r"/nothing answers 404: .*no such route"):
+        Server(server, tmp_path, "tiny")._call("/nothing", {})
+
+
+# --- configuration
+
+
+def test_without_vllm_the_check_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generation.engine.*pip install 'genrl\[vllm\]'"):
+        check_files(vlm_runs.config(tmp_path, generation=VLLM))
+
+
+def test_settings_of_an_engine_that_is_not_used_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generation.vllm.*read with engine: vllm"):
+        vlm_runs.config(tmp_path, generation={"vllm": {"memory": 0.3}})
+
+
+def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) -> None:
+    assert preset_of(vlm_runs.config(tmp_path)).weights == ()
+    assert preset_of(vlm_runs.config(tmp_path, generation=VLLM)).weights == (EngineMismatch(),)
+    own = {
+        "preset": "dapo",
+        "weights": [{"name": "engine_mismatch", "level": "token", "mode": "truncate", "high": 2.0}],
+    }
+    wanted = EngineMismatch("token", "truncate", high=2.0)
+    assert preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer=own)).weights == (wanted,)
+    vppo = preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer={"preset": "vppo"})).weights
+    assert vppo[-1] == EngineMismatch() and len(vppo) == 2
+    para = preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer={"preset": "para_grpo"})).weights
+    assert para == (replace(EngineMismatch(), level="token", high=5.0),)
+    assert preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer={"weights": []})).weights == ()

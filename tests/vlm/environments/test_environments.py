@@ -1,0 +1,257 @@
+"""Environments of agents: the same for the same seed, words to actions, held-out episodes, what cannot be opened."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from genrl.config.vlm_agents import Environment
+from genrl.vlm.environments import grid
+from genrl.vlm.environments.contract import Environment as Contract
+from genrl.vlm.environments.contract import Observation
+from genrl.vlm.environments.discrete import Misuse, named
+from genrl.vlm.environments.opening import open_environment
+
+
+def opened(**options: Any) -> Contract:
+    return open_environment(Environment(**options))
+
+
+def say(word: str) -> str:
+    return f'{{"thoughts": "so", "action": "{word}"}}'
+
+
+def same(one: Observation, other: Observation) -> bool:
+    pairs = [(a, b) if isinstance(a, str) else (a.tobytes(), b.tobytes()) for a, b in zip(one, other, strict=True)]  # type: ignore[union-attr]
+    return all(a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", ["grid", "crop", "FrozenLake-v1"])
+def test_an_episode_is_a_function_of_its_seed_and_what_is_said(name: str) -> None:
+    if name == "FrozenLake-v1":
+        pytest.importorskip("pygame")
+    texts = [say("left"), "nonsense", say("forward"), "<bbox>[0,0,20,20]</bbox>", say("right")] * 2
+    found = []
+    for _ in range(2):
+        one, steps = opened(name=name), []
+        steps.append((one.reset(5, "train"), 0.0, False))
+        for text in texts:
+            seen, reward, terminated, truncated, info = one.step(text)
+            steps.append((seen, reward, bool(info["valid"])))
+            if terminated or truncated:
+                break
+        found.append(steps)
+    assert len(found[0]) == len(found[1]) > 2
+    for (seen, *told), (again, *told_again) in zip(*found, strict=True):
+        assert same(seen, again) and told == told_again
+
+
+def room_of(one: Contract, seed: int, split: Any = "train") -> grid.Grid:
+    one.reset(seed, split)
+    found: grid.Grid = one.env.unwrapped  # type: ignore[attr-defined]
+    return found
+
+
+class TestGrid:
+    def test_the_planner_reaches_the_goal_of_held_out_rooms_and_is_paid_for_speed(self) -> None:
+        one = opened()
+        for seed in range(20):
+            room = room_of(one, seed, "eval")
+            assert grid.held_out(room.goal, room.blocks) and len(room.blocks) == 5
+            steps, ended = room.ways()[room.pose], False
+            for _ in range(steps):
+                assert not ended
+                _, reward, ended, _, info = one.step(say(room.action_words[room.shortest()[0]]))
+            assert ended and info["success"] and reward == pytest.approx(1 - 0.9 * steps / 30)
+
+    def test_no_way_is_shorter_than_the_planners(self) -> None:
+        """Breadth first by the steps themselves, from the agent on."""
+        room = room_of(opened(), 3)
+        wanted, reached, steps = room.ways()[room.pose], {room.pose}, 0
+        while not any(cell == room.goal for cell, _ in reached):
+            reached |= {room.moved(pose, action) for pose in reached for action in range(3)}
+            steps += 1
+        assert steps == wanted
+
+    def test_blocks_and_walls_stop_and_the_limit_cuts(self) -> None:
+        one = opened()
+        room = room_of(one, 0)
+        room.blocks, room.goal, room.pose = frozenset({(2, 2)}), (4, 4), ((3, 2), 0)
+        one.step(say("forward"))
+        assert room.pose == ((3, 2), 0)
+        one.step(say("right"))
+        one.step(say("forward"))
+        assert room.pose == ((3, 3), 1)
+        ends = [one.step(say("forward"))[2:4] for _ in range(27)]
+        assert room.pose == ((3, 4), 1) and ends == [(False, False)] * 26 + [(False, True)]
+
+    def test_the_picture_is_what_lies_before_the_agent(self) -> None:
+        """At (row 2, column 1) of the room and looking down: what is right of it is on the left."""
+        room = room_of(opened(), 0)
+        room.blocks, room.goal, room.pose = frozenset({(3, 1), (2, 0)}), (4, 2), ((2, 1), 2)
+        cells = room.view()
+        assert cells.shape == (7, 7) and cells[6, 3] == grid.FLOOR
+        assert (cells[5, 3], cells[6, 4], cells[4, 2]) == (grid.BLOCK, grid.BLOCK, grid.GOAL)
+        assert (cells[:4] == grid.WALL).all() and (cells[4:, 5:] == grid.WALL).all()
+        shown = room.seen()
+        assert shown.shape == (56, 56, 3) and (shown[4 * 8 + 4, 2 * 8 + 4] == grid.COLOURS[grid.GOAL]).all()
+        assert room.render().shape == (56, 56, 3)
+
+    def test_too_many_blocks_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="0 to 12 of the 25 cells, got 13"):
+            opened(options={"blocks": 13})
+
+
+class TestAnswersWithoutAnAction:
+    def test_do_nothing_in_a_step_that_counts_and_costs(self) -> None:
+        one = opened()
+        room = room_of(one, 0)
+        pose, shown = room.pose, room.seen()
+        told = [one.step("i do not know") for _ in range(30)]
+        assert room.pose == pose and {reward for _, reward, *_ in told} == {-0.05}
+        assert [cut for *_, cut, _ in told] == [False] * 29 + [True]
+        assert all(info == {"valid": False, "success": False} for *_, info in told)
+        assert isinstance(told[0][0][0], Image.Image) and (np.asarray(told[0][0][0]) == shown).all()
+
+    def test_or_are_random_actions(self) -> None:
+        one, found = opened(invalid="random", invalid_reward=0.0), set()
+        for seed in range(12):
+            room = room_of(one, seed)
+            room.blocks, room.goal, room.pose = frozenset(), (0, 0), ((3, 3), 1)
+            _, reward, *_, info = one.step("i do not know")
+            assert info["valid"] is False and reward == 0
+            found.add(room.pose)
+        assert len(found) == 3
+
+    def test_doing_nothing_needs_a_limit_of_steps(self) -> None:
+        with pytest.raises(Misuse, match="write environment.max_steps"):
+            opened(name="Blackjack-v1")
+        opened(name="Blackjack-v1", max_steps=3)
+        opened(name="Blackjack-v1", invalid="random")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "found"),
+    [
+        ('{"thoughts": "x", "action": "left"}', "json", 0),
+        ('so: {"thoughts":" right ","action":" UP "} and more', "json", 2),
+        ('{"thoughts": "left"}', "json", None),
+        ('{"action": 1}', "json", None),
+        ('["left"]', "json", None),
+        ("left", "json", None),
+        ('{"action": "left"', "json", None),
+        ("left", "plain", 0),
+        (" Pick Up ", "plain", 3),
+        ("i go left now", "plain", 0),
+        ("left or up", "plain", None),
+        ("upwards", "plain", None),
+        ("", "plain", None),
+    ],
+)
+def test_words_become_actions(text: str, answer: Any, found: int | None) -> None:
+    assert named(text, ["left", "right", "up", "pick up"], answer) == (3 if text == " Pick Up " else found)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(max_size=30), st.sampled_from(["json", "plain"]))
+def test_any_text_is_an_action_or_none(text: str, answer: Any) -> None:
+    assert named(text, ["left", "right"], answer) in (None, 0, 1)
+
+
+class Odd(gymnasium.Env[Any, Any]):
+    """Pays what it is told to; shows nothing."""
+
+    metadata = {"render_modes": ["ansi"]}
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, **options: Any) -> Any:
+        return 0, {}
+
+    def step(self, action: int) -> Any:
+        return np.zeros((40, 40, 3), np.uint8), float("nan"), False, False, {}
+
+    def render(self) -> Any:
+        return "text"
+
+
+class Seen(Odd):
+    def reset(self, **options: Any) -> Any:
+        return np.zeros((40, 40, 3), np.uint8), {}
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"name": "gird"}, "did you mean grid"),
+            ({"name": "FrozenLak-v1"}, "did you mean FrozenLake"),
+            ({"name": "Pendulum-v1"}, "cannot be named in words"),
+            ({"name": "grid", "options": {"limits": 3}}, "limits"),
+            ({"name": "grid", "actions": ("a", "b")}, "has 3 actions"),
+            ({"name": "grid", "actions": ("a", "b", "A")}, "two actions have one word"),
+            ({"name": "nowhere.py:f"}, "there is no file"),
+            ({"name": "crop", "options": {"rule": "best"}}, "rule is accuracy"),
+        ],
+    )
+    def test_with_advice(self, options: dict[str, Any], text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            opened(**options)
+
+    def test_an_extra_that_is_not_installed_says_how_to_get_it(self) -> None:
+        if importlib.util.find_spec("minigrid"):
+            pytest.skip("it is installed")
+        with pytest.raises(Misuse, match=r"pip install 'genrl\[minigrid\]'"):
+            opened(name="MiniGrid-Empty-5x5-v0")
+
+    def test_no_words_no_picture_and_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, kind in (("Odd-v0", Odd), ("Seen-v0", Seen)):
+            monkeypatch.setitem(gymnasium.registry, name, gymnasium.envs.registration.EnvSpec(name, entry_point=kind))
+        with pytest.raises(Misuse, match="draws no pictures: its render modes are ansi"):
+            opened(name="Odd-v0")
+        monkeypatch.setattr(Odd, "metadata", {"render_modes": ["rgb_array"]})
+        monkeypatch.setattr(Odd, "__init__", lambda self, render_mode=None: None)
+        with pytest.raises(Misuse, match="write environment.actions"):
+            opened(name="Odd-v0")
+        one = opened(name="Odd-v0", actions=("a", "b"), max_steps=9)
+        with pytest.raises(Misuse, match="has no picture"):
+            one.reset(0, "train")
+        one = opened(name="Seen-v0", actions=("a", "b"), max_steps=9)
+        one.reset(0, "train")
+        with pytest.raises(ValueError, match=r"pays nan in step 1 of the episode of seed 0.*'b'"):
+            one.step(say("b"))
+
+
+def test_minigrid_is_shown_from_the_agent() -> None:
+    pytest.importorskip("minigrid")
+    one = opened(name="MiniGrid-Empty-5x5-v0")
+    picture, mission = one.reset(0, "train")
+    assert isinstance(picture, Image.Image) and picture.size == (56, 56) and mission == "get to the green goal square"
+    assert "left, right, forward" in one.help
+
+
+def test_an_environment_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "class Own:\n"
+        "    layout, help, begun = 'steps', 'say yes', ''\n"
+        "    def reset(self, seed, split): return ('well ?',)\n"
+        "    def step(self, text): return ('done',), float(text == 'yes'), True, False, {'success': text == 'yes'}\n"
+        "    def render(self): ...\n"
+        "    def close(self): ...\n"
+    )
+    one = opened(name=f"{file}:Own")
+    assert one.reset(0, "train") == ("well ?",) and one.step("yes")[1] == 1.0
+    with pytest.raises(Misuse, match="did you mean Own"):
+        opened(name=f"{file}:Owm")
+    file.write_text("def half():\n    return object()\n")
+    with pytest.raises(Misuse, match="without 'layout'"):
+        opened(name=f"{file}:half")

@@ -1,0 +1,393 @@
+"""Presets as losses: golden arrays through the whole composition, and what must not change a loss."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.objectives.tokens import token_weights
+from genrl.objectives.tokens.masked_diffusion import exact_loss
+from genrl.vlm.methods import recipe
+from genrl.vlm.methods.estimate import estimate
+from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.presets import PRESETS
+from genrl.vlm.methods.recipe import Clip, CriticAdvantage, Preset, Reinforce
+from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
+from tests.vlm.rollouts import PROMPTS, for_preset, preset, rollout
+
+INVARIANT = ("seq_mean", "token_mean_global", "const", "seq_sum", "otm")
+
+
+def loss_and_gradient(chosen: Preset, batch: TokenBatch, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Of the whole step, as the sum over micro-batches of `size` rows."""
+    ready = estimate(chosen, batch, prompts=PROMPTS).batch
+    leaf = batch.log_prob.clone().requires_grad_()
+    ready = ready.with_log_prob(leaf)
+    parts = [ready] if size is None else micro_batches(chosen, ready, size)
+    loss = torch.stack([policy_loss(chosen, part).loss for part in parts]).sum()
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+def one(name: str, **changes) -> tuple[Tensor, Tensor]:
+    masked = name != "bgpo"  # its columns are samples of the ELBO, all of which count
+    return loss_and_gradient(preset(name), for_preset(name, rollout(masked=masked, **changes)))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_gives_a_finite_loss_and_moves_valid_tokens_only(name: str) -> None:
+    loss, gradient = one(name)
+    assert bool(loss.isfinite()) and bool(gradient.isfinite().all()) and bool((gradient != 0).any())
+    mask = rollout(masked=name != "bgpo").mask
+    assert bool((gradient[~mask] == 0).all())
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"bgpo"}))
+def test_what_is_masked_and_how_much_is_padded_changes_nothing(name: str) -> None:
+    loss, gradient = one(name)
+    # q_hawkeye reads NaN among the valid tokens of `degraded` as "no twin"; masked NaN are not valid tokens
+    for changes in ({"junk": 123.0}, {"junk": float("nan")}, {"junk": -7.0, "pad": 3}):
+        if name == "tw_grpo" and changes.get("pad"):
+            continue  # the published rule: a position where a group has no token left counts as agreement
+        other, other_gradient = one(name, **changes)
+        assert torch.allclose(loss, other, rtol=1e-12, atol=1e-14), changes
+        assert torch.allclose(gradient, other_gradient[:, : gradient.shape[1]], rtol=1e-12, atol=1e-14), changes
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PRESETS if PRESETS[name].aggregation in INVARIANT))
+def test_micro_batches_add_up_to_the_step(name: str) -> None:
+    chosen, batch = preset(name), for_preset(name, rollout(masked=name != "bgpo"))
+    # the entropy band and Q-Hawkeye's K are of the tokens of a call
+    local = (recipe.EntropyBand, recipe.Perception)
+    chosen = replace(chosen, regularisers=tuple(r for r in chosen.regularisers if not isinstance(r, local)))
+    loss, gradient = loss_and_gradient(chosen, batch)
+    for size in (4, 6):
+        other, other_gradient = loss_and_gradient(chosen, batch, size)
+        assert torch.allclose(loss, other, rtol=1e-10), size
+        assert torch.allclose(gradient, other_gradient, rtol=1e-10, atol=1e-14), size
+
+
+def test_batch_statistics_are_of_the_whole_rollout() -> None:
+    """The weights of rows do not depend on which rows share a micro-batch, as they would with local min and max."""
+    chosen = replace(PRESETS["vppo"], aggregation="seq_mean", regularisers=())
+    loss, gradient = loss_and_gradient(chosen, rollout())
+    for size in (1, 3, 6):
+        other, other_gradient = loss_and_gradient(chosen, rollout(), size)
+        assert torch.allclose(loss, other) and torch.allclose(gradient, other_gradient, atol=1e-14)
+
+
+# --- golden arrays through the composition
+
+
+def golden_cases(data: np.lib.npyio.NpzFile) -> list[dict[str, np.ndarray]]:
+    cases: dict[str, dict[str, np.ndarray]] = {}
+    for key in data.files:
+        if key != "meta":
+            number, name = key.split("_", 1)
+            cases.setdefault(number, {})[name] = data[key]
+    return list(cases.values())
+
+
+def given_advantage(chosen: Preset) -> Preset:
+    return replace(chosen, advantage=CriticAdvantage())
+
+
+def golden_batch(case: dict[str, np.ndarray], **extra: Tensor) -> TokenBatch:
+    def tensor(name: str) -> Tensor | None:
+        return torch.from_numpy(case[name]) if name in case else None
+
+    rows = len(case["logp"])
+    size = int(case["G"]) if "G" in case else 1
+    if "adv" in case:
+        extra["credit"] = torch.from_numpy(case["adv"])
+    return TokenBatch(
+        mask=torch.from_numpy(case["mask"]) if "mask" in case else torch.ones(case["logp"].shape),
+        group=torch.arange(rows // size).repeat_interleave(size),
+        rewards=tensor("rewards"),
+        log_prob=tensor("logp"),
+        old_log_prob=tensor("old_logp"),
+        sampler_log_prob=tensor("sampler_logp"),
+        ref_log_prob=tensor("ref_logp"),
+        extra=extra,
+    )
+
+
+def agrees(chosen: Preset, batch: TokenBatch, case: dict[str, np.ndarray], suffix: str = "") -> None:
+    loss, gradient = loss_and_gradient(chosen, batch)
+    assert torch.allclose(loss, torch.as_tensor(case[f"out_loss{suffix}"]), rtol=1e-9, atol=1e-10)
+    assert torch.allclose(gradient, torch.as_tensor(case[f"out_grad{suffix}"]), rtol=1e-9, atol=1e-10)
+
+
+TRL = ("grpo", "dr_grpo", "bnpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo")
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_golden_trl_losses(golden, name: str) -> None:
+    for case in golden_cases(golden(f"vlm_{name}")):
+        params = json.loads(str(case["params"]))
+        chosen = given_advantage(PRESETS[name])
+        beta = params.get("beta", 0.0)
+        chosen = replace(chosen, regularisers=(recipe.Kl(beta),) if beta else (), length=params.get("maxlen"))
+        low, high = params.get("eps_low", 0.2), params.get("eps_high", 0.2)
+        surrogate = {
+            "cispo": recipe.Cispo(highest=high),
+            "sapo": recipe.Sapo(params.get("tp", 1.0), params.get("tn", 1.05)),
+            "vespo": recipe.Vespo(),
+            "gspo": recipe.SequenceClip(low, high),
+            "luspo": recipe.SequenceClip(low, high),
+        }.get(name, Clip(low, high, cap=params.get("delta")))
+        batch = golden_batch(case)
+        ready = estimate(replace(chosen, surrogate=surrogate), batch).batch
+        leaf = batch.log_prob.clone().requires_grad_()
+        ready = replace(ready, log_prob=leaf, tokens=int(params["num_items"]))
+        loss = policy_loss(replace(chosen, surrogate=surrogate), ready).loss
+        assert torch.allclose(loss, torch.as_tensor(case["out_loss"]), rtol=1e-9, atol=1e-10)
+        gradient = torch.autograd.grad(loss, leaf)[0]
+        assert torch.allclose(gradient, torch.as_tensor(case["out_grad"]), rtol=1e-9, atol=1e-10)
+
+
+def test_golden_vppo(golden) -> None:
+    for case in golden_cases(golden("vlm_vppo")):
+        params = json.loads(str(case["params"]))
+        chosen = replace(
+            given_advantage(PRESETS["vppo"]),
+            transforms=(recipe.TrajectoryDependency(params["scale_min"]),),
+            weights=(recipe.TopDependency(params["top_p"]),),
+            regularisers=(),
+        )
+        agrees(chosen, golden_batch(case, masked_image=torch.from_numpy(case["masked_image_logp"])), case)
+
+
+def test_golden_tw_grpo(golden) -> None:
+    for case in golden_cases(golden("vlm_tw_grpo")):
+        batch = golden_batch(case)
+        divergence = token_weights.group_divergence(torch.from_numpy(case["full_logp"]), batch.mask, batch.group)
+        batch = replace(batch, extra={**batch.extra, "divergence": divergence[batch.group]})
+        agrees(
+            replace(given_advantage(PRESETS["tw_grpo"]), weights=(recipe.Divergence(float(case["alpha"])),)),
+            batch,
+            case,
+        )
+
+
+@pytest.mark.parametrize("name", ["reg_grpo", "real"])
+def test_golden_group_losses(golden, name: str) -> None:
+    for case in golden_cases(golden(f"vlm_{name}")):
+        chosen = PRESETS[name]
+        if name == "real":
+            chosen = replace(chosen, group_loss=recipe.Classification(float(case["tau"])))
+        else:
+            beta = json.loads(str(case["params"]))["beta"]
+            chosen = replace(chosen, regularisers=(recipe.Kl(beta),) if beta else ())
+        agrees(chosen, golden_batch(case), case)
+
+
+def test_golden_others(golden) -> None:
+    for case in golden_cases(golden("vlm_gspo_token")):
+        agrees(
+            replace(given_advantage(PRESETS["gspo_token"]), surrogate=recipe.SequenceTokenClip(0.1, 0.2)),
+            golden_batch(case),
+            case,
+        )
+    for case in golden_cases(golden("vlm_balanced_agg")):
+        agrees(replace(given_advantage(PRESETS["balanced"]), surrogate=Clip(0.2, 0.28)), golden_batch(case), case)
+    for case in golden_cases(golden("vlm_dcpo_clip")):
+        surrogate = recipe.DynamicClip(float(case["eps_low"]), float(case["eps_high"]))
+        agrees(replace(given_advantage(PRESETS["dcpo"]), surrogate=surrogate), golden_batch(case), case, "_otm")
+    for case in golden_cases(golden("vlm_stable_reinforce")):
+        for name, delta in (("1e3", 1e3), ("3", 3.0)):
+            chosen = Preset(CriticAdvantage("token"), recipe.LogClamp(delta), "seq_mean")
+            agrees(chosen, golden_batch(case), case, f"_delta{name}")
+    for case in golden_cases(golden("vlm_mismatch")):
+        for level in ("token", "sequence"):
+            for mode in ("truncate", "mask"):
+                weight = recipe.EngineMismatch(level, mode, 0.5, 2.0)
+                chosen = Preset(CriticAdvantage(), Clip(0.2, 0.28), "token_mean", weights=(weight,))
+                agrees(chosen, golden_batch(case), case, f"_{level}_{mode}")
+        entropy = torch.from_numpy(case["entropy"])
+        forking = Preset(CriticAdvantage(), Clip(), "token_mean", weights=(recipe.TopEntropy(0.2),))
+        agrees(forking, golden_batch(case, entropy=entropy), case, "_top20")
+        mask = recipe.OffPolicyMask(float(case["opsm_threshold"]))
+        agrees(Preset(CriticAdvantage(), Clip(), "token_mean", weights=(mask,)), golden_batch(case), case, "_opsm")
+
+
+def test_golden_bgpo(golden) -> None:
+    for case in golden_cases(golden("vlm_bgpo")):
+        renamed = case | {"logp": case["elbo_samples"], "old_logp": case["old_elbo_samples"]}
+        agrees(given_advantage(PRESETS["bgpo"]), golden_batch(renamed), renamed)
+
+
+def test_golden_vl_dac(golden) -> None:
+    for case in golden_cases(golden("vlm_vldac")):
+        raw = torch.from_numpy(case["out_returns"] - case["values"])
+        rest = {k: v for k, v in case.items() if k != "rewards"}
+        batch = golden_batch(
+            rest,
+            credit=raw,
+            value=torch.from_numpy(case["new_values"]),
+            old_value=torch.from_numpy(case["values"]),
+            returns=torch.from_numpy(case["out_returns"]),
+        )
+        ready = estimate(PRESETS["vl_dac"], batch).batch
+        assert torch.allclose(ready.advantage, torch.from_numpy(case["out_adv_norm"]), rtol=1e-9, atol=1e-10)
+        output = policy_loss(PRESETS["vl_dac"], ready)
+        policy = output.metrics["loss/policy"] + output.metrics["loss/kl"]
+        assert torch.allclose(policy, torch.as_tensor(case["out_policy_loss"]), rtol=1e-9)
+        assert torch.allclose(output.metrics["loss/value"], torch.as_tensor(case["out_value_loss"]), rtol=1e-9)
+
+
+def test_golden_perception(golden) -> None:
+    for case in golden_cases(golden("vlm_q_hawkeye")):
+        if "logp" in case:
+            rows = len(case["logp"])
+            batch = golden_batch(
+                case | {"old_logp": case["logp"], "adv": np.zeros(rows)},
+                degraded=torch.from_numpy(case["degraded_logp"]),
+            )
+            perception = recipe.Perception(float(case["gamma"]), float(case["eta1"]))
+            chosen = replace(given_advantage(PRESETS["q_hawkeye"]), transforms=(), regularisers=(perception,))
+            loss, gradient = loss_and_gradient(chosen, batch)
+            assert torch.allclose(loss, torch.as_tensor(case["out_perception_loss"]), rtol=1e-9, atol=1e-10)
+            assert torch.allclose(gradient, torch.as_tensor(case["out_grad"]), rtol=1e-9, atol=1e-10)
+
+
+# --- equivalences
+
+
+def on_policy(batch: TokenBatch) -> TokenBatch:
+    return replace(batch, old_log_prob=None)
+
+
+@pytest.mark.parametrize("surrogate", [Clip(), recipe.Sapo(), recipe.Cispo(), recipe.LogClamp(), recipe.Vespo()])
+def test_on_policy_they_are_all_reinforce(surrogate: recipe.Surrogate) -> None:
+    batch = on_policy(rollout())
+    for rule in ("seq_mean", "token_mean_global"):
+        chosen = Preset(recipe.GroupAdvantage(), surrogate, rule)
+        _, gradient = loss_and_gradient(chosen, batch)
+        _, wanted = loss_and_gradient(replace(chosen, surrogate=Reinforce()), batch)
+        assert torch.allclose(gradient, wanted, rtol=1e-12)
+
+
+def test_gspo_token_of_equal_advantages_is_gspo() -> None:
+    for batch in (rollout(), on_policy(rollout(1))):
+        widths = {"low": 0.05, "high": 0.05}
+        first = Preset(recipe.GroupAdvantage(), recipe.SequenceClip(**widths), "seq_mean")
+        second = replace(first, surrogate=recipe.SequenceTokenClip(**widths))
+        for one_value, other in zip(loss_and_gradient(first, batch), loss_and_gradient(second, batch), strict=True):
+            assert torch.allclose(one_value, other, rtol=1e-12)
+
+
+def test_dr_grpo_of_equal_lengths_is_a_mean_of_rows() -> None:
+    batch = rollout(masked=False)
+    first = replace(PRESETS["dr_grpo"], length=batch.mask.shape[1])
+    second = replace(first, aggregation="seq_mean", length=None)
+    for one_value, other in zip(loss_and_gradient(first, batch), loss_and_gradient(second, batch), strict=True):
+        assert torch.allclose(one_value, other, rtol=1e-12)
+
+
+def test_bgpo_on_policy_is_exact() -> None:
+    batch = replace(rollout(masked=False), old_log_prob=None)
+    loss, gradient = loss_and_gradient(PRESETS["bgpo"], batch)
+    leaf = batch.log_prob.clone().requires_grad_()
+    advantage = estimate(PRESETS["bgpo"], batch).batch.advantage
+    exact = exact_loss(leaf, leaf.detach(), advantage).mean()
+    assert torch.allclose(loss, exact.detach()) and torch.allclose(gradient, torch.autograd.grad(exact, leaf)[0])
+
+
+def test_a_weight_of_mean_one_is_the_only_difference_of_renormalising() -> None:
+    chosen = replace(PRESETS["forking_tokens"], weights=(recipe.TopEntropy(0.2),))
+    batch = rollout()
+    loss, _ = loss_and_gradient(chosen, batch)
+    scaled, _ = loss_and_gradient(replace(chosen, renormalise=True), batch)
+    share = estimate(chosen, batch).metrics["token_weight_mean"]
+    assert 0.15 < share < 0.3 and torch.allclose(scaled * share, loss)
+
+
+def test_the_kl_is_not_weighted_unless_asked() -> None:
+    batch = replace(rollout(), rewards=torch.ones(12).double())  # no advantage: only the KL is left
+    chosen = replace(PRESETS["tw_grpo"], regularisers=(recipe.Kl(1.0),))
+    plain, _ = loss_and_gradient(chosen, batch)
+    without, _ = loss_and_gradient(replace(chosen, weights=()), batch)
+    weighted, _ = loss_and_gradient(replace(chosen, regularisers=(recipe.Kl(1.0, weighted=True),)), batch)
+    assert torch.equal(plain, without) and bool(weighted > plain)
+
+
+def test_a_group_without_a_score_or_spread_teaches_nothing() -> None:
+    rewards = rollout().rewards.clone()
+    rewards[:4], rewards[5] = 1.0, torch.nan
+    _, gradient = loss_and_gradient(PRESETS["dapo"], replace(rollout(), rewards=rewards))
+    silent = torch.tensor([True] * 4 + [False, True] + [False] * 6)
+    assert bool((gradient[silent] == 0).all()) and bool((gradient[~silent] != 0).any(dim=1).all())
+
+
+# --- metrics and errors
+
+
+def test_the_parts_add_up_and_the_ratio_is_measured() -> None:
+    chosen = replace(PRESETS["q_hawkeye"], surrogate=Clip(0.05, 0.05))
+    batch = rollout()
+    output = policy_loss(chosen, estimate(chosen, batch).batch)
+    parts = [value for name, value in output.metrics.items() if name.startswith("loss/")]
+    assert torch.allclose(torch.stack(parts).sum(), output.loss) and len(parts) == 3
+    assert 0 < float(output.metrics["clipped"]) < 1 and float(output.metrics["kl_k3"]) > 0
+    ratio = torch.exp(batch.log_prob - batch.old_log_prob)[batch.mask]
+    assert torch.allclose(output.metrics["ratio_mean"], ratio.mean())
+    assert torch.allclose(output.metrics["ratio_max"], ratio.max())
+    assert torch.allclose(output.metrics["entropy"], -batch.log_prob[batch.mask].mean())
+    assert not any(value.requires_grad for value in output.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("vppo", "masked_image"),
+        ("forking_tokens", "entropy"),
+        ("tw_grpo", "divergence"),
+        ("q_hawkeye", "degraded"),
+        ("q_hawkeye", "scores"),
+        ("grpo_care", "ema"),
+        ("vl_dac", "value"),
+        ("vl_dac", "credit"),
+        ("gdpo", "components"),
+    ],
+)
+def test_a_missing_tensor_is_named_with_its_reader(name: str, missing: str) -> None:
+    batch = for_preset(name, rollout())
+    batch = replace(batch, extra={key: value for key, value in batch.extra.items() if key != missing})
+    with pytest.raises(ValueError, match=rf"reads extra\['{missing}'\]"):
+        policy_loss(PRESETS[name], estimate(PRESETS[name], batch).batch)
+
+
+def test_errors_before_a_wrong_loss() -> None:
+    batch = rollout()
+    with pytest.raises(ValueError, match="before estimate"):
+        policy_loss(PRESETS["grpo"], batch)
+    with pytest.raises(ValueError, match="reads ref_log_prob"):
+        policy_loss(PRESETS["grpo"], estimate(PRESETS["grpo"], replace(batch, ref_log_prob=None)).batch)
+    with pytest.raises(ValueError, match="reads rewards"):
+        estimate(PRESETS["dapo"], replace(batch, rewards=None))
+    with pytest.raises(ValueError, match="prompts="):
+        estimate(PRESETS["dcpo"], batch)
+    with pytest.raises(ValueError, match="longest allowed completion"):
+        policy_loss(PRESETS["dr_grpo"], estimate(PRESETS["dr_grpo"], batch).batch)
+    with pytest.raises(ValueError, match=r"\{'old_log_prob': \[12, 6\]\}"):
+        replace(batch, old_log_prob=batch.old_log_prob[:, 1:])
+    ready = estimate(PRESETS["reg_grpo"], batch).batch
+    with pytest.raises(ValueError, match=r"parts of groups \[0, 1\]"):
+        policy_loss(PRESETS["reg_grpo"], ready.select(torch.tensor([0, 1, 2, 5])))
+    with pytest.raises(ValueError, match="raise the micro-batch to 4"):
+        micro_batches(PRESETS["reg_grpo"], ready, 3)
+    with pytest.raises(ValueError, match="mask must be 1 everywhere"):
+        policy_loss(PRESETS["bgpo"], estimate(PRESETS["bgpo"], batch).batch)
+
+
+def test_the_state_of_the_smoothed_advantage_goes_on() -> None:
+    first = estimate(PRESETS["dcpo"], rollout(), prompts=PROMPTS)
+    second = estimate(PRESETS["dcpo"], rollout(1), prompts=PROMPTS, visits=json.loads(json.dumps(first.visits)))
+    fresh = estimate(PRESETS["dcpo"], rollout(1), prompts=PROMPTS)
+    assert [second.visits[prompt][0] for prompt in PROMPTS] == [2, 2, 2]
+    assert not torch.allclose(second.batch.advantage, fresh.batch.advantage)

@@ -1,0 +1,287 @@
+"""Strategies of data: curriculum, pass counts, stages, augmentation, synthesis; what resumed runs of them do."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from genrl.config.vlm import VLMConfig
+from genrl.diffusion import data_server as drawing
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout import augment, synthesis
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.data_server import DataServer
+from genrl.vlm.rollout.rollout import Answers
+from genrl.vlm.tasks.rows import Row
+from genrl.vlm.train import train
+from tests.run_folders import rows
+from tests.vlm import vlm_runs
+
+ROOT = Path(__file__).resolve().parents[3]
+SYNTHESIS = {
+    "pipeline": str(ROOT / "assets" / "tiny-sd"),
+    "ask": "how many shapes are there ?",  # which the embedded model answers in tags, so there are descriptions
+    "check": "check.py:same",
+    "num_inference_steps": 2,
+    "guidance_scale": 1.0,
+}
+CHECK = """
+def same(completions):
+    return [float(k % 2 == 0) for k, _ in enumerate(completions)]
+"""
+
+
+class TestCurriculum:
+    def test_easy_questions_come_first_and_all_in_the_end(self, tmp_path: Path) -> None:
+        plan = {"start": 0.25, "over": 10}
+        questions = Questions(vlm_runs.config(tmp_path, task={"rows": 40, "curriculum": plan}), "train")
+        levels = [questions[k].columns["level"] for k in range(40)]
+        early = [n for first in range(0, 40, 4) for n in questions.asked(0, first, 4)]
+        assert max(levels[n] for n in early) <= sorted(levels)[9]
+        late = {n for first in range(0, 400, 4) for n in questions.asked(10, first, 4)}
+        assert late == set(range(40))
+        assert questions.asked(3, 8, 4) == questions.asked(3, 8, 4) and len(set(questions.asked(3, 8, 4))) == 4
+
+    def test_a_row_without_the_column_is_named(self, tmp_path: Path) -> None:
+        Image.new("RGB", (48, 48)).save(tmp_path / "a.png")
+        lines = [{"prompt": "what ?", "image": "a.png", "answer": "1", "hard": value} for value in (1, "very")]
+        (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        task = {"name": None, "train": str(tmp_path / "t.jsonl"), "curriculum": {"column": "hard"}}
+        questions = Questions(vlm_runs.config(tmp_path, task=task), "train")
+        with pytest.raises(ValueError, match=r"t\.jsonl:2: the column 'hard' .* holds 'very'; it must be a number"):
+            questions.asked(0, 0, 1)
+
+
+def test_questions_without_pictures(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"prompt": "what is 1 plus 1 ?", "answer": "2"}')
+    task = {"name": None, "train": str(tmp_path / "t.jsonl"), "image": None}
+    row = Questions(vlm_runs.config(tmp_path, task=task), "train")[0]
+    assert row.prompt.parts == ("what is 1 plus 1 ?",) and row.columns == {"answer": "2"}
+
+
+def test_questions_that_are_never_or_always_right_are_left_out(tmp_path: Path) -> None:
+    config = vlm_runs.config(tmp_path, task={"rows": 24, "passes": 4}, iterations=1)
+    train(config)
+    counts = [json.loads(line) for line in (tmp_path / "run" / "passes-0.jsonl").read_text().splitlines()]
+    assert [one["question"] for one in counts] == [f"shapes/train/{k}" for k in range(24)]
+    assert {one["right"] for one in counts} <= set(range(5)) and len({one["right"] for one in counts}) > 2
+    with vlm_runs.session(config) as session:  # as a resumed run, it reads the counts that are there
+        session.enter()
+        assert list(session.questions.kept) == [k for k, one in enumerate(counts) if 0 < one["right"] < 4]
+        assert set(session.questions.asked(0, 0, 16)) <= set(session.questions.kept)
+    (tmp_path / "run" / "passes-0.jsonl").write_text("\n".join(json.dumps({"right": 4}) for _ in counts))
+    with vlm_runs.session(config) as session, pytest.raises(ValueError, match="0 of 24 questions are sometimes right"):
+        session.enter()
+
+
+class TestStages:
+    stages = [
+        {"iterations": 1, "task": {"name": "colour"}, "trainer": {"preset": "grpo_care"}},
+        {"iterations": 2},
+    ]
+
+    def config(self, place: Path) -> VLMConfig:
+        place.mkdir(exist_ok=True)
+        return vlm_runs.config(place, stages=self.stages, iterations=3, task={"name": "count"})
+
+    def test_each_has_its_questions_and_method(self, tmp_path: Path) -> None:
+        config = self.config(tmp_path)
+        assert [part.trainer.preset for part in config.parts] == ["grpo_care", "grpo"]
+        with vlm_runs.session(config) as session:
+            asked = []
+            for iteration in range(3):
+                session.loop.iteration = iteration
+                asked.append((session.draw()[0].rows[0].name.split("/")[0], session.config.trainer.preset))
+        assert asked == [("colour", "grpo_care"), ("count", "grpo"), ("count", "grpo")]
+
+    def test_a_resumed_run_is_the_uninterrupted_one(self, tmp_path: Path) -> None:
+        same_when_resumed(self.config(tmp_path / "a"), self.config(tmp_path / "b"), tmp_path)
+
+
+def same_when_resumed(whole: VLMConfig, parted: VLMConfig, place: Path) -> None:
+    """Three iterations at once, and the last of them in a second process's place, end with the same weights."""
+    folder = train(whole)
+    other = train(parted)
+    newest = sorted((other / "checkpoints").glob("step-*"))
+    for path in newest[2:]:  # the last iteration is lost
+        for file in sorted(path.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        path.rmdir()
+    before = {name: value for name, value in weights(other).items()}
+    train(parted, resume=other)
+    first, second = weights(folder), weights(other)
+    assert all(torch.equal(value, second[name]) for name, value in first.items()) and before.keys() == first.keys()
+    figures = [{k: v for k, v in row.items() if k.startswith(("reward", "loss", "synth"))} for row in rows(folder)]
+    assert figures == [
+        {k: v for k, v in row.items() if k.startswith(("reward", "loss", "synth"))} for row in rows(other)
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(Policy(str(folder / "model")).model.state_dict())
+
+
+class TestAugmentation:
+    def test_hints_are_beginnings_of_the_reasoning(self) -> None:
+        text = "<think> one two three four </think> <answer> 4 </answer>"
+        assert [augment.hint(text, share) for share in (0.1, 0.5, 2.0)] == ["one", "one two", "one two three four"]
+        assert augment.hint("no tags", 1.0) == ""
+
+    def test_easy_questions_get_noise_and_hard_ones_a_hint(self, tmp_path: Path) -> None:
+        truth = "{question} list {answer}"
+        config = vlm_runs.config(tmp_path, augmentation={"noise": 100.0, "truth": truth})
+        asked: list[tuple[str, list[Row]]] = []
+        with vlm_runs.session(config) as session:
+            found, _ = session.draw()
+            text = "<think> i see 3 . </think> <answer> 3 </answer>"
+
+            def ask(rows: list[Row], key: str) -> Answers:
+                asked.append((key, list(rows)))
+                made = session._ask(rows, key, 0, 0)
+                return made if key == "changed" else Answers(**{**vars(made), "texts": [text] * len(made.texts)})
+
+            gap = torch.tensor([0.0, -0.5, 0.5, 0.0], dtype=torch.float64)
+            changed = augment.augmented(config, found, gap, ask, 0)
+        (told, hard), (again, both) = asked
+        assert (told, again) == ("told", "changed") and len(hard) == 1 and len(both) == 2
+        question, answer = found.rows[2].columns["question"], found.rows[2].columns["answer"]
+        assert hard[0].prompt.parts[-1] == f"{question} list {answer}"
+        assert changed.rows[2].prompt.parts[-1] == f"{question} i see"  # half of the four words
+        noise = pixels(changed.rows[1]).astype(int) - pixels(found.rows[1])
+        assert 15 < np.abs(noise).mean() < 50 and changed.rows[1].prompt.parts[-1] == found.rows[1].prompt.parts[-1]
+        for k in (0, 3):  # as hard as others: the answers stay
+            assert (
+                changed.rows[k] is found.rows[k] and changed.texts[4 * k : 4 * k + 4] == found.texts[4 * k : 4 * k + 4]
+            )
+
+    def test_a_run_compares_with_recent_iterations(self, tmp_path: Path) -> None:
+        settings = {"window": 2, "truth": "{question} list {answer}"}
+        with vlm_runs.session(vlm_runs.config(tmp_path, augmentation=settings)) as session:
+            means = []
+            for iteration in range(3):
+                session.loop.iteration = iteration
+                _, row = session.draw()
+                means.append(row["reward/total_mean"])
+            assert session.loop.memory[augment.RECENT] == pytest.approx(means[1:])
+
+
+def pixels(row: Row) -> np.ndarray:
+    (picture,) = [part for part in row.prompt.parts if isinstance(part, Image.Image)]
+    return np.array(picture)
+
+
+class TestServer:
+    def test_a_picture_is_a_function_of_description_and_seed(self) -> None:
+        server = DataServer(SYNTHESIS["pipeline"], 2, 1.0)
+        try:
+            for name, said, seed in (("a", "a red circle", 1), ("b", "two blue stars", 1)):
+                server.submit(said, name, seed)
+            first, other = server.take("a"), server.take("b")
+            server.submit("a red circle", "a", 1)
+            assert np.array_equal(first, server.take("a")) and not np.array_equal(first, other)
+            server.submit("a red circle", "unwanted", 1)
+            server.forget("unwanted")
+            server.submit("a red circle", "b", 1)
+            server.take("b")  # drawn after it
+            assert server.poll() == [] and np.array(first).shape == (64, 64, 3)
+            with pytest.raises(KeyError):
+                server.take("never")
+            server.process.terminate()
+            server.process.wait(10)
+            with pytest.raises(RuntimeError, match="the process that draws has ended"):
+                server.submit("a red circle", "c", 1)
+                server.take("c")
+        finally:
+            server.close()
+
+    def test_what_cannot_be_drawn_is_said(self) -> None:
+        class Broken:
+            def set_progress_bar_config(self, disable: bool) -> None: ...
+
+            def __call__(self, **_: Any) -> None:
+                raise ValueError("no such word")
+
+        answers = io.StringIO()
+        asked = json.dumps({"id": "x", "description": "?", "seed": 0}) + "\n"
+        drawing.serve(Broken(), {}, io.StringIO(asked * 2), answers)
+        assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
+            {"id": "x", "error": "ValueError: no such word"}
+        ] * 2
+
+
+class Painter:
+    """In the place of the data server: draws a caption's name as a colour, at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def submit(self, description: str, sample: str, seed: int) -> None:
+        self.asked.append(sample)
+
+    def take(self, sample: str) -> Image.Image:
+        assert sample in self.asked
+        shade = sum(map(ord, sample)) % 256
+        return Image.new("RGB", (48, 48), (shade, 255 - shade, 128))
+
+    def forget(self, sample: str) -> None:
+        self.asked = [name for name in self.asked if name != sample]
+
+    def close(self) -> None: ...
+
+
+class TestSynthesis:
+    @pytest.fixture(autouse=True)
+    def painter(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "check.py").write_text(CHECK)
+        monkeypatch.setattr(synthesis, "DataServer", lambda *_: Painter())
+
+    def config(self, place: Path) -> VLMConfig:
+        place.mkdir(exist_ok=True)
+        return vlm_runs.config(place, synthesis=SYNTHESIS, iterations=3, generation={"max_new_tokens": 16})
+
+    def test_pictures_replace_questions_and_descriptions_are_paid(self, tmp_path: Path) -> None:
+        with vlm_runs.session(self.config(tmp_path)) as session:
+            first, row = session.draw()
+            assert len(first.rows) == 4 and "synthesis/drawn" not in row
+            (parked,) = session.loop.memory[synthesis.PARKED]
+            passed = [k for k, said in enumerate(parked["descriptions"]) if said is not None]
+            assert passed == [0, 2]  # the check lets every second one through, where it has an answer
+            session.loop.iteration = 1
+            second, row = session.draw()
+            made = [one for one in second.rows if one.name.startswith("synthesis/")]
+            assert len(made) == len(passed) and len(second.rows) == 5 and second.rows[-1].name.startswith("describe/")
+            source = session.questions[parked["number"]]
+            for one in made:
+                assert one.columns == source.columns and one.prompt.parts[-1] == source.prompt.parts[-1]
+                assert not np.array_equal(pixels(one), pixels(source))
+            worth = second.scores["exact"][-4:]
+            assert (worth[[1, 3]] == 0).all() and ((worth >= 0) & (worth <= 1)).all()
+            assert row["synthesis/diversity_mean"] == pytest.approx(float(worth.mean()))
+            assert second.tokens[-4:][second.mask[-4:]].tolist() == sum(parked["tokens"], [])
+            ready = session.estimate(second)
+            assert ready is not None and len(ready.batch.mask) == 20
+
+    def test_pictures_beyond_the_questions_are_forgotten(self, tmp_path: Path) -> None:
+        few = {"max_new_tokens": 16, "prompts_per_iteration": 1}
+        config = vlm_runs.config(tmp_path, synthesis=SYNTHESIS, iterations=3, generation=few)
+        with vlm_runs.session(config) as session:
+            session.draw()
+            assert session.synthesis is not None
+            painter = session.synthesis.server
+            assert isinstance(painter, Painter) and len(painter.asked) == 2
+            session.loop.iteration = 1
+            first = [name for name in painter.asked if name.startswith("synthesis/0/")]
+            session.draw()
+            assert len(first) == 2 and [name for name in painter.asked if name in first] == first[:1]  # asked about
+
+    def test_a_resumed_run_is_the_uninterrupted_one(self, tmp_path: Path) -> None:
+        same_when_resumed(self.config(tmp_path / "a"), self.config(tmp_path / "b"), tmp_path)
+        assert any(row.get("synthesis/drawn", 0.0) > 0 for row in rows(tmp_path / "a" / "run"))

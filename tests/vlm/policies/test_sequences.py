@@ -1,0 +1,246 @@
+"""Policies that draw by tokens, fill masks, and make things of codes: what they draw is what they score."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import rewards
+from genrl.vlm.policies import codes
+from genrl.vlm.policies.codes import BEGIN, CODE, DONE, END, WORD, CodePolicy
+from genrl.vlm.policies.image_tokens import TRAINED, ImagePolicy
+from genrl.vlm.policies.masked_text import MaskedPolicy
+from genrl.vlm.policies.policy import Lora
+from genrl.vlm.policies.processor import Prompt
+from genrl.vlm.tasks import bodies, row, tunes
+from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE
+from rewards.scorers.texts.tunes import sound_quality, text_fit
+
+ASSETS = Path(__file__).resolve().parents[3] / "assets"
+CAPTIONS = ("a red circle", "a blue star and a green square", "a yellow triangle")
+Any3 = ImagePolicy | MaskedPolicy | CodePolicy
+
+
+def prompts(texts: tuple[str, ...]) -> list[Prompt]:
+    return [Prompt((text,), where=text) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def janus() -> ImagePolicy:
+    return ImagePolicy(str(ASSETS / "tiny-janus"), guidance=2.0)
+
+
+def dllm(samples: int | None = None, steps: int | None = None) -> MaskedPolicy:
+    return MaskedPolicy(str(ASSETS / "tiny-dllm"), length=9, samples=samples, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def shapes() -> CodePolicy:
+    return CodePolicy(str(ASSETS / "tiny-bodies"))
+
+
+def drawn_and_scored(policy: Any3, texts: tuple[str, ...], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(sampler's log-probabilities, the trainer's, mask) of two answers to each prompt."""
+    encoded = [policy.encode(prompt) for prompt in prompts(texts)]
+    drawn = policy.draw(encoded, 2, temperature, [(0, text) for text in texts])
+    group = torch.arange(len(texts)).repeat_interleave(2)
+    scored = policy.log_probs(encoded, drawn.tokens, drawn.mask, group=group, temperature=temperature)
+    assert drawn.log_prob is not None
+    return drawn.log_prob, scored.log_prob.detach(), drawn.mask
+
+
+class TestWhatIsDrawnIsWhatIsScored:
+    def test_pictures(self, janus: ImagePolicy) -> None:
+        for guidance, temperature in ((2.0, 1.0), (1.0, 0.7)):
+            policy = ImagePolicy(str(ASSETS / "tiny-janus"), guidance=guidance)
+            sampler, trainer, _ = drawn_and_scored(policy, CAPTIONS, temperature)
+            assert torch.allclose(sampler, trainer, atol=2e-5) and float(sampler.std()) > 0.01
+
+    def test_texts_from_left_to_right(self) -> None:
+        sampler, trainer, mask = drawn_and_scored(dllm(), ("what is 3 plus 4 ?", "what is 9 plus 9 ?"), 1.0)
+        assert torch.allclose(sampler, trainer * mask, atol=2e-5) and float(sampler[mask].std()) > 0.01
+
+    def test_things_of_codes(self, shapes: CodePolicy) -> None:
+        sampler, trainer, mask = drawn_and_scored(shapes, ("a red circle", "a blue square"), 1.0)
+        assert torch.allclose(sampler, trainer, atol=2e-5) and bool((trainer[~mask] == 0).all())
+
+
+class TestPictures:
+    def test_the_most_probable_codes_are_those_of_transformers_with_its_guidance(self, janus: ImagePolicy) -> None:
+        asked = janus.processor(text=list(CAPTIONS), generation_mode="image", padding=True, return_tensors="pt")
+        wanted = janus.model.generate(**asked, generation_mode="image", do_sample=False, guidance_scale=2.0)
+        encoded = [janus.encode(prompt) for prompt in prompts(CAPTIONS)]
+        found = janus.draw(encoded, 1, 0.0, [(k,) for k in range(3)])
+        assert torch.equal(found.tokens, wanted)
+        decoded = janus.model.decode_image_tokens(wanted)  # [B, H, W, 3], of mean .5 and std .5
+        assert torch.allclose(found.made["images"].permute(0, 2, 3, 1), (decoded * 0.5 + 0.5).clamp(0, 1), atol=1e-6)
+
+    def test_a_picture_depends_on_its_own_caption_and_key(self, janus: ImagePolicy) -> None:
+        encoded = [janus.encode(prompt) for prompt in prompts(CAPTIONS)]
+        together = janus.draw(encoded, 2, 1.0, [(7, text) for text in CAPTIONS])
+        alone = janus.draw(encoded[1:2], 2, 1.0, [(7, CAPTIONS[1])])
+        assert torch.equal(together.tokens[2:4], alone.tokens) and not torch.equal(alone.tokens[0], alone.tokens[1])
+
+    def test_chunks_change_nothing_and_only_what_draws_is_trained(self, janus: ImagePolicy) -> None:
+        encoded = [janus.encode(prompts(CAPTIONS)[0])]
+        drawn = janus.draw(encoded, 2, 1.0, [(0,)])
+        group = torch.zeros(2, dtype=torch.int64)
+        whole, parts = (
+            janus.log_probs(encoded, drawn.tokens, drawn.mask, group=group, chunk=chunk, entropy=True)
+            for chunk in (1024, 5)
+        )
+        assert torch.allclose(whole.log_prob, parts.log_prob, atol=1e-6)
+        assert whole.entropy is not None and bool((whole.entropy > 0).all())
+        parts.log_prob.sum().backward()
+        moved = {name.split(".")[1] for name, p in janus.model.named_parameters() if p.grad is not None}
+        assert moved == set(TRAINED)
+        janus.model.zero_grad()
+
+    def test_adapters_are_off_in_the_reference(self) -> None:
+        policy = ImagePolicy(str(ASSETS / "tiny-janus"), lora=Lora(rank=2))
+        encoded = [policy.encode(prompts(CAPTIONS)[0])]
+        drawn = policy.draw(encoded, 1, 1.0, [(0,)])
+        group = torch.zeros(1, dtype=torch.int64)
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        changed = policy.log_probs(encoded, drawn.tokens, drawn.mask, group=group).log_prob
+        with policy.reference():
+            before = policy.log_probs(encoded, drawn.tokens, drawn.mask, group=group).log_prob
+        assert drawn.log_prob is not None and torch.allclose(before, drawn.log_prob, atol=2e-5)
+        assert not torch.allclose(before, changed, atol=1e-2)
+
+    def test_a_wrong_number_of_tokens_is_refused(self, janus: ImagePolicy) -> None:
+        with pytest.raises(ValueError, match="16 tokens"):
+            janus.check_room([], 12)
+        with pytest.raises(ValueError, match="Janus"):
+            ImagePolicy(str(ASSETS / "tiny-vlm"))
+
+
+class TestMasks:
+    def test_the_prompts_length_and_the_padding_change_nothing(self) -> None:
+        policy = dllm()
+        texts = ("what is 3 plus 4 ?", "4 plus 4 ?")
+        encoded = [policy.encode(prompt) for prompt in prompts(texts)]
+        tokens = torch.randint(7, 32, (2, 9), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones(2, 9, dtype=torch.bool)
+        both = policy.log_probs(encoded, tokens, mask, group=torch.arange(2)).log_prob
+        for k in range(2):
+            one = policy.log_probs(encoded[k : k + 1], tokens[k : k + 1], mask[:1], group=torch.zeros(1).long())
+            assert torch.allclose(one.log_prob[0], both[k], atol=1e-5)
+
+    def test_a_place_sees_those_before_it_and_masks_after(self) -> None:
+        policy = dllm()
+        encoded = [policy.encode(prompts(("what is 3 plus 4 ?",))[0])]
+        tokens = torch.randint(7, 32, (1, 9), generator=torch.Generator().manual_seed(1))
+        found = policy.log_probs(encoded, tokens, torch.ones(1, 9).bool(), group=torch.zeros(1).long()).log_prob[0]
+        for t in (0, 4, 8):
+            filled = tokens.clone()
+            filled[:, t:] = policy.mask_id
+            ids = torch.cat([encoded[0].tokens.ids[None], filled], 1)
+            logits = policy.model(input_ids=ids).logits[0, encoded[0].length + t]
+            logits[policy.forbidden] = -torch.inf
+            assert float(logits.log_softmax(-1)[tokens[0, t]]) == pytest.approx(float(found[t]), abs=1e-5)
+
+    def test_the_mean_over_all_masks_is_the_bound(self) -> None:
+        """E over l uniform and sets of l places, computed in full for three places."""
+        policy = MaskedPolicy(str(ASSETS / "tiny-dllm"), length=3, samples=400)
+        encoded = [policy.encode(prompts(("what is 3 plus 4 ?",))[0])]
+        tokens = torch.tensor([[9, 12, 8]])
+        total = 0.0
+        for number in (1, 2, 3):
+            sets = list(itertools.combinations(range(3), number))
+            for places in sets:
+                masked = torch.zeros(1, 3, dtype=torch.bool)
+                masked[0, list(places)] = True
+                total += float(policy._bound(encoded, tokens, masked, 1.0)) / (3 * len(sets))
+        with torch.no_grad():
+            found = policy.log_probs(encoded, tokens, torch.ones(1, 3).bool(), group=torch.zeros(1).long()).log_prob
+        assert found.shape == (1, 400)
+        assert float(found.mean()) == pytest.approx(total, abs=4 * float(found.std()) / 20)
+
+    def test_a_round_keeps_its_masks_and_the_next_has_others(self) -> None:
+        policy = dllm(samples=3, steps=3)
+        encoded = [policy.encode(prompts(("what is 3 plus 4 ?",))[0])]
+        first = policy.draw(encoded, 2, 1.0, [(0, "a")])
+        group = torch.zeros(2, dtype=torch.int64)
+        assert first.mask.all() and first.log_prob is None and not (first.tokens == policy.mask_id).any()
+        again = [policy.log_probs(encoded, first.tokens, first.mask, group=group).log_prob for _ in range(2)]
+        assert torch.equal(again[0], again[1]) and again[0].shape == (2, 3)
+        policy.draw(encoded, 2, 1.0, [(1, "a")])
+        other = policy.log_probs(encoded, first.tokens, first.mask, group=group).log_prob
+        assert not torch.equal(other, again[0])
+
+    def test_pictures_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="has a picture"):
+            dllm().encode(Prompt((Path("a.png"), "what is it ?"), where="row 3"))
+
+
+class TestCodes:
+    def test_the_grammar(self, shapes: CodePolicy) -> None:
+        red, first, own = shapes.tokenizer.get_vocab()["red"], shapes.begin_id, shapes.code_ids[0].item()
+        thing = [own] * 8 + [shapes.end_id]
+        tokens = torch.tensor([[red, first, *thing, red, red, first, *thing, shapes.pad_id, shapes.pad_id]])
+        kinds, steps = shapes.kinds(tokens)
+        inside = [CODE] * 8 + [END]
+        assert kinds[0].tolist() == [WORD, WORD, *inside, WORD, WORD, BEGIN, *inside, DONE, DONE]
+        assert steps[0].tolist() == [0] * 11 + [1] * 12 + [2] * 2
+
+    def test_every_answer_can_be_decoded(self, shapes: CodePolicy) -> None:
+        """At a temperature at which the model knows nothing any more, too."""
+        encoded = [shapes.encode(prompt) for prompt in prompts(("a red circle",))]
+        drawn = shapes.draw(encoded, 16, 50.0, [(0,)])
+        things = shapes.things(drawn.tokens)
+        assert things.shape == (16, 2, 8) and len(things.unique()) > 20
+        assert drawn.made["images"].shape == (16, 2, 6, 3, 32, 32)
+
+    def test_bodies_look_as_they_are_called_from_where_they_do(self) -> None:
+        palette = torch.tensor([BACKGROUND, *PALETTE.values()], dtype=torch.uint8)
+        blocks = torch.from_numpy(bodies.blocks())
+        sees = rewards.load("shapes")
+        views = {"circle": range(6), "square": range(6), "triangle": range(4)}
+        for body, colour in itertools.product(bodies.BODIES, COLOURS[:2]):
+            made = codes.voxels(torch.tensor([bodies.codes(body, colour)]), blocks)
+            assert np.array_equal(made[0].numpy() > 0, bodies.solid(body))
+            seen = codes.views(made, palette)[0]
+            scores = rewards.score(sees, images=seen, prompts=[f"a {colour} {body}"] * 6).values
+            assert all(scores[view] == 1 for view in views[body]), (body, colour, scores)
+
+    def test_the_first_voxel_on_a_line_is_seen(self) -> None:
+        solid = torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
+        solid[0, 1, 0, 3], solid[0, 2, 0, 3] = 1, 2  # two at the top right, one behind the other
+        palette = torch.tensor([[0, 0, 0], [255, 0, 0], [0, 255, 0]], dtype=torch.uint8)
+        seen = codes.views(solid, palette, scale=1)[0]
+        assert seen[0, :, 0, 3].tolist() == [1, 0, 0] and seen[1, :, 0, 3].tolist() == [0, 1, 0]
+        assert seen[2, :, 0, 1].tolist() == [1, 0, 0] and seen[2, :, 0, 2].tolist() == [
+            0,
+            1,
+            0,
+        ]  # from the side, upright
+
+    def test_tunes_are_heard(self) -> None:
+        frames = torch.from_numpy(tunes.frames())
+        rng = np.random.default_rng(0)
+        for course, register in itertools.product(tunes.COURSES, tunes.REGISTERS):
+            pitches = tunes.pitches(rng, course, register)
+            pure, noisy = (frames[[1 + 2 * p + dirt for p in pitches]].flatten() for dirt in (0, 1))
+            fits = text_fit([pure, noisy], [tunes.RATE] * 2, [f"{register} {course}"] * 2)
+            assert fits[0] == 1.0
+            good = sound_quality([pure, noisy, frames[[0] * 9].flatten()], [tunes.RATE] * 3)
+            assert good[0] > 0.95 > good[1] + 0.05 and good[2] == 0.0
+        falling = frames[[1 + 2 * p for p in (5, 4, 3, 3, 2, 2, 1, 1, 0)]].flatten()
+        assert text_fit([falling], [tunes.RATE], ["low rising"])[0] < 0.5
+
+    @pytest.mark.parametrize("task", ["bodies", "tunes", "captions"])
+    def test_held_out_prompts_are_no_training_prompts(self, task: str) -> None:
+        asked = {split: {row(task, split, k).prompt.parts for k in range(200)} for split in ("train", "eval")}
+        assert asked["train"] and asked["eval"] and not asked["train"] & asked["eval"]
+
+    def test_a_model_without_a_codec_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="codec"):
+            CodePolicy(str(ASSETS / "tiny-lm"))

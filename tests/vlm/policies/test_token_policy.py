@@ -1,0 +1,387 @@
+"""Policies of seven families on tiny random checkpoints: padding, sharing and sampling change no log-probability.
+
+In float64 all ways agree within 1e-13, so what differs in float32 is rounding.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from genrl.vlm.engines.generation import Completions, Sampling, _Draw, generate
+from genrl.vlm.policies.log_probs import IMPOSSIBLE
+from genrl.vlm.policies.policy import Encoded, Lora, Policy
+from genrl.vlm.policies.processor import Prompt
+from tests.vlm import tiny_checkpoints
+
+ROUNDING = 2e-5
+"""Per token, float32. Largest of 1,000 tokens of each family against the model's own forward, one row at a time:
+
+            qwen2_vl  qwen2_5_vl  qwen3_vl  smolvlm  idefics3  llava   llava_next
+sampler     3.8e-6    4.8e-6      3.3e-6    6.2e-6   6.2e-6    3.8e-6  1.0e-5
+shared      2.4e-6    3.3e-6      3.8e-6    7.6e-6   7.6e-6    2.9e-6  2.4e-6
+per row     2.4e-6    1.9e-6      1.4e-6    1.9e-6   1.9e-6    2.9e-6  1.9e-6
+"""
+N, LENGTH = 3, 6
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def questions(seed: int = 0) -> list[Prompt]:
+    """One image, two of other sizes with a system turn, none: three lengths."""
+    return [
+        Prompt(("Count ", picture(seed, 24, 40), " the dots.")),
+        Prompt((picture(seed + 1, 36, 36), "?", picture(seed + 2, 40, 20), " same?"), system="Be brief"),
+        Prompt(("No picture.",)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("vlm")
+    return cache(lambda family: tiny_checkpoints.save(family, root / family))
+
+
+@pytest.fixture(scope="module")
+def load(folder: Callable[[str], Path]) -> Callable[[str], Policy]:
+    """A policy with adapters that are not zero, one per family; tests leave it as it was."""
+
+    def make(family: str) -> Policy:
+        policy = Policy(str(folder(family)), lora=Lora(rank=2))
+        torch.manual_seed(1)
+        for parameter in policy.parameters:
+            parameter.data.normal_(std=0.1)
+        return policy
+
+    return cache(make)
+
+
+def sample(policy: Policy, prompts: list[Encoded], n: int = N, name: str = "") -> Completions:
+    return generate(policy, prompts, n, Sampling(LENGTH), [(0, 0, f"{name}{i}") for i in range(len(prompts))])
+
+
+def alone(policy: Policy, prompt: Encoded, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of one row [T] by the model's own forward: no padding, no positions given, all logits."""
+    ids = torch.cat([prompt.tokens.ids, tokens])[None]
+    kinds = {k: torch.cat([v, torch.zeros_like(tokens)])[None] for k, v in prompt.tokens.kinds.items()}
+    logits = policy.model(input_ids=ids, **kinds, **prompt.tokens.pixels, use_cache=False).logits[0]
+    logits = logits[prompt.length - 1 : -1].index_fill(1, policy.forbidden, -torch.inf) / temperature
+    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
+def test_batched_padded_shared_and_sampled_equal_one_by_one(load: Callable[[str], Policy], family: str) -> None:
+    policy = load(family)
+    prompts = [policy.encode(prompt) for prompt in questions()]
+    assert len({prompt.length for prompt in prompts}) == 3
+    written = sample(policy, prompts)
+    assert written.tokens.shape[0] == N * len(prompts) and not torch.isin(written.tokens, policy.forbidden).any()
+    with torch.no_grad():
+        want = torch.zeros_like(written.log_prob)
+        for row, number in enumerate(written.group.tolist()):
+            kept = written.mask[row]
+            want[row, kept] = alone(policy, prompts[number], written.tokens[row, kept])
+        arguments = (prompts, written.tokens, written.mask)
+        shared = policy.log_probs(*arguments, group=written.group)
+        plain = policy.log_probs(*arguments, group=written.group, share_prefix=False)
+        # the last two rows and no others, in another order: what else is in the batch does not matter
+        few = torch.tensor([8, 0])
+        part = policy.log_probs(prompts, written.tokens[few], written.mask[few], group=written.group[few])
+    for got in (written.log_prob, shared.log_prob, plain.log_prob):
+        assert (got - want).abs().max() < ROUNDING
+    assert (part.log_prob - want[few]).abs().max() < ROUNDING
+    longest, rows, steps = max(p.length for p in prompts), len(written.group), written.tokens.shape[1]
+    assert (shared.positions, shared.images) == (3 * longest + rows * (steps - 1), 3)
+    assert (plain.positions, plain.images) == (rows * (longest + steps - 1), rows)
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
+def test_in_float64_the_same_to_the_last_digits(folder: Callable[[str], Path], family: str) -> None:
+    policy = Policy(str(folder(family)), dtype=torch.float64)
+    prompts = [policy.encode(prompt) for prompt in questions()]
+    written = sample(policy, prompts)
+    with torch.no_grad():
+        want = torch.zeros_like(written.log_prob, dtype=torch.float64)
+        for row, number in enumerate(written.group.tolist()):
+            kept = written.mask[row]
+            want[row, kept] = alone(policy, prompts[number], written.tokens[row, kept])
+        for share in (True, False):
+            arguments = (prompts, written.tokens, written.mask)
+            got = policy.log_probs(*arguments, group=written.group, share_prefix=share).log_prob
+            assert got.dtype == torch.float64 and (got - want).abs().max() < 1e-13
+    assert (written.log_prob - want).abs().max() < 1e-6  # the sampler's are float32
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
+def test_the_image_counts(load: Callable[[str], Policy], family: str) -> None:
+    policy = load(family)
+    tokens, mask = torch.full((1, 4), 65), torch.ones(1, 4)
+    with torch.no_grad():
+        one, other = (
+            policy.log_probs([policy.encode(questions(seed)[0])], tokens, mask, group=torch.tensor([0])).log_prob
+            for seed in (0, 7)
+        )
+    assert (one - other).abs().max() > 100 * ROUNDING
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
+def test_gradients_reach_the_language_models_adapters_alone(load: Callable[[str], Policy], family: str) -> None:
+    policy = load(family)
+    prompts = [policy.encode(prompt) for prompt in questions()[:1]]
+    tokens, mask, group = torch.tensor([[65, 66, 67], [70, 71, 0]]), torch.ones(2, 3), torch.tensor([0, 0])
+    mask[1, 2] = 0
+    gradients = []
+    for share in (True, False):
+        value = policy.log_probs(prompts, tokens, mask, group=group, share_prefix=share).log_prob
+        value.sum().backward()
+        found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+        policy.model.zero_grad()
+        gradients.append(found)
+    assert all("lora" in name and "vision" not in name and "visual" not in name for name in gradients[0])
+    assert len(gradients[0]) == 2 * 4 * 2  # two layers, four projections, two matrices
+    assert all(bool(value.any()) for value in gradients[0].values())
+    for name, value in gradients[0].items():
+        assert torch.allclose(value, gradients[1][name], atol=1e-5 * max(1.0, float(value.abs().max())))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_all_weights_train_and_sharing_gives_the_same_gradient_to_the_vision_tower(
+    folder: Callable[[str], Path], family: str
+) -> None:
+    policy = Policy(str(folder(family)))
+    prompts = [policy.encode(prompt) for prompt in questions()[:2]]
+    tokens, mask = torch.arange(65, 77).reshape(4, 3), torch.ones(4, 3)
+    gradients = []
+    for share in (True, False):
+        value = policy.log_probs(prompts, tokens, mask, group=torch.tensor([0, 0, 1, 1]), share_prefix=share).log_prob
+        value.sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
+        policy.model.zero_grad()
+    assert sum("vision" in name or "visual" in name for name in gradients[0]) > 5
+    for name, value in gradients[0].items():
+        assert torch.allclose(value, gradients[1][name], atol=1e-5 * max(1.0, float(value.abs().max()))), name
+    with pytest.raises(ValueError, match="load a second Policy"), policy.reference():
+        pass
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
+def test_a_sample_does_not_depend_on_the_batch(load: Callable[[str], Policy], family: str) -> None:
+    policy = load(family)
+    prompts = [policy.encode(prompt) for prompt in questions()]
+    whole = sample(policy, prompts)
+    part = generate(policy, prompts[1:2], 2, Sampling(LENGTH), [(0, 0, "1")])
+    length = part.tokens.shape[1]
+    assert torch.equal(part.tokens * part.mask, (whole.tokens * whole.mask)[N : N + 2, :length])
+    other = generate(policy, prompts[1:2], 2, Sampling(LENGTH), [(0, 1, "1")])
+    assert not torch.equal(other.tokens * other.mask, part.tokens * part.mask)
+    assert policy.model.generation_config.repetition_penalty == 1.5  # the makers' is put back
+
+
+def test_stop_tokens_end_an_answer_and_stand_in_its_mask(load: Callable[[str], Policy]) -> None:
+    policy = load("llava")
+    prompts = [policy.encode(questions()[2])]
+    free = sample(policy, prompts, n=4)
+    stop = int(free.tokens[0, 2])
+    ended = generate(policy, prompts, 4, Sampling(LENGTH, stop_ids=(stop,)), [(0, 0, "0")])
+    assert ended.finish[0] == "stop"
+    for row in range(4):
+        ids = free.tokens[row].tolist()
+        ends = [place for place, token in enumerate(ids) if token in (stop, *policy.stop_ids)]
+        length = min([place + 1 for place in ends] or [LENGTH])
+        assert ended.mask[row].sum() == length and ended.finish[row] == ("stop" if ends else "length")
+        assert ended.tokens[row, :length].tolist() == ids[:length]
+        assert torch.allclose(ended.log_prob[row, :length], free.log_prob[row, :length], atol=ROUNDING)
+        assert not ended.log_prob[row, length:].any()
+
+
+def test_placeholders_are_never_sampled_however_likely(folder: Callable[[str], Path]) -> None:
+    for family in ("qwen2_5_vl", "smolvlm"):
+        policy = Policy(str(folder(family)), lora=Lora(rank=2))
+        head = policy.model.get_output_embeddings()
+        head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)).index_fill(0, policy.forbidden, 50.0))
+        prompts = [policy.encode(prompt) for prompt in questions()[:1]]
+        written = sample(policy, prompts)
+        assert not torch.isin(written.tokens, policy.forbidden).any()
+        scored = policy.log_probs(prompts, written.tokens, written.mask, group=written.group)
+        assert (scored.log_prob - written.log_prob).abs().max() < ROUNDING
+
+
+def test_temperature_of_the_sampler_is_that_of_the_replay(load: Callable[[str], Policy]) -> None:
+    policy = load("qwen2_vl")
+    prompts = [policy.encode(questions()[0])]
+    written = generate(policy, prompts, N, Sampling(LENGTH, temperature=0.7), [(3,)])
+    again = policy.log_probs(prompts, written.tokens, written.mask, group=written.group, temperature=0.7)
+    assert (again.log_prob - written.log_prob).abs().max() < ROUNDING
+    greedy = generate(policy, prompts, 2, Sampling(LENGTH, temperature=0.0), [(3,)])
+    assert torch.equal(greedy.tokens[0], greedy.tokens[1])
+    first = alone(policy, prompts[0], greedy.tokens[0, :1])
+    every = torch.stack([alone(policy, prompts[0], torch.tensor([t])) for t in (65, 97, int(greedy.tokens[0, 0]))])
+    assert first == every.max() and torch.allclose(first, greedy.log_prob[0, :1], atol=ROUNDING)
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Equally spaced numbers give each token its probability up to the spacing, and a forbidden one nothing."""
+    count = 1000
+    uniform = ((torch.arange(count, dtype=torch.float64) + 0.5) / count)[:, None]
+    logits = torch.tensor([0.3, 9.0, -1.0, 1.2, IMPOSSIBLE]).expand(count, -1)
+    draw = _Draw(0.5, uniform, torch.tensor([1]))
+    token = draw(torch.zeros(count, 1), logits).argmax(1)
+    want = torch.tensor([0.3, -torch.inf, -1.0, 1.2, -torch.inf]).div(0.5).softmax(0)
+    assert torch.allclose(token.bincount(minlength=5) / count, want, atol=1.5 / count)
+    assert torch.allclose(draw.log_probs[0], want.log()[token], atol=1e-6)
+
+
+def test_a_shared_prefix_computes_three_times_fewer_positions(load: Callable[[str], Policy]) -> None:
+    """Prompts of 100 and answers of 30 tokens, 8 of them: the proportions of 1,000 and 300."""
+    policy = load("llava")
+    prompt = Prompt(("x" * 65, picture(0, 16, 16)))
+    prompts = [policy.encode(prompt)]
+    generator = torch.Generator().manual_seed(0)
+    tokens, mask = torch.randint(0, 256, (8, 30), generator=generator), torch.ones(8, 30)
+    group = torch.zeros(8, dtype=torch.int64)
+    with torch.no_grad():
+        shared, plain = (
+            policy.log_probs(prompts, tokens, mask, group=group, share_prefix=share) for share in (True, False)
+        )
+    assert 90 <= prompts[0].length <= 110
+    assert plain.positions >= 2.9 * shared.positions and plain.images == 8 * shared.images
+    assert (plain.log_prob - shared.log_prob).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_an_image_goes_through_the_vision_tower_once_for_its_group(
+    load: Callable[[str], Policy], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    policy = load(family)
+    prompts = [policy.encode(prompt) for prompt in questions()]
+    once = sum(len(prompt.tokens.pixels["pixel_values"]) for prompt in prompts[:2])  # images, or patches of all
+    body, seen = policy.model.base_model, [0]
+    original = body.get_image_features
+
+    def counted(pixel_values: Tensor, *arguments: object, **options: object) -> object:
+        seen[-1] += len(pixel_values)
+        return original(pixel_values, *arguments, **options)
+
+    monkeypatch.setattr(body, "get_image_features", counted)
+    written = sample(policy, prompts)
+    for share in (True, False):
+        seen.append(0)
+        policy.log_probs(prompts, written.tokens, written.mask, group=written.group, share_prefix=share)
+    assert seen == [once, once, N * once]
+
+
+def test_scoring_does_not_depend_on_what_was_generated_before(load: Callable[[str], Policy]) -> None:
+    policy = load("qwen2_5_vl")
+    prompts = [policy.encode(prompt) for prompt in questions()]
+    tokens, mask, group = torch.full((2, 4), 65), torch.ones(2, 4), torch.tensor([0, 1])
+    with torch.no_grad():
+        before = policy.log_probs(prompts, tokens, mask, group=group).log_prob
+        sample(policy, prompts[2:], n=5)
+        after = policy.log_probs(prompts, tokens, mask, group=group).log_prob
+    assert torch.equal(before, after)
+
+
+def test_what_stands_behind_an_answer_changes_nothing(load: Callable[[str], Policy]) -> None:
+    policy = load("smolvlm")
+    prompts = [policy.encode(questions()[0])]
+    mask, group = torch.tensor([[1, 1, 0, 0]]), torch.tensor([0])
+    with torch.no_grad():
+        one, other = (
+            policy.log_probs(prompts, torch.tensor([[65, 66, *tail]]), mask, group=group, entropy=True)
+            for tail in ([67, 68], policy.forbidden[:2].tolist())
+        )
+    assert torch.equal(one.log_prob, other.log_prob) and torch.equal(one.entropy, other.entropy)
+    assert (one.entropy[0, :2] > 0).all() and not one.entropy[0, 2:].any()
+
+
+def test_the_reference_is_the_model_before_training(
+    load: Callable[[str], Policy], folder: Callable[[str], Path]
+) -> None:
+    policy, base = load("llava"), Policy(str(folder("llava")))
+    tokens, mask, group = torch.full((1, 3), 65), torch.ones(1, 3), torch.tensor([0])
+    prompts = [policy.encode(questions()[0])]
+    with torch.no_grad():
+        with policy.reference():
+            inside = policy.log_probs(prompts, tokens, mask, group=group).log_prob
+        trained = policy.log_probs(prompts, tokens, mask, group=group).log_prob
+        want = base.log_probs(prompts, tokens, mask, group=group).log_prob
+    assert torch.equal(inside, want) and not torch.allclose(trained, want, atol=1e-3)
+
+
+def test_bfloat16_weights_give_near_float32_log_probabilities(folder: Callable[[str], Path]) -> None:
+    policy = Policy(str(folder("qwen3_vl")), lora=Lora(rank=2), dtype=torch.bfloat16)
+    prompts = [policy.encode(prompt) for prompt in questions()]
+    written = sample(policy, prompts)
+    scored = policy.log_probs(prompts, written.tokens, written.mask, group=written.group)
+    assert scored.log_prob.dtype == written.log_prob.dtype == torch.float32
+    assert (scored.log_prob - written.log_prob).abs()[written.mask].mean() < 5e-2
+    assert all(parameter.dtype == torch.float32 for parameter in policy.parameters)
+
+
+def test_bad_images_are_named(load: Callable[[str], Policy], tmp_path: Path) -> None:
+    policy = load("llava")
+    with pytest.raises(ValueError, match=r"data.jsonl row 3: there is no image .*gone.png"):
+        policy.encode(Prompt((tmp_path / "gone.png",), where="data.jsonl row 3"))
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"row 4: the image .*bad.png cannot be read"):
+        policy.encode(Prompt((tmp_path / "bad.png",), where="row 4"))
+    picture(0, 16, 16).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"cut.png cannot be read"):
+        policy.encode(Prompt((tmp_path / "cut.png",)))
+    with pytest.raises(ValueError, match="holds '<image>', which stands for an image"):
+        policy.encode(Prompt(("What is an <image>?",)))
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_any_work(
+    load: Callable[[str], Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load("qwen2_5_vl")
+    prompts = [policy.encode(Prompt(("a",))), policy.encode(Prompt(("b" * 480,), where="row 9"))]
+    monkeypatch.setattr(policy, "prefix", lambda _: pytest.fail("worked"))
+    with pytest.raises(ValueError, match=r"row 9: 499 tokens of prompt .* and 40 new ones are more than the 512"):
+        generate(policy, prompts, 2, Sampling(40), [(0,), (1,)])
+    with pytest.raises(ValueError, match="2 prompts need as many keys, got 1"):
+        generate(policy, prompts, 2, Sampling(1), [(0,)])
+    with pytest.raises(ValueError, match="nothing to sample"):
+        generate(policy, prompts, 0, Sampling(1), [(0,), (1,)])
+
+
+def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    for family in ("qwen2_5_vl", "smolvlm", "llava"):
+        blind = tmp_path / family
+        shutil.copytree(folder(family), blind)
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            (blind / name).unlink(missing_ok=True)
+        with pytest.raises(ValueError, match="image processor"):
+            Policy(str(blind))
+    (blind / "model.safetensors").unlink()
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder("llava") / name).exists():
+            shutil.copy(folder("llava") / name, blind / name)
+    with pytest.raises(ValueError, match="has no weights that can be read"):
+        Policy(str(blind))
+    mute = tmp_path / "mute"
+    shutil.copytree(folder("llava"), mute)
+    (mute / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template"):
+        Policy(str(mute))
+    with pytest.raises(ValueError, match="no checkpoint of a transformers model"):
+        Policy(str(tmp_path / "nothing"))
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="'llama' model, which .* take a vision-language model"):
+        Policy(str(text))
+    with pytest.raises(ValueError, match=r"named \['nothing'\]. There are \['down_proj', 'gate_proj', 'k_proj'"):
+        Policy(str(folder("llava")), lora=Lora(targets=("nothing",)))

@@ -1,0 +1,213 @@
+"""What `estimate` makes of each choice of a preset, by its value; and the regularisers of `policy_loss`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.objectives.advantages import reward_shaping
+from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.tokens import token_advantages
+from genrl.objectives.tokens.token_regularisers import clipped_value_loss
+from genrl.objectives.tokens.tokens import token_count
+from genrl.vlm.methods import recipe
+from genrl.vlm.methods.estimate import estimate
+from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.recipe import Clip, Preset, WhitenedReturns
+from genrl.vlm.rollout.token_batch import TokenBatch
+from tests.vlm.rollouts import rollout
+
+CENTRED = Preset(recipe.GroupAdvantage("none"), Clip(), "seq_mean")
+
+
+def advantage(preset: Preset, batch: TokenBatch) -> Tensor:
+    value = estimate(preset, batch).batch.advantage
+    assert value is not None
+    return value
+
+
+def centred(rewards: Tensor, batch: TokenBatch) -> Tensor:
+    return group_advantages(rewards, batch.group, scale="none")
+
+
+def test_terms_are_added_to_the_rewards_before_the_estimator() -> None:
+    batch = rollout()
+    lengths = token_count(batch.mask)
+    trapezoid = reward_shaping.length_reward(lengths, (1, 3, 4, 9))
+    log_ratio = torch.where(batch.mask, batch.old_log_prob - batch.ref_log_prob, 0.0).sum(1)
+    confidence = reward_shaping.answer_confidence(batch.extra["ema"], batch.extra["answer_mask"], cap=0.7)
+    bonus = reward_shaping.consistency_bonus(batch.extra["accuracy"], confidence, batch.group, margin=0.1)
+    wanted = {
+        recipe.LengthReward((1, 3, 4, 9), coefficient=2.0): 2 * trapezoid,
+        recipe.OverlongPenalty(6, 3): reward_shaping.overlong_penalty(lengths, maximum=6, buffer=3),
+        recipe.KlInReward(0.3): -0.3 * log_ratio,  # the surer the policy beside the reference, the less
+        recipe.ConsistencyBonus(margin=0.1, cap=0.7): bonus,
+    }
+    for term, value in wanted.items():
+        got = advantage(replace(CENTRED, reward_terms=(term,)), batch)
+        assert torch.allclose(got, centred(batch.rewards + value, batch)), term
+        assert not torch.allclose(got, centred(batch.rewards, batch)), term
+    both = replace(CENTRED, reward_terms=tuple(wanted))
+    assert torch.allclose(advantage(both, batch), centred(batch.rewards + sum(wanted.values()), batch))
+
+
+def test_transforms_in_their_order() -> None:
+    batch = rollout()
+    plain = advantage(CENTRED, batch)
+    wanted = {
+        recipe.ClampAdvantage(0.2): plain.clamp(-0.2, 0.2),
+        recipe.PositiveOnly(): plain.clamp(min=0.0),
+        recipe.SigmaFilter(0.4): torch.where(plain.abs() > 0.4, 0.0, plain),
+        recipe.BatchNormalise(): (plain - plain.mean()) / (plain.std() + 1e-8),
+        recipe.Uncertainty(0.7): plain
+        * torch.exp(-0.7 * token_advantages.score_uncertainty(batch.extra["scores"], batch.group)),
+    }
+    for transform, value in wanted.items():
+        assert torch.allclose(advantage(replace(CENTRED, transforms=(transform,)), batch), value), transform
+    first, second = recipe.BatchNormalise(), recipe.ClampAdvantage(0.2)
+    one = advantage(replace(CENTRED, transforms=(first, second)), batch)
+    assert not torch.allclose(one, advantage(replace(CENTRED, transforms=(second, first)), batch))
+
+
+def test_a_reward_of_the_row_is_at_its_last_token() -> None:
+    """With gamma 0 only that token has a return: all others share one value, below and above."""
+    batch = rollout()
+    last = token_count(batch.mask) - 1
+    got = advantage(Preset(WhitenedReturns(gamma=0.0), Clip(), "seq_mean"), batch)
+    at_end = torch.zeros_like(batch.mask)
+    at_end[torch.arange(len(last)), last] = True
+    elsewhere = got[batch.mask & ~at_end]
+    assert torch.allclose(elsewhere, elsewhere[0].expand_as(elsewhere))
+    ranks = got[at_end].argsort()
+    assert torch.equal(ranks, batch.rewards.argsort())
+    full = advantage(Preset(WhitenedReturns(), Clip(), "seq_mean"), batch)
+    whitened = token_advantages.whitened(batch.rewards[:, None].expand(batch.mask.shape), batch.mask)
+    assert torch.allclose(full, whitened)
+    baseline = advantage(Preset(WhitenedReturns(baseline=True), Clip(), "seq_mean"), batch)
+    assert torch.allclose(
+        baseline, token_advantages.reinforce_plus_plus_baseline(batch.rewards, batch.group, batch.mask)
+    )
+
+
+def test_a_row_without_score_takes_no_part_in_whitening() -> None:
+    batch = rollout()
+    rewards = batch.rewards.clone()
+    rewards[3] = torch.nan
+    got = advantage(Preset(WhitenedReturns(), Clip(), "seq_mean"), replace(batch, rewards=rewards))
+    others = torch.arange(len(rewards)) != 3
+    alone = token_advantages.whitened(rewards[others, None].expand(-1, 7), batch.mask[others])
+    assert bool((got[3] == 0).all()) and torch.allclose(got[others], alone)
+
+
+def test_the_kl_in_token_rewards_is_at_the_tokens() -> None:
+    batch = replace(rollout(), rewards=torch.zeros(12).double())
+    preset = Preset(WhitenedReturns(gamma=0.0), Clip(), "seq_mean", reward_terms=(recipe.KlInReward(0.5),))
+    ratio = batch.old_log_prob - batch.ref_log_prob
+    assert torch.allclose(advantage(preset, batch), token_advantages.whitened(-0.5 * ratio, batch.mask))
+    given = replace(batch, extra={**batch.extra, "token_rewards": ratio})
+    plain = replace(preset, reward_terms=())
+    assert torch.allclose(advantage(plain, given), token_advantages.whitened(ratio, batch.mask))
+    with pytest.raises(ValueError, match="baseline is subtracted from rewards"):
+        advantage(replace(plain, advantage=WhitenedReturns(baseline=True)), given)
+
+
+def test_ranks_within_a_task_span_its_groups() -> None:
+    batch = rollout()
+    got = advantage(replace(CENTRED, advantage=recipe.RankQuantiles("task")), batch)
+    assert torch.allclose(got, token_advantages.rank_quantiles(batch.rewards, batch.extra["task"]))
+    per_group = advantage(replace(CENTRED, advantage=recipe.RankQuantiles()), batch)
+    assert torch.allclose(per_group, token_advantages.rank_quantiles(batch.rewards, batch.group))
+    assert not torch.allclose(got, per_group)
+
+
+def test_totals_and_metrics_are_of_the_rollout() -> None:
+    batch = rollout()
+    ready, _, metrics = estimate(CENTRED, batch)
+    assert (ready.rows, ready.tokens, ready.groups) == (12, int(batch.mask.sum()), 3)
+    assert ready.group_size.tolist() == [4] * 12 and ready.weight is None
+    gap = (batch.old_log_prob - batch.sampler_log_prob).abs()[batch.mask]
+    assert metrics["sampler_gap_mean"] == pytest.approx(float(gap.mean()))
+    assert metrics["sampler_gap_max"] == pytest.approx(float(gap.max()))
+    assert metrics["zero_std_ratio"] == 0.0 and metrics["tokens_mean"] == ready.tokens / 12
+
+
+# --- regularisers, by their value
+
+
+def part(preset: Preset, batch: TokenBatch, name: str) -> Tensor:
+    return policy_loss(preset, estimate(preset, batch).batch).metrics[f"loss/{name}"]
+
+
+def test_a_penalty_lowers_the_entropy_and_a_bonus_raises_it() -> None:
+    batch = rollout()
+    entropy = -batch.log_prob[batch.mask].mean()
+    for coefficient in (0.06, -0.01):
+        preset = replace(CENTRED, regularisers=(recipe.EntropyPenalty(coefficient),))
+        assert torch.allclose(part(preset, batch, "entropy_penalty"), coefficient * entropy)
+
+
+def test_a_bonus_is_the_mean_entropy_of_the_tokens() -> None:
+    batch = rollout()
+    preset = replace(CENTRED, regularisers=(recipe.EntropyBonus(0.01),))
+    wanted = -0.01 * batch.extra["policy_entropy"][batch.mask].mean()
+    assert torch.allclose(part(preset, batch, "entropy_bonus"), wanted)
+
+
+def test_the_band_is_of_each_task_with_its_share_of_rows() -> None:
+    batch = rollout()
+    task = batch.extra["task"]
+    preset = replace(CENTRED, regularisers=(recipe.EntropyBand(2.0, 5.0, 6.0),))
+    entropies = [-batch.log_prob[batch.mask & (task == k)[:, None]].mean() for k in (0, 1)]
+    shares = [(task == k).double().mean() for k in (0, 1)]
+    wanted = 2.0 * sum(share * (5.0 - entropy) for share, entropy in zip(shares, entropies, strict=True))
+    assert torch.allclose(part(preset, batch, "entropy_band"), wanted)
+    one_task = replace(batch, extra={k: value for k, value in batch.extra.items() if k != "task"})
+    assert torch.allclose(part(preset, one_task, "entropy_band"), 2.0 * (5.0 + batch.log_prob[batch.mask].mean()))
+
+
+def test_the_bands_quantiles_are_of_the_tokens_that_are_weighted() -> None:
+    batch = rollout()
+    batch = replace(batch, extra={"entropy": batch.extra["entropy"]})
+    band = recipe.EntropyBand(1.0, 0.25, 0.75, bounds="quantile", tokens="weighted")
+    preset = replace(CENTRED, weights=(recipe.TopEntropy(0.4, scope="row"),), regularisers=(band,))
+    ready = estimate(preset, batch).batch
+    chosen = batch.extra["entropy"][ready.weight.bool()]
+    assert torch.allclose(ready.entropy_bounds, torch.stack([chosen.quantile(0.25), chosen.quantile(0.75)]))
+    entropy = -batch.log_prob[ready.weight.bool()].mean()
+    low, high = ready.entropy_bounds
+    wanted = (entropy - high).clamp(min=0) + (low - entropy).clamp(min=0)
+    assert torch.allclose(part(preset, batch, "entropy_band"), wanted)
+
+
+def test_the_value_loss_of_rows_adds_up_over_micro_batches() -> None:
+    batch = rollout()
+    columns = {name: batch.extra[name][:, 0] for name in ("value", "old_value", "returns")}
+    preset = replace(CENTRED, regularisers=(recipe.ValueLoss(0.5, 0.1),))
+    ready = estimate(preset, replace(batch, extra=columns)).batch
+    whole = policy_loss(preset, ready).metrics["loss/value"]
+    squares = clipped_value_loss(columns["value"], columns["old_value"], columns["returns"], clip=0.1)
+    assert torch.allclose(whole, 0.5 * squares.mean())
+    halves = [policy_loss(preset, ready.select(rows)).metrics["loss/value"] for rows in torch.arange(12).split(6)]
+    assert torch.allclose(halves[0] + halves[1], whole)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3_clamped"])
+def test_the_kl_of_the_preset_is_the_one_measured(estimator: str) -> None:
+    batch = rollout()
+    preset = replace(CENTRED, aggregation="token_mean_global", regularisers=(recipe.Kl(0.1, estimator),))
+    metrics = policy_loss(preset, estimate(preset, batch).batch).metrics
+    assert torch.allclose(metrics["loss/kl"], 0.1 * metrics[f"kl_{estimator}"]) and metrics["loss/kl"] > 0
+
+
+def test_rows_without_a_degraded_twin_are_left_out_of_the_perception_loss() -> None:
+    batch = rollout()
+    degraded = batch.extra["degraded"].clone()
+    degraded[6:] = torch.nan
+    preset = replace(CENTRED, regularisers=(recipe.Perception(0.1, 0.0),))
+    some = part(preset, replace(batch, extra={"degraded": degraded}), "perception")
+    first = estimate(preset, replace(batch, extra={"degraded": batch.extra["degraded"]})).batch
+    half = policy_loss(preset, first.select(torch.arange(6))).metrics["loss/perception"]
+    assert torch.allclose(some, 2 * half)  # K is a mean over the tokens of the call
