@@ -9,27 +9,21 @@ from genrl.config.schema import (
     D3PO,
     DGPO,
     DPO,
-    EMA,
     PRDP,
     SPO,
     Adversary,
     AdvGRPO,
-    Checkpoint,
     Config,
     Contrast,
     DiffInstruct,
     DiffusionNFT,
-    Distributed,
     Draft,
     Evaluation,
     FlowGRPO,
     Kernels,
     LayerTuning,
-    LoRA,
     Model,
-    Monitor,
     OfflineDPO,
-    Optimizer,
     PromptHistory,
     PromptRL,
     Prompts,
@@ -42,6 +36,7 @@ from genrl.config.schema import (
     Tree,
     Window,
 )
+from genrl.config.sections import EMA, Checkpoint, Distributed, LoRA, Monitor, Optimizer
 from genrl.config.vla import VLAConfig
 from genrl.config.vlm import VLMConfig
 

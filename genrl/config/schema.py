@@ -9,51 +9,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from genrl.config.combinations import refuse_impossible
+from genrl.config.section import (
+    Count,
+    Flag,
+    Fraction,
+    Margin,
+    NonNegative,
+    Number,
+    Positive,
+    Section,
+    Share,
+    Text,
+    Ways,
+    Whole,
+)
+from genrl.config.sections import EMA, Checkpoint, Distributed, LoRA, Monitor, Optimizer, Precision, Tracker
 
-Flag = Annotated[bool, Field(strict=True)]
-Count = Annotated[int, Field(strict=True, ge=1)]  # how many: 1 or more
-Whole = Annotated[int, Field(strict=True, ge=0)]  # 0 or more; 0 often means off
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]  # in [0, 1)
-Margin = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]  # in (0, 1)
-Share = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]  # in (0, 1]
-Ways = Annotated[int, Field(strict=True, ge=2)]
-Text = Annotated[str, Field(strict=True, min_length=1, max_length=1000)]
-
-Precision = Literal["float32", "bfloat16", "float16"]
 AdvantageScale = Literal["group", "global", "none"]
 Kernel = Literal["flow_sde", "dance_sde", "wan_sde", "flow_cps", "flow_ddim", "ddim"]
 ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity", "x_prediction", "k2"]
 Attention = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
-Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
 
 # The names of attention projections in diffusers, over all model families: what an adapter is put on by default.
 ATTENTION_LAYERS = (
     *("to_q", "to_k", "to_v", "to_out.0", "to_out", "to_qkv"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "to_added_qkv", "to_qkv_mlp_proj"),
 )
-
-
-class Section(BaseModel):
-    """What every section shares: unknown keys are errors, values cannot be changed after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class LoRA(Section):
-    """Low-rank adapters; only they are trained."""
-
-    rank: Count = 32
-    """Rank of the adapters (Flow-GRPO and DiffusionNFT: 32)."""
-    alpha: Positive = 64.0
-    """Scale of the adapters; the update is multiplied by alpha / rank (Flow-GRPO: 64)."""
-    targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """Name endings of the layers to adapt; null = the attention projections of the denoiser."""
 
 
 class Model(Section):
@@ -752,45 +736,6 @@ class DiffInstruct(Section):
         return 1
 
 
-class Optimizer(Section):
-    """AdamW and its schedule."""
-
-    lr: Positive = 3e-4
-    """Learning rate (Flow-GRPO and DiffusionNFT with LoRA: 3e-4; full fine-tuning: about 1e-5)."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """AdamW's two averaging factors."""
-    weight_decay: NonNegative = 1e-4
-    """AdamW's decoupled weight decay (Flow-GRPO: 1e-4)."""
-    eps: Positive = 1e-8
-    """AdamW's epsilon."""
-    max_grad_norm: Positive = 1.0
-    """Gradients are scaled down to this norm (all peers: 1)."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or down to 0 at the end of the run."""
-    warmup_steps: Whole = 0
-    """Optimiser steps in which the learning rate rises from 0."""
-
-
-class EMA(Section):
-    """Moving average of the trained weights; evaluation and export use it."""
-
-    decay: Fraction = 0.9
-    """Share of the average kept at each optimiser step (Flow-GRPO and DiffusionNFT: 0.9)."""
-
-
-class Monitor(Section):
-    """When a held-out scorer says that training has gone too far (reward hacking)."""
-
-    reward: Text
-    """A reward of weight 0, as it is named in the log: it is evaluated and never trained on."""
-    tolerance: NonNegative
-    """How far below its best evaluation it may lie, in its own units."""
-    patience: Count = 2
-    """So many evaluations in a row have to lie lower for training to end."""
-    action: Literal["stop", "roll_back"] = "roll_back"
-    """End with the weights as they are, or with those of the best evaluation."""
-
-
 class Evaluation(Section):
     """Held-out prompts, fixed noise, deterministic sampling."""
 
@@ -816,24 +761,6 @@ class Evaluation(Section):
     """Prompts shown in the picture grids; 0 = no grids."""
     monitor: Monitor | None = None
     """End training when a held-out scorer falls; null = never."""
-
-
-class Checkpoint(Section):
-    """When the state is saved, and how many saves stay on disk."""
-
-    every: Count = 20
-    """Save every so many iterations, and at the end."""
-    keep: Count = 3
-    """Newest checkpoints that stay on disk."""
-
-
-class Distributed(Section):
-    """Several processes."""
-
-    fsdp: Flag = False
-    """Shard weights, gradients and optimiser over the processes (FSDP2); for full fine-tuning."""
-    timeout_s: Positive = 600.0
-    """Seconds without progress after which a stuck run is stopped."""
 
 
 class Config(Section):

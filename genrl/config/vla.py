@@ -10,24 +10,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from genrl.config.schema import (
-    Checkpoint,
+from genrl.config.section import (
     Count,
-    Distributed,
     Flag,
     Fraction,
     Margin,
     NonNegative,
     Number,
-    Optimizer,
     Positive,
     Section,
     Share,
     Text,
-    Tracker,
     Ways,
     Whole,
 )
+from genrl.config.sections import Checkpoint, Distributed, Optimizer, Tracker
 from genrl.config.vla_offline import FISOR, RL100, RLVLMF, Classifier, World
 from genrl.config.vla_rules import refuse_impossible
 

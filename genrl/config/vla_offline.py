@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from genrl.config.schema import Count, Flag, Margin, NonNegative, Positive, Section, Share, Text, Whole
+from genrl.config.section import Count, Flag, Margin, NonNegative, Positive, Section, Share, Text, Whole
 
 
 class Critics(Section):

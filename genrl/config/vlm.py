@@ -11,22 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from genrl.config.schema import (
-    Checkpoint,
-    Count,
-    Distributed,
-    Flag,
-    NonNegative,
-    Number,
-    Optimizer,
-    Positive,
-    Section,
-    Share,
-    Text,
-    Tracker,
-    Ways,
-    Whole,
-)
+from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
+from genrl.config.sections import Checkpoint, Distributed, Optimizer, Tracker
 from genrl.config.vlm_agents import Critic, Environment
 from genrl.config.vlm_rules import refuse_impossible
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from genrl.config.schema import Count, Flag, Number, Positive, Section, Text, Whole
+from genrl.config.section import Count, Flag, Number, Positive, Section, Text, Whole
 
 
 class Environment(Section):

@@ -22,7 +22,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 
 from genrl.config import AnyConfig, dump
-from genrl.config.schema import Checkpoint, Optimizer
+from genrl.config.sections import Checkpoint, Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint, state
 from genrl.runtime import run as run_folder
