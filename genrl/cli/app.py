@@ -562,10 +562,10 @@ def _evaluate_pipeline(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if config and not reward:
         scorers = open_scorers(config, device)
-        if config.trainer.algorithm == "adv_grpo":
-            from genrl.diffusion.methods.adv_grpo.train import load_trained
+        if config.trainer.trains_reward:
+            from genrl.config.method import module_of
 
-            load_trained(scorers, Path(model))
+            module_of(config.trainer).load_trained(scorers, Path(model))
     else:
         named: dict[str, reward_package.Reward] = {}
         for name in reward or ():
@@ -603,7 +603,7 @@ def _evaluate_pipeline(
 def _config_of(model: str) -> Config | None:
     """The configuration of a run folder; None for a pipeline folder or hub id. BadParameter for neither."""
     from genrl.config import load
-    from genrl.config.combinations import looks_local
+    from genrl.config.folders import looks_local
 
     path = Path(model)
     # runs/TYPO is written like a hub id; no hub id is beside runs. A single word may be either: the loader will say.

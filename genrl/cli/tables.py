@@ -57,7 +57,7 @@ def _plan_table(config: Config, found: Any) -> Table:
     sampling = config.sampling
     table = Table(title="one iteration", title_justify="left", show_header=False)
     step = f" x {found.guidance} (guidance)" if found.guidance > 1 else ""
-    moves = " on average" if getattr(config.trainer, "window", None) is not None else ""
+    moves = " on average" if config.trainer.varies else ""
     table.add_row(
         "samples", f"{found.images:,}", f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} each"
     )
@@ -74,7 +74,7 @@ def _plan_table(config: Config, found: Any) -> Table:
         "model calls, training",
         _count(found.train_calls),
         f"{_count(found.trained_steps)} trained steps{moves}; {_count(found.backward_calls)} "
-        f"{'of sampling ' if getattr(config.trainer, 'keep_graph', False) else ''}with gradient cost about 3 times",
+        f"{'of sampling ' if config.trainer.keeps_graphs else ''}with gradient cost about 3 times",
     )
     trainer = config.trainer
     table.add_row("optimiser steps", f"{trainer.updates * trainer.epochs:,}", "")

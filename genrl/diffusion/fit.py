@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 from accelerate.utils import gather_object
 
-from genrl.config.combinations import WHOLE_GROUPS
 from genrl.config.estimate import snapshots
 from genrl.diffusion.policy.compiling import start_over
 from genrl.diffusion.policy.policy import Batch
@@ -74,7 +73,7 @@ def take(session: Session, size: int) -> None:
 def sizes(session: Session) -> list[int]:
     """The present size of micro-batches and the smaller ones that can be taken."""
     sampling = session.config.sampling
-    return halvings(sampling.batch_size, sampling.group_size if session.config.trainer.algorithm in WHOLE_GROUPS else 1)
+    return halvings(sampling.batch_size, sampling.group_size if session.config.trainer.whole_groups else 1)
 
 
 def halvings(most: int, multiple: int) -> list[int]:

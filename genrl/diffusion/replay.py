@@ -33,8 +33,8 @@ from genrl.diffusion.methods.dpo.settings import DPO
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.methods.draft.settings import Draft
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.flow_grpo.train import policy_loss, reference_kl
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.methods.spo.train import pair_of, preference
@@ -89,7 +89,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
     policy = Policy(
         load_pipeline(config.model).to(device),
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
-        reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
+        reduction=config.trainer.reduction,
         offload_text_encoders=config.model.offload_text_encoders,
     )
     use_kernels(policy, config.kernels)  # but not compiled: modules are looked into
@@ -158,7 +158,7 @@ def _again(config: Config, policy: Policy, weights: Weights, batch: Batch, given
         clean = isinstance(trainer, Draft) and trainer.truncation == "refl"
         final = draft.chain(policy, batch, given["state"], steps, clean=clean)
         return {"final": final, "loss": draft.pull(final, given["pulled"])}
-    assert isinstance(trainer, FlowGRPO)
+    assert isinstance(trainer, PolicyGradient)
     i = int(given["step"])
     kernel = Kernel(trainer.kernel, trainer.noise_level or 0.0)
     states = {i: given["state"]}

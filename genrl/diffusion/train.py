@@ -38,7 +38,7 @@ from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.methods.prdp import train as prdp
 from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
@@ -132,7 +132,7 @@ def run_algorithm(session: Session) -> None:
             prompt_rl.train(session, settings)
         case AdvGRPO() as settings:
             adv_grpo.train(session, settings)
-        case FlowGRPO() as settings:
+        case PolicyGradient() as settings:
             flow_grpo.train(session, settings)
         case DiffusionNFT() as settings:
             diffusion_nft.train(session, settings)
@@ -217,7 +217,7 @@ def open_session(
     policy = Policy(
         pipe.to(accelerator.device),
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
-        reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
+        reduction=config.trainer.reduction,
         offload_text_encoders=config.model.offload_text_encoders,
     )
     spare_vae(pipe, offload=config.model.offload_vae, sliced=config.model.slice_vae)

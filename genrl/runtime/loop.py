@@ -22,6 +22,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 
 from genrl.config import AnyConfig, dump
+from genrl.config.method import Method, metrics_of
 from genrl.config.sections import Checkpoint, Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint, state
@@ -369,6 +370,7 @@ def logger_of(run: Run, config: AnyConfig, accelerator: Accelerator, start: int)
         config=config.model_dump(mode="json"),
         resumed_from=start,
         enabled=accelerator.is_main_process,
+        own=metrics_of(type(config.trainer)) if isinstance(config.trainer, Method) else None,
     )
 
 

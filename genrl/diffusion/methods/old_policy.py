@@ -9,8 +9,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.diffusion.methods.edges import Edges
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.noising import without_guidance
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.policy.policy import Batch, Policy, Trajectory
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
@@ -19,7 +19,7 @@ OldLogProbs = dict[int, dict[int, Tensor]]  # id of the piece -> step -> [B]
 
 
 @torch.no_grad()
-def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts, edges: Edges) -> OldLogProbs:
+def old_policy(session: Session, settings: PolicyGradient, rollouts: Rollouts, edges: Edges) -> OldLogProbs:
     """id of a piece -> trained step -> log p_old, [B]. As recorded; or, where the trained policy goes without the
     guidance that sampled, evaluated before the first update under the conditions it is trained in. Steps of which no
     action is trained are left out."""
@@ -36,17 +36,15 @@ def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts, edges: 
 
 @torch.no_grad()
 def means_before(
-    session: Session, settings: FlowGRPO, rollouts: Rollouts, old_log_probs: OldLogProbs
+    session: Session, settings: PolicyGradient, rollouts: Rollouts, old_log_probs: OldLogProbs
 ) -> dict[tuple[int, int], Tensor]:
     """(id of the piece, step) -> transition means before the first update, which GRPO-Guard's ratio is measured from.
 
     Those of the first update's samples are left out: its own evaluation has them.
     """
-    if not settings.guard:
+    if not settings.variant.guard:
         return {}
-    later = [
-        m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches
-    ]
+    later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
     policy = session.policy
     return {
         (id(piece), i): policy.replay(piece.trajectory, i, judged_under(policy, settings, piece.trajectory.batch)).mean
@@ -56,7 +54,7 @@ def means_before(
     }
 
 
-def judged_under(policy: Policy, settings: FlowGRPO, batch: Batch) -> Batch:
+def judged_under(policy: Policy, settings: PolicyGradient, batch: Batch) -> Batch:
     """The conditions of the policy that is trained: those of sampling, or the same without guidance."""
     return batch if settings.guidance_in_training else without_guidance(policy, batch)
 

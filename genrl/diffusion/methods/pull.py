@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.edges import Edges, progress_table
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.old_policy import judged_under, rows_of
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.rollout.forest import Piece
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.session import Session
@@ -41,19 +41,21 @@ class Pull:
 
 
 @torch.no_grad()
-def pull_to_best(session: Session, settings: FlowGRPO, rollouts: Rollouts, tree: Tree, edges: Edges) -> Pull | None:
+def pull_to_best(
+    session: Session, settings: PolicyGradient, rollouts: Rollouts, tree: Tree, edges: Edges
+) -> Pull | None:
     """Weights and targets of the pull, made before the first update. A group is whole within a micro-batch.
 
     The velocity on the best path is evaluated once more, for one state per group and trained step.
     """
-    if settings.layer_tuning is None:
+    if settings.variant.layer_tuning is None:
         return None
     leaves, targets = tree.num_slots, {}
     rewards = rollouts.total.view(-1, leaves)
     best = rewards.nan_to_num(-torch.inf).argmax(1).tolist()
     paths = [tree.first_leaf[tree.path(int(tree.leaves[leaf]))].tolist() for leaf in best]  # slots by depth
     for micro_batch in rollouts.mine.values():
-        if settings.layer_tuning.target == "best_image":
+        if settings.variant.layer_tuning.target == "best_image":
             finals = zip(micro_batch.slots, micro_batch.final, strict=True)
             targets |= {(-1, s // leaves): x for s, x in finals if s % leaves == best[s // leaves]}
             continue

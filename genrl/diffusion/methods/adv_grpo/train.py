@@ -78,7 +78,7 @@ def train(session: Session, settings: AdvGRPO) -> None:
         keeps = settings.keep_graph and settings.trains_model(iteration)  # else no update would go back through them
         drawn = settings.model_copy(update={"keep_graph": keeps})
         rollouts = collect(session, plan, drawing(session, drawn, plan))
-        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds))
         with session.scorers.placed():
             pairs = paired(session, references, rollouts)
             real, fake = scored_references(session, label, pairs, rollouts), rollouts.scored.values[label]

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.estimation import estimate
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.old_policy import check_on_policy, judged_under, means_before, old_policy, rows_of
 from genrl.diffusion.methods.plans import choose_kernel, kept_steps, roots_together, sampling_plan, trained_steps
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.methods.pull import pull_to_best
 from genrl.diffusion.policy.policy import Replayed
 from genrl.diffusion.rollout.forest import Draw, roll_out
@@ -47,20 +47,20 @@ from genrl.objectives.surrogates.policy_losses import (
 )
 
 
-def train(session: Session, settings: FlowGRPO) -> None:
+def train(session: Session, settings: PolicyGradient) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     for iteration in session.iterations():
         # 1, 2. Collect and score.
         plan = sampling_plan(session.config, settings, iteration)
         rollouts = collect(session, plan, drawing(session, settings, plan))
-        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.variant.guard)
         # 3, 4. Estimate and update.
         metrics = learn(session, settings, rollouts, plan)
         del rollouts
         session.finish(metrics)
 
 
-def drawing(session: Session, settings: FlowGRPO, plan: SamplingPlan) -> Draw:
+def drawing(session: Session, settings: PolicyGradient, plan: SamplingPlan) -> Draw:
     """How the samples of a batch of prompts are drawn under the present policy."""
     return partial(
         roll_out,
@@ -84,7 +84,7 @@ def collect(session: Session, plan: SamplingPlan, draw: Draw) -> Rollouts:
     )
 
 
-def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
+def learn(session: Session, settings: PolicyGradient, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
     policy, weights, tree = session.policy, session.weights, grow(plan)
 
@@ -112,7 +112,9 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
                         with torch.no_grad(), weights.reference():
                             reference = policy.replay(trajectory, i, batch)
                     new = trajectory.graphs.pop(i) if settings.keep_graph else policy.replay(trajectory, i, batch)
-                    old_mean = old_means.setdefault((id(piece), i), new.mean.detach()) if settings.guard else None
+                    old_mean = None
+                    if settings.variant.guard:
+                        old_mean = old_means.setdefault((id(piece), i), new.mean.detach())
                     next_state = trajectory.next_states[i]
                     surrogate = policy_loss(settings, new, next_state, old_log_prob, old_mean, advantage)
                     loss = surrogate.loss
@@ -120,10 +122,10 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
                         kl = reference_kl(settings.kl, new, reference)
                         loss = loss + settings.kl_weight * kl
                         meter.add("kl", kl, weight)
-                    if pull is not None and settings.layer_tuning is not None:
+                    if pull is not None and settings.variant.layer_tuning is not None:
                         short = pull.weight[i, piece.slots[i]].to(policy.device)
                         distance = progress_loss(short, new.model_output, pull.target(piece, i))
-                        loss = loss + settings.layer_tuning.weight * distance
+                        loss = loss + settings.variant.layer_tuning.weight * distance
                         meter.add("layer_tuning/distance", distance, weight)
                     moves = edges.moves[i, piece.slots[i]].to(policy.device)
                     loss = loss * moves  # no score, or a group without spread: no update, by its KL neither
@@ -153,7 +155,7 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
 
 
 def policy_loss(
-    settings: FlowGRPO,
+    settings: PolicyGradient,
     new: Replayed,
     next_state: Tensor,
     old_log_prob: Tensor,
@@ -165,18 +167,18 @@ def policy_loss(
     if old_mean is not None:
         log_ratio = guard_log_ratio(next_state, new.mean, old_mean, new.std)
         return guard_surrogate(log_ratio, advantage, new.step.sigma - new.step.sigma_next, low, high)
-    if settings.objective == "score_function":
+    if settings.variant.score_function:
         loss = score_function_loss(new.log_prob, advantage)
         return SurrogateOutput(loss, importance_ratio(new.log_prob, old_log_prob), torch.zeros_like(loss).bool())
     return clipped_surrogate(new.log_prob, old_log_prob, advantage, low, high)
 
 
-def clip_bounds(settings: FlowGRPO, advantage: Tensor) -> tuple[Tensor | float, Tensor | float]:
+def clip_bounds(settings: PolicyGradient, advantage: Tensor) -> tuple[Tensor | float, Tensor | float]:
     """How far below and above 1 the ratio may go."""
     low, high = settings.clip_bounds
-    if settings.layer_tuning is None:
+    if settings.variant.layer_tuning is None:
         return low, high
-    return dynamic_clip_bounds(advantage, low=low, high=high, sensitivity=settings.layer_tuning.sensitivity)
+    return dynamic_clip_bounds(advantage, low=low, high=high, sensitivity=settings.variant.layer_tuning.sensitivity)
 
 
 def reference_kl(kind: str, new: Replayed, reference: Replayed) -> Tensor:

@@ -63,7 +63,7 @@ def train(session: Session, settings: PromptRL) -> None:
         draw = from_texts([text for group in groups for text in group], flow_grpo.drawing(session, settings, plan))
         rollouts = session.collect(draw)
         first = not session.replays
-        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds))
         generation = judged(settings, rollouts, prompts).view(-1, size)
         formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
         total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)

@@ -23,7 +23,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.config.candidates import candidate_plan
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.plans import choose_kernel
 from genrl.diffusion.methods.spo.settings import SPO
@@ -77,7 +76,7 @@ def train(session: Session, settings: SPO) -> None:
             "a smaller one, which calls the model less often than the others; change sampling.batch_size"
         )
     for _ in session.iterations():
-        plan = candidate_plan(sampling, settings, last=last_step_is_drawn(policy))
+        plan = settings.plan(sampling, last=last_step_is_drawn(policy))
         kernel = choose_kernel(session, settings, plan)
         # 1. Crawl. The chains' ends are scored too: they are the samples that a run reports.
         found: Found = {}

@@ -21,7 +21,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from genrl.config.plans import with_exit
 from genrl.diffusion.methods.flow_grpo.train import learn
 from genrl.diffusion.methods.old_policy import check_on_policy
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
@@ -46,9 +45,9 @@ def train(session: Session, settings: Talk2Move) -> None:
         exit_at = choose_exit(session, settings, kernel, iteration)
         # 2. Active step sampling.
         rollouts = session.collect(partial(draw, session, settings, kernel, exit_at))
-        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        check_on_policy(session, rollouts, clip=min(settings.clip_bounds))
         # 3. Flow-GRPO on the steps before the exit.
-        trained = with_exit(settings, exit_at)
+        trained = settings.leaving_at(exit_at)
         metrics = learn(session, trained, rollouts, sampling_plan(config, trained, iteration))
         del rollouts
         found = session.memory.get("exit")
