@@ -24,7 +24,7 @@ from genrl.config.section import (
     Ways,
     Whole,
 )
-from genrl.config.sections import Checkpoint, Distributed, Optimizer, Tracker
+from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker
 from genrl.config.vla_offline import FISOR, RL100, RLVLMF, Classifier, World
 from genrl.config.vla_rules import refuse_impossible
 
@@ -309,6 +309,8 @@ class Evaluation(Section):
     """Seed of the episodes and of the initial noise."""
     videos: Whole = 4
     """Episodes that are filmed, successes and failures; 0 = none."""
+    monitor: Monitor | None = None
+    """End training when a held-out figure falls; null = never."""
 
 
 class VLAConfig(Section):
@@ -329,6 +331,8 @@ class VLAConfig(Section):
     """Which algorithm, and its settings."""
     optimizer: PolicyOptimizer = PolicyOptimizer()
     """AdamW and its schedule."""
+    ema: EMA | None = None
+    """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: Evaluation = Evaluation()
     """When and how the policy is judged."""
     checkpoint: Checkpoint = Checkpoint()

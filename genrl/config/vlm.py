@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
-from genrl.config.sections import Checkpoint, Distributed, Optimizer, Tracker
+from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker
 from genrl.config.vlm_agents import Critic, Environment
 from genrl.config.vlm_rules import refuse_impossible
 
@@ -226,6 +226,8 @@ class VLMEvaluation(Section):
     """An answer is right where the first reward is at least this."""
     blind: Flag = True
     """At the start and the end, ask with black pictures too: what is right then does not come from seeing."""
+    monitor: Monitor | None = None
+    """End training when a held-out figure falls; null = never."""
 
 
 class Stage(Section):
@@ -298,6 +300,8 @@ class VLMConfig(Section):
     """New pictures during the run (Syn-GRPO); null = none."""
     optimizer: VLMOptimizer = VLMOptimizer()
     """AdamW and its schedule."""
+    ema: EMA | None = None
+    """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: VLMEvaluation = VLMEvaluation()
     """When and how the model is judged."""
     checkpoint: Checkpoint = Checkpoint()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from genrl.config import (
@@ -40,13 +39,12 @@ from genrl.diffusion.methods.dpo import train as dpo
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.methods.flow_grpo.train import policy_loss, reference_kl
 from genrl.diffusion.methods.spo.train import pair_of, preference
-from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Batch, Children, Kernel, Policy, Trajectory
-from genrl.diffusion.policy.weights import Weights
-from genrl.diffusion.train import use_kernels
+from genrl.diffusion.train import open_policy, trainable_weights, use_kernels
 from genrl.runtime import checkpoint
 from genrl.runtime.guards import Dump, non_finite, read_dump
 from genrl.runtime.run import Run
+from genrl.runtime.weights import REFERENCE, Weights
 
 Tensors = dict[str, Tensor]
 
@@ -88,24 +86,15 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
             "says what was not finite, tensors.safetensors has the numbers of that micro-batch"
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy = Policy(
-        load_pipeline(config.model).to(device),
-        autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
-        reduction=config.trainer.log_prob_reduction if isinstance(config.trainer, FlowGRPO) else "mean",
-        offload_text_encoders=config.model.offload_text_encoders,
-    )
+    policy = open_policy(config, device)
     use_kernels(policy, config.kernels)  # but not compiled: modules are looked into
-    weights = Weights(policy.denoisers, config.model.lora, seed=config.seed)
+    weights = trainable_weights(config, policy)
     if not weights.is_lora and config.uses_reference:
-        weights.snapshot("reference")
+        weights.snapshot(REFERENCE)
     source = _put_weights(weights, dump, found)
-    if config.model.gradient_checkpointing:
-        for denoiser in policy.denoisers.values():
-            denoiser.enable_gradient_checkpointing()
-
     recorded = {name: tensor for name, tensor in dump.batch.items() if not name.startswith("weights/")}
     given = {name: tensor.to(device) for name, tensor in recorded.items() if not name.startswith("inputs/")}
-    batch = batch_of(dump.info, recorded)
+    batch = Batch.from_dump(dump.info, recorded)
     with first_not_finite(policy.denoisers) as module:
         made = _again(config, policy, weights, batch, given)
         share = made["loss"].sum() / dump.info["divisor"]
@@ -113,21 +102,8 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
     gradients = {name: p.grad for name, p in weights.named.items() if p.grad is not None}
     made["gradient"] = torch.stack(torch._foreach_norm(list(gradients.values())))
     made = {name: tensor.detach() for name, tensor in made.items()}
-    return Replay(dump, source, recorded | dump.checked, made, next(iter(module), None), non_finite(gradients))
-
-
-def batch_of(info: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
-    """The micro-batch of a dump's record: prompts, keys of its noise, arguments of the pipeline call, pictures."""
-    initial = info["initial_keys"]
-    return Batch(
-        prompts=info["prompts"],
-        keys=[tuple(key) for key in info["keys"]],
-        sampling=info["sampling"],
-        initial_keys=None if initial is None else [tuple(key) for key in initial],
-        inputs={
-            argument: [Image.fromarray(tensors[f"inputs/{argument}/{k}"].numpy()) for k in range(len(info["prompts"]))]
-            for argument in info["inputs"]
-        },
+    return Replay(
+        dump, source, recorded | dump.results | dump.checked, made, next(iter(module), None), non_finite(gradients)
     )
 
 

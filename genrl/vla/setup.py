@@ -17,7 +17,7 @@ from genrl.config.vla import VLAConfig
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
-from genrl.runtime.loop import put_back
+from genrl.runtime.weights import put_back
 from genrl.vla.data.demonstrations import MINITABLE_REST, dataset_frames, expert_demonstrations
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.methods.imitation import frame_statistics, minitable_frames

@@ -10,7 +10,7 @@ import torch
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime import checkpoint
-from genrl.runtime.loop import put_back
+from genrl.runtime.weights import put_back
 from genrl.vlm.methods.compose import preset_of
 from genrl.vlm.methods.recipe import LinearBound
 from genrl.vlm.policies.codes import CODEC, CodePolicy

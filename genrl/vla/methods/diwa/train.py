@@ -8,7 +8,7 @@ only, where the policy acts on what the world model makes of each observation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from genrl.vla.simulators.minitable import INSTRUCTIONS, task
 from genrl.vla.simulators.minitable.play import play
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 
 def new_policy(config: VLAConfig, settings: DiWA) -> DiffusionMLP:
@@ -61,9 +61,9 @@ def new_policy(config: VLAConfig, settings: DiWA) -> DiffusionMLP:
         return DiffusionMLP(DiffusionMLPConfig(inputs, 3, made.horizon, train_steps=made.train_steps), stats)
 
 
-def train(session: Session, settings: DiWA) -> None:
+def train(run: VLARun, settings: DiWA) -> None:
     """Make the world (or take it from the checkpoint), then iterations of DPPO in it."""
-    config, loop, policy = session.config, session.loop, session.policy
+    config, loop, policy = run.config, run.loop, run.policy
     tasks = minitable_tasks(config.environment.tasks or ())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "world") % 2**32)
@@ -73,8 +73,8 @@ def train(session: Session, settings: DiWA) -> None:
         world = WorldModel(observations, actions, **sizes)
         placeholder = {STATE: torch.zeros(2, world.deterministic), ENVIRONMENT: torch.zeros(2, world.stochastic)}
         judge = RewardClassifier(world, placeholder, policy.config.inputs.vocabulary)
-    store = Store(world=world, judge=judge, frozen=session.frozen)
-    loop.keep("diwa", store)
+    store = Store(world=world, judge=judge, frozen=run.frozen)
+    loop.keep("diwa", store, changes=False)
     if not store.ready:
         store.data = {
             "figures": train_world(loop.phase, loop.advance, world, observations, actions, settings, config.seed)
@@ -83,29 +83,22 @@ def train(session: Session, settings: DiWA) -> None:
     keys = task.episode_keys(config.seed, np.arange(_demonstrations(config)), np.zeros(_demonstrations(config)))
     words, horizon = policy.config.inputs.vocabulary, policy.horizon
     shown = encode_demonstrations(world, keys, tasks, words, horizon=horizon, still=settings.classifier.still)
-    put_statistics(shown, policy.stats, judge.encoder.stats, session.frozen.stats)
+    put_statistics(shown, policy.stats, judge.encoder.stats, run.frozen.stats)
     if not store.ready:
         store.data["figures"] |= teach(
-            session, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
+            run, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
         )
-        session.frozen.load_state_dict(policy.state_dict())
+        run.frozen.load_state_dict(policy.state_dict())
         store.ready = True
     judge.requires_grad_(False)
-    session.env.close()
-    session.env = dream(config, world, judge, shown)
+    run.env.close()
+    run.env = dream(config, world, judge, shown)
     count = side_by_side(config, config.evaluation.episodes)
     limit = config.environment.max_steps or task.MAX_STEPS
     # the judge of the run, with the real table as the policy's world model sees it
-    real: Any = loop.evaluate
-    real.env = LatentTable(world, count, tasks=tasks, chunk=session.env.chunk, max_steps=limit)
-    told = {name: value for name, value in store.data["figures"].items()}
-    finish = session.finish
-
-    def with_figures(rollout: Any, figures: Figures, found: dict[str, float]) -> None:
-        finish(rollout, figures, found | told)
-
-    session.finish = with_figures  # type: ignore[method-assign]
-    ppo.train(session, settings)
+    run.table = LatentTable(world, count, tasks=tasks, chunk=run.env.chunk, max_steps=limit)
+    run.told = dict(store.data["figures"])
+    ppo.train(run, settings)
 
 
 def train_world(
@@ -143,10 +136,10 @@ def train_world(
 
 
 def teach(
-    session: Session, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
+    run: VLARun, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
 ) -> dict[str, float]:
     """The classifier and the imitating policy, from demonstrations in latents."""
-    loop, policy, seed = session.loop, session.policy, session.config.seed
+    loop, policy, seed = run.loop, run.policy, run.config.seed
     how, figures = settings.classifier, Figures()
     loop.phase("learning the reward", how.steps)
     for row in train_classifier(

@@ -43,7 +43,7 @@ from genrl.vla.simulators.minitable import INSTRUCTIONS
 from genrl.vla.simulators.minitable.hazard import HazardTable, mixed_quality
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 SAFE = -1.0
 """h of a transition without cost."""
@@ -221,14 +221,14 @@ def judged(data: Transitions) -> dict[str, float]:
     }
 
 
-def train(session: Session, settings: FISOR) -> None:
+def train(run: VLARun, settings: FISOR) -> None:
     """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
-    config, loop, actor = session.config, session.loop, session.policy
+    config, loop, actor = run.config, run.loop, run.policy
     levels = actor.config.train_steps
     sampler = Diffusion(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
-        nets = Fisor(actor, width=settings.critics.width).to(loop.accelerator.device)
+        nets = Fisor(actor, width=settings.critics.width).to(loop.process.accelerator.device)
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
     critics = torch.optim.Adam(trained, lr=settings.critics.lr)
     loop.keep("fisor", Store(reward=nets.reward, violation=nets.violation, slow=nets.slow_actor, optimiser=critics))
@@ -245,7 +245,7 @@ def train(session: Session, settings: FISOR) -> None:
         found = judged(play(env, behave, actor, decisions=decisions, seed=config.evaluation.seed, one_episode=True))
         return found | {"eval/within_limit": float(found["eval/cost_mean"] <= settings.cost_limit)}
 
-    loop.evaluate = evaluate
+    run.judge = evaluate
     shown = {f"data/{name.removeprefix('eval/')}": value for name, value in judged(data).items()}
     for iteration in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
@@ -253,11 +253,13 @@ def train(session: Session, settings: FISOR) -> None:
         with loop.timed("train"):
             for step in range(settings.steps_per_iteration):
                 number = iteration * settings.steps_per_iteration + step
-                found = train_step(nets, data, sampler, settings, critics, stepper(loop), seed=config.seed, step=number)
+                found = train_step(
+                    nets, data, sampler, settings, critics, stepper(loop, settings), seed=config.seed, step=number
+                )
                 figures.add(found)
                 loop.advance(1)
         kept = {name: shown[name] for name in ("data/success_mean", "data/cost_mean")}
-        loop.finish(figures.means | kept | {"lr": loop.optimizer.param_groups[0]["lr"]})
+        loop.finish(figures.means | kept | {"lr": loop.lr})
 
 
 def _horizon(config: VLAConfig) -> int:

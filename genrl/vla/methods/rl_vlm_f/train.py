@@ -53,7 +53,7 @@ from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, State, expert_chunk, render
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 CANDIDATES = 10
 """Pairs that are looked at for each that is asked about."""
@@ -152,10 +152,10 @@ def learn_rewards(
     return found | {"labels/pairs": float(len(labels)), "labels/dropped": float((labels < 0).float().mean())}
 
 
-def train(session: Session, settings: RLVLMF) -> None:
+def train(run: VLARun, settings: RLVLMF) -> None:
     """Labels, rewards and critics once; then iterations of advantage-weighted regression."""
-    config, loop, policy = session.config, session.loop, session.policy
-    device, data = loop.accelerator.device, wayward_data(config, settings, policy, policy.horizon)
+    config, loop, policy = run.config, run.loop, run.policy
+    device, data = loop.process.accelerator.device, wayward_data(config, settings, policy, policy.horizon)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         inputs, stats = policy.config.inputs, policy.stats
@@ -163,11 +163,13 @@ def train(session: Session, settings: RLVLMF) -> None:
         width = settings.critics.width
         critics = Critics(inputs, stats, policy.horizon * policy.action_dim, width=width).to(device)
     store = Store(rewards=ensemble, critics=critics)
-    loop.keep("rl_vlm_f", store)
+    loop.keep("rl_vlm_f", store, changes=False)
     if not store.ready:
         loop.phase("labelling")
         path = settings.labels.cache
-        cache = LabelCache(loop.run.folder / "labels.jsonl" if path is None else Path(path), _name(settings.labels))
+        cache = LabelCache(
+            loop.process.run.folder / "labels.jsonl" if path is None else Path(path), _name(settings.labels)
+        )
         shown = data.next_observation
         images, lines = pictures(shown, settings.labels.image_size), instructions(shown, policy)
         found: dict[str, Any] = learn_rewards(ensemble, data, lines, images, settings.labels, cache, seed=config.seed)
@@ -195,7 +197,7 @@ def train(session: Session, settings: RLVLMF) -> None:
     advantage, temperature = store.data["advantage"], settings.temperature
     largest = settings.largest_weight
     weight = iql.advantage_weights(advantage, torch.zeros_like(advantage), temperature=temperature, largest=largest)
-    alpha_bars, step = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20)), stepper(loop)
+    alpha_bars, step = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20)), stepper(loop, settings)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
         figures = Figures()
@@ -209,7 +211,7 @@ def train(session: Session, settings: RLVLMF) -> None:
                 step(loss)
                 figures.add({"loss/policy": loss.item()})
                 loop.advance(1)
-        loop.finish(store.data["figures"] | figures.means | {"lr": loop.optimizer.param_groups[0]["lr"]})
+        loop.finish(store.data["figures"] | figures.means | {"lr": loop.lr})
 
 
 def _name(settings: Labels) -> str:
