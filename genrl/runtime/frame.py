@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from genrl.config import AnyConfig
+from genrl.config.method import code_of
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.process import Process, begin, claim, make_accelerator
@@ -38,20 +40,26 @@ class Kind(NamedTuple):
     """What is loaded, and may raise ValueError, before anything is written."""
     open: Callable[[Any, Process, Any, ExitStack], Any]
     """(configuration, process, what was prepared, stack that closes it) -> the run."""
-    method: Callable[[Any], Callable[[Any, Any], None]]
-    """configuration -> the function of (run, settings) that trains."""
+    reopen: Callable[[Any, str], Any]
+    """(configuration, device) -> the model without the run (`replay.Reopened`)."""
     memory_hint: str
     """Which keys to lower where memory runs out."""
 
 
-def train(config: AnyConfig, kind: Kind, resume: Path | None = None) -> Path:
+def kind_of(config: AnyConfig) -> Kind:
+    """The kind of run that a configuration describes: `KIND` of `genrl.<kind>.train`."""
+    kind: Kind = import_module(f"genrl.{config.kind}.train").KIND
+    return kind
+
+
+def train(config: AnyConfig, resume: Path | None = None) -> Path:
     """Train as `config` says, into its run folder, or go on in the folder `resume`; returns the folder.
 
     Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
     starts, SystemExit (130, 143) where the process was asked to end and has saved.
     """
     check_trackers(config.trackers)
-    method = kind.method(config)
+    kind, code = kind_of(config), code_of(config.trainer)
     accelerator = make_accelerator(config.distributed.timeout_s)
     kind.check_processes(config, accelerator.num_processes)
     set_seed(config.seed)  # the global generators too: loading may draw from them
@@ -64,7 +72,7 @@ def train(config: AnyConfig, kind: Kind, resume: Path | None = None) -> Path:
             run.loop.restore(claimed.found)
         stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
         run.begin(claimed.found)
-        _train(run, method, kind.memory_hint)
+        _train(run, code.train, kind.memory_hint)
         run.loop.save()
         if process.is_main:
             run.conclude()
