@@ -12,11 +12,12 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config.vla import GRPO, PPO, Update, VLAConfig
+from genrl.config.vla import VLAConfig
 from genrl.objectives.advantages.gae import normalise_advantages
 from genrl.runtime.loop import Loop
 from genrl.vla.methods.minibatches import Minibatch, minibatches
 from genrl.vla.methods.scores import context_of
+from genrl.vla.methods.shared_settings import Update
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.policy import KeepsFeatures, Policy
 from genrl.vla.rollout.ray_rollout import RayRollouts
@@ -40,14 +41,16 @@ class Session:
     """DPPO's policy before fine-tuning, which does the first denoising steps; None for other samplers."""
     env: Environment | RayRollouts
     first_slot: int = 0
+    frames: Any = None
+    """What is imitated, observations with their chunks (`imitation`); None where nothing is."""
     _dropped: int = 0
     _off: float = 0.0
 
-    def collect(self, settings: PPO | GRPO) -> ChunkRollout:
+    def collect(self, settings: Update) -> ChunkRollout:
         """The rollout of this iteration, on this process."""
         config, loop = self.config, self.loop
-        whole = settings.algorithm == "grpo" or settings.episodes == "first"
-        decisions = getattr(settings, "decisions", None) or longest_episode(self.env)
+        whole = settings.first_episodes
+        decisions = settings.rollout_decisions or longest_episode(self.env)
         if decisions is None and not whole:
             raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
         loop.phase("acting", decisions or 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
-from genrl.config.vla import GRPO, PPO, SFT, Diffusion, DiWA, VLAConfig
-from genrl.config.vla_offline import FISOR, RL100, RLVLMF
+from genrl.config.plugins import beside
+from genrl.config.vla import Diffusion, VLAConfig
 from genrl.runtime.loop import Abandoned, Loop, begin, claim, make_accelerator, open_loop, say_end
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.pictures import save_png
@@ -25,13 +26,6 @@ from genrl.runtime.run import Run
 from genrl.runtime.signals import Stop, Watchdog
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
-from genrl.vla.methods.diwa import train as diwa
-from genrl.vla.methods.fisor import train as fisor
-from genrl.vla.methods.grpo import train as grpo
-from genrl.vla.methods.ppo import train as ppo
-from genrl.vla.methods.rl100 import train as rl100
-from genrl.vla.methods.rl_vlm_f import train as rl_vlm_f
-from genrl.vla.methods.sft import train as sft
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_first_steps, save_policy
 from genrl.vla.session import Session
 from genrl.vla.setup import (
@@ -55,12 +49,6 @@ from genrl.vla.simulators.environments import Environment
 FPS = 4
 """Of films, which have a frame for every decision."""
 
-OFFLINE = ("rl100", "diwa", "fisor", "rl_vlm_f")
-"""Trainers whose data and critics are not shared out to several processes."""
-
-ACTS_THROUGH = {"diwa": "its world model, in whose latents it sees", "fisor": "critics, which choose among its actions"}
-"""Trainers whose policy does not act by itself, and what it acts through."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -80,6 +68,7 @@ def train(config: VLAConfig, resume: Path | None = None) -> Path:
         policy, frames = open_policy(config)  # raises, before anything is written
         stop, watchdog, progress = begin(stack, claimed, config, accelerator, unit="decisions")
         session = open_session(config, accelerator, run, progress, watchdog, stop, policy.to(accelerator.device), stack)
+        session.frames = frames
         begun = untrained(session.policy, session.frozen) if config.policy.path else None
         if found:
             session.loop.restore(found)
@@ -94,21 +83,7 @@ def train(config: VLAConfig, resume: Path | None = None) -> Path:
         session.loop.memory["untrained"] = begun
         stack.enter_context(watchdog)
         try:
-            match config.trainer:
-                case DiWA() as settings:
-                    diwa.train(session, settings)
-                case PPO() as settings:
-                    ppo.train(session, settings)
-                case GRPO() as settings:
-                    grpo.train(session, settings)
-                case SFT() as settings:
-                    sft.train(session, settings, frames)
-                case RL100() as settings:
-                    rl100.train(session, settings, frames)
-                case FISOR() as settings:
-                    fisor.train(session, settings)
-                case RLVLMF() as settings:
-                    rl_vlm_f.train(session, settings)
+            _module(config).train(session, config.trainer)
         except Abandoned:
             logger.info("the running iteration is done again on resume")
         except (ValueError, RuntimeError):
@@ -121,13 +96,14 @@ def train(config: VLAConfig, resume: Path | None = None) -> Path:
     return run.folder
 
 
+def _module(config: VLAConfig) -> Any:
+    """What the method runs."""
+    return beside(sys.modules[type(config.trainer).__module__], "train")
+
+
 def check_processes(config: VLAConfig, num_processes: int) -> None:
     """ValueError where environments cannot be shared out to the processes in whole groups."""
-    if config.trainer.algorithm in OFFLINE and num_processes > 1:
-        raise ValueError(f"trainer.algorithm: {config.trainer.algorithm} runs in one process, not in {num_processes}")
-    if isinstance(config.trainer, SFT) and config.trainer.batch_size < num_processes:
-        text = f"{config.trainer.batch_size} frames cannot be shared out to {num_processes} processes"
-        raise ValueError(f"trainer.batch_size: {text}")
+    config.trainer.refuse_processes(num_processes)
     groups = config.environment.num_envs // config.environment.group_size
     if groups % num_processes:
         raise ValueError(
@@ -141,13 +117,10 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     frames = None
     if config.policy.path is not None:
         policy = load_trained(config.policy.path, rename=config.policy.rename)
-        if isinstance(config.trainer, SFT):
+        if config.trainer.imitates == "always":
             frames = frames_of(config, policy)[0]
-    elif isinstance(config.trainer, DiWA):
-        policy = diwa.new_policy(config, config.trainer)
-    elif isinstance(config.trainer, FISOR | RLVLMF):
-        behaviour = fisor if isinstance(config.trainer, FISOR) else rl_vlm_f
-        policy = behaviour.new_policy(config)
+    elif config.trainer.makes_policy:
+        policy = _module(config).new_policy(config)
     else:
         frames, words = frames_of(config, None)
         policy = new_policy(config, frames, words)
@@ -175,13 +148,13 @@ def open_session(
     """Environments, optimiser and log of one process; `stack` closes them."""
     processes, rank = accelerator.num_processes, accelerator.process_index
     own = config.environment.num_envs // processes
-    acts_there = config.environment.workers == "ray" and isinstance(config.trainer, PPO | GRPO | RL100)
-    opened = open_rollouts if acts_there and not isinstance(config.trainer, DiWA) else open_tables
+    acts_there = config.environment.workers == "ray" and config.trainer.acts_on_actors
+    opened = open_rollouts if acts_there else open_tables
     env = opened(config, policy, num_envs=own, group_size=config.environment.group_size)
     stack.callback(env.close)
     frozen = frozen_of(config, policy)
     settings, rates = config.optimizer, {"policy": config.optimizer.lr}
-    if isinstance(config.trainer, PPO):
+    if critic_values(config, policy):
         rates["critic"] = settings.critic_lr
     loop = open_loop(
         config, accelerator, policy, parameter_groups(policy, rates), rates, run, progress, watchdog, stop, stack
@@ -195,9 +168,9 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
 
     Raises ValueError for methods whose policy does not act by itself.
     """
-    if config.trainer.algorithm in ACTS_THROUGH:
+    if config.trainer.acts_through:
         raise ValueError(
-            f"{model}: what {config.trainer.algorithm} trains acts through {ACTS_THROUGH[config.trainer.algorithm]}, "
+            f"{model}: what {config.trainer.algorithm} trains acts through {config.trainer.acts_through}, "
             "which a policy's folder does not hold: see the evaluations of its run, metrics.jsonl"
         )
     policy, settings = _on_device(config, model), config.evaluation
@@ -230,7 +203,7 @@ def _first_steps(config: VLAConfig, model: Path) -> Any:
 
     Raises ValueError for a policy that does the last steps, and not as many as the configuration says.
     """
-    if not isinstance(config.sampler, Diffusion) or config.trainer.algorithm == "sft":
+    if not isinstance(config.sampler, Diffusion) or config.trainer.whole_chain:
         return None
     done = config.sampler.steps, config.sampler.ft_denoising_steps
     found = load_first_steps(policy_folder(model), *done, device=_device())
@@ -243,14 +216,14 @@ def fine_tunes_last(config: VLAConfig) -> bool:
     """Whether a run trains the last denoising steps only, and another policy does the first ones (DPPO)."""
     sampler = config.sampler
     trains = isinstance(sampler, Diffusion) and sampler.ft_denoising_steps < sampler.steps
-    return trains and config.trainer.algorithm != "sft"
+    return trains and not config.trainer.whole_chain
 
 
 def frozen_of(config: VLAConfig, policy: Any) -> Any:
     """DPPO's policy before fine-tuning, where it does the first denoising steps; else None. One that was fine-tuned
     before goes on with that which has done them; ValueError where it was on another part of the chain, or the whole is
     to be trained now."""
-    if not isinstance(config.sampler, Diffusion) or config.trainer.algorithm == "sft":
+    if not isinstance(config.sampler, Diffusion) or config.trainer.whole_chain:
         return None
     begun = None
     if config.policy.path is not None:

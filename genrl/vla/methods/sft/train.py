@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from accelerate.utils import gather_object
 
-from genrl.config.vla import SFT
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.vla.methods.imitation import imitation_loss
-from genrl.vla.policies.policy import ACTION, Batch
+from genrl.vla.methods.sft.settings import SFT
+from genrl.vla.policies.policy import ACTION
 from genrl.vla.session import Session
 
 
-def train(session: Session, settings: SFT, frames: Batch) -> None:
+def train(session: Session, settings: SFT) -> None:
     """Optimiser steps on minibatches of frames, each a function of (seed, step) and shared out to the processes."""
-    loop, policy = session.loop, session.policy
+    loop, policy, frames = session.loop, session.policy, session.frames
     process, processes = loop.accelerator.process_index, loop.accelerator.num_processes
     alpha_bars = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 1))
     for _ in loop.iterations():
