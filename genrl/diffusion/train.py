@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 import rewards
-from genrl.config import AdvGRPO, Config, DiffInstruct, Draft, FlowGRPO, Kernels, OfflineDPO
+from genrl.config import Config, Kernels
 from genrl.data import preferences
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.methods import direct
 from genrl.diffusion.methods.adv_grpo import train as adv_grpo
-from genrl.diffusion.methods.awm import train as awm
-from genrl.diffusion.methods.crd import train as crd
-from genrl.diffusion.methods.d3po import train as d3po
-from genrl.diffusion.methods.dgpo import train as dgpo
-from genrl.diffusion.methods.diff_instruct import train as diff_instruct
-from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
-from genrl.diffusion.methods.dpo import train as dpo
-from genrl.diffusion.methods.dpo_offline import train as dpo_offline
-from genrl.diffusion.methods.draft import train as draft
-from genrl.diffusion.methods.flow_grpo import train as flow_grpo
-from genrl.diffusion.methods.prdp import train as prdp
-from genrl.diffusion.methods.prompt_rl import train as prompt_rl
-from genrl.diffusion.methods.spo import train as spo
-from genrl.diffusion.methods.talk2move import train as talk2move
+from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
+from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
+from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
+from genrl.diffusion.methods.draft.settings import Draft
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.export import check_lora_loader
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
-from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, open_scorers
@@ -47,38 +36,16 @@ from genrl.runtime import frame
 from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule, adamw
 from genrl.runtime.process import Process
+from genrl.runtime.replay import Reopened
 from genrl.runtime.weights import REFERENCE, Weights
 
 FUSED = {"qk_norm_rope": "qk_norm_rope", "adaln": "adaln", "step": "sde_step"}
 """Kernels by the names of a configuration."""
 
-METHODS = {
-    "adv_grpo": adv_grpo.train,
-    "awm": awm.train,
-    "crd": crd.train,
-    "d3po": d3po.train,
-    "dgpo": dgpo.train,
-    "diff_instruct": diff_instruct.train,
-    "diffusion_nft": diffusion_nft.train,
-    "dpo": dpo.train,
-    "dpo_offline": dpo_offline.train,
-    "draft": draft.train,
-    "flow_grpo": flow_grpo.train,
-    "prdp": prdp.train,
-    "prompt_rl": prompt_rl.train,
-    "spo": spo.train,
-    "talk2move": talk2move.train,
-}
-
 
 def train(config: Config, resume: Path | None = None) -> Path:
     """Train a pipeline (`runtime.frame.train`)."""
-    return frame.train(config, KIND, resume)
-
-
-def method_of(config: Config) -> Callable[[Any, Any], None]:
-    """The function that trains."""
-    return METHODS[config.trainer.algorithm]
+    return frame.train(config, resume)
 
 
 def check_processes(config: Config, num_processes: int) -> None:
@@ -90,11 +57,11 @@ def check_processes(config: Config, num_processes: int) -> None:
         raise ValueError(
             "distributed.fsdp: there is one process, nothing to shard over; use --nproc or set it to false"
         )
-    per_update = config.sampling.micro_batches / config.trainer.updates_per_iteration
+    per_update = config.sampling.micro_batches / config.trainer.updates
     if per_update % num_processes:
         raise ValueError(
             f"distributed.fsdp: {config.sampling.micro_batches} micro-batches in "
-            f"{config.trainer.updates_per_iteration} updates cannot be shared out evenly to {num_processes} "
+            f"{config.trainer.updates} updates cannot be shared out evenly to {num_processes} "
             "processes; change sampling.batch_size or sampling.prompts_per_iteration"
         )
 
@@ -174,6 +141,16 @@ def open_policy(config: Config, device: torch.device | str) -> Policy:
     return policy
 
 
+def reopen(config: Config, device: str, iteration: int) -> Reopened:
+    """The pipeline as a run trains it, but not compiled: modules are looked into."""
+    policy = open_policy(config, device)
+    use_kernels(policy, config.kernels)
+    weights = trainable_weights(config, policy)
+    if not weights.is_lora and config.uses_reference:
+        weights.snapshot(REFERENCE)
+    return Reopened(policy, weights, policy.denoisers, Batch.from_dump)
+
+
 def trainable_weights(config: Config, policy: Policy, *, sharded: bool = False) -> Weights:
     """The denoisers made trainable as configured."""
     weights = trainable(policy.denoisers, config.model.lora, seed=config.seed, sharded=sharded)
@@ -208,4 +185,4 @@ def use_kernels(policy: Policy, kernels: Kernels) -> str:
     return f"kernels: {', '.join(running)}; {install(policy.denoisers.values(), switches)}"
 
 
-KIND = frame.Kind("images", check_processes, prepare, open_run, method_of, MEMORY_HINT)
+KIND = frame.Kind("images", check_processes, prepare, open_run, reopen, MEMORY_HINT)

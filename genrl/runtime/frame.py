@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -16,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from genrl.config import AnyConfig
-from genrl.config.method import code_of
+from genrl.config.plugins import beside
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.process import Process, begin, claim, make_accelerator
@@ -40,8 +41,8 @@ class Kind(NamedTuple):
     """What is loaded, and may raise ValueError, before anything is written."""
     open: Callable[[Any, Process, Any, ExitStack], Any]
     """(configuration, process, what was prepared, stack that closes it) -> the run."""
-    reopen: Callable[[Any, str], Any]
-    """(configuration, device) -> the model without the run (`replay.Reopened`)."""
+    reopen: Callable[[Any, str, int], Any]
+    """(configuration, device, iteration) -> the model without the run (`replay.Reopened`)."""
     memory_hint: str
     """Which keys to lower where memory runs out."""
 
@@ -59,7 +60,7 @@ def train(config: AnyConfig, resume: Path | None = None) -> Path:
     starts, SystemExit (130, 143) where the process was asked to end and has saved.
     """
     check_trackers(config.trackers)
-    kind, code = kind_of(config), code_of(config.trainer)
+    kind, code = kind_of(config), beside(sys.modules[type(config.trainer).__module__], "train")
     accelerator = make_accelerator(config.distributed.timeout_s)
     kind.check_processes(config, accelerator.num_processes)
     set_seed(config.seed)  # the global generators too: loading may draw from them

@@ -72,7 +72,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
         raise ValueError(f"{found.folder} is not a run folder: it has no config.yaml. Name the dump's run by --run")
     dump, config = read_dump(folder), load_config(found.config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    opened = kind_of(config).reopen(config, device)
+    opened = kind_of(config).reopen(config, device, dump.step)
     source = _put_weights(opened.weights, dump, found)
     settings = type(config.trainer).model_validate(dump.info["settings"])
     known = {name: tensor for name, tensor in dump.batch.items() if not name.startswith("weights/")}

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config.vla import GRPO, PPO, Diffusion, Update, VLAConfig
+from genrl.config.vla import Diffusion, VLAConfig
 from genrl.objectives.advantages.gae import normalise_advantages
 from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
@@ -28,12 +28,13 @@ from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
 from genrl.vla.methods.minibatches import Minibatch, minibatches
 from genrl.vla.methods.scores import context_of
+from genrl.vla.methods.shared_settings import Update
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns, training_rows
-from genrl.vla.rollout.sampling import Frozen, draw, replay, sample
+from genrl.vla.rollout.sampling import Acting, Frozen, draw, replay, sample
 from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side, untrained
 from genrl.vla.simulators.environments import Environment
 
@@ -78,6 +79,11 @@ class VLARun:
         return self.config.trainer
 
     @property
+    def acting(self) -> Acting:
+        """The policy with the sampler of the running iteration."""
+        return Acting(self.policy, sampler_of(self.config, self.policy, self.loop.iteration))
+
+    @property
     def accelerator(self) -> Accelerator:
         return self.process.accelerator
 
@@ -102,11 +108,11 @@ class VLARun:
         if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
             shutil.rmtree(run.folder / "policy")
 
-    def collect(self, settings: PPO | GRPO) -> ChunkRollout:
+    def collect(self, settings: Update) -> ChunkRollout:
         """The rollout of this iteration, on this process."""
         config, loop = self.config, self.loop
-        whole = settings.algorithm == "grpo" or settings.episodes == "first"
-        decisions = getattr(settings, "decisions", None) or longest_episode(self.env)
+        whole = settings.first_episodes
+        decisions = settings.rollout_decisions or longest_episode(self.env)
         if decisions is None and not whole:
             raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
         loop.phase("acting", decisions or 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from genrl.config.vla import GRPO, PPO, SFT, Diffusion, DiWA, VLAConfig
-from genrl.config.vla_offline import FISOR, RL100, RLVLMF
+from genrl.config.plugins import beside
+from genrl.config.vla import Diffusion, VLAConfig
 from genrl.runtime import frame
 from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule, adamw
 from genrl.runtime.process import Process
 from genrl.runtime.progress import Progress
+from genrl.runtime.replay import Reopened
 from genrl.runtime.weights import Weights
 from genrl.vla.evaluate import Judged, evaluate
-from genrl.vla.methods.diwa import train as diwa
-from genrl.vla.methods.fisor import train as fisor
-from genrl.vla.methods.grpo import train as grpo
-from genrl.vla.methods.ppo import train as ppo
-from genrl.vla.methods.rl100 import train as rl100
-from genrl.vla.methods.rl_vlm_f import train as rl_vlm_f
-from genrl.vla.methods.sft import train as sft
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps
+from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.setup import (
     critic_values,
@@ -45,40 +40,20 @@ from genrl.vla.setup import (
     with_heads,
 )
 
-OFFLINE = ("rl100", "diwa", "fisor", "rl_vlm_f")
-"""Trainers whose data and critics are not shared out to several processes."""
-
-ACTS_THROUGH = {"diwa": "its world model, in whose latents it sees", "fisor": "critics, which choose among its actions"}
-"""Trainers whose policy does not act by itself, and what it acts through."""
-
-METHODS = {
-    "diwa": diwa.train,
-    "fisor": fisor.train,
-    "grpo": grpo.train,
-    "ppo": ppo.train,
-    "rl100": rl100.train,
-    "rl_vlm_f": rl_vlm_f.train,
-    "sft": sft.train,
-}
-
 
 def train(config: VLAConfig, resume: Path | None = None) -> Path:
     """Train a policy in simulation (`runtime.frame.train`)."""
-    return frame.train(config, KIND, resume)
+    return frame.train(config, resume)
 
 
-def method_of(config: VLAConfig) -> Callable[[Any, Any], None]:
-    """The function that trains."""
-    return METHODS[config.trainer.algorithm]
+def _module(config: VLAConfig) -> Any:
+    """What the method runs."""
+    return beside(sys.modules[type(config.trainer).__module__], "train")
 
 
 def check_processes(config: VLAConfig, num_processes: int) -> None:
     """ValueError where environments cannot be shared out to the processes in whole groups."""
-    if config.trainer.algorithm in OFFLINE and num_processes > 1:
-        raise ValueError(f"trainer.algorithm: {config.trainer.algorithm} runs in one process, not in {num_processes}")
-    if isinstance(config.trainer, SFT) and config.trainer.batch_size < num_processes:
-        text = f"{config.trainer.batch_size} frames cannot be shared out to {num_processes} processes"
-        raise ValueError(f"trainer.batch_size: {text}")
+    config.trainer.refuse_processes(num_processes)
     groups = config.environment.num_envs // config.environment.group_size
     if groups % num_processes:
         raise ValueError(
@@ -92,13 +67,10 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     frames = None
     if config.policy.path is not None:
         policy = load_trained(config.policy.path, rename=config.policy.rename)
-        if isinstance(config.trainer, SFT):
+        if config.trainer.imitates == "always":
             frames = frames_of(config, policy)[0]
-    elif isinstance(config.trainer, DiWA):
-        policy = diwa.new_policy(config, config.trainer)
-    elif isinstance(config.trainer, FISOR | RLVLMF):
-        behaviour = fisor if isinstance(config.trainer, FISOR) else rl_vlm_f
-        policy = behaviour.new_policy(config)
+    elif config.trainer.makes_policy:
+        policy = _module(config).new_policy(config)
     else:
         frames, words = frames_of(config, None)
         policy = new_policy(config, frames, words)
@@ -123,12 +95,12 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     policy, frames = prepared[0].to(process.accelerator.device), prepared[1]
     processes = process.accelerator.num_processes
     own = config.environment.num_envs // processes
-    acts_there = config.environment.workers == "ray" and isinstance(config.trainer, PPO | GRPO | RL100)
-    opened = open_rollouts if acts_there and not isinstance(config.trainer, DiWA) else open_tables
+    acts_there = config.environment.workers == "ray" and config.trainer.acts_on_actors
+    opened = open_rollouts if acts_there else open_tables
     env = opened(config, policy, num_envs=own, group_size=config.environment.group_size)
     stack.callback(env.close)
     settings, rates = config.optimizer, {"policy": config.optimizer.lr}
-    if isinstance(config.trainer, PPO):
+    if critic_values(config, policy):
         rates["critic"] = settings.critic_lr
     run = VLARun(process, policy, frozen_of(config, policy), env, stack, process.rank * own, frames)
     weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
@@ -137,14 +109,22 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     return run
 
 
+def reopen(config: VLAConfig, device: str, iteration: int) -> Reopened:
+    """The policy as a run trains it, with the sampler of that iteration."""
+    policy = open_policy(config)[0].to(device)
+    weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
+    acting = Acting(policy, sampler_of(config, policy, iteration))
+    return Reopened(acting, weights, {"policy": policy}, lambda info, tensors: None)
+
+
 def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
     """The evaluation of the configuration, of another policy than the one it trains.
 
     Raises ValueError for methods whose policy does not act by itself.
     """
-    if config.trainer.algorithm in ACTS_THROUGH:
+    if config.trainer.acts_through:
         raise ValueError(
-            f"{model}: what {config.trainer.algorithm} trains acts through {ACTS_THROUGH[config.trainer.algorithm]}, "
+            f"{model}: what {config.trainer.algorithm} trains acts through {config.trainer.acts_through}, "
             "which a policy's folder does not hold: see the evaluations of its run, metrics.jsonl"
         )
     policy, settings = _on_device(config, model), config.evaluation
@@ -177,7 +157,7 @@ def _first_steps(config: VLAConfig, model: Path) -> Any:
 
     Raises ValueError for a policy that does the last steps, and not as many as the configuration says.
     """
-    if not isinstance(config.sampler, Diffusion) or config.trainer.algorithm == "sft":
+    if not isinstance(config.sampler, Diffusion) or config.trainer.whole_chain:
         return None
     done = config.sampler.steps, config.sampler.ft_denoising_steps
     found = load_first_steps(policy_folder(model), *done, device=_device())
@@ -190,14 +170,14 @@ def fine_tunes_last(config: VLAConfig) -> bool:
     """Whether a run trains the last denoising steps only, and another policy does the first ones (DPPO)."""
     sampler = config.sampler
     trains = isinstance(sampler, Diffusion) and sampler.ft_denoising_steps < sampler.steps
-    return trains and config.trainer.algorithm != "sft"
+    return trains and not config.trainer.whole_chain
 
 
 def frozen_of(config: VLAConfig, policy: Any) -> Any:
     """DPPO's policy before fine-tuning, where it does the first denoising steps; else None. One that was fine-tuned
     before goes on with that which has done them; ValueError where it was on another part of the chain, or the whole is
     to be trained now."""
-    if not isinstance(config.sampler, Diffusion) or config.trainer.algorithm == "sft":
+    if not isinstance(config.sampler, Diffusion) or config.trainer.whole_chain:
         return None
     begun = None
     if config.policy.path is not None:
@@ -221,6 +201,6 @@ KIND = frame.Kind(
     check_processes,
     prepare,
     open_run,
-    method_of,
+    reopen,
     "lower trainer.microbatch, or environment.num_envs",
 )

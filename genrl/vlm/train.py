@@ -18,7 +18,6 @@ from genrl.runtime.process import Process
 from genrl.runtime.weights import Weights
 from genrl.vlm.engines.vllm import open_sampler
 from genrl.vlm.methods import trainer
-from genrl.vlm.methods.agents import train as agents
 from genrl.vlm.methods.compose import preset_of
 from genrl.vlm.methods.extras import Average, needed
 from genrl.vlm.methods.music_rl import train as music_rl
@@ -34,7 +33,7 @@ MEMORY_HINT = "lower trainer.micro_batch, or generation.max_new_tokens"
 
 def train(config: VLMConfig, resume: Path | None = None) -> Path:
     """Train a vision-language model (`runtime.frame.train`)."""
-    return frame.train(config, KIND if config.environment is None else agents.KIND, resume)
+    return frame.train(config, resume)
 
 
 def method_of(config: VLMConfig) -> Callable[[Any, Any], None]:

@@ -302,7 +302,7 @@ class CriticNet(nn.Module):
 class Critics(nn.Module):
     """Two Q of (observation, chunk), their slow copies, and V of the observation."""
 
-    def __init__(self, inputs: Inputs, stats: Statistics, numbers: int, *, width: int = 256) -> None:
+    def __init__(self, inputs: Inputs, stats: Statistics, numbers: int, *, width: int = 128) -> None:
         super().__init__()
         self.q = nn.ModuleList(CriticNet(inputs, stats, numbers, width) for _ in range(2))
         self.slow = copy.deepcopy(self.q).requires_grad_(False)

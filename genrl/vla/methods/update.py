@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genrl.config.vla import PPO, Update
 from genrl.objectives.surrogates import actor_critic
 from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.minibatches import Minibatch
+from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.scores import Decisions, Scored, actor_loss, score
+from genrl.vla.methods.shared_settings import Update
 from genrl.vla.rollout.rollout import ChunkRollout
 
 if TYPE_CHECKING:

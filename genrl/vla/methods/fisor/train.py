@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config.vla import VLAConfig
-from genrl.config.vla_offline import FISOR
 from genrl.mdp import forward
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.surrogates import feasibility, iql
 from genrl.runtime.intervals import wilson
 from genrl.vla import setup
+from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.offline import (
     Behaviour,
     Critics,
@@ -47,12 +47,18 @@ if TYPE_CHECKING:
 
 SAFE = -1.0
 """h of a transition without cost."""
+COST_EXPECTILE, COST_TEMPERATURE = 0.9, 5.0
+"""Reversed expectile of V_h, and how strongly safer actions are preferred in infeasible states (FISOR: the same)."""
+ACTOR_RATE = 0.005
+"""How fast the copy that acts follows in a step (FISOR: 0.001)."""
+NOISE = 0.35
+"""Standard deviation of what is added to the moves of the behaviour that is learned from."""
 
 
 class Fisor(nn.Module):
     """The networks: `reward` and `violation` critics, the `actor`, and `slow_actor`, the copy that acts."""
 
-    def __init__(self, actor: DiffusionMLP, *, width: int = 256) -> None:
+    def __init__(self, actor: DiffusionMLP, *, width: int = 128) -> None:
         super().__init__()
         inputs, numbers = actor.config.inputs, actor.horizon * actor.action_dim
         self.reward = Critics(inputs, actor.stats, numbers, width=width)
@@ -76,7 +82,7 @@ def critic_losses(nets: Fisor, batch: Transitions, settings: FISOR) -> dict[str,
     return {
         "v": iql.expectile_loss(better - values, settings.critics.expectile).mean(),
         "q": (nets.reward.q_values(observation, action) - target).square().mean(),
-        "v_h": feasibility.reversed_expectile_loss(violating - worst, settings.cost_expectile).mean(),
+        "v_h": feasibility.reversed_expectile_loss(violating - worst, COST_EXPECTILE).mean(),
         "q_h": (nets.violation.q_values(observation, action) - reach).square().mean(),
     }
 
@@ -90,7 +96,7 @@ def weights(nets: Fisor, observation: Batch, action: Tensor, settings: FISOR) ->
         nets.violation.slow_q(observation, action).amax(0),
         nets.violation.v(observation),
         reward_temperature=settings.reward_temperature,
-        cost_temperature=settings.cost_temperature,
+        cost_temperature=COST_TEMPERATURE,
         largest_cost_weight=settings.largest_cost_weight,
     )
 
@@ -131,12 +137,12 @@ def train_step(
         nets.reward.follow(settings.critics.target_rate)
         nets.violation.follow(settings.critics.target_rate)
         found = {f"critic/{name}_loss": value.item() for name, value in losses.items()}
-    batch = take(data, torch.randint(len(data.reward), (settings.actor_batch,), generator=rng))
+    batch = take(data, torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng))
     loss = actor_loss(nets, batch, sampler, settings, rng)
     step_actor(loss)
     with torch.no_grad():
         for slow, fast in zip(nets.slow_actor.parameters(), nets.actor.parameters(), strict=True):
-            slow.lerp_(fast, settings.actor_rate)
+            slow.lerp_(fast, ACTOR_RATE)
     return found | {"loss/policy": loss.item()}
 
 
@@ -191,7 +197,7 @@ def behaviour_data(config: VLAConfig, settings: FISOR, reads: Reader, *, horizon
 
     def behave(observation: Batch, decision: int) -> Tensor:
         state, chunk = env.state, []
-        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, settings.noise, (horizon, env.num_envs, 2))
+        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, NOISE, (horizon, env.num_envs, 2))
         for k in range(horizon):
             chunk.append(mixed_quality(state, careful, noise[k]))
             state = env.after(state, chunk[-1])
@@ -228,7 +234,7 @@ def train(run: VLARun, settings: FISOR) -> None:
     sampler = Diffusion(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
-        nets = Fisor(actor, width=settings.critics.width).to(loop.process.accelerator.device)
+        nets = Fisor(actor).to(loop.process.accelerator.device)
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
     critics = torch.optim.Adam(trained, lr=settings.critics.lr)
     loop.keep("fisor", Store(reward=nets.reward, violation=nets.violation, slow=nets.slow_actor, optimiser=critics))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from genrl.config.vla import GRPO
 from genrl.objectives.advantages.episodes import episode_group_advantages
+from genrl.vla.methods.grpo.settings import GRPO
 from genrl.vla.methods.scores import decisions, filtered
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import episode_returns

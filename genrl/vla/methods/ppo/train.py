@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config.vla import PPO
 from genrl.objectives.advantages.gae import Estimate, action_gae, chunk_gae, executed_mask
+from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.scores import decisions, filtered
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from genrl.config.vla import VLAConfig
-from genrl.config.vla_offline import RL100
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
@@ -40,6 +39,7 @@ from genrl.vla.methods.offline import (
     train_iql,
 )
 from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
+from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
@@ -52,6 +52,15 @@ from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
+
+IMITATION_BATCH, IMITATION_LR = 128, 1e-3
+"""Frames per step of the imitation that comes first, and its learning rate, which is the one-step copy's too."""
+UNION_LR = 1e-4
+"""Learning rate of the imitation that ends a round."""
+GATE_STEPS, GATE_STARTS = 20, 256
+"""Decisions that a candidate is imagined for (RL-100: 20), and states of the data from which it is."""
+ONLINE_CLIP = 0.2
+"""Clip range online (RL-100: 0.2)."""
 
 
 class Drawn(NamedTuple):
@@ -178,24 +187,24 @@ def distil(
 
 
 def train(run: VLARun, settings: RL100) -> None:
-    """Imitation of the frames (None: the policy was loaded), rounds of offline RL, online RL, the one-step copy."""
-    config, loop, policy, frames = run.config, run.loop, run.policy, run.frames
+    """Imitation of the frames (where the policy is new), rounds of offline RL, online RL, the one-step copy."""
+    config, loop, policy = run.config, run.loop, run.policy
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         numbers, stats = policy.horizon * policy.action_dim, policy.stats
-        critics = Critics(policy.config.inputs, stats, numbers, width=settings.critics.width)
+        critics = Critics(policy.config.inputs, stats, numbers)
     store = Store(critics=critics.to(loop.process.accelerator.device))
     loop.keep("rl100", store)
     if not store.ready:
-        if frames is not None:
+        if run.frames is not None:
             loop.phase("imitating")
             _mean_of_last(
                 imitate(
                     policy,
-                    frames,
+                    run.frames,
                     steps=settings.imitation_steps,
-                    batch_size=settings.imitation_batch,
-                    learning_rate=settings.imitation_lr,
+                    batch_size=IMITATION_BATCH,
+                    learning_rate=IMITATION_LR,
                     seed=config.seed,
                 )
             )
@@ -265,7 +274,7 @@ def offline_round(
                 frames_of(chosen),
                 steps=settings.union_steps,
                 batch_size=settings.batch_size,
-                learning_rate=settings.union_lr,
+                learning_rate=UNION_LR,
                 seed=seed,
             )
         )
@@ -285,11 +294,11 @@ def improve(
     """The gated updates of one round; the policy is the accepted one at the end."""
     loop, policy = run.loop, run.policy
     sampler, figures = sampler_of(run.config, policy, iteration), Figures()
-    chosen = torch.randint(len(data.reward), (settings.gate_starts,), generator=generator(seed, "starts"))
+    chosen = torch.randint(len(data.reward), (GATE_STARTS,), generator=generator(seed, "starts"))
     start = rows(data.observation, chosen)
 
     def worth() -> float:
-        return offline_value(policy, sampler, model, critics, start, steps=settings.gate_steps, seed=seed)
+        return offline_value(policy, sampler, model, critics, start, steps=GATE_STEPS, seed=seed)
 
     gate, old = Gate(worth()), copy.deepcopy(policy).requires_grad_(False)
     first = gate.best
@@ -328,7 +337,7 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
                 [count], 0, settings.online_minibatch, config.seed, "minibatches", iteration, epoch
             ):
                 chosen = part(batch, dealt.mine)
-                clip = settings.online_clip
+                clip = ONLINE_CLIP
                 for row in surrogate_steps(policy, sampler, step, chosen, clip=clip, executed=executed):
                     figures.add(row)
                 error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(
@@ -363,7 +372,7 @@ def distilled(run: VLARun, settings: RL100, store: Store) -> dict[str, float]:
             observations,
             steps=settings.distil_steps,
             batch_size=settings.batch_size,
-            learning_rate=settings.imitation_lr,
+            learning_rate=IMITATION_LR,
             seed=config.seed,
         )
     )

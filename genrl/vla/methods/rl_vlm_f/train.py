@@ -16,7 +16,6 @@ from torch import Tensor
 
 import rewards
 from genrl.config.vla import VLAConfig
-from genrl.config.vla_offline import RLVLMF, Labels
 from genrl.mdp import ddpm
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.surrogates import iql
@@ -45,6 +44,7 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
     relabel,
     train_rewards,
 )
+from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
@@ -57,6 +57,10 @@ if TYPE_CHECKING:
 
 CANDIDATES = 10
 """Pairs that are looked at for each that is asked about."""
+NOISE = 0.3
+"""Standard deviation of what is added to the moves of the player whose data are learned from."""
+LARGEST_WEIGHT = 100.0
+"""Bound of the weight of a data action in the policy's regression (IQL: 100)."""
 
 
 def new_policy(config: VLAConfig) -> TinyFlowVLA | DiffusionMLP:
@@ -83,7 +87,7 @@ def wayward_data(config: VLAConfig, settings: RLVLMF, reads: Reader, horizon: in
     def behave(observation: Batch, decision: int) -> Tensor:
         state = table.state
         chunk = expert_chunk(state._replace(task=np.where(right, state.task, np.array(tasks)[other])), horizon)
-        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, settings.noise, chunk[..., :2].shape)
+        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, NOISE, chunk[..., :2].shape)
         chunk[..., :2] += noise.astype(np.float32)
         return torch.from_numpy(np.clip(chunk, -1.0, 1.0))
 
@@ -141,8 +145,6 @@ def learn_rewards(
                 kept,
                 labels,
                 steps=settings.steps,
-                batch_size=settings.batch_size,
-                learning_rate=settings.lr,
                 seed=derive_seed(seed, "round", number),
             ):
                 figures.add({f"labels/{name}": value for name, value in row.items()})
@@ -159,9 +161,8 @@ def train(run: VLARun, settings: RLVLMF) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         inputs, stats = policy.config.inputs, policy.stats
-        ensemble = RewardEnsemble(inputs, stats, members=settings.labels.members).to(device)
-        width = settings.critics.width
-        critics = Critics(inputs, stats, policy.horizon * policy.action_dim, width=width).to(device)
+        ensemble = RewardEnsemble(inputs, stats).to(device)
+        critics = Critics(inputs, stats, policy.horizon * policy.action_dim).to(device)
     store = Store(rewards=ensemble, critics=critics)
     loop.keep("rl_vlm_f", store, changes=False)
     if not store.ready:
@@ -195,8 +196,8 @@ def train(run: VLARun, settings: RLVLMF) -> None:
         store.data = {"advantage": advantage, "figures": found}
         store.ready = True
     advantage, temperature = store.data["advantage"], settings.temperature
-    largest = settings.largest_weight
-    weight = iql.advantage_weights(advantage, torch.zeros_like(advantage), temperature=temperature, largest=largest)
+    nothing = torch.zeros_like(advantage)
+    weight = iql.advantage_weights(advantage, nothing, temperature=temperature, largest=LARGEST_WEIGHT)
     alpha_bars, step = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20)), stepper(loop, settings)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from accelerate.utils import gather_object
 
-from genrl.config.vla import SFT
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.imitation import imitation_loss
+from genrl.vla.methods.sft.settings import SFT
 from genrl.vla.policies.policy import ACTION
 from genrl.vla.run import VLARun
 
