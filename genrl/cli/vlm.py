@@ -21,7 +21,8 @@ def print_check(config: VLMConfig, origins: Origins, notes: list[str]) -> None:
 
     from genrl.cli.tables import console, safe
     from genrl.vlm.methods.compose import preset_of
-    from genrl.vlm.methods.recipe import CriticAdvantage, extra_forwards
+    from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.recipe.preset import extra_forwards
 
     preset = preset_of(config, origins)
     console.print("[green]valid[/green]")

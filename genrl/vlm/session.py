@@ -6,19 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate.utils import gather_object
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.loop import Loop
-from genrl.vlm.methods.compose import preset_of
 from genrl.vlm.methods.dealing import Update, dealt, everyones, ours
 from genrl.vlm.methods.estimate import Estimate, estimate
-from genrl.vlm.methods.extras import Average, Needed, computed, needed
-from genrl.vlm.methods.recipe import LinearBound, Preset
+from genrl.vlm.methods.extras import Average, computed
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.method import RecipeMethod
+from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout import artefacts
 from genrl.vlm.rollout.augment import augmented, gaps
 from genrl.vlm.rollout.data import Questions
@@ -47,8 +47,7 @@ class Session:
     """One process of one run. reference: the model before training where the loss reads it and there is no LoRA."""
 
     config: VLMConfig
-    preset: Preset
-    need: Needed
+    preset: Preset | None
     loop: Loop
     policy: Policy
     reference: Policy | None
@@ -64,7 +63,12 @@ class Session:
     @property
     def bounds(self) -> bool:
         """Whether the columns of the log-probabilities are estimates of a bound instead of tokens: BGPO."""
-        return isinstance(self.preset.surrogate, LinearBound)
+        return self.config.trainer.bounds
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What the loss reads beside rewards and log-probabilities."""
+        return frozenset() if self.preset is None else self.preset.reads
 
     def enter(self) -> None:
         """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""
@@ -73,8 +77,7 @@ class Session:
         number, config = whole.at(self.loop.iteration)
         if number == self.stage:
             return
-        self.stage, self.config, self.preset = number, config, preset_of(config)
-        self.need = needed(self.preset)
+        self.stage, self.config, self.preset = number, config, config.trainer.recipe(config)
         self.questions = Questions(config, "train")
         leave_out(config, self.questions, self.policy, self.loop, number)
 
@@ -90,7 +93,7 @@ class Session:
         memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
         described: Answers | None = None
         first = loop.memory.get("questions", 0)
-        for _ in range(1 + config.trainer.resample):
+        for _ in range(config.trainer.rounds):
             loop.phase("answering", share * config.generation.group_size)
             numbers = self.questions.asked(loop.iteration, first, wanted)[rank * share : (rank + 1) * share]
             rows = [self.questions[number] for number in numbers]
@@ -166,14 +169,22 @@ class Session:
         counts = gather_object([len(answers.rows)])
         if sum(counts) == 0:
             return None
-        size, settings = config.generation.group_size, config.trainer
-        number, micro = settings.updates, settings.micro_batch
-        updates = dealt(self.preset, answers.mask, size, updates=number, micro=micro, seed=config.seed, loop=loop)
+        size, settings, preset = config.generation.group_size, cast(RecipeMethod, config.trainer), self.preset
+        assert preset is not None, "the methods whose answers are estimated have one"
+        updates = dealt(
+            answers.mask,
+            size,
+            updates=settings.updates,
+            micro=settings.micro_batch,
+            seed=config.seed,
+            loop=loop,
+            whole_groups=preset.group_loss is not None,
+        )
         parts = [part for update in updates for part in update.parts]
         loop.phase("estimating", 0)
         with loop.timed("estimate"):
             mine: dict[str, Any] = computed(
-                self.policy, self.reference, self.average, answers, parts, self.need, config, loop.iteration
+                self.policy, self.reference, self.average, answers, parts, self.reads, config, loop.iteration
             )
         mine |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}
         if self.bounds:
@@ -192,7 +203,7 @@ class Session:
         )
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
-        found = estimate(self.preset, batch, prompts=prompts, visits=visits)
+        found = estimate(preset, batch, prompts=prompts, visits=visits)
         if found.visits:
             loop.memory["visits"] = {name: list(entry) for name, entry in found.visits.items()}
         if loop.iteration == 0 and not self.bounds:
@@ -205,6 +216,6 @@ def check_gap(gap: float) -> None:
     """Raise RuntimeError where sampler and trainer do not see the same."""
     if not gap <= SAMPLER_GAP:
         raise RuntimeError(
-            f"the trainer scores the sampler's tokens otherwise: log-probabilities differ by {gap:.3g} on average "
-            "before any training. Look for another resizing of pictures, chat template, position ids or precision."
+            f"the trainer and the sampler assign different log-probabilities to the same tokens: {gap:.3g} apart on "
+            "average before any training. Look for another resizing of pictures, chat template, position ids or precision."
         )

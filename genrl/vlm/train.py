@@ -22,11 +22,11 @@ from genrl.runtime.run import Run, write_atomic
 from genrl.runtime.signals import Stop, Watchdog
 from genrl.vlm.engines.vllm import open_sampler
 from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
-from genrl.vlm.methods import trainer
-from genrl.vlm.methods.agents import train as agents
-from genrl.vlm.methods.compose import preset_of
-from genrl.vlm.methods.extras import Average, needed
+from genrl.vlm.methods.answers import train as answers
+from genrl.vlm.methods.episodes import frame as episodes
+from genrl.vlm.methods.extras import Average
 from genrl.vlm.methods.music_rl import train as music_rl
+from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.policies.folder import open_policy, save_model
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout import artefacts
@@ -50,11 +50,9 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
     Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
     starts, SystemExit (130, 143) where the process was asked to end and has saved.
     """
-    if config.environment is not None:
-        return agents.train(config, resume)
+    if config.trainer.acts:
+        return episodes.train(config, resume)
     check_trackers(config.trackers)
-    for part in config.parts:
-        preset_of(part)
     accelerator = make_accelerator(config.distributed.timeout_s)
     check_processes(config, accelerator.num_processes)
     set_seed(config.seed)
@@ -72,7 +70,7 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
         stack.enter_context(watchdog)
         try:
             if session.baseline is None:
-                trainer.train(session)
+                answers.train(session)
             else:
                 music_rl.train(session, session.baseline)
         except Abandoned:
@@ -85,15 +83,13 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
 
 def check_processes(config: VLMConfig, num_processes: int) -> None:
     """ValueError where questions cannot be shared out to the processes."""
-    if config.generation.prompts_per_iteration % num_processes:
-        raise ValueError(
-            f"generation.prompts_per_iteration: {config.generation.prompts_per_iteration} questions cannot be shared "
-            f"out evenly to {num_processes} processes"
-        )
+    key, number = config.trainer.shared(config)
+    if number % num_processes:
+        raise ValueError(f"{key}: {number} cannot be shared out evenly to {num_processes} processes")
     if config.synthesis is not None and num_processes > 1:
         raise ValueError("synthesis: descriptions that wait are kept by one process; start one, or write null")
     if config.generation.engine == "vllm" and num_processes > 1:
-        raise ValueError("generation.engine: vLLM draws for one process; start one, or write transformers")
+        raise ValueError("generation.engine: vLLM samples for one process; start one, or write transformers")
 
 
 def check_questions(config: VLMConfig, policy: Policy) -> None:
@@ -120,17 +116,15 @@ def open_session(
     stack: ExitStack,
 ) -> Session:
     """What one process trains with: reference, optimiser, log, rewards, questions; `stack` closes them."""
-    preset = preset_of(config)
-    need, opened = needed(preset), open_rewards(config)
-    needs = [needed(preset_of(part)) for part in config.parts]
-    reference = None
-    alone = config.trainer.preset == "music_rl"
-    if (alone or any(one.ref for one in needs)) and policy.peft is None:
+    opened, reference = open_rewards(config), None
+    alone = isinstance(config.trainer, MusicRL)
+    if any(part.trainer.reference for part in config.parts) and policy.peft is None:
         reference = open_policy(config, accelerator.device)
         reference.model.requires_grad_(False)
     average = None
-    if any(one.ema for one in needs):
-        average = Average(policy.model, config.trainer.ema_decay, config.trainer.ema_every)
+    averages = [part.trainer.average for part in config.parts if part.trainer.average is not None]
+    if averages:
+        average = Average(policy.model, *averages[0])
     model: Any = policy.model
     groups, rates = [{"params": policy.parameters, "name": "policy"}], {"policy": config.optimizer.lr}
     baseline = None
@@ -148,7 +142,7 @@ def open_session(
     if config.synthesis is not None:
         synthesis = Synthesis(config, questions, policy, loop)
         stack.callback(synthesis.close)
-    session = Session(config, preset, need, loop, policy, reference, average, opened, questions, synthesis)
+    session = Session(config, config.trainer.recipe(config), loop, policy, reference, average, opened, questions, synthesis)
     session.baseline = baseline
     return session
 

@@ -18,9 +18,12 @@ from genrl.config import ConfigError, VLMConfig, check_files, dump, json_schema,
 from genrl.config import vlm as sections
 from genrl.config.messages import all_keys
 from genrl.config.vlm_rules import CRITICS, MASKED
-from genrl.vlm.methods import recipe
 from genrl.vlm.methods.compose import preset_of
-from genrl.vlm.methods.presets import PRESETS
+from genrl.vlm.recipe.advantages import LeaveOneOut, NormaliseThenSum
+from genrl.vlm.recipe.presets import PRESETS
+from genrl.vlm.recipe.regularisers import Kl
+from genrl.vlm.recipe.surrogates import Clip
+from genrl.vlm.recipe.weights import TopEntropy
 from rewards.scorers.texts import verifiable
 from rewards.scorers.texts.completions import RULES
 
@@ -119,8 +122,8 @@ class TestNames:
             "aggregation": "const",
         }
         found = preset_of(made(tmp_path, trainer=changes))
-        assert found.advantage == recipe.LeaveOneOut() and found.surrogate == recipe.Clip(low=0.2, high=0.5)
-        assert found.weights == (recipe.TopEntropy(0.3),) and found.regularisers == (recipe.Kl(0.1),)
+        assert found.advantage == LeaveOneOut() and found.surrogate == Clip(low=0.2, high=0.5)
+        assert found.weights == (TopEntropy(share=0.3),) and found.regularisers == (Kl(beta=0.1),)
         assert found.aggregation == "const" and found.length == 64
 
     def test_a_list_may_be_emptied(self, tmp_path: Path) -> None:
@@ -129,7 +132,7 @@ class TestNames:
     def test_gdpo_has_a_weight_for_each_reward(self, tmp_path: Path) -> None:
         rewards = [{"name": "exact"}, {"name": "tag_format", "weight": 0.2}, {"name": "words", "weight": 0.1}]
         found = preset_of(made(tmp_path, rewards=rewards, trainer={"preset": "gdpo"})).advantage
-        assert isinstance(found, recipe.NormaliseThenSum) and found.weights == (1.0, 0.2, 0.1)
+        assert isinstance(found, NormaliseThenSum) and found.weights == (1.0, 0.2, 0.1)
 
 
 HELPERS = ("answer_in", "number_in", "numbers_in", "letters_in", "iou_of", "ndcg_of")

@@ -13,9 +13,9 @@ from torch import Tensor
 from genrl.config.vlm_rules import CRITICS, MASKED
 from genrl.vlm.evaluate import figures, judge
 from genrl.vlm.methods import trainer
-from genrl.vlm.methods.presets import PRESETS
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import Answers, open_rewards, order
 from genrl.vlm.session import Session

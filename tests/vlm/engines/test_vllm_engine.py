@@ -23,10 +23,10 @@ from genrl.config.files import check_files
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.vllm import Drawn, InProcess, Reply, Sampler, Server
 from genrl.vlm.methods.compose import preset_of
-from genrl.vlm.methods.recipe import EngineMismatch
 from genrl.vlm.policies.policy import Lora, Policy
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.weights import checkpoint_weights
+from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows
@@ -279,7 +279,7 @@ def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) 
         "preset": "dapo",
         "weights": [{"name": "engine_mismatch", "level": "token", "mode": "truncate", "high": 2.0}],
     }
-    wanted = EngineMismatch("token", "truncate", high=2.0)
+    wanted = EngineMismatch(level="token", mode="truncate", high=2.0)
     assert preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer=own)).weights == (wanted,)
     vppo = preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer={"preset": "vppo"})).weights
     assert vppo[-1] == EngineMismatch() and len(vppo) == 2

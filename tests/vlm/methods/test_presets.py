@@ -8,22 +8,12 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from genrl.vlm.methods.presets import NOT_PRESETS, PRESETS
-from genrl.vlm.methods.recipe import (
-    Clip,
-    CriticAdvantage,
-    EntropyBand,
-    ExtraForward,
-    GroupAdvantage,
-    OffPolicyMask,
-    Preset,
-    Regression,
-    SequenceClip,
-    TopEntropy,
-    WhitenedReturns,
-    changed,
-    extra_forwards,
-)
+from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, WhitenedReturns
+from genrl.vlm.recipe.preset import ExtraForward, Preset, changed, extra_forwards
+from genrl.vlm.recipe.presets import NOT_PRESETS, PRESETS
+from genrl.vlm.recipe.regularisers import EntropyBand
+from genrl.vlm.recipe.surrogates import Clip, Regression, SequenceClip
+from genrl.vlm.recipe.weights import OffPolicyMask, TopEntropy
 
 TABLE = """
 grpo dr_grpo dapo gspo cispo sapo rloo reinforce_pp reinforce_pp_baseline ngrpo dcpo etr balanced forking_tokens vppo
@@ -78,8 +68,14 @@ def test_extra_forwards_are_those_that_the_choices_read() -> None:
         ({"group_loss": Regression(), "weights": (TopEntropy(),)}, "do not apply"),
         ({"group_loss": Regression(), "aggregation": "balanced"}, "do not apply"),
         ({"advantage": WhitenedReturns(), "surrogate": SequenceClip()}, "sequence_token_clip"),
-        ({"advantage": CriticAdvantage("token"), "surrogate": Clip(), "aggregation": "balanced"}, "differs by token"),
-        ({"advantage": WhitenedReturns(), "surrogate": Clip(), "weights": (OffPolicyMask(0.1),)}, "off-policy mask"),
+        (
+            {"advantage": CriticAdvantage(level="token"), "surrogate": Clip(), "aggregation": "balanced"},
+            "differs by token",
+        ),
+        (
+            {"advantage": WhitenedReturns(), "surrogate": Clip(), "weights": (OffPolicyMask(threshold=0.1),)},
+            "off-policy mask",
+        ),
         ({"surrogate": Clip(), "aggregation": "const", "length": 0}, "at least 1"),
     ],
 )

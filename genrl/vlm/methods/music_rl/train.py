@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from genrl.objectives.tokens.audio_tokens import music_rl_loss
 from genrl.vlm.methods.dealing import dealt
+from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.policies.codes import CODE, CodePolicy
 from genrl.vlm.policies.policy import Encoded
 from genrl.vlm.rollout.rollout import Answers, totals
@@ -52,13 +53,19 @@ def train(session: Session, baseline: Baseline) -> None:
         session.loop.finish(row)
 
 
+def settings_of(session: Session) -> MusicRL:
+    """The section `trainer`, which is this method's."""
+    return cast(MusicRL, session.config.trainer)
+
+
 def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, float]:
     """The optimiser step of an iteration, and what it measured over the pieces of all processes."""
-    loop, config, alpha = session.loop, session.config, session.config.trainer.alpha
+    loop, config, settings = session.loop, session.config, settings_of(session)
+    alpha = settings.alpha
     policy: Any = session.policy
     reward = totals(config, answers.scores).float()
-    size, micro = config.generation.group_size, config.trainer.micro_batch
-    (update,) = dealt(session.preset, answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
+    size, micro = config.generation.group_size, settings.micro_batch
+    (update,) = dealt(answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(answers.texts))
     with loop.timed("train"):
@@ -96,10 +103,10 @@ def scored(session: Session, baseline: Baseline, answers: Answers, rows: Tensor,
     policy: Any = session.policy
     assert session.reference is not None, "open_session makes one for this method"
     prompts = [answers.prompts[number] for number in answers.group[rows].tolist()]
-    tokens, heat = answers.tokens[rows].to(policy.device), session.config.generation.temperature
-    log_rows = code_rows(policy, prompts, tokens, heat)
+    tokens, temperature = answers.tokens[rows].to(policy.device), session.config.generation.temperature
+    log_rows = code_rows(policy, prompts, tokens, temperature)
     with torch.no_grad():
-        ref_rows = code_rows(session.reference, prompts, tokens, heat)
+        ref_rows = code_rows(session.reference, prompts, tokens, temperature)
     places = (policy.kinds(tokens)[0] == CODE).nonzero(as_tuple=True)
     values = baseline(policy.states(prompts, tokens, baseline.body)[places]).view(log_rows.shape[:2])
     codes = policy.things(tokens)[:, -1]
@@ -110,7 +117,7 @@ def scored(session: Session, baseline: Baseline, answers: Answers, rows: Tensor,
         reward.to(policy.device),
         values,
         torch.ones_like(codes),
-        alpha=session.config.trainer.alpha,
+        alpha=settings_of(session).alpha,
     )
     sampler = answers.sampler_log_prob[rows].to(policy.device)[places].view(codes.shape)
     gap = (log_rows.detach().gather(-1, codes[..., None])[..., 0] - sampler).abs().mean()

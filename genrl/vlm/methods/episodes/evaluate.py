@@ -11,8 +11,8 @@ from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.intervals import wilson
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.methods.agents.episodes import Episode, Table, play
-from genrl.vlm.methods.agents.session import SEEDS, summary
+from genrl.vlm.methods.episodes.episodes import Episode, Table, play
+from genrl.vlm.methods.episodes.session import SEEDS, summary
 from genrl.vlm.policies.policy import Policy
 
 TOGETHER = 64

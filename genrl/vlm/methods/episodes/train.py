@@ -8,10 +8,10 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from genrl.config.vlm_agents import Critic
-from genrl.vlm.methods import trainer
-from genrl.vlm.methods.agents.rows import replay
-from genrl.vlm.methods.agents.session import Acted, Session
+from genrl.vlm.methods.answers.train import update
+from genrl.vlm.methods.episodes.rows import replay
+from genrl.vlm.methods.episodes.session import Acted, Session
+from genrl.vlm.methods.episodes.settings import Critic
 from genrl.vlm.session import Estimated
 
 
@@ -36,7 +36,7 @@ def learn(session: Session, acted: Acted, ready: Estimated) -> dict[str, float]:
     In the first iterations (`warmup`) only the critic is stepped. Updates end where the mean of l_old - l over an
     update's tokens, before its step, exceeds `kl_stop`. Both are `trainer.critic`'s, or the method's own.
     """
-    loop, settings, rows = session.loop, session.config.trainer, acted.rows
+    loop, settings, rows = session.loop, session.method, acted.rows
     critic = settings.critic or Critic()
     warmup = session.preset.warmup if critic.warmup is None else critic.warmup
     kl_stop = session.preset.kl_stop if critic.kl_stop is None else critic.kl_stop
@@ -47,7 +47,7 @@ def learn(session: Session, acted: Acted, ready: Estimated) -> dict[str, float]:
     def scored(some: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         turns = rows.of(some)
         # the same operations as for `old` give the same bits
-        now = replay(session.policy, rows, turns, session.config.generation.temperature, entropy=session.need.entropy)
+        now = replay(session.policy, rows, turns, session.config.generation.temperature, entropy="entropy" in session.preset.reads)
         extra = {} if now.entropy is None else {"policy_entropy": rows.laid(now.entropy.cpu(), some, turns)}
         if session.critic is not None:
             values = session.critic(now.states).cpu()  # a row is a turn
@@ -60,9 +60,7 @@ def learn(session: Session, acted: Acted, ready: Estimated) -> dict[str, float]:
     loop.phase("training", settings.epochs * len(rows.place))
     with loop.timed("train"):
         for one in [one for _ in range(settings.epochs) for one in ready.updates]:
-            found = trainer.update(
-                loop, session.preset, ready.batch, one, scored, dtype=dtype, info=info, groups=groups
-            )
+            found = update(loop, session.preset, ready.batch, one, scored, dtype=dtype, info=info, groups=groups)
             for name, value in found.items():
                 figures[name].append(value)
             if kl_stop is not None and found["ratio/drift"] > kl_stop:

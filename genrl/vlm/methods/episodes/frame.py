@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
 from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_agents import Critic, Environment
+from genrl.config.vlm_agents import Environment
 from genrl.runtime.loop import Abandoned, Loop, begin, claim, make_accelerator, open_loop, say_end
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.pictures import save_samples
@@ -19,14 +20,12 @@ from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Stop, Watchdog
 from genrl.vlm.environments.hosts import open_host
-from genrl.vlm.methods.agents import trainer
-from genrl.vlm.methods.agents.critic import ValueHead
-from genrl.vlm.methods.agents.episodes import Table
-from genrl.vlm.methods.agents.evaluate import Judged, figures_of, judge
-from genrl.vlm.methods.agents.session import Session
-from genrl.vlm.methods.compose import preset_of
-from genrl.vlm.methods.extras import needed
-from genrl.vlm.methods.recipe import CriticAdvantage
+from genrl.vlm.methods.episodes import train as episodes
+from genrl.vlm.methods.episodes.critic import ValueHead
+from genrl.vlm.methods.episodes.episodes import Table
+from genrl.vlm.methods.episodes.evaluate import Judged, figures_of, judge
+from genrl.vlm.methods.episodes.session import Session
+from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.policies.folder import open_policy, save_model
 from genrl.vlm.policies.policy import Policy
 
@@ -42,7 +41,6 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
     As `genrl.vlm.train.train`, which calls it where there is an environment.
     """
     check_trackers(config.trackers)
-    preset_of(config)
     accelerator = make_accelerator(config.distributed.timeout_s)
     check_processes(config, accelerator.num_processes)
     set_seed(config.seed)
@@ -60,7 +58,7 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
             session.loop.keep("critic", session.critic)
         stack.enter_context(watchdog)
         try:
-            trainer.train(session)
+            episodes.train(session)
         except Abandoned:
             logger.info("the running iteration is done again on resume")
         finish(session)
@@ -77,9 +75,7 @@ def settings_of(config: VLMConfig) -> Environment:
 
 def check_processes(config: VLMConfig, num_processes: int) -> None:
     """ValueError where episodes cannot be shared out to the processes."""
-    critic = isinstance(preset_of(config).advantage, CriticAdvantage)
-    key = "environment.parallel" if critic else "generation.prompts_per_iteration"
-    number = settings_of(config).parallel if critic else config.generation.prompts_per_iteration
+    key, number = config.trainer.shared(config)
     if number % num_processes:
         raise ValueError(f"{key}: {number} cannot be shared out evenly to {num_processes} processes")
 
@@ -108,16 +104,14 @@ def open_session(
     stack: ExitStack,
 ) -> Session:
     """What one process trains with: environments, reference, critic, optimiser, log; `stack` closes them."""
-    preset = preset_of(config)
-    need = needed(preset)
-    reference = None
-    if need.ref and policy.peft is None:
+    method, reference = cast(Episodes, config.trainer), None
+    if method.reference and policy.peft is None:
         reference = open_policy(config, accelerator.device)
         reference.model.requires_grad_(False)
     groups, rates = [{"params": policy.parameters, "name": "policy"}], {"policy": config.optimizer.lr}
     critic = None
-    if isinstance(preset.advantage, CriticAdvantage):
-        own = config.trainer.critic or Critic()
+    if method.with_critic:
+        own = method.critic or Critic()
         width = policy.model.config.get_text_config().hidden_size
         critic = ValueHead(width, own.hidden, config.seed).to(accelerator.device)
         groups.append({"params": list(critic.parameters()), "name": "critic"})
@@ -129,7 +123,7 @@ def open_session(
         stack.callback(host.close)
         tables.append(Table(settings, host))
     loop.evaluate = Judge(config, policy, tables[1], loop)
-    return Session(config, settings, preset, need, loop, policy, reference, critic, tables[0])
+    return Session(config, settings, method.recipe(config), loop, policy, reference, critic, tables[0])
 
 
 class Judge:

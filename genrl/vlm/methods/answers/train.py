@@ -1,4 +1,4 @@
-"""The algorithm: answer, score, estimate over all answers, update. What a method is, its preset says (`recipe.py`)."""
+"""The algorithm: answer, score, estimate over all answers, update. What a method is, its recipe says."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from genrl.objectives import decay
 from genrl.runtime.loop import Loop
-from genrl.vlm.methods import recipe
 from genrl.vlm.methods.dealing import Update
 from genrl.vlm.methods.extras import degraded_prompts
 from genrl.vlm.methods.policy_loss import policy_loss
-from genrl.vlm.methods.recipe import Preset
 from genrl.vlm.policies.policy import Encoded, Replay
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.regularisers import Perception
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.session import Estimated, Session
@@ -61,16 +61,16 @@ def learn(session: Session, answers: Answers, ready: Estimated) -> dict[str, flo
     """The optimiser steps of an iteration; means of what they measured."""
     loop, settings = session.loop, session.config.trainer
     preset = annealed(session.preset, loop.iteration, session.config.iterations)
-    spoilt = (
-        degraded_prompts(session.policy, answers, session.config, loop.iteration) if session.need.degraded else None
+    changed = (
+        degraded_prompts(session.policy, answers, session.config, loop.iteration) if "degraded" in session.reads else None
     )
 
     def scored(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        now = forward(session, answers.prompts, answers, rows, entropy=session.need.entropy)
+        now = forward(session, answers.prompts, answers, rows, entropy="entropy" in session.reads)
         extra = {} if now.entropy is None else {"policy_entropy": now.entropy.cpu()}
-        if spoilt is not None:
+        if changed is not None:
             with torch.no_grad():
-                extra["degraded"] = forward(session, spoilt, answers, rows).log_prob.cpu()
+                extra["degraded"] = forward(session, changed, answers, rows).log_prob.cpu()
         return now.log_prob, extra
 
     figures: dict[str, list[float]] = defaultdict(list)
@@ -170,18 +170,17 @@ def check_on_policy(error: float, dtype: torch.dtype) -> None:
     """Raise RuntimeError unless the first update's log-probabilities are those that its ratios compare with."""
     if not error <= ON_POLICY[dtype]:
         raise RuntimeError(
-            f"the model scores its own answers otherwise than a moment ago: log-probabilities are {error:.2g} off "
-            "before any update. Look for dropout, statistics that change, or another device or precision."
+            "the model assigns different log-probabilities to the answers it has just generated: they are "
+            f"{error:.2g} off before any update. Look for dropout, statistics that change, or another device or precision."
         )
 
 
 def annealed(preset: Preset, iteration: int, iterations: int) -> Preset:
     """Q-Hawkeye: the weight of the perception loss falls by half a cosine over the run; others stay as they are."""
-    if not any(isinstance(one, recipe.Perception) for one in preset.regularisers):
+    if not any(isinstance(one, Perception) for one in preset.regularisers):
         return preset
     factor = decay.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
     changed = [
-        replace(one, gamma=one.gamma * factor) if isinstance(one, recipe.Perception) else one
-        for one in preset.regularisers
+        one.model_copy(update={"gamma": one.gamma * factor}) if isinstance(one, Perception) else one for one in preset.regularisers
     ]
     return replace(preset, regularisers=tuple(changed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from accelerate.utils import gather_object
@@ -15,15 +16,15 @@ from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop import Loop
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.methods import recipe
-from genrl.vlm.methods.agents.critic import Credit, ValueHead, credit_of_steps, credit_of_tokens
-from genrl.vlm.methods.agents.episodes import Decision, Episode, Table, Walk, play, walk
-from genrl.vlm.methods.agents.rows import Rows, replay, rows_of
+from genrl.vlm.methods.episodes.critic import Credit, ValueHead, credit_of_steps, credit_of_tokens
+from genrl.vlm.methods.episodes.episodes import Decision, Episode, Table, Walk, play, walk
+from genrl.vlm.methods.episodes.rows import Rows, replay, rows_of
 from genrl.vlm.methods.dealing import dealt, everyones, ours
+from genrl.vlm.methods.episodes.settings import Episodes
 from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.extras import Needed
-from genrl.vlm.methods.recipe import Preset
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.session import Estimated, check_gap
 
@@ -50,7 +51,6 @@ class Session:
     config: VLMConfig
     settings: Settings
     preset: Preset
-    need: Needed
     loop: Loop
     policy: Policy
     reference: Policy | None
@@ -58,6 +58,11 @@ class Session:
     table: Table
     begun: dict[int, int] = field(default_factory=dict)
     """With a critic: how many episodes each of this process's slots has begun."""
+
+    @property
+    def method(self) -> Episodes:
+        """The section `trainer`, which is this method's."""
+        return cast(Episodes, self.config.trainer)
 
     @property
     def size(self) -> int:
@@ -165,15 +170,15 @@ class Session:
     def estimate(self, acted: Acted) -> tuple[Estimated, dict[str, float]]:
         """Advantages and weights of this process's rows from those of all processes, and figures of the critic."""
         config, loop, rows = self.config, self.loop, acted.rows
-        settings, mask = config.trainer, rows.place >= 0
+        settings, mask = self.method, rows.place >= 0
         updates = dealt(
-            self.preset,
             mask,
             self.size,
             updates=settings.updates,
             micro=settings.micro_batch,
             seed=config.seed,
             loop=loop,
+            whole_groups=self.preset.group_loss is not None,
         )
         loop.phase("estimating", 0)
         with loop.timed("estimate"):
@@ -204,23 +209,23 @@ class Session:
     @torch.no_grad()
     def _computed(self, acted: Acted, parts: Sequence[Tensor]) -> dict[str, Tensor]:
         """Tensors of this process's rows: old and reference log-probabilities, entropies, and rewards or credit."""
-        rows, heat = acted.rows, self.config.generation.temperature
+        rows, temperature = acted.rows, self.config.generation.temperature
         by_turn = {name: torch.zeros(rows.mask.shape) for name in ("old", "ref", "entropy", "value")}
         for part in parts:
             turns = rows.of(part)
-            now = replay(self.policy, rows, turns, heat, entropy=self.need.entropy)
+            now = replay(self.policy, rows, turns, temperature, entropy="entropy" in self.preset.reads)
             by_turn["old"][turns] = now.log_prob.float().cpu()
             if now.entropy is not None:
                 by_turn["entropy"][turns] = now.entropy.float().cpu()
             if self.critic is not None:
                 by_turn["value"][turns] = self.critic(now.states).cpu()
             if self.reference is not None:
-                by_turn["ref"][turns] = replay(self.reference, rows, turns, heat).log_prob.float().cpu()
-            elif self.need.ref:
+                by_turn["ref"][turns] = replay(self.reference, rows, turns, temperature).log_prob.float().cpu()
+            elif "ref" in self.preset.reads:
                 with self.policy.reference():
-                    by_turn["ref"][turns] = replay(self.policy, rows, turns, heat).log_prob.float().cpu()
+                    by_turn["ref"][turns] = replay(self.policy, rows, turns, temperature).log_prob.float().cpu()
         values = by_turn.pop("value")
-        wanted = {"old": True, "ref": self.need.ref, "entropy": self.need.entropy}
+        wanted = {"old": True, "ref": "ref" in self.preset.reads, "entropy": "entropy" in self.preset.reads}
         found = {name: rows.laid(by_turn[name]) for name, want in wanted.items() if want}
         if acted.walk is None:
             assert acted.totals is not None
@@ -237,7 +242,7 @@ class Session:
     def _credit(self, done: Walk, kept: Tensor, values: Tensor, mask: Tensor) -> Credit:
         """Of all K E steps; values and mask [R, T] are of those at the places `kept`."""
         choice = self.preset.advantage
-        assert isinstance(choice, recipe.CriticAdvantage) and self.critic is not None
+        assert isinstance(choice, CriticAdvantage) and self.critic is not None
         steps, slots = len(done.decisions), len(done.decisions[0])
 
         def table(name: str) -> Tensor:
@@ -251,7 +256,7 @@ class Session:
         died = [(k, slot) for k, slot in lost.nonzero().tolist()]
         asked = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
         places = list(asked)
-        size = self.config.trainer.micro_batch or max(1, len(places))
+        size = self.method.micro_batch or max(1, len(places))
         for first in range(0, len(places), size):
             some = places[first : first + size]
             _, states = self.policy.prefix([asked[place] for place in some])

@@ -1,0 +1,108 @@
+"""What a method for vision-language models declares of itself. Subclass `VLMMethod` for one of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from genrl.config.method import Kind, Method, built_in
+
+if TYPE_CHECKING:
+    from genrl.config.vlm import VLMConfig
+
+Row = tuple[str, str, str]
+"""What there is of in an iteration, how many, and a remark."""
+
+
+class VLMMethod(Method):
+    """Base of the settings of methods for vision-language models. Shared code asks its members, never its type."""
+
+    kind: ClassVar[Kind] = "vlm"
+    acts: ClassVar[bool] = False
+    """It learns from episodes in `environment`; otherwise from answers to the questions of `task`."""
+
+    @property
+    def reference(self) -> bool:
+        """Whether it reads the model as it was before training. Without LoRA that is a second copy in memory."""
+        return False
+
+    @property
+    def average(self) -> tuple[float, int] | None:
+        """A moving average of the weights that it reads: the share that an update keeps, and optimiser steps between
+        updates."""
+        return None
+
+    @property
+    def bounds(self) -> bool:
+        """Whether samples of a bound stand for the log-probabilities of tokens (masked diffusion models)."""
+        return False
+
+    @property
+    def group_filter(self) -> Literal["none", "spread", "not_all_right"]:
+        """Which groups of answers are trained on: all, those with two different rewards, or all but those whose first
+        reward is always 1."""
+        return "none"
+
+    @property
+    def rounds(self) -> int:
+        """Most rounds of sampling in an iteration, while the filter leaves too few groups."""
+        return 1
+
+    def recipe(self, config: VLMConfig) -> Any:
+        """The functions that its loss is made of, a dataclass, where it is made of named functions."""
+        return None
+
+    def shared(self, config: VLMConfig) -> tuple[str, int]:
+        """A key, and the number that is shared out evenly to the processes."""
+        return "generation.prompts_per_iteration", config.generation.prompts_per_iteration
+
+    def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
+        """What an iteration samples, how many, and how they are made up."""
+        starts, size = config.generation.prompts_per_iteration, config.generation.group_size
+        return "answers", starts * size, f"{starts} questions x {size}"
+
+    def iteration(self, config: VLMConfig) -> Iterator[Row]:
+        """What an iteration does, as `genrl check` shows it."""
+        (what, number, remark), tokens = self.sampled(config), config.generation.max_new_tokens
+        yield what, f"{number:,}", remark
+        yield "tokens", f"{number * tokens:,} at most", f"{tokens} of each"
+
+    @classmethod
+    def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its section as it is written, with what is left out because another key implies it."""
+        return written
+
+
+def completed(written: Any) -> Any:
+    """A configuration as it is written, with the name of its method, and of those of its stages, and with what these
+    leave out. Without `algorithm`, the method is `episodes` where there is an environment, one that `preset` names, or
+    `answers`."""
+    if not isinstance(written, Mapping):
+        return written
+    acts = written.get("environment") is not None
+    changes: dict[str, Any] = {"trainer": _trainer(written.get("trainer"), acts)}
+    stages = written.get("stages")
+    if isinstance(stages, list | tuple):
+        changes["stages"] = [
+            {**stage, "trainer": _trainer(stage["trainer"], acts)}
+            if isinstance(stage, Mapping) and stage.get("trainer") is not None
+            else stage
+            for stage in stages
+        ]
+    return {**written, **changes}
+
+
+def _trainer(written: Any, acts: bool) -> Any:
+    if written is None:
+        written = {}
+    if not isinstance(written, Mapping):
+        return written
+    known = built_in("vlm")
+    if "algorithm" not in written:
+        preset = written.get("preset")
+        alone = isinstance(preset, str) and preset in known
+        name = preset if alone else "episodes" if acts else "answers"
+        written = {"algorithm": name} | {key: value for key, value in written.items() if not (alone and key == "preset")}
+    method = known.get(str(written["algorithm"]))
+    assert method is None or issubclass(method, VLMMethod)
+    return written if method is None else method.completed(written)
