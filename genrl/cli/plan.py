@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from genrl.config import Config, FlowGRPO, Talk2Move
+    from genrl.config import Config
     from genrl.config.estimate import Component
     from genrl.config.plans import Round
+    from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
+    from genrl.diffusion.methods.talk2move.settings import Talk2Move
 
 
 def add_to(app: typer.Typer) -> None:
@@ -75,7 +77,7 @@ def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]
     elif trainer.algorithm == "spo":
         crawl = candidate_plan(sampling, trainer, last=trainer.kernel == "ddim")
         independent *= crawl.leaves
-        replays = 2 * trainer.inner_epochs * found.guidance
+        replays = 2 * trainer.epochs * found.guidance
         yield describe(crawl, crawl.splits, **drawn, replays_per_state=replays)
         yield "states whose candidates score nearly alike are not trained: training calls are at most these"
     elif trainer.algorithm == "dpo_offline":

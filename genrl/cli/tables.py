@@ -77,7 +77,7 @@ def _plan_table(config: Config, found: Any) -> Table:
         f"{'of sampling ' if getattr(config.trainer, 'keep_graph', False) else ''}with gradient cost about 3 times",
     )
     trainer = config.trainer
-    table.add_row("optimiser steps", f"{trainer.updates_per_iteration * trainer.inner_epochs:,}", "")
+    table.add_row("optimiser steps", f"{trainer.updates * trainer.epochs:,}", "")
     table.add_section()
     table.add_row("iterations", f"{config.iterations:,}", f"{found.optimizer_steps:,} optimiser steps in all")
     calls = f"{found.evaluation_calls:,} model calls each"

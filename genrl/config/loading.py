@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic.json_schema import models_json_schema
 
 from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
-from genrl.config.messages import explain, root_of
+from genrl.config.json_schemas import root_of, with_installed
+from genrl.config.messages import explain
 from genrl.config.schema import Config
 from genrl.config.vla import VLAConfig
 from genrl.config.vlm import VLMConfig
@@ -81,7 +81,7 @@ def _grid_is_default(config: Config) -> bool:
 
 def json_schema() -> dict[str, Any]:
     """JSON schema of a configuration file of any kind, for completion and checks in editors."""
-    definitions = models_json_schema([(root, "validation") for root in ROOTS.values()])[1]["$defs"]
+    definitions = with_installed()
     include = {"type": "string", "description": "One base file, relative to this one; this file's values win."}
     for name in ROOTS:
         definitions[name]["properties"] = {"include": include, **definitions[name]["properties"]}

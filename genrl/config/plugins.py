@@ -39,7 +39,11 @@ def find(name: str, group: Group) -> Any:
         return getattr(importlib.import_module(module), attribute)
     for point in entry_points(group=group.entry_points):
         if point.name == name:
-            return point.load()
+            try:
+                return point.load()
+            except Exception as error:  # another package's code
+                text = f"{group.what} {name!r} ({point.value}) cannot be imported: {type(error).__name__}: {error}"
+                raise ValueError(text) from error
     known = names(group)
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""

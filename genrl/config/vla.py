@@ -6,10 +6,11 @@ As in `schema`, the text under each field is its description. Sources named ther
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from genrl.config.method import Kind
 from genrl.config.section import (
     Count,
     Flag,
@@ -313,6 +314,8 @@ class Evaluation(Section):
 
 class VLAConfig(Section):
     """One training run of a policy in simulation."""
+
+    kind: ClassVar[Kind] = "vla"
 
     policy: Policy
     """Which policy is trained."""

@@ -7,10 +7,11 @@ written of them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from genrl.config.method import Kind
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
 from genrl.config.sections import Checkpoint, Distributed, Optimizer, Tracker
 from genrl.config.vlm_agents import Critic, Environment
@@ -277,6 +278,8 @@ class Synthesis(Section):
 
 class VLMConfig(Section):
     """One training run of a vision-language model."""
+
+    kind: ClassVar[Kind] = "vlm"
 
     vlm: VLM
     """Which model is trained."""

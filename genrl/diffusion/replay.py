@@ -15,30 +15,28 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from genrl.config import (
-    AWM,
-    CRD,
-    D3PO,
-    DGPO,
-    DPO,
-    PRDP,
-    SPO,
-    Config,
-    DiffInstruct,
-    DiffusionNFT,
-    Draft,
-    FlowGRPO,
-    OfflineDPO,
-)
+from genrl.config import Config
 from genrl.config import load as load_config
 from genrl.diffusion.methods.awm import train as awm
+from genrl.diffusion.methods.awm.settings import AWM
 from genrl.diffusion.methods.crd import train as crd
+from genrl.diffusion.methods.crd.settings import CRD
 from genrl.diffusion.methods.d3po import train as d3po
+from genrl.diffusion.methods.d3po.settings import D3PO
 from genrl.diffusion.methods.dgpo import train as dgpo
+from genrl.diffusion.methods.dgpo.settings import DGPO
+from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
+from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.dpo import train as dpo
+from genrl.diffusion.methods.dpo.settings import DPO
+from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.draft import train as draft
+from genrl.diffusion.methods.draft.settings import Draft
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.flow_grpo.train import policy_loss, reference_kl
+from genrl.diffusion.methods.prdp.settings import PRDP
+from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.methods.spo.train import pair_of, preference
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Batch, Children, Kernel, Policy, Trajectory

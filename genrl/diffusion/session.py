@@ -163,7 +163,7 @@ class Session:
         config = self.config
         if self.rollouts is None or "float16" not in (config.model.dtype, config.model.autocast):
             return 1.0
-        terms = self.rollouts.num_samples / config.trainer.updates_per_iteration * config.sampling.num_inference_steps
+        terms = self.rollouts.num_samples / config.trainer.updates * config.sampling.num_inference_steps
         if getattr(config.trainer, "log_prob_reduction", "mean") == "mean":
             terms *= self.rollouts.sample_elements
         return 2.0 ** round(math.log2(terms))

@@ -11,45 +11,42 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 import rewards
-from genrl.config import (
-    AWM,
-    CRD,
-    D3PO,
-    DGPO,
-    DPO,
-    PRDP,
-    SPO,
-    AdvGRPO,
-    Config,
-    DiffInstruct,
-    DiffusionNFT,
-    Draft,
-    FlowGRPO,
-    Kernels,
-    OfflineDPO,
-    PromptRL,
-    Talk2Move,
-)
+from genrl.config import Config, Kernels
 from genrl.data import preferences
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import settle, shrink
 from genrl.diffusion.methods import direct
 from genrl.diffusion.methods.adv_grpo import train as adv_grpo
+from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
 from genrl.diffusion.methods.awm import train as awm
+from genrl.diffusion.methods.awm.settings import AWM
 from genrl.diffusion.methods.crd import train as crd
+from genrl.diffusion.methods.crd.settings import CRD
 from genrl.diffusion.methods.d3po import train as d3po
+from genrl.diffusion.methods.d3po.settings import D3PO
 from genrl.diffusion.methods.dgpo import train as dgpo
+from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
+from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
+from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.dpo import train as dpo
+from genrl.diffusion.methods.dpo.settings import DPO
 from genrl.diffusion.methods.dpo_offline import train as dpo_offline
+from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.draft import train as draft
+from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.prdp import train as prdp
+from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
+from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.spo import train as spo
+from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.methods.talk2move import train as talk2move
+from genrl.diffusion.methods.talk2move.settings import Talk2Move
 from genrl.diffusion.monitor import ended_at
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.compiling import compile_denoisers
@@ -170,11 +167,11 @@ def check_processes(config: Config, num_processes: int) -> None:
         raise ValueError(
             "distributed.fsdp: there is one process, nothing to shard over; use --nproc or set it to false"
         )
-    per_update = config.sampling.micro_batches / config.trainer.updates_per_iteration
+    per_update = config.sampling.micro_batches / config.trainer.updates
     if per_update % num_processes:
         raise ValueError(
             f"distributed.fsdp: {config.sampling.micro_batches} micro-batches in "
-            f"{config.trainer.updates_per_iteration} updates cannot be shared out evenly to {num_processes} "
+            f"{config.trainer.updates} updates cannot be shared out evenly to {num_processes} "
             "processes; change sampling.batch_size or sampling.prompts_per_iteration"
         )
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from genrl.config import Config, ConfigError, VLAConfig, check_files, dump, json_schema, load, load_located
 from genrl.config import vla as sections
-from genrl.config.messages import all_keys
+from genrl.config.json_schemas import all_keys
 from genrl.config.vla_rules import refuse_impossible
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from genrl.cli.app import app
 from genrl.config import ConfigError, VLMConfig, check_files, dump, json_schema, load, load_located
 from genrl.config import vlm as sections
-from genrl.config.messages import all_keys
+from genrl.config.json_schemas import all_keys
 from genrl.config.vlm_rules import CRITICS, MASKED
 from genrl.vlm.methods.compose import preset_of
 from genrl.vlm.recipe.advantages import LeaveOneOut, NormaliseThenSum

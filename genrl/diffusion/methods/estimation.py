@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.config import Contrast, FlowGRPO
-from genrl.config import Tree as TreeSettings
 from genrl.diffusion.methods.edges import Edges, independent_edges, tree_edges
+from genrl.diffusion.methods.flow_grpo.settings import Contrast, FlowGRPO
+from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.plans import trained_steps
 from genrl.diffusion.rollout.rollout import Rollouts

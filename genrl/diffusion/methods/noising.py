@@ -109,9 +109,9 @@ def update(
     an update have at one draw, over all processes.
     """
     settings, policy = session.config.trainer, session.policy
-    session.start_training(settings.inner_epochs * num_draws * len(rollouts.mine))
-    for epoch in range(settings.inner_epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
+    session.start_training(settings.epochs * num_draws * len(rollouts.mine))
+    for epoch in range(settings.epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = count(slots) * num_draws
             for micro_batch, k in product(micro_batches, range(num_draws)):
                 with session.fitting():

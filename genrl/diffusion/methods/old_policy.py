@@ -8,8 +8,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config import FlowGRPO
 from genrl.diffusion.methods.edges import Edges
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.policy.policy import Batch, Policy, Trajectory
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
@@ -45,7 +45,7 @@ def means_before(
     if not settings.guard:
         return {}
     later = [
-        m for micro_batches, _ in list(rollouts.updates(settings.updates_per_iteration))[1:] for m in micro_batches
+        m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches
     ]
     policy = session.policy
     return {

@@ -6,8 +6,12 @@ number is in `genrl.config.plans`. `choose_kernel` asks the loaded model too whe
 
 from __future__ import annotations
 
-from genrl.config import D3PO, PRDP, SPO, Config, FlowGRPO
+from genrl.config import Config
 from genrl.config.plans import fixed_window, plan_of, pruned_depths, roots_together, stochastic_steps, window_end
+from genrl.diffusion.methods.d3po.settings import D3PO
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
+from genrl.diffusion.methods.prdp.settings import PRDP
+from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.policy.policy import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent
 from genrl.diffusion.session import Session

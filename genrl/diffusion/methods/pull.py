@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from genrl.config import FlowGRPO
 from genrl.diffusion.methods.edges import Edges, progress_table
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.old_policy import judged_under, rows_of
 from genrl.diffusion.rollout.forest import Piece
 from genrl.diffusion.rollout.rollout import Rollouts

@@ -13,13 +13,14 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from genrl.config import DGPO, Config, ConfigError, load
+from genrl.config import Config, ConfigError, load
 from genrl.config import dump as to_yaml
 from genrl.config.estimate import plan
 from genrl.diffusion.methods.awm import train as awm
 from genrl.diffusion.methods.crd import train as crd
 from genrl.diffusion.methods.d3po import train as d3po
 from genrl.diffusion.methods.dgpo import train as dgpo
+from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.methods.dpo import train as dpo
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.noising import without_guidance

@@ -23,11 +23,11 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 import rewards
-from genrl.config import AdvGRPO
 from genrl.data.preferences import as_tensor
 from genrl.data.prompts import Prompt, PromptError
 from genrl.data.references import References
 from genrl.data.references import read as read_references
+from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
 from genrl.diffusion.methods.flow_grpo.train import collect, drawing, learn
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.old_policy import check_on_policy

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.config import AWM
+from genrl.diffusion.methods.awm.settings import AWM
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, noised, own_noise, require_flow, under, update
 from genrl.diffusion.policy.policy import Batch
@@ -48,7 +48,7 @@ def train(session: Session, settings: AWM) -> None:
     for _ in session.iterations():
         # 1, 2. Collect and score.
         rollouts = session.collect(draw)
-        if settings.updates_per_iteration * settings.inner_epochs > 1:
+        if settings.updates * settings.epochs > 1:
             weights.snapshot(OLD)
         metrics = learn(session, settings, rollouts)
         del rollouts

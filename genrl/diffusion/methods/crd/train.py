@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.config import CRD
+from genrl.diffusion.methods.crd.settings import CRD
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import (
     REFERENCE,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.config import D3PO
+from genrl.diffusion.methods.d3po.settings import D3PO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import Given, Tensors
 from genrl.diffusion.methods.plans import every_step
@@ -44,9 +44,9 @@ def learn(session: Session, settings: D3PO, rollouts: Rollouts, *, num_steps: in
     whole = preference_pairs(rollouts.total, rollouts.group)
     group = session.config.sampling.group_size
     meter.add("preference/pairs", torch.tensor([len(whole) / (rollouts.num_samples * (group - 1) / 2)]))
-    session.start_training(settings.inner_epochs * num_steps * len(rollouts.mine))
-    for _ in range(settings.inner_epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
+    session.start_training(settings.epochs * num_steps * len(rollouts.mine))
+    for _ in range(settings.epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = len(preference_pairs(rollouts.total[slots], rollouts.group[slots])) * num_steps
             for micro_batch in micro_batches:
                 # A group is whole within a micro-batch, so all its pairs are.

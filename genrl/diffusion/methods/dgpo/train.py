@@ -20,7 +20,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from genrl.config import DGPO
+from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import (
     REFERENCE,

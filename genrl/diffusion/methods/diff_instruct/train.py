@@ -25,7 +25,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from genrl.config import DiffInstruct
+from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.methods.direct import reward_gradient
 from genrl.diffusion.methods.draft.train import pull
 from genrl.diffusion.methods.metering import Meter

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.config import DiffusionNFT
+from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, noised, own_noise, require_flow, under, update
 from genrl.diffusion.policy.policy import Batch

@@ -20,7 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from genrl.config import DPO, OfflineDPO
+from genrl.diffusion.methods.dpo.settings import DPO
+from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, under, update, without_guidance
 from genrl.diffusion.policy.policy import Batch, Policy
@@ -66,7 +67,7 @@ def refresh_reference(session: Session, every: int | None) -> None:
     if every is None:
         return
     settings, step = session.config.trainer, session.optimizer_steps
-    before = step - settings.updates_per_iteration * settings.inner_epochs
+    before = step - settings.updates * settings.epochs
     if step == 0 or step // every > before // every:
         session.weights.snapshot(REFRESHED)
 

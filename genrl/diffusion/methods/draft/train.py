@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from genrl.config import Draft
 from genrl.diffusion.methods.direct import reward_gradient
+from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, Piece

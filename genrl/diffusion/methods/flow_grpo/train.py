@@ -19,8 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.config import FlowGRPO
 from genrl.diffusion.methods.estimation import estimate
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.old_policy import check_on_policy, judged_under, means_before, old_policy, rows_of
 from genrl.diffusion.methods.plans import choose_kernel, kept_steps, roots_together, sampling_plan, trained_steps
@@ -96,9 +96,9 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
     pull = pull_to_best(session, settings, rollouts, tree, edges)
 
     # 4. Update.
-    session.start_training(settings.inner_epochs * sum(len(logs) for logs in old_log_probs.values()))
-    for _ in range(settings.inner_epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
+    session.start_training(settings.epochs * sum(len(logs) for logs in old_log_probs.values()))
+    for _ in range(settings.epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = float(edges.weight[:, slots].sum())
             pieces = [piece for micro_batch in micro_batches for piece in micro_batch.pieces]
             for piece, i in [(one, step) for one in pieces for step in old_log_probs[id(one)]]:

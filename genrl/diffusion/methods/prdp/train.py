@@ -20,10 +20,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.config import PRDP
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.old_policy import check_on_policy
 from genrl.diffusion.methods.plans import every_step
+from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.session import Session
 from genrl.objectives.advantages.groups import group_statistics
@@ -51,7 +51,7 @@ def learn(session: Session, settings: PRDP, rollouts: Rollouts, *, num_steps: in
     meter = Meter()
     meter.add_spread(group_statistics(rollouts.total, rollouts.group))
     empty = torch.full((num_steps, rollouts.num_samples), torch.nan, dtype=torch.float64)
-    session.start_training(settings.inner_epochs * num_steps * len(rollouts.mine))
+    session.start_training(settings.epochs * num_steps * len(rollouts.mine))
     recorded = [
         (i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()
     ]
@@ -59,7 +59,7 @@ def learn(session: Session, settings: PRDP, rollouts: Rollouts, *, num_steps: in
     with weights.reference():
         reference = session.gather(log_probs(session, rollouts), empty.clone())
     rewards = rollouts.total.view(-1, session.config.sampling.group_size)
-    for epoch in range(settings.inner_epochs):
+    for epoch in range(settings.epochs):
         new = old if epoch == 0 else session.gather(log_probs(session, rollouts), empty.clone())
         now, start, before = (table.T.reshape(*rewards.shape, num_steps) for table in (new, reference, old))
         out, gradient = prdp_gradient(

@@ -24,7 +24,6 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config import PromptRL
 from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.estimation import advantages_of
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
@@ -32,6 +31,7 @@ from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.old_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, Written
+from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import Rollouts, call_arguments

@@ -23,10 +23,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.config import SPO
 from genrl.config.candidates import candidate_plan
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.plans import choose_kernel
+from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.policy.policy import Batch, Children, Kernel, NoiseKey, Policy, Trajectory
 from genrl.diffusion.rollout.forest import Drawn
 from genrl.diffusion.rollout.rollout import Rollouts
@@ -101,9 +101,9 @@ def learn(
     meter.add("spo/valid_ratio", pairs.valid)
     if not bool(pairs.gap.isnan().all()):
         meter.add("spo/gap", pairs.gap[~pairs.gap.isnan()])
-    session.start_training(settings.inner_epochs * len(rollouts.mine) * len(plan.splits))
-    for _ in range(settings.inner_epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates_per_iteration):
+    session.start_training(settings.epochs * len(rollouts.mine) * len(plan.splits))
+    for _ in range(settings.epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = float(pairs.valid[slots].sum())
             for micro_batch in micro_batches:
                 for column, (i, candidates) in enumerate(found[micro_batch.slots[0]].items()):

@@ -21,11 +21,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from genrl.config import Talk2Move
 from genrl.config.plans import with_exit
 from genrl.diffusion.methods.flow_grpo.train import learn
 from genrl.diffusion.methods.old_policy import check_on_policy
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
+from genrl.diffusion.methods.talk2move.settings import Talk2Move
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
