@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from genrl.config.method import Kind, Method, built_in
 
 if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
+
+QUESTIONS, EPISODES = "answers", "episodes"
+"""The methods of runs that name none: with questions, with an environment."""
 
 Row = tuple[str, str, str]
 """What there is of in an iteration, how many, and a remark."""
@@ -20,6 +23,11 @@ class VLMMethod(Method):
     kind: ClassVar[Kind] = "vlm"
     acts: ClassVar[bool] = False
     """It learns from episodes in `environment`; otherwise from answers to the questions of `task`."""
+
+    @property
+    def name(self) -> str:
+        """What it is called where people read it."""
+        return self.algorithm
 
     @property
     def reference(self) -> bool:
@@ -73,36 +81,38 @@ class VLMMethod(Method):
         return written
 
 
+def default_method() -> VLMMethod:
+    """That of a run which names none."""
+    return cast(VLMMethod, built_in("vlm")[QUESTIONS]())
+
+
 def completed(written: Any) -> Any:
-    """A configuration as it is written, with the name of its method, and of those of its stages, and with what these
-    leave out. Without `algorithm`, the method is `episodes` where there is an environment, one that `preset` names, or
-    `answers`."""
+    """A configuration as it is written, with the names of its method and of those of its stages, and with what their
+    sections leave out. Without `algorithm` the method is the one that `preset` names, or that of the run's kind."""
     if not isinstance(written, Mapping):
         return written
-    acts = written.get("environment") is not None
-    changes: dict[str, Any] = {"trainer": _trainer(written.get("trainer"), acts)}
+    usual = QUESTIONS if written.get("environment") is None else EPISODES
+    changes: dict[str, Any] = {"trainer": _section(written.get("trainer"), usual)}
     stages = written.get("stages")
     if isinstance(stages, list | tuple):
-        changes["stages"] = [
-            {**stage, "trainer": _trainer(stage["trainer"], acts)}
-            if isinstance(stage, Mapping) and stage.get("trainer") is not None
-            else stage
-            for stage in stages
-        ]
+        changes["stages"] = [_stage(stage, usual) for stage in stages]
     return {**written, **changes}
 
 
-def _trainer(written: Any, acts: bool) -> Any:
-    if written is None:
-        written = {}
+def _stage(written: Any, usual: str) -> Any:
+    if not isinstance(written, Mapping) or written.get("trainer") is None:
+        return written
+    return {**written, "trainer": _section(written["trainer"], usual)}
+
+
+def _section(written: Any, usual: str) -> Any:
+    written = {} if written is None else written
     if not isinstance(written, Mapping):
         return written
-    known = built_in("vlm")
+    known, preset = built_in("vlm"), written.get("preset")
     if "algorithm" not in written:
-        preset = written.get("preset")
-        alone = isinstance(preset, str) and preset in known
-        name = preset if alone else "episodes" if acts else "answers"
-        written = {"algorithm": name} | {key: value for key, value in written.items() if not (alone and key == "preset")}
+        named = isinstance(preset, str) and preset in known  # a preset that has become a method of its own
+        rest = {key: value for key, value in written.items() if not (named and key == "preset")}
+        written = {"algorithm": preset if named else usual, **rest}
     method = known.get(str(written["algorithm"]))
-    assert method is None or issubclass(method, VLMMethod)
-    return written if method is None else method.completed(written)
+    return written if method is None else cast(type[VLMMethod], method).completed(written)

@@ -217,5 +217,6 @@ def check_gap(gap: float) -> None:
     if not gap <= SAMPLER_GAP:
         raise RuntimeError(
             f"the trainer and the sampler assign different log-probabilities to the same tokens: {gap:.3g} apart on "
-            "average before any training. Look for another resizing of pictures, chat template, position ids or precision."
+            "average before any training. Look for another resizing of pictures, chat template, position ids or "
+            "precision."
         )

@@ -142,7 +142,8 @@ def open_session(
     if config.synthesis is not None:
         synthesis = Synthesis(config, questions, policy, loop)
         stack.callback(synthesis.close)
-    session = Session(config, config.trainer.recipe(config), loop, policy, reference, average, opened, questions, synthesis)
+    preset = config.trainer.recipe(config)
+    session = Session(config, preset, loop, policy, reference, average, opened, questions, synthesis)
     session.baseline = baseline
     return session
 

@@ -44,9 +44,7 @@ def means_before(
     """
     if not settings.guard:
         return {}
-    later = [
-        m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches
-    ]
+    later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
     policy = session.policy
     return {
         (id(piece), i): policy.replay(piece.trajectory, i, judged_under(policy, settings, piece.trajectory.batch)).mean

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import Field, model_validator
 
 from genrl.config.method import Finding
 from genrl.config.section import Count
+from genrl.config.unions import AnyOf
 from genrl.config.vlm_method import Row, VLMMethod
 from genrl.vlm.recipe.advantages import (
     Advantage,
@@ -38,16 +38,7 @@ OF_PICTURES = {"masked_image", "degraded", "ema", "divergence"}
 """What only texts about pictures have (`Choice.tensors`)."""
 
 
-class _Written:
-    """How a function is written: its name alone, or a section; in editors, too, one without a name: the preset's."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        schema = handler(core)
-        names = {"enum": list(schema["discriminator"]["mapping"]), "type": "string"}
-        return {"anyOf": [names, *schema.pop("oneOf")], **schema}
-
-
-ByName = (Field(discriminator="name"), _Written())
+ByName = (Field(discriminator="name"), AnyOf(alone=True))
 
 
 class RecipeMethod(VLMMethod):
@@ -127,6 +118,10 @@ class RecipeMethod(VLMMethod):
         if config.generation.engine == "vllm" and not corrected and made.group_loss is None:
             made = replace(made, weights=(*made.weights, EngineMismatch()))  # TRL's default
         return made
+
+    @property
+    def name(self) -> str:
+        return self.preset
 
     @property
     def reference(self) -> bool:

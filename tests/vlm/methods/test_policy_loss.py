@@ -43,7 +43,8 @@ def loss_and_gradient(chosen: Preset, batch: TokenBatch, size: int | None = None
     ready = estimate(chosen, batch, prompts=PROMPTS).batch
     leaf = batch.log_prob.clone().requires_grad_()
     ready = ready.with_log_prob(leaf)
-    parts = [ready] if size is None else micro_batches(chosen, ready, size)
+    whole = chosen.group_loss is not None
+    parts = [ready] if size is None else micro_batches(ready, size, whole_groups=whole)
     loss = torch.stack([policy_loss(chosen, part).loss for part in parts]).sum()
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
@@ -397,7 +398,7 @@ def test_errors_before_a_wrong_loss() -> None:
     with pytest.raises(ValueError, match=r"parts of groups \[0, 1\]"):
         policy_loss(PRESETS["reg_grpo"], ready.select(torch.tensor([0, 1, 2, 5])))
     with pytest.raises(ValueError, match="raise the micro-batch to 4"):
-        micro_batches(PRESETS["reg_grpo"], ready, 3)
+        micro_batches(ready, 3, whole_groups=True)
     with pytest.raises(ValueError, match="mask must be 1 everywhere"):
         policy_loss(PRESETS["bgpo"], estimate(PRESETS["bgpo"], batch).batch)
 

@@ -75,7 +75,11 @@ def rewards_while_learning(preset: Preset, steps: int) -> list[float]:
             optimizer.zero_grad()
             losses = [
                 policy_loss(preset, part).loss
-                for part in micro_batches(preset, ready.with_log_prob(chosen(logits.log_softmax(-1))), 2 * SIZE)
+                for part in micro_batches(
+                    ready.with_log_prob(chosen(logits.log_softmax(-1))),
+                    2 * SIZE,
+                    whole_groups=preset.group_loss is not None,
+                )
             ]
             torch.stack(losses).sum().backward()
             torch.nn.utils.clip_grad_norm_([logits], 1.0)  # Reg-GRPO's first gradient is 1 / epsilon

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.method import Finding
 from genrl.config.section import Whole
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.method import RecipeMethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from accelerate.utils import gather_object
@@ -16,6 +17,7 @@ from genrl.vlm.methods.dealing import Update
 from genrl.vlm.methods.extras import degraded_prompts
 from genrl.vlm.methods.policy_loss import policy_loss
 from genrl.vlm.policies.policy import Encoded, Replay
+from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import Perception
 from genrl.vlm.rollout.rollout import Answers
@@ -59,10 +61,13 @@ def train(session: Session) -> None:
 
 def learn(session: Session, answers: Answers, ready: Estimated) -> dict[str, float]:
     """The optimiser steps of an iteration; means of what they measured."""
-    loop, settings = session.loop, session.config.trainer
+    loop, settings = session.loop, cast(RecipeMethod, session.config.trainer)
+    assert session.preset is not None, "a method of this folder has one"
     preset = annealed(session.preset, loop.iteration, session.config.iterations)
     changed = (
-        degraded_prompts(session.policy, answers, session.config, loop.iteration) if "degraded" in session.reads else None
+        degraded_prompts(session.policy, answers, session.config, loop.iteration)
+        if "degraded" in session.reads
+        else None
     )
 
     def scored(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -171,7 +176,8 @@ def check_on_policy(error: float, dtype: torch.dtype) -> None:
     if not error <= ON_POLICY[dtype]:
         raise RuntimeError(
             "the model assigns different log-probabilities to the answers it has just generated: they are "
-            f"{error:.2g} off before any update. Look for dropout, statistics that change, or another device or precision."
+            f"{error:.2g} off before any update. Look for dropout, statistics that change, or another "
+            "device or precision."
         )
 
 
@@ -181,6 +187,7 @@ def annealed(preset: Preset, iteration: int, iterations: int) -> Preset:
         return preset
     factor = decay.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
     changed = [
-        one.model_copy(update={"gamma": one.gamma * factor}) if isinstance(one, Perception) else one for one in preset.regularisers
+        one.model_copy(update={"gamma": one.gamma * factor}) if isinstance(one, Perception) else one
+        for one in preset.regularisers
     ]
     return replace(preset, regularisers=tuple(changed))

@@ -1,1 +1,1 @@
-"""`genrl train` for a vision-language model that acts in an environment."""
+"""Episodes in an environment."""

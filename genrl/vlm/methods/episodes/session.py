@@ -16,10 +16,10 @@ from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop import Loop
 from genrl.vlm.engines.generation import Sampling
+from genrl.vlm.methods.dealing import dealt, everyones, ours
 from genrl.vlm.methods.episodes.critic import Credit, ValueHead, credit_of_steps, credit_of_tokens
 from genrl.vlm.methods.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.methods.episodes.rows import Rows, replay, rows_of
-from genrl.vlm.methods.dealing import dealt, everyones, ours
 from genrl.vlm.methods.episodes.settings import Episodes
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.policies.policy import Policy

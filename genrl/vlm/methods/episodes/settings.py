@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from genrl.config.method import Finding, MetricDoc
+from genrl.config.method import Finding
 from genrl.config.section import Count, Positive, Section, Whole
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.method import RecipeMethod
@@ -75,7 +75,9 @@ class Episodes(RecipeMethod):
             text = f"{self.preset} reads what only questions have ({lacks[0]}), not episodes; nearest: grpo"
             yield ("trainer.preset",), text
         if critic != any(isinstance(one, ValueLoss) for one in preset.regularisers):
-            text = "a critic's advantage and its loss go together: advantage {name: critic} and regulariser {name: value}"
+            text = (
+                "a critic's advantage and its loss go together: advantage {name: critic} and regulariser {name: value}"
+            )
             yield (self.key("regularisers"),), text
         if self.critic is not None and not critic:
             yield ("trainer.critic", "trainer.preset"), f"{self.preset} has no critic; leave it out, or write vl_dac"

@@ -47,7 +47,13 @@ def learn(session: Session, acted: Acted, ready: Estimated) -> dict[str, float]:
     def scored(some: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         turns = rows.of(some)
         # the same operations as for `old` give the same bits
-        now = replay(session.policy, rows, turns, session.config.generation.temperature, entropy="entropy" in session.preset.reads)
+        now = replay(
+            session.policy,
+            rows,
+            turns,
+            session.config.generation.temperature,
+            entropy="entropy" in session.preset.reads,
+        )
         extra = {} if now.entropy is None else {"policy_entropy": rows.laid(now.entropy.cpu(), some, turns)}
         if session.critic is not None:
             values = session.critic(now.states).cpu()  # a row is a turn
