@@ -61,7 +61,7 @@ class VLARun:
     loop: Loop = field(init=False, repr=False)
     judge: Callable[[int], dict[str, float]] | None = None
     """Another evaluation than that of the policy in its environment."""
-    table: Environment | None = None
+    table: Any = None
     """The environment of evaluations: made when it is first needed, and kept."""
     told: dict[str, float] = field(default_factory=dict)
     """Figures of a method's preparation, logged with every iteration."""

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from torch import nn
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.frame import halvings, say_result
@@ -21,13 +22,13 @@ from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
 from genrl.runtime.run import read_metrics, write_atomic
 from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
-from genrl.vlm.methods.compose import preset_of
 from genrl.vlm.methods.dealing import Update, dealt, everyones, ours
 from genrl.vlm.methods.estimate import Estimate, estimate
-from genrl.vlm.methods.extras import Average, Needed, computed, needed
-from genrl.vlm.methods.recipe import LinearBound, Preset
+from genrl.vlm.methods.extras import Average, computed
 from genrl.vlm.policies.folder import save_model
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.method import RecipeMethod
+from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout import artefacts
 from genrl.vlm.rollout.augment import augmented, gaps
 from genrl.vlm.rollout.data import Questions
@@ -64,18 +65,17 @@ class AnswersRun:
     process: Process
     stage_config: VLMConfig
     """The configuration of the present stage; `loop.config` is that of the run."""
-    preset: Preset
-    need: Needed
+    preset: Preset | None
     policy: Policy
     reference: Policy | None
     average: Average | None
     opened: Mapping[str, Reward]
     questions: Questions
+    heads: Mapping[str, nn.Module] = field(default_factory=dict)
+    """What the method trains beside the policy."""
     synthesis: Synthesis | None = None
     stage: int = -1
     """Whose questions and method these are; -1: none was entered."""
-    baseline: Any = None
-    """MusicRL's value function, a `music_rl.Baseline`."""
     loop: Loop = field(init=False, repr=False)
     held_out: Questions | None = None
     """The questions of evaluations, read when they are first needed."""
@@ -99,7 +99,12 @@ class AnswersRun:
     @property
     def bounds(self) -> bool:
         """Whether the columns of the log-probabilities are estimates of a bound instead of tokens: BGPO."""
-        return isinstance(self.preset.surrogate, LinearBound)
+        return self.config.trainer.bounds
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What the loss reads beside rewards and log-probabilities."""
+        return frozenset() if self.preset is None else self.preset.reads
 
     def enter(self) -> None:
         """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""
@@ -107,8 +112,7 @@ class AnswersRun:
         number, config = whole.at(self.loop.iteration)
         if number == self.stage:
             return
-        self.stage, self.stage_config, self.preset = number, config, preset_of(config)
-        self.need = needed(self.preset)
+        self.stage, self.stage_config, self.preset = number, config, config.trainer.recipe(config)
         self.questions = Questions(config, "train")
         leave_out(config, self.questions, self.policy, self.loop, number)
 
@@ -124,7 +128,7 @@ class AnswersRun:
         memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
         described: Answers | None = None
         first = loop.memory.get("questions", 0)
-        for _ in range(1 + config.trainer.resample):
+        for _ in range(config.trainer.rounds):
             loop.phase("answering", share * config.generation.group_size)
             numbers = self.questions.asked(loop.iteration, first, wanted)[rank * share : (rank + 1) * share]
             rows = [self.questions[number] for number in numbers]
@@ -200,14 +204,22 @@ class AnswersRun:
         counts = gather_object([len(answers.rows)])
         if sum(counts) == 0:
             return None
-        size, settings = config.generation.group_size, config.trainer
-        number, micro = settings.updates, settings.micro_batch
-        updates = dealt(self.preset, answers.mask, size, updates=number, micro=micro, seed=config.seed, loop=loop)
+        size, settings, preset = config.generation.group_size, cast(RecipeMethod, config.trainer), self.preset
+        assert preset is not None, "the methods whose answers are estimated have one"
+        updates = dealt(
+            answers.mask,
+            size,
+            updates=settings.updates,
+            micro=settings.micro_batch,
+            seed=config.seed,
+            loop=loop,
+            whole_groups=preset.group_loss is not None,
+        )
         parts = [part for update in updates for part in update.parts]
         loop.phase("estimating", 0)
         with loop.timed("estimate"):
             mine: dict[str, Any] = computed(
-                self.policy, self.reference, self.average, answers, parts, self.need, config, loop.iteration
+                self.policy, self.reference, self.average, answers, parts, self.reads, config, loop.iteration
             )
         mine |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}
         if self.bounds:
@@ -226,7 +238,7 @@ class AnswersRun:
         )
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
-        found = estimate(self.preset, batch, prompts=prompts, visits=visits)
+        found = estimate(preset, batch, prompts=prompts, visits=visits)
         if found.visits:
             loop.memory["visits"] = {name: list(entry) for name, entry in found.visits.items()}
         if loop.iteration == 0 and not self.bounds:
@@ -288,7 +300,7 @@ class AnswersRun:
 
     def micro_batch_sizes(self) -> list[int]:
         """Answers per pass, and the smaller numbers that can be taken."""
-        return pass_sizes(self.config, whole_groups=self.preset.group_loss is not None)
+        return pass_sizes(self.config, whole_groups=self.preset is not None and self.preset.group_loss is not None)
 
     def resize(self, size: int) -> None:
         """From here on a pass has so many answers."""
@@ -316,7 +328,7 @@ def pass_sizes(config: VLMConfig, *, whole_groups: bool) -> list[int]:
     """Rows per pass of the model, and the smaller numbers that can be taken."""
     rows = config.generation.prompts_per_iteration * config.generation.group_size
     size = config.generation.group_size if whole_groups else 1
-    return halvings(config.trainer.micro_batch or rows, size)
+    return halvings(config.trainer.rows_per_pass or rows, size)
 
 
 def resized(config: VLMConfig, size: int) -> VLMConfig:
@@ -338,6 +350,7 @@ def check_gap(gap: float) -> None:
     """Raise RuntimeError where sampler and trainer do not see the same."""
     if not gap <= SAMPLER_GAP:
         raise RuntimeError(
-            f"the trainer scores the sampler's tokens otherwise: log-probabilities differ by {gap:.3g} on average "
-            "before any training. Look for another resizing of pictures, chat template, position ids or precision."
+            f"the trainer and the sampler assign different log-probabilities to the same tokens: {gap:.3g} apart on "
+            "average before any training. Look for another resizing of pictures, chat template, position ids or "
+            "precision."
         )

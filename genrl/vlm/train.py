@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 
+from genrl.config.plugins import beside
 from genrl.config.vlm import VLMConfig
 from genrl.runtime import frame
 from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule, adamw
 from genrl.runtime.process import Process
+from genrl.runtime.replay import Reopened
 from genrl.runtime.weights import Weights
 from genrl.vlm.engines.vllm import open_sampler
-from genrl.vlm.methods import trainer
-from genrl.vlm.methods.compose import preset_of
-from genrl.vlm.methods.extras import Average, needed
-from genrl.vlm.methods.music_rl import train as music_rl
+from genrl.vlm.episodes import opening as episodes
+from genrl.vlm.episodes.run import EpisodesRun
+from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.data import Questions
@@ -28,7 +29,7 @@ from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.run import AnswersRun
 
-MEMORY_HINT = "lower trainer.micro_batch, or generation.max_new_tokens"
+MEMORY_HINT = "lower trainer.micro_batch, generation.max_new_tokens, or environment.parallel where there is one"
 
 
 def train(config: VLMConfig, resume: Path | None = None) -> Path:
@@ -36,22 +37,15 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
     return frame.train(config, resume)
 
 
-def method_of(config: VLMConfig) -> Callable[[Any, Any], None]:
-    """The function that trains."""
-    return music_rl.train if config.trainer.preset == "music_rl" else trainer.train
-
-
 def check_processes(config: VLMConfig, num_processes: int) -> None:
     """ValueError where questions cannot be shared out to the processes."""
-    if config.generation.prompts_per_iteration % num_processes:
-        raise ValueError(
-            f"generation.prompts_per_iteration: {config.generation.prompts_per_iteration} questions cannot be shared "
-            f"out evenly to {num_processes} processes"
-        )
+    key, number = config.trainer.shared(config)
+    if number % num_processes:
+        raise ValueError(f"{key}: {number} cannot be shared out evenly to {num_processes} processes")
     if config.synthesis is not None and num_processes > 1:
         raise ValueError("synthesis: descriptions that wait are kept by one process; start one, or write null")
     if config.generation.engine == "vllm" and num_processes > 1:
-        raise ValueError("generation.engine: vLLM draws for one process; start one, or write transformers")
+        raise ValueError("generation.engine: vLLM samples for one process; start one, or write transformers")
 
 
 def check_questions(config: VLMConfig, policy: Policy) -> None:
@@ -68,36 +62,35 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
 
 
 def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
-    """The model and its questions: what is wrong with them is said before anything is written."""
-    for part in config.parts:
-        preset_of(part)
+    """The model, seen to fit its questions or its environment, before anything is written."""
     policy = open_policy(config, accelerator.device)
-    for part in config.parts:
-        check_questions(part, policy)
+    if config.trainer.acts:
+        episodes.check_environment(config, policy)
+    else:
+        for part in config.parts:
+            check_questions(part, policy)
     return policy
 
 
-def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> AnswersRun:
-    """What one process trains with: reference, optimiser, log, rewards, questions; `stack` closes them."""
-    preset = preset_of(config)
-    opened = open_rewards(config)
-    needs = [needed(preset_of(part)) for part in config.parts]
-    reference = None
-    alone = config.trainer.preset == "music_rl"
-    if (alone or any(one.ref for one in needs)) and policy.peft is None:
+def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> AnswersRun | EpisodesRun:
+    """What one process trains with; `stack` closes it."""
+    return (episodes.open_run if config.trainer.acts else open_answers)(config, process, policy, stack)
+
+
+def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> AnswersRun:
+    """Reference, optimiser, log, rewards, questions."""
+    opened, reference = open_rewards(config), None
+    if any(part.trainer.reference for part in config.parts) and policy.peft is None:
         reference = open_policy(config, process.accelerator.device)
         reference.model.requires_grad_(False)
-    average = None
-    if any(one.ema for one in needs):
-        average = Average(policy.model, config.trainer.ema_decay, config.trainer.ema_every)
+    averages = [part.trainer.average for part in config.parts if part.trainer.average is not None]
+    average = Average(policy.model, *averages[0]) if averages else None
     questions = Questions(config, "train")
-    run = AnswersRun(process, config, preset, needed(preset), policy, reference, average, opened, questions)
-    model: Any = policy.model
+    recipe, heads = config.trainer.recipe(config), heads_of(config, policy)
+    run = AnswersRun(process, config, recipe, policy, reference, average, opened, questions, heads)
+    model: Any = nn.ModuleDict({"policy": policy.model, **run.heads}) if run.heads else policy.model
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]
-    if alone:
-        run.baseline = music_rl.Baseline(cast(Any, policy))
-        model = nn.ModuleDict({"policy": policy.model, "baseline": run.baseline})
-        groups.append({"params": list(run.baseline.parameters()), "name": "baseline"})
+    groups += [{"params": list(head.parameters()), "name": name} for name, head in run.heads.items()]
     rates = {group["name"]: config.optimizer.lr for group in groups}
     weights = Weights({name: p for name, p in model.named_parameters() if p.requires_grad})
     optimizer = adamw(groups, config.optimizer)
@@ -111,4 +104,19 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
     return run
 
 
-KIND = frame.Kind("answers", check_processes, prepare, open_run, method_of, MEMORY_HINT)
+def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:
+    """What the method trains beside the policy, by name: `heads(policy)` of its module, where it says so."""
+    if not config.trainer.with_heads:
+        return {}
+    found: dict[str, nn.Module] = beside(sys.modules[type(config.trainer).__module__], "train").heads(policy)
+    return found
+
+
+def reopen(config: VLMConfig, device: str, iteration: int) -> Reopened:
+    """The model as a run trains it."""
+    policy = open_policy(config, device)
+    weights = Weights({name: p for name, p in policy.model.named_parameters() if p.requires_grad})
+    return Reopened(policy, weights, {"model": policy.model}, lambda info, tensors: None)
+
+
+KIND = frame.Kind("answers", check_processes, prepare, open_run, reopen, MEMORY_HINT)

@@ -87,7 +87,7 @@ def update(
     sums = {name: torch.zeros(()) for name in (*names, "number")}
     with torch.set_grad_enabled(True):
         for part in torch.arange(len(mine.row)).tensor_split(passes):
-            loss, evidence = torch.zeros(()), {}  # type: ignore[var-annotated]
+            loss, evidence = torch.zeros(()), {}
             if len(part):  # else it is another process that has the last ones
                 one = mine.chosen(part)
                 with torch.set_grad_enabled("policy" in groups):  # the critic alone needs no graph of the chain

@@ -13,16 +13,16 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from genrl.config.vlm import VLMTrainer
 from genrl.objectives.tokens.audio_tokens import music_rl_loss
 from genrl.runtime.recorded import Recorded
 from genrl.vlm.methods.dealing import dealt
+from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.policies.codes import CODE, CodePolicy
 from genrl.vlm.policies.policy import Encoded
 from genrl.vlm.rollout.rollout import Answers, totals
@@ -45,22 +45,33 @@ class Baseline(nn.Module):
         return values
 
 
-def train(run: AnswersRun, settings: VLMTrainer) -> None:
+def heads(policy: CodePolicy) -> dict[str, nn.Module]:
+    """What is trained beside the policy."""
+    return {"baseline": Baseline(policy)}
+
+
+def train(run: AnswersRun, settings: MusicRL) -> None:
     """All iterations that are left."""
     for _ in run.loop.iterations():
         answers, row = run.draw()
-        row |= learn(run, run.baseline, answers)
+        row |= learn(run, cast(Baseline, run.heads["baseline"]), answers)
         row["lr"] = run.loop.lr
         run.loop.finish(row)
 
 
+def settings_of(run: AnswersRun) -> MusicRL:
+    """The section `trainer`, which is this method's."""
+    return cast(MusicRL, run.config.trainer)
+
+
 def learn(run: AnswersRun, baseline: Baseline, answers: Answers) -> dict[str, float]:
     """The optimiser step of an iteration, and what it measured over the pieces of all processes."""
-    loop, config, alpha = run.loop, run.config, run.config.trainer.alpha
+    loop, config, settings = run.loop, run.config, settings_of(run)
+    alpha = settings.alpha
     policy: Any = run.policy
     reward = totals(config, answers.scores).float()
-    size, micro = config.generation.group_size, config.trainer.micro_batch
-    (update,) = dealt(run.preset, answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
+    size, micro = config.generation.group_size, settings.micro_batch
+    (update,) = dealt(answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(answers.texts))
     with loop.timed("train"):
@@ -98,10 +109,10 @@ def scored(run: AnswersRun, baseline: Baseline, answers: Answers, rows: Tensor, 
     policy: Any = run.policy
     assert run.reference is not None, "open_session makes one for this method"
     prompts = [answers.prompts[number] for number in answers.group[rows].tolist()]
-    tokens, heat = answers.tokens[rows].to(policy.device), run.config.generation.temperature
-    log_rows = code_rows(policy, prompts, tokens, heat)
+    tokens, temperature = answers.tokens[rows].to(policy.device), run.config.generation.temperature
+    log_rows = code_rows(policy, prompts, tokens, temperature)
     with torch.no_grad():
-        ref_rows = code_rows(run.reference, prompts, tokens, heat)
+        ref_rows = code_rows(run.reference, prompts, tokens, temperature)
     places = (policy.kinds(tokens)[0] == CODE).nonzero(as_tuple=True)
     values = baseline(policy.states(prompts, tokens, baseline.body)[places]).view(log_rows.shape[:2])
     codes = policy.things(tokens)[:, -1]
@@ -112,7 +123,7 @@ def scored(run: AnswersRun, baseline: Baseline, answers: Answers, rows: Tensor, 
         reward.to(policy.device),
         values,
         torch.ones_like(codes),
-        alpha=run.config.trainer.alpha,
+        alpha=settings_of(run).alpha,
     )
     sampler = answers.sampler_log_prob[rows].to(policy.device)[places].view(codes.shape)
     gap = (log_rows.detach().gather(-1, codes[..., None])[..., 0] - sampler).abs().mean()

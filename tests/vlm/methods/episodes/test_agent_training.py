@@ -19,16 +19,17 @@ from typer.testing import CliRunner
 
 from genrl.cli.app import app
 from genrl.vlm.environments.hosts import Outcome, Say
-from genrl.vlm.methods.agents import episodes, trainer
-from genrl.vlm.methods.agents.rows import Rows
-from genrl.vlm.methods.agents.session import Acted, Session
+from genrl.vlm.methods.episodes import episodes
+from genrl.vlm.episodes.rows import Rows
+from genrl.vlm.episodes.run import Acted, Session
+from genrl.vlm.methods.episodes.train import learn
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.session import Estimated
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows, start_ranks, wait
 from tests.vlm import vlm_ranks
-from tests.vlm.methods.agents import agent_runs
+from tests.vlm.methods.episodes import agent_runs
 
 
 def naive_log_probs(session: Session, acted: Rows) -> list[Tensor]:
@@ -56,7 +57,7 @@ def an_update(session: Session, monkeypatch: pytest.MonkeyPatch) -> tuple[Acted,
     acted, _ = session.act()
     ready, _ = session.estimate(acted)
     before = {name: p.detach().clone() for name, p in session.loop.trained.items()}
-    figures = trainer.learn(session, acted, ready)
+    figures = learn(session, acted, ready)
     for name, parameter in session.loop.trained.items():
         parameter.data.copy_(before[name])
     return acted, ready, seen[0], figures
@@ -151,7 +152,7 @@ def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
         monkeypatch.setattr(session.table.host, "do", failing)
         acted, row = session.act()
         ready, _ = session.estimate(acted)
-        trainer.learn(session, acted, ready)
+        learn(session, acted, ready)
     assert acted.totals is not None and ready.batch.advantage is not None and row["rollout/dropped"] == 1
     assert acted.totals.isnan().tolist() == [False, True, False, False, False, False]
     left = acted.totals[[0, 2]]
@@ -227,7 +228,7 @@ def test_a_step_whose_environment_is_lost_is_not_trained(
         torch.nn.init.constant_(session.critic.layers[-1].bias, 0.5)
         acted, row = session.act()
         ready, _ = session.estimate(acted)
-        trainer.learn(session, acted, ready)
+        learn(session, acted, ready)
     assert acted.walk is not None and row["rollout/dropped"] == 1
     assert acted.rows.tokens.shape == acted.rows.place.shape == ready.batch.mask.shape
     before, lost, after = (acted.walk.decisions[k][1] for k in range(3))
@@ -414,7 +415,7 @@ class TestRefused:
             ({"task": {"name": "shapes"}}, "questions, or an environment"),
             ({"rewards": [{"name": "exact"}]}, "an environment has a reward of its own"),
             ({"trainer": {"preset": "grpo", "critic": {}}}, "grpo has no critic"),
-            ({"trainer": {"filter": "spread"}}, "are not left out"),
+            ({"trainer": {"filter": "spread"}}, "it belongs to another trainer.algorithm"),
             ({"environment": None, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}, "learns from episodes"),
             ({"environment": {"name": "gird"}}, "did you mean grid"),
             ({"trainer": {"preset": "vppo"}}, "reads what only questions have"),

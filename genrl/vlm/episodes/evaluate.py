@@ -11,7 +11,7 @@ from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.intervals import wilson
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.methods.agents.episodes import Episode, Table, play
+from genrl.vlm.episodes.episodes import Episode, Table, play
 from genrl.vlm.policies.policy import Policy
 
 TOGETHER = 64

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.methods.agents.evaluate import Judged, figures_of, judge
-from genrl.vlm.methods.agents.session import SEEDS
-from tests.vlm.methods.agents import agent_runs
+from genrl.vlm.episodes.evaluate import Judged, figures_of, judge
+from genrl.vlm.episodes.run import SEEDS
+from tests.vlm.methods.episodes import agent_runs
 
 DIES = """
 import os

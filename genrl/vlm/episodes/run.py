@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,16 +20,16 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.methods import recipe
-from genrl.vlm.methods.agents.critic import Credit, ValueHead, credit_of_steps, credit_of_tokens
-from genrl.vlm.methods.agents.episodes import Decision, Episode, Table, Walk, play, walk
-from genrl.vlm.methods.agents.evaluate import SEEDS, Judged, figures_of, judge, mean, summary
-from genrl.vlm.methods.agents.rows import Rows, replay, rows_of
+from genrl.vlm.episodes.critic import Credit, ValueHead, credit_of_steps, credit_of_tokens
+from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
+from genrl.vlm.episodes.evaluate import SEEDS, Judged, figures_of, judge, mean, summary
+from genrl.vlm.episodes.rows import Rows, replay, rows_of
 from genrl.vlm.methods.dealing import dealt, everyones, ours
+from genrl.vlm.methods.episodes.settings import Episodes
 from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.extras import Needed
-from genrl.vlm.methods.recipe import Preset
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.run import Estimated, check_gap, pass_sizes, resized, save_result, warn_blind
 
@@ -57,7 +57,6 @@ class EpisodesRun:
     config: VLMConfig
     environment: Settings
     preset: Preset
-    need: Needed
     policy: Policy
     reference: Policy | None
     critic: ValueHead | None
@@ -69,9 +68,9 @@ class EpisodesRun:
     loop: Loop = field(init=False, repr=False)
 
     @property
-    def settings(self) -> Any:
+    def settings(self) -> Episodes:
         """Of the method."""
-        return self.config.trainer
+        return cast(Episodes, self.config.trainer)
 
     @property
     def size(self) -> int:
@@ -190,15 +189,15 @@ class EpisodesRun:
     def estimate(self, acted: Acted) -> tuple[Estimated, dict[str, float]]:
         """Advantages and weights of this process's rows from those of all processes, and figures of the critic."""
         config, loop, rows = self.config, self.loop, acted.rows
-        settings, mask = config.trainer, rows.place >= 0
+        settings, mask = self.settings, rows.place >= 0
         updates = dealt(
-            self.preset,
             mask,
             self.size,
             updates=settings.updates,
             micro=settings.micro_batch,
             seed=config.seed,
             loop=loop,
+            whole_groups=self.preset.group_loss is not None,
         )
         loop.phase("estimating", 0)
         with loop.timed("estimate"):
@@ -229,23 +228,23 @@ class EpisodesRun:
     @torch.no_grad()
     def _computed(self, acted: Acted, parts: Sequence[Tensor]) -> dict[str, Tensor]:
         """Tensors of this process's rows: old and reference log-probabilities, entropies, and rewards or credit."""
-        rows, heat = acted.rows, self.config.generation.temperature
+        rows, temperature = acted.rows, self.config.generation.temperature
         by_turn = {name: torch.zeros(rows.mask.shape) for name in ("old", "ref", "entropy", "value")}
         for part in parts:
             turns = rows.of(part)
-            now = replay(self.policy, rows, turns, heat, entropy=self.need.entropy)
+            now = replay(self.policy, rows, turns, temperature, entropy="entropy" in self.preset.reads)
             by_turn["old"][turns] = now.log_prob.float().cpu()
             if now.entropy is not None:
                 by_turn["entropy"][turns] = now.entropy.float().cpu()
             if self.critic is not None:
                 by_turn["value"][turns] = self.critic(now.states).cpu()
             if self.reference is not None:
-                by_turn["ref"][turns] = replay(self.reference, rows, turns, heat).log_prob.float().cpu()
-            elif self.need.ref:
+                by_turn["ref"][turns] = replay(self.reference, rows, turns, temperature).log_prob.float().cpu()
+            elif "ref" in self.preset.reads:
                 with self.policy.reference():
-                    by_turn["ref"][turns] = replay(self.policy, rows, turns, heat).log_prob.float().cpu()
+                    by_turn["ref"][turns] = replay(self.policy, rows, turns, temperature).log_prob.float().cpu()
         values = by_turn.pop("value")
-        wanted = {"old": True, "ref": self.need.ref, "entropy": self.need.entropy}
+        wanted = {"old": True, "ref": "ref" in self.preset.reads, "entropy": "entropy" in self.preset.reads}
         found = {name: rows.laid(by_turn[name]) for name, want in wanted.items() if want}
         if acted.walk is None:
             assert acted.totals is not None
@@ -262,7 +261,7 @@ class EpisodesRun:
     def _credit(self, done: Walk, kept: Tensor, values: Tensor, mask: Tensor) -> Credit:
         """Of all K E steps; values and mask [R, T] are of those at the places `kept`."""
         choice = self.preset.advantage
-        assert isinstance(choice, recipe.CriticAdvantage) and self.critic is not None
+        assert isinstance(choice, CriticAdvantage) and self.critic is not None
         steps, slots = len(done.decisions), len(done.decisions[0])
 
         def table(name: str) -> Tensor:
@@ -276,7 +275,7 @@ class EpisodesRun:
         died = [(k, slot) for k, slot in lost.nonzero().tolist()]
         asked = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
         places = list(asked)
-        size = self.config.trainer.micro_batch or max(1, len(places))
+        size = self.settings.micro_batch or max(1, len(places))
         for first in range(0, len(places), size):
             some = places[first : first + size]
             _, states = self.policy.prefix([asked[place] for place in some])

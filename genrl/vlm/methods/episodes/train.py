@@ -8,15 +8,14 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from genrl.config.vlm import VLMTrainer
-from genrl.config.vlm_agents import Critic
-from genrl.vlm.methods import trainer
-from genrl.vlm.methods.agents.rows import replay
-from genrl.vlm.methods.agents.run import Acted, EpisodesRun
+from genrl.vlm.episodes.rows import replay
+from genrl.vlm.episodes.run import Acted, EpisodesRun
+from genrl.vlm.methods.answers.train import update
+from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.run import Estimated
 
 
-def train(run: EpisodesRun, settings: VLMTrainer) -> None:
+def train(run: EpisodesRun, settings: Episodes) -> None:
     """All iterations that are left."""
     for _ in run.loop.iterations():
         acted, row = run.act()
@@ -37,7 +36,7 @@ def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
     In the first iterations (`warmup`) only the critic is stepped. Updates end where the mean of l_old - l over an
     update's tokens, before its step, exceeds `kl_stop`. Both are `trainer.critic`'s, or the method's own.
     """
-    loop, settings, rows = run.loop, run.config.trainer, acted.rows
+    loop, settings, rows = run.loop, run.settings, acted.rows
     critic = settings.critic or Critic()
     warmup = run.preset.warmup if critic.warmup is None else critic.warmup
     kl_stop = run.preset.kl_stop if critic.kl_stop is None else critic.kl_stop
@@ -48,7 +47,13 @@ def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
     def scored(some: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         turns = rows.of(some)
         # the same operations as for `old` give the same bits
-        now = replay(run.policy, rows, turns, run.config.generation.temperature, entropy=run.need.entropy)
+        now = replay(
+            run.policy,
+            rows,
+            turns,
+            run.config.generation.temperature,
+            entropy="entropy" in run.preset.reads,
+        )
         extra = {} if now.entropy is None else {"policy_entropy": rows.laid(now.entropy.cpu(), some, turns)}
         if run.critic is not None:
             values = run.critic(now.states).cpu()  # a row is a turn
@@ -60,9 +65,7 @@ def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
     loop.phase("training", settings.epochs * len(rows.place))
     with loop.timed("train"):
         for one in [one for _ in range(settings.epochs) for one in ready.updates]:
-            found = trainer.update(
-                loop, run.preset, ready.batch, one, scored, dtype=dtype, settings=settings, groups=groups
-            )
+            found = update(loop, run.preset, ready.batch, one, scored, dtype=dtype, settings=settings, groups=groups)
             for name, value in found.items():
                 figures[name].append(value)
             if kl_stop is not None and found["ratio/drift"] > kl_stop:

@@ -1,26 +1,26 @@
-"""The algorithm: answer, score, estimate over all answers, update. What a method is, its preset says (`recipe.py`)."""
+"""The algorithm: answer, score, estimate over all answers, update. What a method is, its recipe says."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config.vlm import VLMTrainer
 from genrl.objectives import decay
 from genrl.runtime.loop import Loop
 from genrl.runtime.recorded import Recorded
-from genrl.vlm.methods import recipe
 from genrl.vlm.methods.dealing import Update
 from genrl.vlm.methods.extras import degraded_prompts
 from genrl.vlm.methods.policy_loss import policy_loss
-from genrl.vlm.methods.recipe import Preset
 from genrl.vlm.policies.policy import Encoded, Replay
+from genrl.vlm.recipe.method import RecipeMethod
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.regularisers import Perception
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.run import AnswersRun, Estimated
@@ -44,7 +44,7 @@ NORMS = {"policy": "grad_norm", "critic": "grad_norm/critic"}
 """The same, from groups of parameters to the norms of their gradients."""
 
 
-def train(run: AnswersRun, settings: VLMTrainer) -> None:
+def train(run: AnswersRun, settings: RecipeMethod) -> None:
     """All iterations that are left."""
     for _ in run.loop.iterations():
         answers, row = run.draw()
@@ -62,16 +62,17 @@ def train(run: AnswersRun, settings: VLMTrainer) -> None:
 
 def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, float]:
     """The optimiser steps of an iteration; means of what they measured."""
-    loop, settings = run.loop, run.config.trainer
+    loop, settings = run.loop, cast(RecipeMethod, run.config.trainer)
+    assert run.preset is not None, "a method of this folder has one"
     preset = annealed(run.preset, loop.iteration, run.config.iterations)
-    spoilt = degraded_prompts(run.policy, answers, run.config, loop.iteration) if run.need.degraded else None
+    changed = degraded_prompts(run.policy, answers, run.config, loop.iteration) if "degraded" in run.reads else None
 
     def scored(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        now = forward(run, answers.prompts, answers, rows, entropy=run.need.entropy)
+        now = forward(run, answers.prompts, answers, rows, entropy="entropy" in run.reads)
         extra = {} if now.entropy is None else {"policy_entropy": now.entropy.cpu()}
-        if spoilt is not None:
+        if changed is not None:
             with torch.no_grad():
-                extra["degraded"] = forward(run, spoilt, answers, rows).log_prob.cpu()
+                extra["degraded"] = forward(run, changed, answers, rows).log_prob.cpu()
         return now.log_prob, extra
 
     figures: dict[str, list[float]] = defaultdict(list)
@@ -171,18 +172,19 @@ def check_on_policy(error: float, dtype: torch.dtype) -> None:
     """Raise RuntimeError unless the first update's log-probabilities are those that its ratios compare with."""
     if not error <= ON_POLICY[dtype]:
         raise RuntimeError(
-            f"the model scores its own answers otherwise than a moment ago: log-probabilities are {error:.2g} off "
-            "before any update. Look for dropout, statistics that change, or another device or precision."
+            "the model assigns different log-probabilities to the answers it has just generated: they are "
+            f"{error:.2g} off before any update. Look for dropout, statistics that change, or another "
+            "device or precision."
         )
 
 
 def annealed(preset: Preset, iteration: int, iterations: int) -> Preset:
     """Q-Hawkeye: the weight of the perception loss falls by half a cosine over the run; others stay as they are."""
-    if not any(isinstance(one, recipe.Perception) for one in preset.regularisers):
+    if not any(isinstance(one, Perception) for one in preset.regularisers):
         return preset
     factor = decay.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
     changed = [
-        replace(one, gamma=one.gamma * factor) if isinstance(one, recipe.Perception) else one
+        one.model_copy(update={"gamma": one.gamma * factor}) if isinstance(one, Perception) else one
         for one in preset.regularisers
     ]
     return replace(preset, regularisers=tuple(changed))
