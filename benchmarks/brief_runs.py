@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 Tree = dict[str, Any]
-Overrides = dict[str, int]
+Overrides = dict[str, float]
 
 SIMULATORS = ("metaworld", "libero")
 """Names of environments that need the package of that name."""
@@ -26,9 +26,10 @@ ROBOTS: Overrides = {"evaluation.episodes": 16, "evaluation.videos": 2, "environ
 BY_ALGORITHM: dict[str, Overrides] = {
     "ppo": {"trainer.critic_warmup": 0},
     "sft": {"trainer.steps_per_iteration": 4},
-    "diwa": {
-        **{"trainer.critic_warmup": 0, "trainer.imitation_steps": 10, "trainer.classifier.steps": 10},
-        **{"trainer.world.tables": 32, "trainer.world.steps": 10},
+    "diwa": {  # as much as a first success in the model of the world takes: without one there is no gradient
+        **{"trainer.critic_warmup": 0, "trainer.world.tables": 100, "trainer.world.steps": 100},
+        **{"trainer.imitation_steps": 20, "trainer.classifier.steps": 20, "trainer.classifier.lr": 0.01},
+        "demonstrations.expert": 100,
     },
     "fisor": {"trainer.steps_per_iteration": 10, "trainer.episodes": 64},
     "rl100": {
@@ -46,6 +47,7 @@ WHERE_SET: Overrides = {
     "demonstrations.expert": 16,
     "environment.parallel": 8,
     "environment.steps": 8,
+    "evaluation.monitor.patience": 1,
     "task.curriculum.over": 2,
     "task.passes": 2,
     "trainer.reference_every": 1,
@@ -100,8 +102,8 @@ def overrides(tree: Tree, iterations: int) -> Overrides:
         small |= LANGUAGE | _answers(tree, iterations)
     else:
         small |= ROBOTS
-    small |= BY_ALGORITHM.get(str(value(tree, "trainer.algorithm")), {})
-    return small | {key: number for key, number in WHERE_SET.items() if value(tree, key) is not None}
+    small |= {key: number for key, number in WHERE_SET.items() if value(tree, key) is not None}
+    return small | BY_ALGORITHM.get(str(value(tree, "trainer.algorithm")), {})
 
 
 def _samples(tree: Tree) -> Overrides:

@@ -31,9 +31,10 @@ IGNORED_FILES = (
     *("config.yaml", "run.json", "run.lock", "*manifest.json"),  # paths, times, versions; hashes of the other files
     "tensorboard/*",  # the metrics again, with times
     *("report.html", "*README.md"),  # prose about the run
+    "*adapter_config.json",  # PEFT writes a set in it, in another order in each process; ranks are those of the tensors
 )
 IGNORED_STATE = (
-    "unfinished_row",  # metrics of an iteration that waits for its evaluation, with times; metrics.jsonl has it later
+    "unfinished_row*",  # metrics of an iteration that waits for its evaluation, with times; metrics.jsonl has it later
     "*$tensor",  # the name of a tensor in a .safetensors file, whose tensors are entries of their own
 )
 PICTURES = (".png", ".gif", ".jpg", ".jpeg", ".webp")
@@ -53,21 +54,26 @@ def read(run: Path) -> Entries:
         elif file.name == "state.json":
             entries |= {f"{name}:{key}": value for key, value in _state(file)}
         else:
-            entries[name] = _picture(file) if file.suffix in PICTURES else f"sha256 {_sha256(file.read_bytes())}"
+            entries[name] = _content(file)
     return entries
+
+
+def varies(metric: str) -> bool:
+    """Whether a metric may differ between equal runs."""
+    return any(fnmatchcase(metric, pattern) for pattern in VARYING_METRICS)
 
 
 def _metrics(file: Path) -> Iterator[tuple[str, str]]:
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         for key, value in row.items():
-            if not any(fnmatchcase(key, pattern) for pattern in VARYING_METRICS):
+            if key != "step" and not varies(key):
                 yield f"metrics.jsonl:step-{row['step']}:{key}", json.dumps(value)
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str]]:
     """The sum is there to show how far apart two tensors are; equality is that of the hash."""
-    for name, tensor in sorted(deserialize(file.read_bytes())):
+    for name, tensor in sorted(deserialize(file.read_bytes())):  # type: ignore[no-untyped-call]
         data, kind = bytes(tensor["data"]), _KINDS.get(tensor["dtype"])
         total = f" sum {np.frombuffer(data, kind).sum(dtype=np.float64):.9g}" if kind else ""
         yield name, f"{tensor['dtype']} {tensor['shape']}{total} sha256 {_sha256(data)}"
@@ -95,6 +101,16 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, json.dumps(tree)
     for key in sorted(pairs):
         yield from _leaves(pairs[key], f"{path}.{key}" if path else key)
+
+
+def _content(file: Path) -> str:
+    """Pictures by their pixels, JSON whatever the order of its keys, anything else by its bytes."""
+    if file.suffix in PICTURES:
+        return _picture(file)
+    data = file.read_bytes()
+    if file.suffix == ".json":
+        data = json.dumps(json.loads(data), sort_keys=True).encode()
+    return f"sha256 {_sha256(data)}"
 
 
 def _picture(file: Path) -> str:

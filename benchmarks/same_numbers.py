@@ -74,6 +74,7 @@ class Cache:
     def __init__(self, folder: Path | None, commit: str) -> None:
         self._folder, self._commit = folder, commit
         self._versions = {name: version(name) for name in ("torch", "diffusers", "transformers", "peft", "accelerate")}
+        self._reader = hashlib.sha256(Path(run_entries.__file__).read_bytes()).hexdigest()
 
     def get(self, job: Job) -> Outcome | None:
         file = self._file(job)
@@ -92,7 +93,7 @@ class Cache:
     def _file(self, job: Job) -> Path | None:
         if self._folder is None:
             return None
-        about = [self._commit, job.config, job.processes, sorted(job.changes), self._versions]
+        about = [self._commit, job.config, job.processes, sorted(job.changes), self._versions, self._reader]
         name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
         return self._folder / self._commit / f"{Path(job.config).stem}-{job.processes}-{name}.json"
 
