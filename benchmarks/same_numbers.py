@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,7 +65,7 @@ class Result:
 
     def __str__(self) -> str:
         first, *more = self.notes.splitlines() or [""]
-        line = f"{self.job.config:<44} {self.job.processes}  {self.word:<12} {self.seconds:5.0f} s  {first}"
+        line = f"{self.job.config:<49} {self.job.processes}  {self.word:<12} {self.seconds:5.0f} s  {first}"
         return "\n".join([line, *(f"    {text}" for text in more)])
 
 
@@ -207,11 +208,12 @@ def main() -> None:
     if found.returncode:
         sys.exit(f"{given.commit} is no commit: {found.stderr.strip()}")
     commit = found.stdout.strip()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="same_numbers-"))
         if not given.keep:
             stack.callback(shutil.rmtree, folder)
-        other = stack.enter_context(worktree(commit, folder / "tree"))
+        other = stack.enter_context(worktree(commit, folder / folder.name))
         there = stack.enter_context(closing(Tree(other, folder / "there")))
         here = stack.enter_context(closing(Tree(HERE, folder / "here")))
         results = _compare_all(
@@ -234,9 +236,14 @@ def _compare_all(comparison: Comparison, there: Path, given: argparse.Namespace)
             print(f"{title}: {old} {new}".rstrip())
     for processes, places in ((1, given.jobs), (2, max(1, given.jobs // 2))):
         with ThreadPoolExecutor(places) as pool:
-            for result in pool.map(comparison.run, [job for job in jobs if job.processes == processes]):
-                print(result, flush=True)
-                results.append(result)
+            try:
+                for result in pool.map(comparison.run, [job for job in jobs if job.processes == processes]):
+                    print(result, flush=True)
+                    results.append(result)
+            except BaseException:  # Ctrl-C: what runs is ended, not waited for
+                comparison.there.close()
+                comparison.here.close()
+                raise
     return results
 
 
