@@ -421,10 +421,6 @@ def _train(config: AnyConfig, origins: Any, run: Path | None, nproc: int) -> Non
     for note in check_files(config, origins):
         if is_main and not note.startswith("output:"):  # a folder in use is an error of its own
             typer.secho(printable(note), fg=typer.colors.YELLOW, err=True)
-    if _is_vlm_run(config):
-        from genrl.vlm.methods.compose import preset_of
-
-        preset_of(config, origins)  # raises, with the line of what is wrong
     if run and is_main:
         saved = [path.name.removeprefix("step-") for path in run.glob("checkpoints/step-*")]
         done = max((int(step) for step in saved if step.isdigit()), default=0)  # others are of saves cut short

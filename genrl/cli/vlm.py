@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from pydantic import BaseModel
 
 if TYPE_CHECKING:
     from genrl.config import VLMConfig
@@ -16,60 +17,45 @@ if TYPE_CHECKING:
 
 
 def print_check(config: VLMConfig, origins: Origins, notes: list[str]) -> None:
-    """Remarks, what an iteration does, and what the method is made of. Raises ConfigError as `preset_of`."""
+    """Remarks, what an iteration does, and what the method is made of."""
     from rich.table import Table
 
     from genrl.cli.tables import console, safe
-    from genrl.vlm.methods.compose import preset_of
-    from genrl.vlm.methods.recipe import CriticAdvantage, extra_forwards
 
-    preset = preset_of(config, origins)
     console.print("[green]valid[/green]")
     for note in notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
-    generation, trainer, table = config.generation, config.trainer, Table(title="one iteration", show_header=False)
-    answers, place = generation.prompts_per_iteration * generation.group_size, config.environment
-    if place is not None:
+    if config.environment is not None:
         from genrl.vlm.environments.opening import open_environment
 
-        open_environment(place).close()  # raises for what cannot be opened
-    if place is not None and isinstance(preset.advantage, CriticAdvantage):
-        answers = place.parallel * place.steps
-        table.add_row("steps", f"{answers:,}", f"{place.parallel} episodes side by side x {place.steps}, {place.name}")
-    elif place is not None:
-        starts = generation.prompts_per_iteration
-        table.add_row("episodes", f"{answers:,}", f"{starts} starts x {generation.group_size}, {place.name}")
-    else:
-        table.add_row(
-            "answers", f"{answers:,}", f"{generation.prompts_per_iteration} questions x {generation.group_size}"
-        )
-    table.add_row("tokens", f"{answers * generation.max_new_tokens:,} at most", f"{generation.max_new_tokens} of each")
-    table.add_row("updates", f"{trainer.updates * trainer.epochs:,}", f"{trainer.epochs} passes")
-    for forward in extra_forwards(preset):
-        table.add_row("further forward", forward.extra, f"picture: {forward.image}, model: {forward.model}")
+        open_environment(config.environment).close()  # raises for what cannot be opened
+    method, table = config.trainer, Table(title="one iteration", show_header=False)
+    for row in method.iteration(config):
+        table.add_row(*map(safe, row))
     table.add_row("iterations", f"{config.iterations:,}", "")
     every = config.evaluation.every
     number = 1 + math.ceil(config.iterations / every) if every else 0
-    asked = "questions" if place is None else "episodes"
+    asked = "episodes" if method.acts else "questions"
     table.add_row("evaluations", f"{number:,}", f"of {config.evaluation.questions:,} {asked}" if every else "off")
     console.print(table)
-    method = Table(title=f"the method ({trainer.preset})", title_justify="left", show_header=False)
-    for field in dataclasses.fields(preset):
-        value = getattr(preset, field.name)
+    recipe = method.recipe(config)
+    made = Table(title=f"the method ({safe(method.name)})", title_justify="left", show_header=False)
+    for field in dataclasses.fields(recipe) if recipe is not None else ():
+        value = getattr(recipe, field.name)
         if value not in ((), None, False, ""):
-            method.add_row(field.name, safe(written(value)))
-    console.print(method)
+            made.add_row(field.name, safe(written(value)))
+    if made.row_count:
+        console.print(made)
 
 
 def written(value: Any) -> str:
-    """A choice as YAML has it."""
+    """A function, or several, as YAML has them."""
     if isinstance(value, tuple):
         return "[" + ", ".join(map(written, value)) + "]"
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    if not isinstance(value, BaseModel):
         return str(value)
-    found = dataclasses.asdict(value)
-    constants = [f"{key}: {one}" for key, one in found.items() if key != "name" and one is not None]
-    return "{" + ", ".join([f"name: {found['name']}", *constants]) + "}"
+    constants = [f"{key}: {one}" for key, one in value.model_dump(mode="json").items() if one is not None]
+    return "{" + ", ".join(constants) + "}"
 
 
 def evaluate(model: Path, config: VLMConfig, *, questions: int | None, out: Path | None) -> None:
@@ -129,9 +115,9 @@ def evaluate_agent(
     from genrl.runtime.pictures import save_png
     from genrl.runtime.progress import Progress
     from genrl.vlm.environments.hosts import open_host
-    from genrl.vlm.methods.agents.episodes import Table as Slots
-    from genrl.vlm.methods.agents.evaluate import FILMED, figures_of, judge
-    from genrl.vlm.methods.agents.train import settings_of
+    from genrl.vlm.episodes.episodes import Table as Slots
+    from genrl.vlm.episodes.evaluate import FILMED, figures_of, judge
+    from genrl.vlm.episodes.opening import settings_of
     from genrl.vlm.policies.folder import load_trained
     from genrl.vlm.policies.policy import Policy
 

@@ -40,7 +40,7 @@ def definitions(methods: tuple[type[Method], ...] = ()) -> dict[str, Any]:
     for method in methods:
         ref = refs[method, "validation"]
         for union in _unions(found, set(built_in(method.kind))):
-            union["oneOf"].append(ref)
+            union["oneOf" if "oneOf" in union else "anyOf"].append(ref)
             union["discriminator"]["mapping"][method.model_fields["algorithm"].default] = ref["$ref"]
     return found
 
@@ -101,12 +101,19 @@ def schema_of(data: Any) -> Schema:
 
 def tag_of(section: Schema) -> str | None:
     """The key that says which of several kinds a section is, such as trainer.algorithm; None where there is one."""
-    name: str | None = section.get("discriminator", {}).get("propertyName")
+    name: str | None = _union(section).get("discriminator", {}).get("propertyName")
     return name
 
 
+def _union(section: Schema) -> Schema:
+    """Of a section that may be null, or that may not be written whole, what it is else."""
+    if "discriminator" in section:
+        return section
+    return next((kind for kind in section.get("anyOf", ()) if "discriminator" in kind), section)
+
+
 def _tags(section: Schema) -> Mapping[str, str]:
-    found = section.get("discriminator")
+    found = _union(section).get("discriminator")
     tags: Mapping[str, str] = found.get("mapping", {}) if isinstance(found, Mapping) else {}
     return tags
 
@@ -124,7 +131,8 @@ def branches(node: Schema, value: Any = None) -> list[Schema]:
     tag = tag_of(node)
     named = value.get(tag) if isinstance(value, Mapping) else None
     if tag is not None:
-        found = [branch for branch in found if branch["properties"][tag].get("const") == named] or found
+        kinds = [(branch, branch.get("properties", {}).get(tag, {})) for branch in found]
+        found = [branch for branch, kind in kinds if named is not None and kind.get("const") == named] or found
     return [inner for branch in found for inner in branches(branch, value)]
 
 

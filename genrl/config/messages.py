@@ -172,10 +172,12 @@ def allowed(node: Schema | None) -> str:
     """What a value of this schema may be, in words."""
     if node is None:
         return "nothing"
-    if (key := tag_of(node)) is not None:
-        return f"a section with {key}: {' or '.join(sorted(tag_values(node)))}"
-    if "anyOf" in node or "oneOf" in node:
-        return " or ".join(dict.fromkeys(allowed(branch) for branch in branches(node)))
+    kinds: list[Schema] = node.get("anyOf", node.get("oneOf", []))
+    if "discriminator" in node:
+        alone = "a name, or " if any("enum" in kind for kind in kinds) else ""
+        return f"{alone}a section with {tag_of(node)}: {' or '.join(sorted(tag_values(node)))}"
+    if kinds:
+        return " or ".join(dict.fromkeys(map(allowed, kinds)))
     if "enum" in node or "const" in node:
         names = node.get("enum", [node.get("const")])
         return f"one of {', '.join(map(str, names))}" if len(names) > 1 else str(names[0])

@@ -49,12 +49,14 @@ def markdown() -> str:
     lines = [HEAD.rstrip("\n")]
     for root, title in TITLES.items():
         lines += ["", f"# {title}", "", " ".join((ROOTS[root].__doc__ or "").split())]
-        _section(ROOTS[root], "", lines)
+        _section(ROOTS[root], "", lines, {})
     return "\n".join(lines) + "\n"
 
 
-def _section(section: type[BaseModel], name: str, lines: list[str]) -> None:
-    """A heading, the section's meaning, a table of its own keys, then its subsections."""
+def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[type[BaseModel], str]) -> None:
+    """A heading, the section's meaning, a table of its own keys, then its subsections, but for those that are `known`
+    from an earlier heading."""
+    known[section] = name
     if name:
         lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split())]
     lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
@@ -63,17 +65,23 @@ def _section(section: type[BaseModel], name: str, lines: list[str]) -> None:
         inner = _models(field.annotation)
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
         meaning = " ".join((field.description or "").replace("|", "/").split())  # a row of a table is a line
-        lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |")
+        names = [
+            known[model] if len(inner) == 1 else known[model].rpartition(" (")[0] for model in inner if model in known
+        ]
+        told = ", ".join(dict.fromkeys(f"`{name}`" for name in names))
+        kind = _type(field.annotation) + (f" as in {told}" if told else "")
+        lines.append(f"| `{key}` | {kind} | {default} | {meaning} |")
         prefix = f"{name}.{key}" if name else key
         below += [(m, f"{prefix} ({_kind(m)})" if len(inner) > 1 else prefix) for m in inner]
     for model, prefix in below:
-        _section(model, prefix, lines)
+        if model not in known:
+            _section(model, prefix, lines, known)
 
 
 def _kind(section: type[BaseModel]) -> str:
     """What tells a section from the others that may stand in its place."""
     fields = section.model_fields
-    return str(next(fields[key].default for key in ("algorithm", "kind") if key in fields))
+    return str(get_args(next(fields[key].annotation for key in ("algorithm", "kind", "name") if key in fields))[0])
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

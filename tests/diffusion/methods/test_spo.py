@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from genrl.config.candidates import candidate_plan
+from genrl.diffusion.replay import replay
 from torch import Tensor
 
 from genrl.config import Config, ConfigError, check_files, load
 from genrl.config import dump as to_yaml
-from genrl.config.candidates import candidate_plan
 from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.methods.spo.train import Found, Pairs, chosen_rows, compare, crawl, pair_of
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
-from genrl.diffusion.policy.weights import Weights
-from genrl.diffusion.replay import replay
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import train
 from genrl.mdp.gaussian import sample
 from genrl.mdp.noise import keyed_noise
@@ -198,7 +198,7 @@ def by_hand(config: Config, iteration: Iteration) -> tuple[dict[str, Tensor], fl
     """Gradient and loss of an iteration by autograd, from a model loaded afresh and the paper's formulas."""
     pipe = DiffusionPipeline.from_pretrained(config.model.path)
     pipe.unet.eval().requires_grad_(False)
-    named = Weights({"unet": pipe.unet}, config.model.lora).named
+    named = trainable({"unet": pipe.unet}, config.model.lora).named
     with torch.no_grad():
         for key, p in named.items():
             p.copy_(iteration.weights[key])

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from genrl.vla.session import Session, check_on_policy
 from torch import Tensor, nn
 
-from genrl.config.vla import PPO
 from genrl.mdp import ddpm
+from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.scores import Decisions, actor_loss, at_level, decisions, filtered, score
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Diffusion, LearnedNoise, Sampler
-from genrl.vla.session import Session, check_on_policy
 from tests.vla import vla_runs
 
 SAMPLERS: dict[str, dict[str, Any]] = {
