@@ -89,18 +89,19 @@ class Words:
 Behaviour = Callable[[Batch, int], Tensor]
 """(observation of B tables, number of the decision) -> chunks float32 [B, H, A] in the robot's units."""
 
+Loss = Callable[[Any, Acting, Recorded], dict[str, Tensor]]
 Step = Callable[[Recorded], Mapping[str, Tensor]]
 """Takes what a loss is made of: loss, gradients, clipping and an optimiser step. Returns what the loss found."""
 
 
-def stepper(
-    run: VLARun, settings: Any, loss: Callable[[Any, Acting, Recorded], dict[str, Tensor]], acting: Acting
-) -> Step:
-    """An optimiser step of a run's own optimiser on the policy, by the method's loss."""
+def stepper(run: VLARun, settings: Any, loss: Loss, sampler: Sampler | None = None) -> Step:
+    """An optimiser step of a run's own optimiser on the policy, by the method's loss. sampler: None = that of the
+    running iteration."""
     loop = run.loop
 
     def step(recorded: Recorded) -> Mapping[str, Tensor]:
         loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
+        acting = run.acting if sampler is None else Acting(run.policy, sampler)
         results = loss(settings, acting, recorded)
         loop.backward(settings, results, recorded)
         loop.step(["policy"])

@@ -264,6 +264,7 @@ def train(run: VLARun, settings: FISOR) -> None:
 
     run.judge = evaluate
     shown = {f"data/{name.removeprefix('eval/')}": value for name, value in judged(data).items()}
+    step_actor = stepper(run, settings, loss, sampler)
     for iteration in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
         figures = Figures()
@@ -276,7 +277,7 @@ def train(run: VLARun, settings: FISOR) -> None:
                     sampler,
                     settings,
                     critics,
-                    stepper(run, settings, loss, Acting(actor, sampler)),
+                    step_actor,
                     seed=config.seed,
                     step=number,
                 )

@@ -227,7 +227,7 @@ def train(run: VLARun, settings: RL100) -> None:
         shown = demonstrated(config, policy, settings.critics.gamma)
         store.data = {} if shown is None else {"transitions": shown}
         store.ready = True
-    step = stepper(run, settings, loss, run.acting)
+    step = stepper(run, settings, loss)
     for iteration in loop.iterations():
         if iteration < settings.rounds:
             row = offline_round(run, settings, store, critics, step, iteration)

@@ -202,7 +202,7 @@ def train(run: VLARun, settings: RLVLMF) -> None:
     nothing = torch.zeros_like(advantage)
     weight = iql.advantage_weights(advantage, nothing, temperature=temperature, largest=LARGEST_WEIGHT)
     alpha_bars = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20))
-    step = stepper(run, settings, loss, Acting(policy, None))
+    step = stepper(run, settings, loss)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
         figures = Figures()
