@@ -202,7 +202,7 @@ def test_branchgrpo_trees(golden) -> None:
     for tag in tags:
         plan = branchgrpo_plan(a, tag)
         tree = grow(plan)
-        a.check(f"{tag}_sigmas", schedules.linspace_grid(plan.steps, 3.0), rtol=0, atol=2e-7)
+        a.check(f"{tag}_sigmas", shifted_grid(plan.steps, 3.0), rtol=0, atol=2e-7)
         a.check(f"{tag}_parent", tree.parent)
         a.check(f"{tag}_depth", tree.depth)
         a.check(f"{tag}_edge_step", tree.depth - 1)
@@ -404,7 +404,7 @@ def test_mixgrpo(golden) -> None:
     for tag in a.tags(r"(post\d+)_sigmas"):
         steps, start, size, cap, ratio, shift = a.given(f"{tag}_T_start_w_cap_ratio_shift").tolist()
         steps, start, size, cap = int(steps), int(start), int(size), int(cap)
-        grid = schedules.linspace_grid(steps, shift)
+        grid = shifted_grid(steps, shift)
         last = min(start + size, cap)
         a.check(f"{tag}_sde_and_prefix_steps", last)
         points = int(max((steps - last) * ratio, 1))  # released: points of the tail, not steps

@@ -25,7 +25,6 @@ from genrl.mdp.kernels import Scalar, Transition
 Velocity = Callable[[Tensor, Tensor], Tensor]
 Selection = Literal["all", "random_per_env", "random_per_batch", "last"]
 Level = Literal["chunk", "action", "element"]
-NoiseSchedule = Literal["vp", "lin", "const"]
 
 
 class Chain(NamedTuple):
@@ -34,15 +33,6 @@ class Chain(NamedTuple):
     states: Tensor
     means: Tensor
     stds: Tensor
-
-
-class ChainStep(NamedTuple):
-    """One transition per row, at its own step: state and next_state [B, ...], sigma and sigma_next [B]."""
-
-    state: Tensor
-    next_state: Tensor
-    sigma: Tensor
-    sigma_next: Tensor
 
 
 def noise_at_zero(velocity: Velocity) -> Velocity:
@@ -71,21 +61,6 @@ def bounded_std(raw: Tensor, low: float, high: float) -> Tensor:
         raise ValueError(f"the bounds of a std must satisfy 0 < low <= high, got {low} and {high}")
     lowest, highest = 2.0 * math.log(low), 2.0 * math.log(high)
     return torch.exp(0.5 * (lowest + (highest - lowest) * (torch.tanh(raw) + 1.0) / 2.0))
-
-
-def scheduled_std(sigma: Tensor, kind: NoiseSchedule, *, low: float) -> Tensor:
-    """ReinFlow's std for steps that its noise head does not set, shape of sigma: time = 1 - sigma.
-
-    "vp" sqrt(.2 time (1 - time)), "lin" .1 time, "const" `low` (its choice for the steps before the trained ones).
-    """
-    time = 1.0 - sigma
-    if kind == "vp":
-        return (0.2 * time * (1.0 - time)).sqrt()
-    if kind == "lin":
-        return 0.1 * time
-    if kind == "const":
-        return torch.full_like(sigma, low)
-    raise ValueError(f"kind must be 'vp', 'lin' or 'const', got {kind!r}")
 
 
 def annealed(start: float, end: float, steps: int, at: int) -> float:
@@ -158,12 +133,6 @@ def sample_chain(
         means.append(step.mean)
         stds.append(step.std)
     return Chain(torch.stack(states, 1), torch.stack(means, 1), torch.stack(stds, 1))
-
-
-def step_of_chain(states: Tensor, sigmas: Tensor, index: Tensor) -> ChainStep:
-    """Transition `index` [B] of each row of states [B, K + 1, ...] on the grid sigmas [K + 1]: what is replayed."""
-    rows = torch.arange(states.shape[0], device=states.device)
-    return ChainStep(states[rows, index], states[rows, index + 1], sigmas[index], sigmas[index + 1])
 
 
 def element_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:

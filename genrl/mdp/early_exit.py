@@ -50,8 +50,3 @@ def shortcut_sigmas(sigmas: Tensor, exit_step: int, steps: int) -> Tensor:
             f"{'no shortcut' if exit_step == length else 'a shortcut of at least one step'}, got {steps} steps"
         )
     return torch.linspace(1.0, 0.0, steps + 1, dtype=sigmas.dtype, device=sigmas.device) * sigmas[exit_step]
-
-
-def model_calls(num_steps: int, exit_step: int, shortcut: int) -> int:
-    """Model evaluations per picture: `exit_step + shortcut`, or num_steps where nothing is left out."""
-    return num_steps if exit_step == num_steps else exit_step + shortcut

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.mdp.gaussian import Reduction, compute_dtype, per_sample, reduce_elements
+from genrl.mdp.gaussian import compute_dtype, per_sample
 
 Scalar = Tensor | float
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
@@ -151,16 +151,6 @@ def ddim(
     direction = (1.0 - ab_next - std**2).clamp(min=0.0).sqrt()
     mean = per_sample(ab_next.sqrt(), x, dtype) * clean + per_sample(direction, x, dtype) * noise_hat
     return Transition(mean, _std_column(std, x, dtype))
-
-
-def cps_log_prob(x: Tensor, mean: Tensor, reduction: Reduction = "mean") -> Tensor:
-    """`-(x - mean)^2` reduced to [B]: what the released CPS trainers use in place of a log-density (x detached).
-
-    Not a likelihood: variance and constants are dropped, so the log-ratio is 2 s^2 times too small, by a factor that
-    changes from step to step, and clip ranges do not compare with `gaussian.log_prob`'s.
-    """
-    dtype = compute_dtype(x, mean)
-    return reduce_elements(-((x.detach().to(dtype) - mean.to(dtype)) ** 2), reduction)
 
 
 def _euler_maruyama(x: Tensor, velocity: Tensor, t: Tensor, t_next: Tensor, b: Tensor) -> Transition:

@@ -123,12 +123,6 @@ class SamplingPlan:
         return sum(self.nodes[:-1])
 
     @property
-    def copied_calls(self) -> int:
-        """Model calls where a node is copied before its split and each copy is evaluated (the released code)."""
-        nodes = self.nodes
-        return sum(nodes[step + 1] if ways > 1 else nodes[step] for step, ways in enumerate(self.branching))
-
-    @property
     def independent_calls(self) -> int:
         """Model calls of independent rollouts, of the whole schedule, with as many leaves."""
         return self.leaves * self.full_steps
@@ -176,12 +170,13 @@ def make_plan(
 
 
 def caterpillar(steps: int, *, noise: Mapping[int, float], first: int, candidates: int) -> SamplingPlan:
-    """SPO's tree (arXiv 2406.04314): from step `first` on, `candidates` next states, of which a random one goes on.
+    """SPO's tree (arXiv 2406.04314): each stochastic step from `first` on has `candidates` next states, of which a
+    random one goes on.
 
-    Every candidate is evaluated (the step-aware scorer judges its prediction), so the calls are
+    All candidates but finished ones are evaluated, whether the last step is stochastic or not: the calls are
     `first + 1 + candidates (steps - first - 1)`.
     """
-    splits = dict.fromkeys(range(first, steps), candidates)
+    splits = dict.fromkeys((step for step in noise if step >= first), candidates)
     return replace(make_plan(steps, noise=noise, splits=splits), continue_one=True)
 
 
@@ -205,18 +200,6 @@ def compress_tail(plan: SamplingPlan, ratio: float) -> SamplingPlan:
         noise_levels=plan.noise_levels[:kept] + (None,) * steps,
         tail=Tail(steps, replaces),
     )
-
-
-def uniform_splits(count: int, steps: int) -> tuple[int, ...]:
-    """`count` split steps spread evenly over the schedule from step 0: floor(k steps / count) (BranchGRPO's code)."""
-    return tuple(k * steps // count for k in range(count))
-
-
-def repeated_windows(size: int, stride: int, steps: int) -> tuple[int, ...]:
-    """Steps i with i mod stride < size: windows that begin at every multiple of `stride` (BranchGRPO-Mix's code)."""
-    if not 1 <= size <= stride:
-        raise ValueError(f"size: a window of {size} steps every {stride} is not a window; use 1 .. {stride}")
-    return tuple(step for step in range(steps) if step % stride < size)
 
 
 def unpruned_steps(trained: Collection[int], depths: Collection[int]) -> tuple[int, ...]:

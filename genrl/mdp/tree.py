@@ -86,11 +86,6 @@ class Tree:
         first = int(self.first_child[node])
         return range(first, first + int(self.num_children[node]))
 
-    def leaves_below(self, node: int) -> range:
-        """Slots of the leaves below the edge into `node`."""
-        first = int(self.first_leaf[node])
-        return range(first, first + int(self.num_leaves[node]))
-
     def path(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""
         found = [node]

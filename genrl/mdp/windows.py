@@ -23,7 +23,7 @@ def moving_window(
     """`size` steps inside [low, high) that move down the schedule: MixGRPO's windows (arXiv 2507.21802, section 3).
 
     Starts are low, low + stride, ... and, last, high - size, so that every window is full and every step is reached.
-    A window that starts at step l stays for hold(l) iterations (`constant_hold`, `linear_hold`, `exponential_hold`);
+    A window that starts at step l stays for hold(l) iterations (`constant_hold`, `exponential_hold`);
     after the last one it stays there (the paper), or begins anew with `wrap`. stride 0 never moves.
     A pure function of its arguments, for any iteration >= 0. Raises ValueError where the window does not fit.
     """
@@ -50,12 +50,6 @@ def start_at(starts: Sequence[int], hold: Callable[[int], int], iteration: int, 
 def constant_hold(start: int, *, every: int) -> int:
     """tau iterations at every start: MixGRPO's default."""
     return every
-
-
-def linear_hold(start: int, *, longest: int, shortest: int, steps: int) -> int:
-    """`max(shortest, floor(longest (1 - p) + shortest p))`, p = start / steps: MixGRPO's linear decay (code)."""
-    share = start / steps
-    return max(shortest, int(longest * (1.0 - share) + shortest * share))
 
 
 def exponential_hold(start: int, *, every: int, rate: float = 0.1, threshold: int = 13) -> int:

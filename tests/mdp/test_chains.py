@@ -44,11 +44,9 @@ def test_replaying_the_drawn_step_gives_ratio_one(selection) -> None:
     index = noisy.int().argmax(1)
     rows = torch.arange(16)
     recorded = chains.element_log_prob(chain.states[rows, index + 1], chain.means[rows, index], chain.stds[rows, index])
-    at = chains.step_of_chain(chain.states, sigmas, index)
-    step = kernels.flow_sde(
-        at.state, velocity(at.state, at.sigma), at.sigma, at.sigma_next, noise_level=level, sigma_max=sigmas[1]
-    )
-    replayed = chains.element_log_prob(at.next_state, step.mean, step.std)
+    x, at = chain.states[rows, index], (sigmas[index], sigmas[index + 1])
+    step = kernels.flow_sde(x, velocity(x, at[0]), *at, noise_level=level, sigma_max=sigmas[1])
+    replayed = chains.element_log_prob(chain.states[rows, index + 1], step.mean, step.std)
     assert torch.equal(recorded, replayed)
     quiet = chain.stds[:, :, 0, 0] == 0
     assert torch.equal(quiet, ~noisy)
@@ -243,7 +241,6 @@ def test_entropy_is_that_of_the_normal() -> None:
         (lambda: chains.annealed(1.0, 0.0, 0, 1), "at least one step"),
         (lambda: chains.executed(torch.zeros(1, 2, 2), 3, 1), "cannot execute"),
         (lambda: chains.aggregate(torch.zeros(1, 2, 2), "token", "sum"), "level must be"),
-        (lambda: chains.scheduled_std(torch.ones(1), "cosine", low=0.1), "kind must be"),
     ],
 )
 def test_what_cannot_be_is_refused(call, message) -> None:

@@ -44,7 +44,7 @@ def test_golden_times(golden) -> None:
             else:
                 check(name, grid[noise_levels.stratified_steps(count, int(found[1] == "_wo_init"), last, source())])
     times = {name for name in data.files if re.match("out_ff_(discrete|logit_normal|uniform)", name)}
-    assert compared == times and len(times) > 5
+    assert times and compared == times
 
 
 @given(st.integers(1, 20), st.integers(0, 999))

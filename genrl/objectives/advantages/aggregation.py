@@ -77,35 +77,3 @@ def log_tame_advantages(
     if variant == "released":
         return tamed.nan_to_num(nan=0.0)
     raise ValueError(f"variant must be 'paper' or 'released', got {variant!r}")
-
-
-def sum_of_advantages(
-    rewards: Sequence[Tensor], weights: Sequence[float], group: Tensor, *, scale: Scale, eps: float = 1e-6
-) -> Tensor:
-    """`sum_k w_k A_k`, each reward normalised by itself (`max(std, eps)`): PaCo-RL's weighted advantage sum.
-
-    GDPO without its last whitening: rewards of any scale take part by their weights.
-    """
-    parts = complete_rewards(rewards, weights)
-    total = torch.zeros_like(parts[0])
-    for part, weight in zip(parts, weights, strict=True):
-        total += weight * group_advantages(part, group, scale=scale, eps=eps, eps_mode="floor")
-    return total
-
-
-def geometric_mean(rewards: Sequence[Tensor]) -> Tensor:
-    """`(prod_k r_k)^(1/K)`: a sample must do well in every reward. Raises ValueError for a negative score."""
-    return _not_negative(rewards).log().mean(dim=0).exp()
-
-
-def harmonic_mean(rewards: Sequence[Tensor]) -> Tensor:
-    """`K / sum_k (1 / r_k)`: nearly the worst reward alone. Raises ValueError for a negative score."""
-    return _not_negative(rewards).reciprocal().mean(dim=0).reciprocal()
-
-
-def _not_negative(rewards: Sequence[Tensor]) -> Tensor:
-    parts = torch.stack(complete_rewards(rewards, [1.0] * len(rewards)))
-    if bool((parts < 0).any()):
-        worst = int(parts.nan_to_num(nan=0.0).min(dim=1).values.argmin())
-        raise ValueError(f"this mean needs scores of 0 or more; reward {worst} has negative ones")
-    return parts

@@ -70,13 +70,6 @@ def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
     )
 
 
-def best_of_group(rewards: Tensor, group: Tensor) -> Tensor:
-    """1 for every sample that reaches its group's maximum, else 0 ("sft" mode of Flow-GRPO's tracker)."""
-    values, index, scored = _checked(rewards, group)
-    _, highest = _range(values, index, scored)
-    return (scored & (values == highest[index])).double()
-
-
 def best_and_worst(rewards: Tensor, group: Tensor, *, pair_in_ties: bool = False) -> Tensor:
     """+1 for the first maximum of a group, -1 for its first minimum, else 0 ("dpo" mode of Flow-GRPO's tracker).
 
@@ -112,47 +105,6 @@ def gdpo_advantages(rewards: Sequence[Tensor], weights: Sequence[float], group: 
         total += weight * group_advantages(part, group, scale="group", eps=eps, eps_mode="floor")
     total[torch.stack(parts).isnan().all(0)] = torch.nan
     return group_advantages(total, torch.zeros_like(group), scale="group", eps=eps, eps_mode="floor")
-
-
-def aggregated_advantages(
-    rewards: Sequence[Tensor],
-    weights: Sequence[float],
-    group: Tensor,
-    *,
-    trim_ratio: float = 0.0,
-    eps: float = 1e-8,
-) -> Tensor:
-    """`sum_k w_k / (sum w) (r_k - mean_g) / (std_g + eps)`, sample std: MixGRPO's aggregation (arXiv 2507.21802, code).
-
-    trim_ratio t leaves the lowest floor(t K) scores of a group of K out of its mean and std; they keep an advantage.
-    """
-    parts = complete_rewards(rewards, weights)
-    result = torch.zeros_like(parts[0])
-    for part, weight in zip(parts, weights, strict=True):
-        values, index, scored = _checked(part, group)
-        kept = scored & ~_lowest(values, index, scored, trim_ratio)
-        mean, std = _moments(values, index, kept, ddof=1)
-        centred = torch.where(_informative(values, index, kept)[1][index] & scored, values - mean[index], 0.0)
-        result += weight / sum(weights) * centred / (std[index] + eps)
-    return result
-
-
-def group_ranks(rewards: Tensor, group: Tensor, *, ties_by_position: bool = False) -> Tensor:
-    """Rank of each score in its group, 0 (worst) to 1 (best), to feed to `group_advantages`: PaCo-RL's rank GRPO.
-
-    Equal scores share their mean rank, so a group without spread stays without. ties_by_position ranks them in order
-    of appearance as the released code does, which prefers the later sample for no reason. NaN stays NaN.
-    """
-    values, index, scored = _checked(rewards, group)
-    peers = (index[:, None] == index[None, :]) & scored[:, None] & scored[None, :]
-    below = (peers & (values[None, :] < values[:, None])).sum(1)
-    equal = peers & (values[None, :] == values[:, None])
-    if ties_by_position:
-        position = torch.arange(values.numel(), device=values.device)
-        rank = below + (equal & (position[None, :] < position[:, None])).sum(1)
-    else:
-        rank = below + (equal.sum(1) - 1) / 2.0
-    return torch.where(scored, rank.double() / (peers.sum(1) - 1).clamp(min=1), torch.nan)
 
 
 def _checked(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,16 +164,6 @@ def _informative(values: Tensor, index: Tensor, kept: Tensor) -> tuple[Tensor, T
     low, high = _range(values, index, kept)
     groups = high > low
     return groups[index] & kept, groups
-
-
-def _lowest(values: Tensor, index: Tensor, scored: Tensor, ratio: float) -> Tensor:
-    """Mask of the lowest floor(ratio K) scored samples of each group."""
-    chosen = torch.zeros_like(scored)
-    for slot in range(int(index.max()) + 1):
-        members = ((index == slot) & scored).nonzero()[:, 0]
-        drop = int(ratio * members.numel())
-        chosen[members[values[members].argsort(stable=True)[:drop]]] = True
-    return chosen
 
 
 def _regularised(std: Tensor, eps: float, eps_mode: Literal["add", "floor"]) -> Tensor:

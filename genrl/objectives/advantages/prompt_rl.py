@@ -48,15 +48,9 @@ def joint_rewards(
 def tagged_rewards(rewards: Sequence[Tensor], tags: Tensor) -> Tensor:
     """Each sample's reward by its tag, [N] from K rewards [N] and tags int64 [N] in 0 .. K - 1.
 
-    Rewards of different scales share a run without weights: normalise within `tagged_groups`.
+    Rewards of different scales share a run without weights where each group has one tag.
     """
     return torch.stack(list(rewards))[tags, torch.arange(tags.numel(), device=tags.device)]
-
-
-def tagged_groups(group: Tensor, tags: Tensor) -> Tensor:
-    """Groups of one prompt slot and one tag, int64 [N]."""
-    inverse: Tensor = torch.unique(torch.stack([group, tags]), dim=1, return_inverse=True)[1]
-    return inverse
 
 
 def completion_mask(tokens: Tensor, end: int) -> Tensor:

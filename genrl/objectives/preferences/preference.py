@@ -95,25 +95,6 @@ def dpo_loss(
     return PreferenceOutput(-F.logsigmoid(logit), logit, (logit > 0).detach())
 
 
-def masked_token_log_prob(
-    logits: Tensor, labels: Tensor, *, first: int = 0, reduction: Literal["sum", "mean"] = "sum", ignore: int = -100
-) -> Tensor:
-    """Log-probability of the labelled tokens at positions >= first of each sequence, [B], in masked-token image models.
-
-    logits [B, L, V] at the very positions of labels [B, L] (nothing is shifted: such models predict in place); label
-    `ignore` = not counted. "mean" over the counted tokens (0 where there is none).
-    """
-    kept = labels[:, first:] != ignore
-    tokens = labels[:, first:].clamp(min=0)
-    log_probs = logits[:, first:].log_softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
-    total = torch.where(kept, log_probs, 0.0).sum(dim=1)
-    if reduction == "sum":
-        return total
-    if reduction == "mean":
-        return total / kept.sum(dim=1).clamp(min=1)
-    raise ValueError(f"reduction must be 'sum' or 'mean', got {reduction!r}")
-
-
 def preference_pairs(rewards: Tensor, group: Tensor, *, ties: bool = False) -> Tensor:
     """All pairs of scored samples of one group, int64 [P, 3]: (a, b, h), a < b, h = +1 where a is better, -1 where b.
 

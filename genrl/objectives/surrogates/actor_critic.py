@@ -87,22 +87,6 @@ def value_loss(
     return torch.maximum(plain, _half_square(returns - near, huber_delta))
 
 
-def episode_weighted_mean(elements: Tensor, valid: Tensor, length: Tensor, longest: int) -> Tensor:
-    """Mean over *all* slots of `x valid longest / length`: every episode weighs the same, whatever its length. [].
-
-    length: number of valid steps of the episode a slot belongs to; longest: the time limit (pi_RL, with a loss mask).
-    elements [B, ...]; valid and length broadcastable to it.
-    """
-    weight = torch.where(valid.bool(), longest / length.to(elements.dtype).clamp(min=1.0), 0.0)
-    return (torch.where(valid.bool(), elements, 0.0) * weight).mean()
-
-
-def masked_mean(elements: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid elements, [] (0 where none is): elements and valid of one shape, or broadcastable."""
-    mask = valid.bool().expand(elements.shape)
-    return torch.where(mask, elements, 0.0).sum() / mask.sum().clamp(min=1)
-
-
 def approximate_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """`r - 1 - ln r`, r = pi / pi_old, elementwise: never negative, its mean under pi_old is KL(pi_old || pi).
 
@@ -127,11 +111,6 @@ def denoising_clip(index: Tensor, steps: int, *, clip: float, base: float, rate:
         return torch.full(index.shape, clip, dtype=torch.float64)
     place = index.double() / (steps - 1)
     return base + (clip - base) * torch.expm1(rate * place) / math.expm1(rate)
-
-
-def quantile_clip(advantages: Tensor, low: float, high: float) -> Tensor:
-    """Advantages clamped to their own quantiles: DPPO's guard against outliers (0 and 1 change nothing)."""
-    return advantages.clamp(advantages.quantile(low), advantages.quantile(high))
 
 
 def _half_square(error: Tensor, huber_delta: float | None) -> Tensor:

@@ -19,8 +19,3 @@ def linear_bound_loss(elbo: Tensor, old_elbo: Tensor, advantage: Tensor) -> Tens
     difference = elbo - old_elbo.detach()
     weight = advantage.detach().to(elbo.dtype)[:, None]
     return -(weight * torch.where(weight >= 0, 1.0 + difference, difference.exp())).mean(dim=1)
-
-
-def exact_loss(elbo: Tensor, old_elbo: Tensor, advantage: Tensor) -> Tensor:
-    """`-A exp(mean_j d_j)`, [B]: the objective that `linear_bound_loss` bounds. Needs all M forwards at once."""
-    return -advantage.detach().to(elbo.dtype) * (elbo - old_elbo.detach()).mean(dim=1).exp()

@@ -172,20 +172,6 @@ def whitened(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     return centred / ((centred**2).sum() / count + eps).sqrt()
 
 
-def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Whitened returns of token rewards, [N, T]: REINFORCE++ (arXiv 2501.03262), no groups."""
-    return whitened(token_returns(token_rewards, mask, gamma=gamma), mask)
-
-
-def reinforce_plus_plus_baseline(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """Reward minus its group's mean, on every token, whitened over the batch: REINFORCE++-baseline, [N, T].
-
-    LMM-R1's estimator: no group's std, so that hard and easy prompts keep their weight.
-    """
-    centred = group_advantages(rewards, group, scale="none")
-    return whitened(centred[:, None].expand(mask.shape), mask)
-
-
 def sigma_filtered(scores: Tensor, *, limit: float = 3.0) -> Tensor:
     """z-scores, those of |z| > limit set to 0: StableReinforce's filter (arXiv 2505.02835), elementwise."""
     return torch.where(scores.abs() > limit, torch.zeros_like(scores), scores)
