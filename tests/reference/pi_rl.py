@@ -28,3 +28,8 @@ def episode_weighted_mean(elements: Tensor, valid: Tensor, length: Tensor, longe
     """
     weight = torch.where(valid.bool(), longest / length.to(elements.dtype).clamp(min=1.0), 0.0)
     return (torch.where(valid.bool(), elements, 0.0) * weight).mean()
+
+
+def masked_mean(elements: Tensor, valid: Tensor) -> Tensor:
+    """Mean over the valid elements, []: elements and valid of one shape, or broadcastable."""
+    return elements[valid.bool().expand(elements.shape)].mean()
