@@ -1,8 +1,9 @@
-"""Reading the golden files that have a manifest: their cases and the error measures."""
+"""Reading the golden files: cases of those that have a manifest, arrays of those that have none, and error measures."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,3 +77,37 @@ def check_all(
     assert checked > 0
     print({name: f"{value:.2g}" for name, value in worst.items()}, f"{checked} checked")
     return worst
+
+
+class Arrays:
+    """The arrays of one file without a manifest, and which of them have been used."""
+
+    def __init__(self, data: np.lib.npyio.NpzFile) -> None:
+        self.data, self.used = data, set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.data
+
+    def given(self, name: str) -> Tensor:
+        self.used.add(name)
+        return torch.from_numpy(np.array(self.data[name]))
+
+    def text(self, name: str) -> str:
+        self.used.add(name)
+        return str(self.data[name])
+
+    def check(self, name: str, got: object, rtol: float = 1e-9, atol: float = 1e-10) -> None:
+        want = self.given(name)
+        value = got if isinstance(got, Tensor) else torch.from_numpy(np.array(got))
+        assert value.shape == want.shape, f"{name}: shape {list(value.shape)} instead of {list(want.shape)}"
+        if not want.is_floating_point():
+            assert torch.equal(value.to(want.dtype), want), f"{name}: {value} instead of {want}"
+            return
+        torch.testing.assert_close(value.double(), want.double(), rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
+
+    def tags(self, pattern: str) -> Iterator[str]:
+        """First groups of the names that match, each once."""
+        yield from dict.fromkeys(m[1] for name in self.data.files if (m := re.fullmatch(pattern, name)))
+
+    def all_used(self) -> None:
+        assert self.used == set(self.data.files), sorted(set(self.data.files) - self.used)

@@ -9,24 +9,19 @@ from torch import Tensor
 
 
 def exact_loss(elbo: Tensor, old_elbo: Tensor, advantage: Tensor) -> Tensor:
-    """`-A exp(mean_j d_j)`, [B]: the objective that `linear_bound_loss` bounds. Needs all M forwards at once."""
+    """`-A exp(mean_j d_j)`, [B]: the objective that `masked_diffusion.linear_bound_loss` bounds (BGPO)."""
     return -advantage.detach().to(elbo.dtype) * (elbo - old_elbo.detach()).mean(dim=1).exp()
 
 
 def masked_token_log_prob(
-    logits: Tensor, labels: Tensor, *, first: int = 0, reduction: Literal["sum", "mean"] = "sum", ignore: int = -100
+    logits: Tensor, labels: Tensor, *, first: int, reduction: Literal["sum", "mean"], ignore: int = -100
 ) -> Tensor:
     """Log-probability of the labelled tokens at positions >= first of each sequence, [B], in masked-token image models.
 
     logits [B, L, V] at the very positions of labels [B, L] (nothing is shifted: such models predict in place); label
-    `ignore` = not counted. "mean" over the counted tokens (0 where there is none).
+    `ignore` = not counted. "mean" over the counted tokens.
     """
     kept = labels[:, first:] != ignore
-    tokens = labels[:, first:].clamp(min=0)
-    log_probs = logits[:, first:].log_softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
+    log_probs = logits[:, first:].log_softmax(dim=-1).gather(-1, labels[:, first:].clamp(min=0)[..., None])[..., 0]
     total = torch.where(kept, log_probs, 0.0).sum(dim=1)
-    if reduction == "sum":
-        return total
-    if reduction == "mean":
-        return total / kept.sum(dim=1).clamp(min=1)
-    raise ValueError(f"reduction must be 'sum' or 'mean', got {reduction!r}")
+    return total if reduction == "sum" else total / kept.sum(dim=1)
