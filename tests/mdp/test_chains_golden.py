@@ -215,31 +215,37 @@ def check_evaluation_chain(case: Case, grid: ddpm.DenoisingGrid) -> Errors:
     return result | {"evaluation actions": (error(last, case["actions"]), DPPO_MEAN)}
 
 
+def check_schedule(case: Case, alpha_bars: Tensor) -> Errors:
+    """Betas, posterior variance and the posterior's weights of the clean action and of the state, by timestep."""
+    full = ddpm.ddpm_grid(alpha_bars)
+    one, index = torch.ones(case.params["K"], 1, dtype=torch.float64), torch.arange(case.params["K"])
+    posterior = partial(
+        kernels.ddim,
+        alpha_bar=full.alpha_bar.flip(0),
+        alpha_bar_next=full.alpha_bar_next.flip(0),
+        eta=1.0,
+        prediction_type="sample",
+        recompute_noise=True,
+    )
+    variance = posterior(one, one).std[:, 0] ** 2
+    assert torch.equal(full.timesteps.flip(0), index)
+    return {
+        "betas": (error(1 - (full.alpha_bar / full.alpha_bar_next).flip(0), case["betas"]), 1e-6),
+        "alpha_bar": (error(alpha_bars, case["alphas_cumprod"]), 1e-6),
+        "var": (error(variance, case["ddpm_var"]), 1e-6),
+        "logvar": (error(variance.clamp(min=1e-20).log(), case["ddpm_logvar_clipped"]), 1e-4),
+        "on_clean": (error(posterior(0 * one, one).mean[:, 0], case["mu_coef1"]), DPPO_MEAN),
+        "on_state": (error(posterior(one, 0 * one).mean[:, 0], case["mu_coef2"]), 1e-6),
+    }
+
+
 def test_dppo(golden) -> None:
     def check(case: Case) -> Errors:
         kind, options = case.params["kind"], case.params
         alpha_bars = ddpm.cosine_alpha_bars(options["K"])
         full = ddpm.ddpm_grid(alpha_bars)
         if kind == "schedule":
-            one, index = torch.ones(options["K"], 1, dtype=torch.float64), torch.arange(options["K"])
-            posterior = partial(
-                kernels.ddim,
-                alpha_bar=full.alpha_bar.flip(0),
-                alpha_bar_next=full.alpha_bar_next.flip(0),
-                eta=1.0,
-                prediction_type="sample",
-                recompute_noise=True,
-            )
-            variance = posterior(one, one).std[:, 0] ** 2
-            assert torch.equal(full.timesteps.flip(0), index)
-            return {
-                "betas": (error(1 - (full.alpha_bar / full.alpha_bar_next).flip(0), case["betas"]), 1e-6),
-                "alpha_bar": (error(alpha_bars, case["alphas_cumprod"]), 1e-6),
-                "var": (error(variance, case["ddpm_var"]), 1e-6),
-                "logvar": (error(variance.clamp(min=1e-20).log(), case["ddpm_logvar_clipped"]), 1e-4),
-                "on_clean": (error(posterior(0 * one, one).mean[:, 0], case["mu_coef1"]), DPPO_MEAN),
-                "on_state": (error(posterior(one, 0 * one).mean[:, 0], case["mu_coef2"]), 1e-6),
-            }
+            return check_schedule(case, alpha_bars)
         if kind == "ddpm_chain_deterministic":
             return check_evaluation_chain(case, full)
         grid = ddpm.ddim_grid(alpha_bars, options["ddim_steps"]) if kind == "ddim_chain" else full
