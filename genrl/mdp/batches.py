@@ -29,9 +29,10 @@ def prompt_indices(num_prompts: int, prompts_per_iteration: int, *, seed: int, i
 
 
 def shares(count: int, size: int, process: int, num_processes: int) -> Iterator[tuple[list[int], bool]]:
-    """(rows, whether they count) of this process: `count` rows in batches of `size`, dealt to the processes in turn.
+    """(rows, whether they count) of this process: `count` rows in batches of `size`, assigned to the processes in turn.
 
-    All processes get as many batches, since sharded models draw in step: one too many is the last again, to be dropped.
+    All processes get the same number of batches, since sharded models sample in lockstep; a surplus one repeats the
+    last and does not count.
     """
     cut = [list(range(first, min(first + size, count))) for first in range(0, count, size)]
     for k in range(process, -(-len(cut) // num_processes) * num_processes, num_processes):

@@ -1,7 +1,7 @@
 """The sampling plan of a rollout tree and what it costs, in closed form, before anything is run. No torch.
 
 A plan describes the rollouts of one prompt: from `roots` initial states, each node at depth i (a state x_i) gets
-`branching[i]` children, each drawn from the transition of step i. The children of one node share its model call. The
+`branching[i]` children, each sampled from the transition of step i. The children of one node share its model call. The
 systems of the field are plans (specs of the papers named):
 
 - independent chains (Flow-GRPO 2505.05470, DanceGRPO 2505.07818): G roots, branching 1, every step stochastic;
@@ -28,7 +28,7 @@ class Tail(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How the rollouts of one prompt are drawn. Raises ValueError, naming the field, for a plan that cannot be.
+    """How the rollouts of one prompt are sampled. Raises ValueError, naming the field, for a plan that cannot be.
 
     All counts are per prompt, and a model call is one evaluation of one state: guidance may double it.
     """
@@ -41,7 +41,7 @@ class SamplingPlan:
     """Noise level of step i, of its transition and of its log-probability alike; None = a deterministic step. (0 is for
     wan_sde, whose noise has no level.)"""
     continue_one: bool = False
-    """Of the candidates at a depth, one per root goes on (drawn uniformly); the others are ends."""
+    """Of the candidates at a depth, one per root continues (chosen uniformly); the others end there."""
     spread: float | None = None
     """Where a node branches: siblings' noises have correlation 1 / (1 + spread^2); None = independent."""
     tail: Tail | None = None
@@ -88,7 +88,7 @@ class SamplingPlan:
 
     @property
     def stochastic(self) -> tuple[int, ...]:
-        """Steps whose transitions are drawn, hence actions."""
+        """Steps whose transitions are sampled, hence actions."""
         return tuple(step for step, level in enumerate(self.noise_levels) if level is not None)
 
     @property

@@ -16,6 +16,7 @@ from genrl.mdp.windows import check_window, draw_start, geometric_start_probabil
 def shift(sigmas: Tensor, factor: float) -> Tensor:
     """`s u / (1 + (s - 1) u)`: the resolution shift of Stable Diffusion 3 (arXiv 2403.03206, eq. 23), s = factor > 0.
 
+    sigmas: any shape, in [0, 1]. Raises ValueError for a factor that is not positive.
     The dynamic shifts of FLUX and Qwen-Image are the same map: "exponential" has s = exp(mu), "linear" s = mu.
     """
     if factor <= 0:
@@ -37,8 +38,8 @@ def linspace_grid(steps: int) -> Tensor:
 def window_steps(size: int, low: int, high: int, *, seed: int, iteration: int) -> range:
     """The stochastic (trained) steps of one iteration: `size` consecutive ones inside [low, high).
 
-    Their start is uniform in low .. high - size. A pure function of its arguments: the same on every rank and for every
-    sample of a group, so that a group's advantages compare one exploration budget; never empty.
+    Their start is uniform in low .. high - size. A pure function of its arguments: the same on every process and for
+    every sample of a group, so that a group's advantages compare the same exploration; never empty.
     Source: the windows of MixGRPO (arXiv 2507.21802) and of Flow-GRPO-Fast (Flow-GRPO's repository).
     Raises ValueError unless 1 <= size <= high - low and low >= 0.
     """

@@ -234,8 +234,8 @@ def test_entropy_is_that_of_the_normal() -> None:
     "call, message",
     [
         (lambda: chains.noisy_steps("random_per_env", 2, 3), "pass a generator"),
-        (lambda: chains.noisy_steps("last", 2, 3, count=4), "cannot be drawn"),
-        (lambda: chains.noisy_steps("all", 2, 1, skip_last=True), "cannot be drawn"),
+        (lambda: chains.noisy_steps("last", 2, 3, count=4), "cannot be stochastic"),
+        (lambda: chains.noisy_steps("all", 2, 1, skip_last=True), "cannot be stochastic"),
         (lambda: chains.noisy_steps("some", 2, 1), "selection must be"),
         (lambda: chains.bounded_std(torch.zeros(1), 0.2, 0.1), "0 < low <= high"),
         (lambda: chains.annealed(1.0, 0.0, 0, 1), "at least one step"),

@@ -101,5 +101,5 @@ def test_no_draw_is_refused() -> None:
     source = torch.Generator()
     with pytest.raises(ValueError, match="at least one draw"):
         noise_levels.uniform_draws(0, source)
-    with pytest.raises(ValueError, match="no 2 steps can be drawn from 3 .. 1"):
+    with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
         noise_levels.stratified_steps(2, 3, 1, source)
