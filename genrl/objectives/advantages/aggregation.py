@@ -20,13 +20,13 @@ Threshold = Literal["mean", "median"] | float
 
 
 def coefficient_of_variation(reward: Tensor, *, eps: float = 1e-6) -> float:
-    """`h = std / (mean + eps)` over all scores of the iteration (population std): what log-tame compares."""
+    """`h = std / (mean + eps)` over all scores [N] of the iteration (population std): what log-tame compares."""
     scores = reward[~reward.isnan()].double()
     return float(scores.std(unbiased=False) / (scores.mean() + eps))
 
 
 def log_tame(rewards: Sequence[Tensor], weights: Sequence[float], *, threshold: Threshold = "mean") -> Tensor:
-    """`sum_k w_k t(r_k)`, t(r) = ln(1 + r) for a reward whose h is above the threshold, else r: aggregated *rewards*.
+    """`sum_k w_k t(r_k)`, t(r) = ln(1 + r) for a reward whose h exceeds the threshold, else r: one *reward*, [N].
 
     threshold: the mean or median of all h (with one reward, and for the median of equals, nothing is tamed), or a
     number. Raises ValueError where a reward to be tamed is -1 or less.
@@ -66,10 +66,10 @@ def log_tame_advantages(
     scale: Scale = "group",
     eps: float = 1e-6,
 ) -> Tensor:
-    """PaCo-GRPO's advantages under log-tame: of the tamed rewards, normalised in their group ("paper").
+    """PaCo-GRPO's advantages under log-tame: of the tamed rewards, normalised in their group ("paper"), [N].
 
     "released" is what its tracker does with the function: the aggregated rewards *are* the advantages, without mean or
-    std, so that rewards that are never negative push every sample up. Without a score: 0.
+    std, so that rewards that are never negative reinforce every sample. Without a score: 0.
     """
     tamed = log_tame(rewards, weights, threshold=threshold)
     if variant == "paper":

@@ -5,7 +5,7 @@ into node n, and roots have none. Values may have leading dimensions, [..., N] (
 leaf values are [..., L], one per node without children, in level order. All is computed in float64.
 
 NaN is a leaf without a score: backups leave it out, a node with no scored leaf has no value (NaN), its advantage is 0.
-Among log-probabilities NaN is a deterministic edge: it was not drawn and weighs nothing in a softmax.
+Among log-probabilities NaN is a deterministic edge: it was not sampled and has no weight in a softmax.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ def edge_weights(trained: Tensor, counts: Tensor, weighting: EdgeWeighting) -> T
 
 
 def signed_advantage(scores: Tensor, *, clip: float = 5.0, positive: float = 1.0, negative: float = 1.0) -> Tensor:
-    """`clamp(score, +-clip)` times `positive` above 0, else `negative`: B2-DiffuRL's advantage (arXiv 2503.11240)."""
+    """`clamp(score, +-clip)` times `positive` above 0, else `negative`: B2-DiffuRL's advantage (arXiv 2503.11240).
+
+    Elementwise, any shape.
+    """
     clipped = scores.detach().clamp(-clip, clip)
     return torch.where(scores > 0, positive * clipped, negative * clipped)
 

@@ -63,7 +63,7 @@ def gae(
 
 
 def executed_mask(n_executed: Tensor, size: int) -> Tensor:
-    """Which actions of chunks of `size` were executed, bool [..., size]: a chunk stops where its episode ends.
+    """Which actions of chunks of `size` were executed, bool [..., size]: the first n_executed [...] of each.
 
     The mask of action-level losses, and all false for a row that only resets (n_executed 0).
     """

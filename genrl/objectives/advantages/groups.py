@@ -33,7 +33,7 @@ def group_advantages(
     ddof: int = 0,
     clip: float | None = None,
 ) -> Tensor:
-    """`(r - mean of its group) / std`: the group-relative advantage of GRPO (arXiv 2402.03300, section 4.1.2).
+    """`(r - mean of its group) / std`, [N]: the group-relative advantage of GRPO (arXiv 2402.03300, section 4.1.2).
 
     scale: "group" divides by the group's own std (Flow-GRPO, arXiv 2505.05470); "global" keeps
     the group's mean and divides by the std of all rewards of the iteration, so that groups with a small spread keep
@@ -59,7 +59,7 @@ def group_advantages(
 
 
 def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
-    """Spreads to log beside the advantages."""
+    """Spreads of rewards [N] by group [N], to be logged beside the advantages."""
     values, index, scored = _checked(rewards, group)
     _, std = _moments(values, index, scored, ddof=0)
     _, spread = _informative(values, index, scored)
@@ -71,7 +71,7 @@ def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
 
 
 def best_and_worst(rewards: Tensor, group: Tensor, *, pair_in_ties: bool = False) -> Tensor:
-    """+1 for the first maximum of a group, -1 for its first minimum, else 0 ("dpo" mode of Flow-GRPO's tracker).
+    """+1 for the first maximum of a group, -1 for its first minimum, else 0, [N] ("dpo" mode of Flow-GRPO's tracker).
 
     A group without spread gives no pair. pair_in_ties makes one of it as the released tracker does: +1 for its second
     sample and -1 for its first, which prefers nothing.
@@ -125,7 +125,7 @@ def _checked(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def complete_rewards(rewards: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
-    """The rewards in float64, NaN in all where any of weight other than 0 is: the same samples in every statistic.
+    """K rewards [N] in float64, NaN in all where any of weight other than 0 is: the same samples in every statistic.
 
     Raises ValueError for no reward, another number of weights, or no weight other than 0.
     """

@@ -1,4 +1,5 @@
-"""PromptRL (arXiv 2602.01382): a language model that rewrites prompts and a flow model that draws them learn jointly.
+"""PromptRL (arXiv 2602.01382): joint training of a language model that rewrites prompts and the flow model
+that renders them.
 
 Of the n pictures of a prompt n - m are of refinements, in front, and m of the prompt as it is: the retained ones keep
 the flow model good at plain prompts. Advantages are over all n (`advantages.group_advantages(scale="group", eps=1e-4,

@@ -70,7 +70,8 @@ def consistency_bonus(
 
 
 def with_kl(token_rewards: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, *, beta: float) -> Tensor:
-    """`r_t - beta (l - l_ref)` per token, [N, T], no gradient: the KL in the reward of REINFORCE++ and R1-Reward."""
+    """`r_t - beta (l - l_ref)` per token, [N, T], no gradient: the KL in the reward of InstructGPT (arXiv 2203.02155,
+    eq. 2), REINFORCE++ and R1-Reward."""
     penalty = kl_k1(masked(log_prob.detach(), mask), masked(ref_log_prob, mask))
     return masked(token_rewards - beta * penalty, mask)
 

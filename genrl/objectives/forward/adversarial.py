@@ -44,7 +44,7 @@ def patch_discriminator_loss(
 ) -> DiscriminatorOutput:
     """Loss on whole images + patch_weight x loss on patches: one head on the class token and on patches of each image.
 
-    real, fake [B]; patches [B, P], P of them drawn per image (64, with replacement, in the released code).
+    real, fake [B]; patches [B, P], P of them sampled per image (64, with replacement, in the released code).
     """
     loss = discriminator_loss(real, fake, kind=kind)
     loss = loss + patch_weight * discriminator_loss(real_patches, fake_patches, kind=kind)
@@ -71,6 +71,8 @@ def top_patches_reward(layers: Sequence[Tensor], *, share: float = 0.2, temperat
 def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False) -> Tensor:
     """`-log softmax over (s_ref, s_gen)` of the reference, [B]: what a CLIP reward is trained by.
 
+    The Bradley-Terry loss of a reward model (arXiv 2305.18290, eq. 2).
+
     The reference image is to be preferred to the sample for its prompt. Scores [B] are `exp(logit scale) <text, image>`
     of unit features. ties: neither is preferred, the cross-entropy with (1/2, 1/2) less log 2, so that it is 0 where
     both score the same.
@@ -85,6 +87,6 @@ def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False)
 def reward_model_lags(reference_rewards: Tensor, rewards: Tensor) -> bool:
     """The other schedule: the reward model is trained while it rates the samples above the references on average.
 
-    Rewards of all processes, any lengths; missing scores (NaN) are left out.
+    Rewards [R] of the references and [N] of the samples, of all processes; missing scores (NaN) are left out.
     """
     return bool(reference_rewards.nanmean() < rewards.nanmean())

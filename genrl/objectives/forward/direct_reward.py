@@ -7,7 +7,7 @@ from torch import Tensor
 
 def reward_loss(rewards: Tensor, *, margin: float | None = None) -> Tensor:
     """`-r`, [B]: DRaFT (arXiv 2309.17400) and AlignProp. With a margin `max(0, margin - r)`: ReFL's map of rewards to
-    losses (margin 2), which leaves samples above it alone.
+    losses (arXiv 2304.05977, alg. 1; margin 2), which leaves samples above it alone.
 
     Raises ValueError where no gradient can come of it: the reward, or the pictures it saw, are detached.
     """

@@ -24,7 +24,7 @@ def within(accuracy: Tensor, group: Tensor, *, low: float = 0.01, high: float = 
 
 
 def with_spread(rewards: Tensor, group: Tensor) -> Tensor:
-    """Rows of groups with two different rewards at least, bool [N]: DAPO's dynamic sampling (arXiv 2503.14476)."""
+    """Rows of groups with two different rewards or more, [N]: DAPO's dynamic sampling (arXiv 2503.14476, eq. 11)."""
     centred = group_advantages(rewards, group, scale="none").abs()
     index = torch.unique(group, return_inverse=True)[1].to(centred.device)
     total = centred.new_zeros(int(index.max()) + 1).index_add(0, index, centred)

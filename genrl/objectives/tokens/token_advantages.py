@@ -115,7 +115,7 @@ def rank_quantiles(rewards: Tensor, group: Tensor) -> Tensor:
 def smoothed_advantages(
     rewards: Tensor, group: Tensor, prompts: Sequence[str], visits: Mapping[str, tuple[int, float, float]]
 ) -> SmoothedAdvantages:
-    """DCPO's smooth advantage standardisation (arXiv 2509.02333): this visit's statistics and all visits'.
+    """DCPO's smooth advantage standardisation (arXiv 2509.02333), [N]: this visit's statistics and all visits'.
 
     With i the number of this visit: `A_new = (r - m_new) / s_new` of this group, `A_tot` the same with mean
     and std over visits 1 .. i; of `((i-1) A_new + A_tot) / i` and `(A_new + (i-1) A_tot) / i` the one closer to 0 (the
