@@ -48,6 +48,7 @@ def score(
     import rewards
     from genrl.cli.tables import printable
     from genrl.data import scoring
+    from genrl.data.picture_rows import rows_of
 
     if out is not None and out.suffix not in (".jsonl", ".csv"):
         raise typer.BadParameter(f"{out} must end in .jsonl or .csv", param_hint="--out")
@@ -58,7 +59,7 @@ def score(
         typer.secho(printable(f"skipped: {problem}"), fg=typer.colors.YELLOW, err=True)
 
     rows = []
-    for row in scoring.rows_of(images, prompt):
+    for row in rows_of(images, prompt):
         if isinstance(row, str):
             skip(row)
         else:
