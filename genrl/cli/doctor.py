@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 Finding = dict[str, str | int | float | bool | None]
 Report = dict[str, Finding]
@@ -26,6 +31,44 @@ OPTIONAL = {
     "sentencepiece": "T5 tokenizers (SD3, FLUX, PixArt)",
 }
 TRACKERS = ("tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add this command to the `genrl` command."""
+    app.command()(doctor)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
+) -> None:
+    """Report versions, devices and back-ends, and what looks wrong with them.
+
+    Example: `genrl doctor --json > doctor.json`
+    """
+    report = examine()
+    if as_json:
+        typer.echo(json.dumps(report | {"advice": advice(report)}, indent=1))
+    else:
+        _print(report, advice(report))
+
+
+def _print(report: Report, advice: Sequence[str]) -> None:
+    """One table per section, then the advice."""
+    from rich.table import Table
+
+    from genrl.cli.tables import console, safe
+
+    for section, findings in report.items():
+        table = Table(title=section, title_justify="left", show_header=False)
+        for name, value in findings.items():
+            purpose = f" ({OPTIONAL[name]})" if section == "optional" and name in OPTIONAL else ""
+            shown = "-" if value is None else ("yes" if value else "no") if isinstance(value, bool) else str(value)
+            table.add_row(safe(name + purpose), safe(shown))
+        console.print(table)
+    for line in advice:
+        console.print(f"[yellow]{safe(line)}[/yellow]")
+    if not advice:
+        console.print("[green]nothing looks wrong[/green]")
 
 
 def examine() -> Report:
