@@ -29,7 +29,7 @@ def check(
     arguments: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE... [KEY=VALUE]...",
+            metavar="FILE|KEY=VALUE",
             help="YAML configurations, folders of them (subfolders too), and changes to all of them.",
         ),
     ],

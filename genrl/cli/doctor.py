@@ -87,22 +87,22 @@ def examine() -> Report:
 
 def advice(report: Report) -> list[str]:
     """What to do about the findings, one line each; empty where all is well."""
-    found = [f"{name} is missing: pip install {name}" for name, v in report["packages"].items() if v is None]
+    lines = [f"{name} is missing: pip install {name}" for name, v in report["packages"].items() if v is None]
     if report["torch"]["torchvision"] == "declared":
-        found.append(
+        lines.append(
             "torchvision does not fit this torch: genrl works around it; other programs need the torchvision built "
             "for this torch (same index), or none"
         )
     threads, cores = report["threads"]["torch_threads"], report["threads"]["usable_cores"]
     if report["torch"]["device"] == "cpu" and isinstance(threads, int) and threads > 1:
-        found.append(
+        lines.append(
             f"{threads} torch threads on {cores} cores: on a busy machine one thread per process is much faster; "
             "set OMP_NUM_THREADS=1 and start more processes by --nproc"
         )
     free = report["system"]["free_disk_gb"]
     if isinstance(free, float) and free < 5:
-        found.append(f"only {free:g} GB of disk are free here: checkpoints and pictures need room")
-    return found
+        lines.append(f"only {free:g} GB of disk are free here: checkpoints and pictures need room")
+    return lines
 
 
 def _version(package: str) -> str | None:
@@ -128,7 +128,7 @@ def _torch() -> Finding:
     from rewards.models.torchvision_compat import ensure
 
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    found: Finding = {
+    finding: Finding = {
         "device": "cuda" if cuda else "mps" if mps else "cpu",
         "cuda_build": torch.version.cuda,
         "torchvision": ensure(),
@@ -138,8 +138,8 @@ def _torch() -> Finding:
     for index in range(torch.cuda.device_count() if cuda else 0):
         properties = torch.cuda.get_device_properties(index)
         text = f"{properties.name}, {properties.total_memory / 2**30:.1f} GB, bfloat16 {torch.cuda.is_bf16_supported()}"
-        found[f"cuda:{index}"] = text
-    return found
+        finding[f"cuda:{index}"] = text
+    return finding
 
 
 def _kernels() -> Finding:
