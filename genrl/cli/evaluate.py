@@ -91,7 +91,7 @@ def evaluate(
     width: Width = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures per call of the model.")] = 8,
     seed: Seed = None,
-    dtype: Precision = "float32",
+    dtype: Precision = None,
     episodes: Annotated[int | None, typer.Option(min=1, help="Of a policy; default: the configuration's.")] = None,
     videos: Videos = None,
     config_file: SettingsFile = None,

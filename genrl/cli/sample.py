@@ -30,7 +30,7 @@ def sample(
     height: Height = None,
     width: Width = None,
     seed: Annotated[int, typer.Option(min=0, help="Picture k starts from the noise of seed + k.")] = 0,
-    dtype: Precision = "float32",
+    dtype: Precision = None,
     rewriter: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Rewrite the prompts with a run's language model: RUN/rewriter."),
