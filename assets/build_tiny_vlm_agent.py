@@ -25,7 +25,7 @@ from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.environments.grid import CELL, GOAL, VIEW, Grid
 from genrl.vlm.environments.hosts import Local
-from genrl.vlm.methods.agents.episodes import Table
+from genrl.vlm.methods.episodes.episodes import Table
 
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast  # isort: skip  # after the policy, which prepares it
 

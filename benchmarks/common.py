@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import torch
 
 from genrl.cli.doctor import examine
-from genrl.config import Config, DiffusionNFT, FlowGRPO
+from genrl.config import Config
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
+from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.session import Session
 from genrl.diffusion.train import open_session
 from genrl.runtime.loop import make_accelerator

@@ -28,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rewards
 from benchmarks.common import Seconds, clock, opened, parser, save
-from genrl.config import Config, FlowGRPO, load
+from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.old_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.policy.loading import load_pipeline

@@ -34,9 +34,10 @@ import torch
 from torch import Tensor
 
 import rewards
-from genrl.config import Config, FlowGRPO, load
+from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps
 from genrl.diffusion.policy.export import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
@@ -93,7 +94,7 @@ def cost(config: Config) -> int:
     spent = 0
     for iteration in range(config.iterations):
         plan = sampling_plan(config, config.trainer, iteration)
-        training = plan.training_calls(trained_steps(config, config.trainer, iteration)) * config.trainer.inner_epochs
+        training = plan.training_calls(trained_steps(config, config.trainer, iteration)) * config.trainer.epochs
         spent += plan.calls + TRAINING_CALL * training
     return spent * config.sampling.prompts_per_iteration
 

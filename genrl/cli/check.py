@@ -89,7 +89,7 @@ def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
         case VLMConfig():
             from genrl.cli import vlm
 
-            summary = vlm.summary(config, origins)
+            summary = vlm.summary(config)
     return Checked(config, notes, summary)
 
 

@@ -62,7 +62,7 @@ def _plan_table(config: Config, cost: Plan) -> Table:
         f"{number(cost.trained_steps)} trained steps{mean}; {number(cost.backward_calls)} "
         f"{'of sampling ' if keeps_graph else ''}with gradient cost about 3 times",
     )
-    table.add_row("optimiser steps", f"{trainer.updates_per_iteration * trainer.inner_epochs:,}", "")
+    table.add_row("optimiser steps", f"{trainer.updates * trainer.epochs:,}", "")
     table.add_section()
     table.add_row("iterations", f"{config.iterations:,}", f"{cost.optimizer_steps:,} optimiser steps in all")
     calls = f"{cost.evaluation_calls:,} model calls each"

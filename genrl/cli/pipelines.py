@@ -135,7 +135,7 @@ def evaluate(name: str, options: Options) -> None:
 
 def _of_run(config: Config, run: Path) -> Scorers:
     """The rewards of a run; one that is trained beside the model as the newest checkpoint has it."""
-    from genrl.config import AdvGRPO
+    from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
     from genrl.diffusion.rollout.scoring import open_scorers
 
     scorers = open_scorers(config, default_device())

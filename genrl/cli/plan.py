@@ -10,9 +10,12 @@ import typer
 from genrl.cli.arguments import ConfigFile, Overrides
 
 if TYPE_CHECKING:
-    from genrl.config import SPO, Config, FlowGRPO, Talk2Move
+    from genrl.config import Config
     from genrl.config.estimate import Component, Plan
     from genrl.config.plans import Round
+    from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
+    from genrl.diffusion.methods.spo.settings import SPO
+    from genrl.diffusion.methods.talk2move.settings import Talk2Move
 
 
 @runtime_checkable
@@ -57,17 +60,19 @@ def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]
     """What `genrl plan` prints."""
     from genrl.config.estimate import plan as estimate
     from genrl.config.plans import is_flow_grpo
+    from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
+    from genrl.diffusion.methods.spo.settings import SPO
 
     trainer, sampling = config.trainer, config.sampling
     cost = estimate(config, tuple(components))
     independent = float(cost.images * sampling.num_inference_steps * cost.guidance)
     if is_flow_grpo(trainer):
         yield from _forest(config, trainer, cost.guidance)
-    elif trainer.algorithm == "spo":
+    elif isinstance(trainer, SPO):
         text, candidates = _candidates(config, trainer, cost.guidance)
         independent *= candidates
         yield from text
-    elif trainer.algorithm == "dpo_offline":
+    elif isinstance(trainer, OfflineDPO):
         yield "dpo_offline samples nothing: its pictures are given"
     else:
         yield from _chains(config, cost.guidance)
@@ -118,7 +123,7 @@ def _candidates(config: Config, trainer: SPO, guidance: int) -> tuple[list[str],
     from genrl.mdp.plan import describe
 
     plan = candidate_plan(config.sampling, trainer, last=trainer.kernel == "ddim")
-    replays = 2 * trainer.inner_epochs * guidance
+    replays = 2 * trainer.epochs * guidance
     text = describe(plan, plan.splits, calls_per_state=guidance, replays_per_state=replays)
     note = "states whose candidates score nearly alike are not trained: training calls are at most these"
     return [text, note], plan.leaves

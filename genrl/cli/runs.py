@@ -12,7 +12,7 @@ from genrl.cli.arguments import RunFolder, refuse
 from genrl.cli.folders import check_new, run_config
 
 if TYPE_CHECKING:
-    from genrl.diffusion.replay import Replay
+    from genrl.runtime.replay import Replay
 
 
 def add_to(app: typer.Typer) -> None:
@@ -77,14 +77,7 @@ def replay(
 
     Example: `genrl replay runs/quickstart/dumps/step-000012-loss-rank-0`
     """
-    from genrl.config import Config, load
-
-    file = (run or dump.resolve().parent.parent) / "config.yaml"
-    if file.is_file() and not isinstance(load(file), Config):
-        text = f"{dump} is of a run that trains no pipeline: read its dump.json and tensors.safetensors"
-        raise typer.BadParameter(text, param_hint="DUMP")
-
-    from genrl.diffusion.replay import replay as run_again
+    from genrl.runtime.replay import replay as run_again
 
     print_replay(run_again(dump, run))
 
@@ -98,7 +91,7 @@ def print_replay(replayed: Replay) -> None:
 
     dump = replayed.dump
     console.print(
-        f"{safe(dump.where)} not finite at step {dump.step}, trainer {safe(dump.info['trainer']['algorithm'])}"
+        f"{safe(dump.where)} not finite at step {dump.step}, trainer {safe(dump.info['settings']['algorithm'])}"
     )
     console.print(f"weights: {safe(replayed.weights)}")
     for title, tensors in (("recorded", replayed.recorded), ("run again", replayed.tensors)):
@@ -122,9 +115,9 @@ def replay_verdict(replayed: Replay) -> Iterator[str]:
     """Where the numbers stop being finite, in words."""
     from genrl.runtime.guards import non_finite
 
-    given = non_finite({k: v for k, v in replayed.recorded.items() if k in ("state", "next_state", "clean", "old")})
+    given = non_finite({k: v for k, v in replayed.dump.batch.items() if not k.startswith("weights/")})
     if given:
-        yield f"not finite before training began: {', '.join(given)}. Look at the weights that sampled, and model.dtype"
+        yield f"not finite before training began: {', '.join(given)}. Look at the weights that sampled, and the dtype"
     if replayed.module:
         yield f"first module whose output is not finite: {replayed.module}"
     elif bad := non_finite({k: v for k, v in replayed.tensors.items() if k != "gradient"}):

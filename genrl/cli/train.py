@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from genrl.cli.arguments import ConfigFile, Overrides, RunFolder
 from genrl.cli.folders import run_config
-
-if TYPE_CHECKING:
-    from genrl.config import AnyConfig
-    from genrl.config.errors import Origins
 
 Changes = Annotated[
     list[str] | None,
@@ -62,14 +58,16 @@ def resume(run: RunFolder, overrides: Changes = None, nproc: Processes = 1) -> N
 
 
 def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:
-    from genrl.config import check_files, load_located
+    from genrl.config import Config, check_files, load_located
+    from genrl.config.combinations import processes_problem
 
     config, origins = load_located(file, overrides or ())
     inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes
     if inside and nproc > 1:
         raise typer.BadParameter("--nproc starts processes, but this already is one of several: leave it out")
     notes = check_files(config, origins)
-    _check_method(config, origins, nproc)
+    if isinstance(config, Config) and (problem := processes_problem(config, nproc)):
+        raise typer.BadParameter(problem, param_hint="--nproc")
     if int(os.environ.get("RANK", "0")) == 0:
         for note in notes:
             if not note.startswith("output:"):  # a folder in use is an error of its own
@@ -79,40 +77,10 @@ def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int
     if nproc > 1:
         _launch(nproc)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of one process starve those of the next
-    _run(config, run)
 
+    from genrl.runtime.frame import train as train_as
 
-def _check_method(config: AnyConfig, origins: Origins, nproc: int) -> None:
-    """What `check_files` leaves to the kinds of runs; raises, naming the line, before processes are started."""
-    from genrl.config import Config, VLMConfig
-
-    if isinstance(config, VLMConfig):
-        from genrl.vlm.methods.compose import preset_of
-
-        preset_of(config, origins)
-    if isinstance(config, Config):
-        from genrl.config.combinations import processes_problem
-
-        if problem := processes_problem(config, nproc):
-            raise typer.BadParameter(problem, param_hint="--nproc")
-
-
-def _run(config: AnyConfig, run: Path | None) -> None:
-    from genrl.config import Config, VLAConfig, VLMConfig
-
-    match config:
-        case Config():
-            from genrl.diffusion.train import train as train_pipeline
-
-            train_pipeline(config, run)
-        case VLAConfig():
-            from genrl.vla.train import train as train_policy
-
-            train_policy(config, run)
-        case VLMConfig():
-            from genrl.vlm.train import train as train_model
-
-            train_model(config, run)
+    train_as(config, run)
 
 
 def _say_if_done(run: Path, iterations: int) -> None:

@@ -21,21 +21,9 @@ if TYPE_CHECKING:
 
 def summary(config: VLAConfig) -> list[RenderableType]:
     """What an iteration does."""
-    from genrl.config.vla import GRPO, PPO, SFT
-
-    env, trainer, table = config.environment, config.trainer, Table(title="one iteration", show_header=False)
-    if isinstance(trainer, SFT):
-        table.add_row("optimiser steps", f"{trainer.steps_per_iteration:,}", f"of {trainer.batch_size} frames")
-    elif isinstance(trainer, PPO | GRPO):
-        chunk = env.chunk or _horizon(config)
-        table.add_row("environments", f"{env.num_envs:,}", f"in groups of {env.group_size}")
-        if env.max_steps is not None and chunk is not None:
-            decisions = -(-env.max_steps // chunk)
-            table.add_row("decisions", f"{decisions * env.num_envs:,} at most", f"{decisions} of each environment")
-        table.add_row("denoising steps", f"{config.sampler.steps:,}", f"of a decision, {config.sampler.kind}")
-        table.add_row("epochs", f"{trainer.epochs:,}", f"in minibatches of {trainer.minibatch:,} decisions")
-    else:
-        table.add_row("learns", "from data", "see docs/vla_offline.md")
+    table = Table(title="one iteration", show_header=False)
+    for row in config.trainer.plan(config, config.environment.chunk or _horizon(config)):
+        table.add_row(*row)
     add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.episodes:,} episodes")
     return [table]
 

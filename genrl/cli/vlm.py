@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from pydantic import BaseModel
 from rich.table import Table
 
 from genrl.cli.arguments import default_device
@@ -18,59 +18,36 @@ if TYPE_CHECKING:
 
     from genrl.cli.evaluate import Options
     from genrl.config import VLMConfig
-    from genrl.config.errors import Origins
 
 
-def summary(config: VLMConfig, origins: Origins) -> list[RenderableType]:
-    """What an iteration does, and what the method is made of. Raises ConfigError as `preset_of`, and ValueError for an
-    environment that cannot be opened."""
-    from genrl.vlm.methods.compose import preset_of
-    from genrl.vlm.methods.recipe import extra_forwards
+def summary(config: VLMConfig) -> list[RenderableType]:
+    """What an iteration does, and what the method is made of. Raises ValueError for an environment that cannot be
+    opened."""
+    if config.environment is not None:
+        from genrl.vlm.environments.opening import open_environment
 
-    preset = preset_of(config, origins)
-    generation, trainer, table = config.generation, config.trainer, Table(title="one iteration", show_header=False)
-    answers = _add_answers(table, config, preset.advantage)
-    table.add_row("tokens", f"{answers * generation.max_new_tokens:,} at most", f"{generation.max_new_tokens} of each")
-    table.add_row("updates", f"{trainer.updates * trainer.epochs:,}", f"{trainer.epochs} passes")
-    for forward in extra_forwards(preset):
-        table.add_row("further forward", forward.extra, f"picture: {forward.image}, model: {forward.model}")
-    asked = "questions" if config.environment is None else "episodes"
+        open_environment(config.environment).close()
+    method, table = config.trainer, Table(title="one iteration", show_header=False)
+    for row in method.iteration(config):
+        table.add_row(*map(safe, row))
+    asked = "episodes" if method.acts else "questions"
     add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.questions:,} {asked}")
-    method = Table(title=f"the method ({trainer.preset})", title_justify="left", show_header=False)
-    for name, value in vars(preset).items():
+    functions = Table(title=f"the method ({safe(method.name)})", title_justify="left", show_header=False)
+    recipe = method.recipe(config)
+    for name, value in vars(recipe).items() if recipe is not None else ():
         if value not in ((), None, False, ""):
-            method.add_row(name, safe(_choice(value)))
-    return [table, method]
-
-
-def _add_answers(table: Table, config: VLMConfig, advantage: object) -> int:
-    """The row of what the model generates in an iteration; returns how many answers that are."""
-    from genrl.vlm.methods.recipe import CriticAdvantage
-
-    starts, each, env = config.generation.prompts_per_iteration, config.generation.group_size, config.environment
-    if env is None:
-        table.add_row("answers", f"{starts * each:,}", f"{starts} questions x {each}")
-        return starts * each
-    from genrl.vlm.environments.opening import open_environment
-
-    open_environment(env).close()  # raises for what cannot be opened
-    if isinstance(advantage, CriticAdvantage):
-        steps = env.parallel * env.steps
-        table.add_row("steps", f"{steps:,}", f"{env.parallel} episodes side by side x {env.steps}, {env.name}")
-        return steps
-    table.add_row("episodes", f"{starts * each:,}", f"{starts} starts x {each}, {env.name}")
-    return starts * each
+            functions.add_row(name, safe(_choice(value)))
+    return [table, functions] if functions.row_count else [table]
 
 
 def _choice(value: Any) -> str:
-    """A part of the method as YAML has it."""
+    """A function of the method, or several, as YAML has them."""
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_choice, value)) + "]"
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    if not isinstance(value, BaseModel):
         return str(value)
-    parts: dict[str, Any] = vars(value)
-    parts = {"name": parts["name"], **parts}
-    return "{" + ", ".join(f"{key}: {_choice(part)}" for key, part in parts.items() if part is not None) + "}"
+    constants = value.model_dump(mode="json").items()
+    return "{" + ", ".join(f"{key}: {constant}" for key, constant in constants if constant is not None) + "}"
 
 
 def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
@@ -115,9 +92,9 @@ def evaluate_agent(model: Path, config: VLMConfig, options: Options) -> None:
     from genrl.runtime.pictures import save_png
     from genrl.runtime.progress import Progress
     from genrl.vlm.environments.hosts import open_host
-    from genrl.vlm.methods.agents.episodes import Table as Slots
-    from genrl.vlm.methods.agents.evaluate import FILMED, figures_of, judge
-    from genrl.vlm.methods.agents.train import settings_of
+    from genrl.vlm.episodes.episodes import Table as Slots
+    from genrl.vlm.episodes.evaluate import FILMED, figures_of, judge
+    from genrl.vlm.episodes.opening import settings_of
     from genrl.vlm.policies.folder import load_trained
     from genrl.vlm.policies.policy import Policy
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from genrl.mdp.plan import SamplingPlan, make_plan
 
 if TYPE_CHECKING:
-    from genrl.config.schema import SPO, Sampling
+    from genrl.config.schema import Sampling
+    from genrl.diffusion.methods.spo.settings import SPO
 
 
 def candidate_plan(sampling: Sampling, settings: SPO, *, last: bool) -> SamplingPlan:

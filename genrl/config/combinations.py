@@ -18,7 +18,8 @@ from genrl.config.plans import is_flow_grpo, most_micro_batches
 from genrl.config.rollout_rules import rollout_rules
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config, FlowGRPO
+    from genrl.config.schema import Config
+    from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 
 Finding = tuple[tuple[str, ...], str]
 
@@ -106,7 +107,7 @@ def looks_local(path: str) -> bool:
 
 def processes_problem(config: Config, num_processes: int) -> str | None:
     """Why `num_processes` are more than this run can use, in words; None if it can use them."""
-    per_update = most_micro_batches(config) // config.trainer.updates_per_iteration
+    per_update = most_micro_batches(config) // config.trainer.updates
     if num_processes <= per_update:
         return None
     return (
@@ -116,7 +117,7 @@ def processes_problem(config: Config, num_processes: int) -> str | None:
 
 
 def _batches(config: Config) -> Iterator[Finding]:
-    sampling, updates = config.sampling, config.trainer.updates_per_iteration
+    sampling, updates = config.sampling, config.trainer.updates
     total, pieces = sampling.images_per_iteration, sampling.micro_batches
     grows = is_flow_grpo(config.trainer) and config.trainer.tree is not None  # then trees are shared out
     if sampling.group_size < 2 and not _stands_alone(config):
@@ -213,7 +214,7 @@ def _policy(config: Config) -> Iterator[Finding]:
 def _kept_graph(config: Config, trainer: FlowGRPO) -> Iterator[Finding]:
     if not trainer.keep_graph:
         return
-    updates = trainer.updates_per_iteration * trainer.inner_epochs
+    updates = trainer.updates * trainer.epochs
     if updates > 1:
         keys = ("trainer.keep_graph", "trainer.updates_per_iteration", "trainer.inner_epochs")
         yield keys, f"activations of sampling serve one update, and there are {updates} per iteration; use 1, or false"

@@ -16,21 +16,18 @@ from typing import Any
 from genrl.config.candidates import candidate_plan
 from genrl.config.files import read_json
 from genrl.config.plans import Round, is_flow_grpo, is_talk2move, roots_together, rounds, step_evaluation_calls
-from genrl.config.schema import (
-    ATTENTION_LAYERS,
-    AWM,
-    CRD,
-    D3PO,
-    DGPO,
-    DPO,
-    PRDP,
-    Config,
-    DiffInstruct,
-    DiffusionNFT,
-    Draft,
-    FlowGRPO,
-    OfflineDPO,
-)
+from genrl.config.schema import ATTENTION_LAYERS, Config
+from genrl.diffusion.methods.awm.settings import AWM
+from genrl.diffusion.methods.crd.settings import CRD
+from genrl.diffusion.methods.d3po.settings import D3PO
+from genrl.diffusion.methods.dgpo.settings import DGPO
+from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
+from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
+from genrl.diffusion.methods.dpo.settings import DPO
+from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
+from genrl.diffusion.methods.draft.settings import Draft
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
+from genrl.diffusion.methods.prdp.settings import PRDP
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -106,7 +103,7 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         if trainer.layer_tuning is not None and trainer.layer_tuning.target == "best_path":
             extra = _mean(config, trains, lambda one: len(one.trained)) * train_guidance
         if trainer.guard:  # the means before the first update, of the samples that it does not train on
-            extra += replayed * (1 - 1 / trainer.updates_per_iteration) * train_guidance
+            extra += replayed * (1 - 1 / trainer.updates) * train_guidance
         learned = replayed * replays_per_state(trainer, guidance) + extra
         if is_talk2move(trainer) and trainer.exit_step is None:
             times = math.ceil(config.iterations / (trainer.step_evaluation.every or config.iterations))
@@ -118,7 +115,7 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         crawl = candidate_plan(sampling, trainer, last=trainer.kernel == "ddim")
         drawn, trained = float(images * crawl.calls), float(len(crawl.splits))
         replayed = images * trained  # at most, where every comparison counts
-        learned = 2 * replayed * trainer.inner_epochs * guidance  # the policy and the reference
+        learned = 2 * replayed * trainer.epochs * guidance  # the policy and the reference
     elif trainer.algorithm == "draft":
         drawn, trained, forwards = _direct(trainer, steps)
         drawn, replayed = images * drawn, images * trained
@@ -139,10 +136,10 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         trained = float(trainer.timesteps_per_sample or steps - 1)
         replayed = images * trained
         forwards = 3 if trainer.kl_weight > 0 else 2  # the policy, the old one, and the reference for its KL
-        learned = forwards * replayed * trainer.inner_epochs * guidance
+        learned = forwards * replayed * trainer.epochs * guidance
         if trainer.old_policy_decay == "none":
             # Until the first update the old policy is the present one, and its call is saved.
-            until = min(images, sampling.batch_size * (pieces // trainer.updates_per_iteration))
+            until = min(images, sampling.batch_size * (pieces // trainer.updates))
             learned -= until * trained * guidance
     trains_model = config.model_iterations / config.iterations
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
@@ -157,7 +154,7 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
         guidance=guidance,
         sample_calls=drawn * guidance,
         train_calls=learned * trains_model,
-        backward_calls=replayed * trainer.inner_epochs * train_guidance * trains_model,
+        backward_calls=replayed * trainer.epochs * train_guidance * trains_model,
         optimizer_steps=config.optimizer_steps,
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
         evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, sampling.pipeline_args, components),
@@ -194,11 +191,11 @@ def _trained_states(config: Config) -> tuple[float, float]:
 def _calls_per_state(config: Config, guidance: int, components: tuple[Component, ...]) -> float:
     """Model calls of an iteration for each of these states: the policy's and those it is compared with."""
     trainer, sampling = config.trainer, config.sampling
-    calls, epochs = guidance * 2.0, trainer.inner_epochs  # the policy and the reference, or the old policy
+    calls, epochs = guidance * 2.0, trainer.epochs  # the policy and the reference, or the old policy
     match trainer:
         case AWM():
             calls = guidance * (1.0 + (trainer.kl_weight > 0) + (trainer.ema_kl_weight > 0))
-            updates = trainer.updates_per_iteration
+            updates = trainer.updates
             if updates * epochs > 1:  # the old policy, from the second update on
                 first = sampling.batch_size * (sampling.micro_batches // updates) / sampling.images_per_iteration
                 return calls * epochs + guidance * (epochs - min(1.0, first))
@@ -214,8 +211,8 @@ def replays_per_state(trainer: FlowGRPO, guidance: int) -> int:
     """Model calls of training, in an iteration, for each state whose transitions are trained. guidance: 1 or 2."""
     forwards = (not trainer.keep_graph) + (trainer.kl_weight > 0)  # the policy, and the reference for its KL
     if trainer.guidance_in_training:
-        return trainer.inner_epochs * forwards * guidance
-    return trainer.inner_epochs * forwards + 1  # log-probabilities without guidance, once before the first update
+        return trainer.epochs * forwards * guidance
+    return trainer.epochs * forwards + 1  # log-probabilities without guidance, once before the first update
 
 
 def _mean(config: Config, trains: Sequence[Round], count: Callable[[Round], int]) -> float:

@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic.json_schema import models_json_schema
 
 from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
-from genrl.config.messages import explain, root_of
+from genrl.config.json_schemas import root_of, with_installed
+from genrl.config.messages import explain
 from genrl.config.schema import Config
 from genrl.config.vla import VLAConfig
 from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_method import completed
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
 
 AnyConfig = Config | VLAConfig | VLMConfig
@@ -52,10 +53,12 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
     if problems:
         raise ConfigError(problems)
     tree.value.setdefault("output", str(_default_output(path)))
+    root = ROOTS[root_of(tree.value)]
+    value = completed(tree.value) if root is VLMConfig else tree.value
     try:
-        return ROOTS[root_of(tree.value)].model_validate(tree.value), tree.origins
+        return root.model_validate(value), tree.origins
     except ValidationError as error:
-        raise ConfigError(explain(error, tree.value, tree.origins)) from None
+        raise ConfigError(explain(error, value, tree.origins)) from None
 
 
 def dump(config: AnyConfig) -> str:
@@ -81,7 +84,7 @@ def _grid_is_default(config: Config) -> bool:
 
 def json_schema() -> dict[str, Any]:
     """JSON schema of a configuration file of any kind, for completion and checks in editors."""
-    definitions = models_json_schema([(root, "validation") for root in ROOTS.values()])[1]["$defs"]
+    definitions = with_installed()
     include = {"type": "string", "description": "One base file, relative to this one; this file's values win."}
     for name in ROOTS:
         definitions[name]["properties"] = {"include": include, **definitions[name]["properties"]}

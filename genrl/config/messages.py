@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.json_schema import models_json_schema
 
 from genrl.config.combinations import ImpossibleConfig
 from genrl.config.errors import Origins, Problem, dotted, origin_of
+from genrl.config.json_schemas import (
+    Schema,
+    branches,
+    keys_in,
+    keys_of,
+    node_at,
+    schema_of,
+    tag_of,
+    tag_values,
+    value_at,
+)
+from genrl.config.method import NO_METHOD
 from genrl.config.yaml_source import KeyPath
-
-Schema = Mapping[str, Any]
 
 # What other tools call our keys: the second thing to look at after a misspelling.
 OTHER_NAMES = {
@@ -63,8 +71,8 @@ def explain(error: ValidationError, data: Mapping[str, Any], origins: Origins) -
             continue
         path = _without_tags(item["loc"], data)
         if item["type"].startswith("union_tag"):
-            path = (*path, _tag(_section(path[0], data)))
-        text = _text(item["type"], path, data)
+            path = (*path, tag_of(node_at(path, data) or {}) or "")
+        text = item["msg"] if item["type"] == NO_METHOD else _text(item["type"], path, data)
         found[path] = Problem(origin_of(path, origins), dotted(path), text)
     # A value that fits no branch of a union is reported once per branch: keep the most exact place.
     inner = [path for path in found if not any(other[: len(path)] == path for other in found if other != path)]
@@ -81,17 +89,17 @@ def _impossible(keys: tuple[str, ...], text: str, origins: Origins) -> Problem:
 def _without_tags(location: tuple[str | int, ...], data: Any) -> KeyPath:
     """Pydantic's location without the names of union branches, which are not in the file."""
     path: KeyPath = ()
-    tags = _tags(_section(location[0], data)) if location else {}
-    for depth, part in enumerate(location):
-        if depth == 1 and part in tags:
+    value, tag = data, None
+    for part in location:
+        if tag is not None and isinstance(value, Mapping) and value.get(tag) == part:
+            tag = None
             continue
-        if isinstance(data, Mapping) and part in data:
-            data = data[part]
-        elif isinstance(data, list | tuple) and isinstance(part, int) and part < len(data):
-            data = data[part]
-        elif not isinstance(data, Mapping):
+        if not isinstance(value, Mapping | list | tuple):
             continue  # "constrained-float", "tuple[...]": a branch
+        if isinstance(value, list | tuple) and not (isinstance(part, int) and part < len(value)):
+            continue
         path = (*path, part)
+        value, tag = value_at((part,), value), tag_of(node_at(path, data) or {})
     return path
 
 
@@ -102,19 +110,21 @@ def _text(kind: str, path: KeyPath, data: Any) -> str:
     if kind in ("missing", "union_tag_not_found"):
         about = node.get("description", "") if node else ""
         return f"missing, and it has no default; allowed: {allowed(node)}. {about}".rstrip()
-    value = _value_at(path, data)
+    value = value_at(path, data)
     return f"found {_shown(value)}; allowed: {allowed(node)}{_hint(value, node)}"
 
 
 def _unknown_key(path: KeyPath, data: Any) -> str:
     siblings = keys_of(path[:-1], data)
-    close = suggestions(str(path[-1]), path[:-1], siblings, all_keys(root_of(data)))
+    everywhere = keys_in(schema_of(data))
+    close = suggestions(str(path[-1]), path[:-1], siblings, everywhere)
     did_you_mean = f"; did you mean {' or '.join(close)}?" if close else ";"
     inside = f"keys of {dotted(path[:-1])}" if len(path) > 1 else "top-level keys"
-    tag = _tag(_section(path[0], data)) if len(path) > 1 else None
+    tag = tag_of(node_at(path[:-1], data) or {})
     other = [key for key in close if key.startswith(f"{path[0]}.") and key.rpartition(".")[2] not in siblings]
     if other and tag is not None:
-        did_you_mean = f"; it belongs to another {path[0]}.{tag} than {data[path[0]].get(tag)!r};"
+        named = value_at((*path[:-1], tag), data)
+        did_you_mean = f"; it belongs to another {dotted(path[:-1])}.{tag} than {named!r};"
     return f"unknown key{did_you_mean} {inside}: {', '.join(siblings)}"
 
 
@@ -143,121 +153,16 @@ def suggestions(key: str, section: KeyPath, siblings: list[str], everywhere: Map
     return list(dict.fromkeys([*named, *(path for path in everywhere if path.rpartition(".")[2] in far)]))[:3]
 
 
-def root_of(data: Any) -> str:
-    """Which kind of run a file describes: one with the section `policy` trains a policy, one with `vlm` a
-    vision-language model, any other a pipeline."""
-    if not isinstance(data, Mapping):
-        return "Config"
-    return "VLAConfig" if "policy" in data else "VLMConfig" if "vlm" in data else "Config"
-
-
-@cache
-def _definitions() -> Mapping[str, Schema]:
-    """The schemas of all sections of all kinds of runs, by name."""
-    from genrl.config.schema import Config
-    from genrl.config.vla import VLAConfig
-    from genrl.config.vlm import VLMConfig
-
-    roots = (Config, VLAConfig, VLMConfig)
-    definitions: Mapping[str, Schema] = models_json_schema([(root, "validation") for root in roots])[1]["$defs"]
-    return definitions
-
-
-def _section(name: str | int, data: Any) -> Schema:
-    """Schema of a top-level section; {} for one that there is not."""
-    section: Schema = _definitions()[root_of(data)]["properties"].get(name, {})
-    return section
-
-
-def _tag(section: Schema) -> str | None:
-    """The key that says which of several kinds a section is, such as trainer.algorithm; None where there is one."""
-    name: str | None = section.get("discriminator", {}).get("propertyName")
-    return name
-
-
-def _tags(section: Schema) -> Mapping[str, str]:
-    """The values of that key."""
-    tags: Mapping[str, str] = section.get("discriminator", {}).get("mapping", {})
-    return tags
-
-
-def resolve(node: Schema) -> Schema:
-    """The node a `$ref` points to, with the description of the place that refers to it."""
-    if "$ref" not in node:
-        return node
-    target = _definitions()[node["$ref"].rpartition("/")[2]]
-    return {**target, **{key: value for key, value in node.items() if key != "$ref"}}
-
-
-def _branches(node: Schema) -> list[Schema]:
-    return [resolve(branch) for branch in node.get("anyOf", node.get("oneOf", [node]))]
-
-
-def keys_of(path: KeyPath, data: Any) -> list[str]:
-    """Names of the keys that may stand in the section at `path`, of the kind that `data` names."""
-    section = node_at(path, data)
-    branches = _branches(section) if section else []
-    if len(path) == 1:
-        branches = _of_kind(branches, path[0], data)
-    return sorted({name for branch in branches for name in branch.get("properties", {})})
-
-
-def _of_kind(branches: list[Schema], name: str | int, data: Any) -> list[Schema]:
-    """Those of the kind that `data` names, where the top-level section is of one of several kinds; else all."""
-    tag = _tag(_section(name, data))
-    section = data.get(name) if isinstance(data, Mapping) else None
-    named = section.get(tag) if isinstance(section, Mapping) else None
-    return [branch for branch in branches if tag and branch["properties"][tag].get("const") == named] or branches
-
-
-def node_at(path: KeyPath, data: Any) -> Schema | None:
-    """Schema of the key at `path`, following the kinds that `data` names; None if there is no such key."""
-    node: Schema | None = _definitions()[root_of(data)]
-    for depth, part in enumerate(path):
-        branches = _branches(resolve(node)) if node else []
-        if depth == 1 and (tag := _tag(_section(path[0], data))) is not None:
-            if part == tag:
-                return {"enum": list(_tags(_section(path[0], data))), "description": f"Which {path[0]}."}
-            branches = _of_kind(branches, path[0], data)
-        node = next((child for branch in branches if (child := _child(branch, part)) is not None), None)
-    return resolve(node) if node else None
-
-
-def _child(node: Schema, part: str | int) -> Schema | None:
-    if isinstance(part, int):
-        fixed: list[Schema] = node.get("prefixItems", [])
-        every: Schema | None = node.get("items")
-        return fixed[part] if part < len(fixed) else every
-    child: Schema | None = node.get("properties", {}).get(part)
-    return child
-
-
-def _walk(node: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
-    for branch in _branches(resolve(node)):
-        for name, child in branch.get("properties", {}).items():
-            path = f"{prefix}.{name}".lstrip(".")
-            yield path, resolve(child)
-            yield from _walk(child, path)
-        if isinstance(branch.get("items"), Mapping):
-            yield from _walk(branch["items"], f"{prefix}.0")
-
-
-@cache
-def all_keys(root: str = "Config") -> Mapping[str, Schema]:
-    """Every key of every section of a kind of run (`root_of`) by its dotted path (list items as 0), with its schema."""
-    return dict(_walk(_definitions()[root], ""))
-
-
 def allowed(node: Schema | None) -> str:
     """What a value of this schema may be, in words."""
     if node is None:
         return "nothing"
+    kinds: list[Schema] = node.get("anyOf", node.get("oneOf", []))
     if "discriminator" in node:
-        key = node["discriminator"]["propertyName"]
-        return f"a section with {key}: {' or '.join(sorted(node['discriminator']['mapping']))}"
-    if "anyOf" in node or "oneOf" in node:
-        return " or ".join(dict.fromkeys(allowed(branch) for branch in _branches(node)))
-    node = resolve(node)
+        alone = "a name, or " if any("enum" in kind for kind in kinds) else ""
+        return f"{alone}a section with {tag_of(node)}: {' or '.join(sorted(tag_values(node)))}"
+    if kinds:
+        return " or ".join(dict.fromkeys(map(allowed, kinds)))
     if "enum" in node or "const" in node:
         names = node.get("enum", [node.get("const")])
         return f"one of {', '.join(map(str, names))}" if len(names) > 1 else str(names[0])
@@ -283,12 +188,6 @@ def _range(node: Schema) -> str:
     return " " + " ".join(parts) if parts else ""
 
 
-def _value_at(path: KeyPath, data: Any) -> Any:
-    for part in path:
-        data = data[part]
-    return data
-
-
 def _shown(value: Any) -> str:
     if value is None:
         return "null (nothing)"
@@ -304,8 +203,8 @@ def _shown(value: Any) -> str:
 def _hint(value: Any, node: Schema | None) -> str:
     if node is None:
         return ""
-    kinds = {branch.get("type") for branch in _branches(node)}
-    names = [name for branch in _branches(node) for name in branch.get("enum", [])]
+    kinds = {branch.get("type") for branch in branches(node)}
+    names = [name for branch in branches(node) for name in branch.get("enum", [])]
     if isinstance(value, str) and names:
         close = get_close_matches(value, names, n=1, cutoff=0.5)
         return f"; did you mean {close[0]}?" if close else ""

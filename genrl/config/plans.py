@@ -21,7 +21,9 @@ from genrl.mdp.windows import (
 )
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config, FlowGRPO, Prune, Sampling, Talk2Move, Tree, Window
+    from genrl.config.schema import Config, Sampling
+    from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO, Prune, Tree, Window
+    from genrl.diffusion.methods.talk2move.settings import Talk2Move
 
 DRAWN = ("random", "geometric")  # schedules whose windows are drawn
 
@@ -40,14 +42,14 @@ class Round(NamedTuple):
 
 def is_flow_grpo(trainer: object) -> TypeGuard[FlowGRPO]:
     """Whether a trainer's settings are Flow-GRPO's, or those of a method that adds to it."""
-    from genrl.config.schema import FlowGRPO
+    from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 
     return isinstance(trainer, FlowGRPO)
 
 
 def is_talk2move(trainer: object) -> TypeGuard[Talk2Move]:
     """Whether a trainer's settings are Talk2Move's."""
-    from genrl.config.schema import Talk2Move
+    from genrl.diffusion.methods.talk2move.settings import Talk2Move
 
     return isinstance(trainer, Talk2Move)
 
@@ -187,7 +189,7 @@ def rounds(config: Config, settings: FlowGRPO) -> list[Round]:
 
 def with_exit(settings: Talk2Move, exit_at: int) -> Talk2Move:
     """Talk2Move as Flow-GRPO with a window: the steps before the exit are drawn and trained."""
-    from genrl.config.schema import Window
+    from genrl.diffusion.methods.flow_grpo.settings import Window
 
     return settings.model_copy(update={"window": Window(size=exit_at, high=exit_at)})
 
@@ -215,7 +217,7 @@ def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> in
     Trees begin with fewer states than they end with. So the rows of later calls, which are cut to `batch_size`, depend
     on the number of processes, and pictures do by rounding (those of independent samples do not).
     """
-    roots = plan.roots * config.sampling.prompts_per_iteration // config.trainer.updates_per_iteration
+    roots = plan.roots * config.sampling.prompts_per_iteration // config.trainer.updates
     together = math.ceil(roots / num_processes)
     if math.ceil(roots / max(1, together)) < num_processes:  # 5 roots in twos are 3 micro-batches, too few for 4
         together = roots // num_processes

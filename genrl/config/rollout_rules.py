@@ -12,7 +12,8 @@ from genrl.config.plans import is_flow_grpo, most_micro_batches, most_splits, ro
 from genrl.mdp.plan import extreme_count
 
 if TYPE_CHECKING:
-    from genrl.config.schema import Config, FlowGRPO, Tree, Window
+    from genrl.config.schema import Config
+    from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO, Tree, Window
 
 Finding = tuple[tuple[str, ...], str]
 

@@ -1,5 +1,1 @@
-"""Any diffusers pipeline as a policy, and one file per trainer."""
-
-from rewards.models.torchvision_compat import ensure
-
-ensure()  # before diffusers and transformers look for a torchvision that may be broken beside a CPU-only torch
+"""Any diffusers pipeline as a policy, and one folder per method."""

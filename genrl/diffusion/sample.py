@@ -10,10 +10,9 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import DiffusionPipeline
 
 import rewards
 from genrl.config import Model
@@ -27,6 +26,9 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 def load(model: Model, lora: str | None) -> DiffusionPipeline:

@@ -253,11 +253,6 @@ class TestOthers:
         text = words(run("eval", "runs/small", "--reward", "shapes", "--num-prompts", "3", code=2))
         assert "--reward, --num-prompts are not for a policy: leave them out" in text
 
-    def test_dumps_of_policies_are_not_replayed(self, folder: Path) -> None:
-        (folder / "runs/small/dumps/step-000001-loss-rank-0").mkdir(parents=True)
-        text = words(run("replay", "runs/small/dumps/step-000001-loss-rank-0", code=2))
-        assert "is of a run that trains no pipeline: read its dump.json and tensors.safetensors" in text
-
     def test_episodes_are_not_of_pipelines(self, folder: Path) -> None:
         pipeline = str(ROOT / "assets" / "tiny-t2i")
         text = words(run("eval", pipeline, "--episodes", "3", "--reward", "shapes", code=2))

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from genrl.config import Config, ConfigError, check_files, dump, json_schema, load, load_located
 from genrl.config.combinations import processes_problem
+from genrl.config.json_schemas import all_keys
 from genrl.config.loading import ROOTS
-from genrl.config.messages import OTHER_NAMES, all_keys
+from genrl.config.messages import OTHER_NAMES
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "config"

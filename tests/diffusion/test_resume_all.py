@@ -40,7 +40,7 @@ def shrunken(path: Path, output: Path) -> Config:
     group = full.sampling.group_size
     if getattr(full.trainer, "tree", None) is None:
         group = min(group, 4)
-    prompts = full.trainer.updates_per_iteration
+    prompts = full.trainer.updates
     changes = [
         f"sampling.prompts_per_iteration={prompts}",
         f"sampling.group_size={group}",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from genrl.config.schema import Checkpoint, Optimizer
+from genrl.config.sections import Checkpoint, Optimizer
 from genrl.runtime import checkpoint
 from genrl.runtime.guards import NonFiniteError, read_dump
 from genrl.runtime.loop import Abandoned, Loop, make_accelerator, put_back, scheduled

@@ -16,8 +16,8 @@ from genrl.cli.app import app
 from genrl.objectives.preferences.preference import dpo_loss
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss
-from genrl.vlm.methods.presets import PRESETS
 from genrl.vlm.policies.folder import load_trained
+from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout import artefacts
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.train import train

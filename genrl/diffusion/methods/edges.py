@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.config import Prune, Tree
 from genrl.config.plans import pruned_depths
+from genrl.diffusion.methods.flow_grpo.settings import Prune, Tree
 from genrl.mdp import tree as trees
 from genrl.mdp.plan import SamplingPlan, extreme_count, pruning_is_on
 from genrl.objectives.advantages.credit import (

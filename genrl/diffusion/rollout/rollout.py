@@ -195,7 +195,7 @@ def collect(
     keys = {"seed": config.seed, "iteration": iteration}
     plan, bounds = micro_batches(roots, sampling.batch_size, **keys), []
     if roots_together is not None:
-        plan, bounds = tree_micro_batches(roots, roots_together, config.trainer.updates_per_iteration, **keys)
+        plan, bounds = tree_micro_batches(roots, roots_together, config.trainer.updates, **keys)
     arguments = call_arguments(sampling)
 
     mine: dict[int, MicroBatch] = {}

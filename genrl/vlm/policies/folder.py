@@ -10,9 +10,7 @@ import torch
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime import checkpoint
-from genrl.runtime.loop import put_back
-from genrl.vlm.methods.compose import preset_of
-from genrl.vlm.methods.recipe import LinearBound
+from genrl.runtime.weights import put_back
 from genrl.vlm.policies.codes import CODEC, CodePolicy
 from genrl.vlm.policies.image_tokens import ImagePolicy
 from genrl.vlm.policies.masked_text import MaskedPolicy
@@ -37,11 +35,10 @@ def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str
             raise ValueError(f"vlm.output: {config.vlm.output}, but {config.vlm.path} makes {coded.codec.kind}")
         return coded  # type: ignore[no-any-return]
     if config.vlm.output == "masked_text":
-        bounds = isinstance(preset_of(config).surrogate, LinearBound)
         masked: Any = MaskedPolicy(
             path or config.vlm.path,
             length=config.generation.max_new_tokens,
-            samples=config.generation.elbo_samples if bounds else None,
+            samples=config.generation.elbo_samples if config.trainer.bounds else None,
             steps=config.generation.denoising_steps,
             dtype=dtype,
             device=device,

@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.config import Adversary, AdvGRPO, Config, ConfigError, check_files
+from genrl.config import Config, ConfigError, check_files
 from genrl.data.prompts import PromptError
 from genrl.diffusion.methods.adv_grpo import train as adv_grpo
+from genrl.diffusion.methods.adv_grpo.settings import Adversary, AdvGRPO
 from genrl.diffusion.methods.adv_grpo.train import Pairs, load_trained, trainable_of, turns
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.rollout.scoring import open_scorers

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError, FlowGRPO, load
+from genrl.config import ConfigError, load
 from genrl.config import dump as to_yaml
 from genrl.diffusion.methods import estimation
 from genrl.diffusion.methods.estimation import advantages_of
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.replay import replay
 from genrl.diffusion.session import Session

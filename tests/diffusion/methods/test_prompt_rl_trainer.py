@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.config import ConfigError, Model, PromptRL, check_files, load_located
-from genrl.config import Rewriter as Rewritten
+from genrl.config import ConfigError, Model, check_files, load_located
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, load_rewriter
+from genrl.diffusion.methods.prompt_rl.settings import PromptRL
+from genrl.diffusion.methods.prompt_rl.settings import Rewriter as Rewritten
 from genrl.diffusion.methods.prompt_rl.train import compared, judged, learn_to_write
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.sample import load, sample

@@ -12,8 +12,8 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from genrl.config import LoRA
-from genrl.config import Rewriter as Settings
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, load_rewriter
+from genrl.diffusion.methods.prompt_rl.settings import Rewriter as Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within peft and transformers
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.config import Tree as TreeSettings
 from genrl.diffusion.methods.edges import tree_edges
+from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
 from genrl.diffusion.policy.policy import Batch, Children, Kernel, Policy, Trajectory
 from genrl.diffusion.rollout.forest import Drawn, independent, roll_out
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.vlm.methods import trainer
+from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.policies.processor import load_processor
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.session import Session
@@ -126,7 +126,7 @@ def genrl_update(
 
     monkeypatch.setattr(session.loop, "step", watched)
     monkeypatch.setattr(session.loop, "updates", 1)  # not the first: the ratio need not be 1
-    return ready, trainer.learn(session, answers, ready), seen
+    return ready, learn(session, answers, ready), seen
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -17,21 +17,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
+from torch import Tensor
+
+from genrl.diffusion.methods.prompt_rl.settings import Rewriter as RewriterSettings
+from genrl.mdp.noise import generator
+from genrl.objectives.advantages.prompt_rl import completion_mask
+from genrl.runtime.run import write_atomic
+from rewards.models.torchvision_compat import ensure
+
+ensure()  # before transformers is imported for the first time
+
+from peft import (  # noqa: E402
     LoraConfig,
     get_peft_model,
     get_peft_model_state_dict,
     load_peft_weights,
     set_peft_model_state_dict,
 )
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.utils import logging as transformers_logging
-
-from genrl.config import Rewriter as RewriterSettings
-from genrl.mdp.noise import generator
-from genrl.objectives.advantages.prompt_rl import completion_mask
-from genrl.runtime.run import write_atomic
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
+from transformers.utils import logging as transformers_logging  # noqa: E402
 
 SETTINGS = "rewriter.json"
 ANY = 1_000_000

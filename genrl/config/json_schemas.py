@@ -1,0 +1,193 @@
+"""The JSON schemas of all kinds of runs, and the way to a key in them.
+
+`data` is what a file says: its sections tell the kind of run, its `trainer.algorithm` the method, of which there are
+those from outside too. In the schemas returned here all `$ref` are resolved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from genrl.config.method import Method, built_in, installed, outside
+from genrl.config.yaml_source import KeyPath
+
+Schema = Mapping[str, Any]
+
+
+def roots() -> dict[str, Any]:
+    """The schema class of each kind of run, by name."""
+    from genrl.config.loading import ROOTS
+
+    return dict(ROOTS)
+
+
+def root_of(data: Any) -> str:
+    """Which kind of run a file describes: one with the section `policy` trains a policy, one with `vlm` a
+    vision-language model, any other a pipeline."""
+    if not isinstance(data, Mapping):
+        return "Config"
+    return "VLAConfig" if "policy" in data else "VLMConfig" if "vlm" in data else "Config"
+
+
+def definitions(methods: tuple[type[Method], ...] = ()) -> dict[str, Any]:
+    """Schemas of all kinds of runs and of their sections, by name, with `methods` from outside beside the built-in."""
+    refs, schema = models_json_schema([(model, "validation") for model in (*roots().values(), *methods)])
+    found: dict[str, Any] = schema["$defs"]
+    for method in methods:
+        ref = refs[method, "validation"]
+        for union in _unions(found, set(built_in(method.kind))):
+            union["oneOf" if "oneOf" in union else "anyOf"].append(ref)
+            union["discriminator"]["mapping"][method.model_fields["algorithm"].default] = ref["$ref"]
+    return found
+
+
+def with_installed() -> dict[str, Any]:
+    """`definitions` with the methods that other packages bring."""
+    return definitions(tuple(method for cls in roots().values() for method in installed(cls.kind)))
+
+
+def _unions(node: Any, names: set[str]) -> Iterator[dict[str, Any]]:
+    """Where a method is chosen."""
+    if isinstance(node, Mapping):
+        if isinstance(node, dict) and names <= set(_tags(node)):
+            yield node
+        for child in node.values():
+            yield from _unions(child, names)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _unions(child, names)
+
+
+@cache
+def _resolved(root: str, methods: tuple[type[Method], ...] = ()) -> Schema:
+    known = definitions(methods)
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolve(child) for child in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:  # with the description of the place that refers to it
+            node = {**known[node["$ref"].rpartition("/")[2]], **{k: v for k, v in node.items() if k != "$ref"}}
+        return {key: resolve(value) for key, value in node.items()}
+
+    schema: Schema = resolve(known[root])
+    return schema
+
+
+def schema_of(data: Any) -> Schema:
+    """Schema of the file that says `data`."""
+    root = root_of(data)
+    trainer = data.get("trainer") if isinstance(data, Mapping) else None
+    name = trainer.get("algorithm") if isinstance(trainer, Mapping) else None
+    known = tag_values(_resolved(root)["properties"]["trainer"])
+    if not isinstance(name, str) or not known or name in known:
+        return _resolved(root)
+    try:
+        return _resolved(root, (outside(name, roots()[root].kind),))
+    except ValueError:  # told where it is named
+        return _resolved(root)
+
+
+def tag_of(section: Schema) -> str | None:
+    """The key that says which of several kinds a section is, such as trainer.algorithm; None where there is one."""
+    name: str | None = _union(section).get("discriminator", {}).get("propertyName")
+    return name
+
+
+def _union(section: Schema) -> Schema:
+    """Of a section that may be null, or that may not be written whole, what it is else."""
+    if "discriminator" in section:
+        return section
+    return next((kind for kind in section.get("anyOf", ()) if "discriminator" in kind), section)
+
+
+def _tags(section: Schema) -> Mapping[str, str]:
+    found = _union(section).get("discriminator")
+    tags: Mapping[str, str] = found.get("mapping", {}) if isinstance(found, Mapping) else {}
+    return tags
+
+
+def tag_values(section: Schema) -> list[str]:
+    """The values of that key."""
+    return list(_tags(section))
+
+
+def branches(node: Schema, value: Any = None) -> list[Schema]:
+    """What a key may be, by kinds; of the kinds of a section the one that `value` names, where it names one."""
+    found: list[Schema] = node.get("anyOf", node.get("oneOf", []))
+    if not found:
+        return [node]
+    tag = tag_of(node)
+    named = value.get(tag) if isinstance(value, Mapping) else None
+    if tag is not None:
+        kinds = [(branch, branch.get("properties", {}).get(tag, {})) for branch in found]
+        found = [branch for branch, kind in kinds if named is not None and kind.get("const") == named] or found
+    return [inner for branch in found for inner in branches(branch, value)]
+
+
+def keys_of(path: KeyPath, data: Any) -> list[str]:
+    """Names of the keys that may stand in the section at `path`, of the kind that `data` names."""
+    section = node_at(path, data)
+    found = branches(section, value_at(path, data)) if section else []
+    return sorted({name for branch in found for name in branch.get("properties", {})})
+
+
+def node_at(path: KeyPath, data: Any) -> Schema | None:
+    """Schema of the key at `path`, following the kinds that `data` names; None if there is no such key."""
+    node: Schema | None = schema_of(data)
+    value = data
+    for depth, part in enumerate(path):
+        if node is None:
+            return None
+        if part == (tag := tag_of(node)):
+            return {"enum": tag_values(node), "description": f"Which {path[depth - 1]}.", "tag": tag}
+        node = next((child for branch in branches(node, value) if (child := _child(branch, part)) is not None), None)
+        value = value_at((part,), value)
+    return node
+
+
+def value_at(path: KeyPath, data: Any) -> Any:
+    """What `data` says at `path`; None where it says nothing."""
+    for part in path:
+        if isinstance(data, Mapping):
+            data = data.get(part)
+        elif isinstance(data, list | tuple) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            return None
+    return data
+
+
+def _child(node: Schema, part: str | int) -> Schema | None:
+    if isinstance(part, int):
+        fixed: list[Schema] = node.get("prefixItems", [])
+        every: Schema | None = node.get("items")
+        return fixed[part] if part < len(fixed) else every
+    child: Schema | None = node.get("properties", {}).get(part)
+    return child
+
+
+def _walk(node: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
+    for branch in branches(node):
+        for name, child in branch.get("properties", {}).items():
+            path = f"{prefix}.{name}".lstrip(".")
+            yield path, child
+            yield from _walk(child, path)
+        if isinstance(branch.get("items"), Mapping):
+            yield from _walk(branch["items"], f"{prefix}.0")
+
+
+def keys_in(schema: Schema) -> dict[str, Schema]:
+    """Every key below a schema by its dotted path (list items as 0), with its schema."""
+    return dict(_walk(schema, ""))
+
+
+@cache
+def all_keys(root: str = "Config") -> Mapping[str, Schema]:
+    """Every key of every section of a kind of run (`root_of`), of all built-in methods."""
+    return keys_in(_resolved(root))

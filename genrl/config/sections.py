@@ -1,0 +1,80 @@
+"""The sections that all kinds of run share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from genrl.config.section import Count, Flag, Fraction, NonNegative, Positive, Section, Text, Whole
+
+Precision = Literal["float32", "bfloat16", "float16"]
+Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
+
+
+class LoRA(Section):
+    """Low-rank adapters; only they are trained."""
+
+    rank: Count = 32
+    """Rank of the adapters (Flow-GRPO and DiffusionNFT: 32)."""
+    alpha: Positive = 64.0
+    """Scale of the adapters; the update is multiplied by alpha / rank (Flow-GRPO: 64)."""
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Name endings of the layers to adapt; null = the attention projections of the denoiser."""
+
+
+class Optimizer(Section):
+    """AdamW and its schedule."""
+
+    lr: Positive = 3e-4
+    """Learning rate (Flow-GRPO and DiffusionNFT with LoRA: 3e-4; full fine-tuning: about 1e-5)."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's two averaging factors."""
+    weight_decay: NonNegative = 1e-4
+    """AdamW's decoupled weight decay (Flow-GRPO: 1e-4)."""
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this norm (all peers: 1)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or down to 0 at the end of the run."""
+    warmup_steps: Whole = 0
+    """Optimiser steps in which the learning rate rises from 0."""
+
+
+class EMA(Section):
+    """Moving average of the trained weights; evaluation and export use it."""
+
+    decay: Fraction = 0.9
+    """Share of the average kept at each optimiser step (Flow-GRPO and DiffusionNFT: 0.9)."""
+
+
+class Monitor(Section):
+    """When a held-out scorer says that training has gone too far (reward hacking)."""
+
+    reward: Text
+    """A reward of weight 0, as it is named in the log: it is evaluated and never trained on."""
+    tolerance: NonNegative
+    """How far below its best evaluation it may lie, in its own units."""
+    patience: Count = 2
+    """So many evaluations in a row have to lie lower for training to end."""
+    action: Literal["stop", "roll_back"] = "roll_back"
+    """End with the weights as they are, or with those of the best evaluation."""
+
+
+class Checkpoint(Section):
+    """When the state is saved, and how many saves stay on disk."""
+
+    every: Count = 20
+    """Save every so many iterations, and at the end."""
+    keep: Count = 3
+    """Newest checkpoints that stay on disk."""
+
+
+class Distributed(Section):
+    """Several processes."""
+
+    fsdp: Flag = False
+    """Shard weights, gradients and optimiser over the processes (FSDP2); for full fine-tuning."""
+    timeout_s: Positive = 600.0
+    """Seconds without progress after which a stuck run is stopped."""

@@ -1,0 +1,149 @@
+"""Methods from a file or an installed package: checked, told apart and written back as the built-in ones are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from genrl.config import Config, ConfigError, dump, load
+from genrl.config import method as methods
+from genrl.config.json_schemas import definitions, keys_in, node_at, schema_of
+from genrl.config.method import code_of, outside
+
+OWN = '''
+from genrl.config.diffusion_method import DiffusionMethod
+from genrl.config.section import Positive
+
+
+class Own(DiffusionMethod):
+    """One of our own."""
+
+    strength: Positive = 1.0
+    """How much."""
+    {field}
+
+
+def train(run, settings): ...
+def loss(settings, policy, recorded): ...
+'''
+BASE = """
+model: {{path: assets/tiny-t2i}}
+prompts: {{train: a.txt, eval: b.txt}}
+rewards: [{{name: shapes}}]
+trainer: {{algorithm: "{algorithm}", {rest}}}
+"""
+
+
+@pytest.fixture
+def method(tmp_path: Path) -> Callable[..., str]:
+    def write(text: str = OWN, field: str = "", name: str = "own.py") -> str:
+        path = tmp_path / name
+        path.write_text(text.replace("{field}", field))
+        return f"{path}:Own"
+
+    return write
+
+
+def loaded(tmp_path: Path, algorithm: str, rest: str = "") -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text(BASE.format(algorithm=algorithm, rest=rest))
+    config = load(path)
+    assert isinstance(config, Config)
+    return config
+
+
+def refusal(tmp_path: Path, algorithm: str, rest: str = "") -> str:
+    with pytest.raises(ConfigError) as error:
+        loaded(tmp_path, algorithm, rest)
+    assert len(error.value.problems) == 1
+    return str(error.value.problems[0])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_file_is_loaded_and_written_back(tmp_path: Path, method: Callable[..., str]) -> None:
+    name = method()
+    config = loaded(tmp_path, name, "strength: 2")
+    assert config.trainer.model_dump() == {"algorithm": name, "strength": 2.0}
+    assert code_of(config.trainer).train(None, None) is None
+    (tmp_path / "again.yaml").write_text(dump(config))
+    assert load(tmp_path / "again.yaml") == config
+
+
+def test_an_object_is_handed_over(tmp_path: Path, method: Callable[..., str]) -> None:
+    config = loaded(tmp_path, method())
+    settings = outside(config.trainer.algorithm, "diffusion")(strength=3)
+    assert Config(**{**dict(config), "trainer": settings}).trainer is settings
+
+
+def test_its_keys_are_described(method: Callable[..., str]) -> None:
+    data = {"trainer": {"algorithm": method()}}
+    assert keys_in(schema_of(data))["trainer.strength"]["description"] == "How much."
+    assert data["trainer"]["algorithm"] in (node_at(("trainer", "algorithm"), data) or {})["enum"]
+    own = outside(data["trainer"]["algorithm"], "diffusion")
+    assert data["trainer"]["algorithm"] in str(definitions((own,))["Config"]["properties"]["trainer"])
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        ("strenght: 2", "trainer.strenght: unknown key; did you mean trainer.strength? keys of trainer:"),
+        ("strength: -1", "trainer.strength: found -1 (a whole number); allowed: a number above 0"),
+        ("beta: 1", "trainer.beta: unknown key; it belongs to another trainer.algorithm"),
+    ],
+)
+def test_its_keys_are_checked(tmp_path: Path, method: Callable[..., str], rest: str, said: str) -> None:
+    assert said in refusal(tmp_path, method(), rest)
+
+
+def test_unknown_names(tmp_path: Path, method: Callable[..., str]) -> None:
+    text = refusal(tmp_path, "flow_gpro")
+    assert "run.yaml:5: trainer.algorithm: unknown method 'flow_gpro'; did you mean flow_grpo?" in text
+    assert text.endswith("or name a file: path/file.py:Name")
+    assert "has no 'Onw'; did you mean Own?" in refusal(tmp_path, method().replace(":Own", ":Onw"))
+    assert "own.py?" in refusal(tmp_path, method().replace("own.py", "ovn.py"))
+
+
+def test_files_without_the_interface(tmp_path: Path, method: Callable[..., str]) -> None:
+    text = refusal(tmp_path, method(OWN.replace("def loss", "def lost")))
+    assert "has no loss in" in text and "a method defines loss(settings, policy, recorded)" in text
+    assert "derive it from genrl.config.diffusion_method.DiffusionMethod" in refusal(tmp_path, method("class Own: ..."))
+    other = OWN.replace("class Own(DiffusionMethod):", 'class Own(DiffusionMethod):\n    kind = "vla"')
+    assert "is a method for vla runs, and this is a diffusion run" in refusal(tmp_path, method(other))
+
+
+def test_a_folder_of_two_files(tmp_path: Path, method: Callable[..., str]) -> None:
+    head, functions = OWN.split("def train")
+    name = method(head, name="settings.py")
+    assert "has no train and no loss in" in refusal(tmp_path, name)
+    (tmp_path / "train.py").write_text("def train" + functions)
+    assert code_of(loaded(tmp_path, name).trainer).module.__file__ == str(tmp_path / "train.py")
+
+
+@pytest.mark.filterwarnings("ignore:Field name")
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("sampling: Positive = 1.0", "has a key 'sampling', which is a section of every run"),
+        ("metrics: Positive = 1.0", "has a key 'metrics', which hides what Method declares"),
+        ("problems: Positive = 1.0", "has a key 'problems', which hides what Method declares"),
+    ],
+)
+def test_keys_that_collide(tmp_path: Path, method: Callable[..., str], field: str, said: str) -> None:
+    assert said in refusal(tmp_path, method(field=field))
+
+
+def test_installed_methods(tmp_path: Path, method: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint, EntryPoints
+
+    from genrl.config import json_schema, plugins
+
+    method(name="own_installed.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    points = EntryPoints([EntryPoint(name="own", value="own_installed:Own", group=methods.ENTRY_POINTS)])
+    monkeypatch.setattr(plugins, "entry_points", points.select)
+    assert type(loaded(tmp_path, "own").trainer).__name__ == "Own"
+    assert "own" in json_schema()["$defs"]["Config"]["properties"]["trainer"]["discriminator"]["mapping"]
+    assert "did you mean own?" in refusal(tmp_path, "owm")
+    outside.cache_clear()
