@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from genrl.cli.tables import print_replay, replay_verdict
+from genrl.cli.runs import print_replay, replay_verdict
 from genrl.config import Config, VLAConfig
 from genrl.config import dump as to_yaml
 from genrl.diffusion import replay as replaying
