@@ -13,7 +13,7 @@ from PIL import Image
 
 import rewards
 from rewards.calls import Calls, digest
-from tests.rewards import scorers
+from tests.rewards import plain_rewards as scorers
 
 IMAGES = torch.rand(6, 3, 5, 4, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "b", "a", "b", "a", "b"]

@@ -18,10 +18,10 @@ import torch
 import rewards
 from rewards.service.isolation import Isolated, python_of
 from rewards.service.remote import Outage
-from tests.rewards import scorers
+from tests.rewards import plain_rewards as scorers
 
 IMAGES = torch.rand(3, 3, 9, 7, generator=torch.Generator().manual_seed(0))
-FILE = str(Path(__file__).with_name("scorers.py"))
+FILE = str(Path(scorers.__file__))
 FAST = Outage(timeout_s=5, deadline_s=20)
 
 
@@ -92,7 +92,7 @@ def test_no_orphan_is_left_where_the_parent_is_killed(tmp_path: Path) -> None:
         "rewards.score(reward, images=torch.zeros(1, 3, 4, 4), prompts=['fine'])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = str(Path(rewards.__file__).parents[2])
+    root = str(Path(rewards.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert ends(int(log.read_text().split()[0]))

@@ -19,7 +19,7 @@ import rewards
 from rewards.service.remote import Outage, Remote
 from rewards.service.wire import Limits
 from tests import servers
-from tests.rewards import scorers
+from tests.rewards import plain_rewards as scorers
 
 IMAGES = torch.rand(6, 3, 9, 7, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "bb", "ccc", "a", "e", "f"]
@@ -241,7 +241,7 @@ def test_a_run_that_is_to_end_waits_for_no_server(policy: str, kind: str) -> Non
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back() -> None:
     port = servers.free_port()
-    name = "tests/rewards/scorers.py:mean"
+    name = "tests/rewards/plain_rewards.py:mean"
     first = servers.spawn(name, port)
     second: list[Any] = []
     try:

@@ -22,7 +22,7 @@ from safetensors.torch import save
 import rewards
 from rewards.service import http_app, serve, wire
 from rewards.service.wire import Limits
-from tests.rewards import scorers
+from tests.rewards import plain_rewards as scorers
 
 IMAGES = torch.rand(4, 3, 9, 7, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "bb", "ccc", "a"]
