@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import rewards
+from rewards.contract import mean
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import edit_score, parse_score
 from rewards.scorers.pictures import paco
@@ -79,7 +80,7 @@ def test_aggregates_equal_the_golden_ones(golden_judge: dict[str, Any]) -> None:
         ten = 10 * edit_score(case["SC"], case["PQ"], case["score_range"])
         assert ten == pytest.approx(case["editscore_official_0_10"], abs=1e-9)
     for case in golden_judge["grid_pairs"]:
-        assert paco.mean(case["pair_scores_combinations_order"]) == pytest.approx(case["paco_mean"], abs=1e-9)
+        assert mean(case["pair_scores_combinations_order"]) == pytest.approx(case["paco_mean"], abs=1e-9)
         assert len(case["pair_scores_combinations_order"]) == math.comb(case["cells"], 2)
 
 
@@ -106,8 +107,8 @@ def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) ->
     assert templates.read("Plain: text", "r") == "Plain: text"
     for given, words in (
         (f"{tmp_path / 'b.py'}:ASKD", "no string constant 'ASKD'. Did you mean 'ASKED'"),
-        (str(tmp_path / "c.txt"), "there is no file .* with the text to ask by"),
-        ("Is it?", "has no place {prompt}"),
+        (str(tmp_path / "c.txt"), "there is no file .* with the text of the question"),
+        ("Is it?", "has no placeholder {prompt}"),
     ):
         with pytest.raises(ValueError, match=words):
             templates.read(given, "r", holding="{prompt}")

@@ -175,5 +175,7 @@ def test_a_checkpoint_of_another_architecture_or_without_weights_is_refused(chec
         rewards.load("clipscore", {"model": str(tmp_path), "processor": str(checkpoint)})
     with pytest.raises(ValueError, match="there is no folder './nowhere'"):
         rewards.load("clipscore", {"model": "./nowhere"})
-    with pytest.raises(ValueError, match="is no folder here, and its file 'config.json' is neither in the hub's cache"):
+    with pytest.raises(
+        ValueError, match="is not a folder here, and its file 'config.json' is neither in the hub's cache"
+    ):
         rewards.load("clipscore", {"model": "no-such-user/no-such-model"})

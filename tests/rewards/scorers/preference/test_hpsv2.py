@@ -103,7 +103,7 @@ def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: P
     with pytest.raises(ValueError, match="has no HPS_v2.1_compressed.safetensors or .*the folder is empty"):
         rewards.load("hpsv2", args)
     torch.save({"layers.0.weight": torch.zeros(3)}, tmp_path / "HPS_v2.1_compressed.pt")
-    with pytest.raises(ValueError, match="is no open_clip CLIP: it lacks positional_embedding"):
+    with pytest.raises(ValueError, match="is not an open_clip CLIP: it lacks positional_embedding"):
         rewards.load("hpsv2", args)
     held = tiny_open_clip.weights()
     held["visual.attnpool.weight"] = torch.zeros(1)
