@@ -5,7 +5,8 @@ An iteration takes well under a second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from genrl.config import Config, load
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import KIND, train
+from genrl.runtime.recorded import Recorded
 from tests import opened as opening
 from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
 
@@ -134,9 +136,19 @@ def opened(config: Config) -> Iterator[DiffusionRun]:
         yield run
 
 
-def times(results: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """What a method's loss gave, the loss multiplied: by NaN, to plant one."""
-    return {**results, "loss": results["loss"] * factor}
+def spoil(run: DiffusionRun, when: Callable[[int], bool], factor: float = math.nan) -> list[Tensor]:
+    """From here on, losses are multiplied by `factor` in the micro-batches (from 1) for which `when` says so. Returns
+    the list that gets the losses as they were."""
+    losses: list[Tensor] = []
+    backward = run.backward
+
+    def spoilt(settings: Any, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float) -> None:
+        losses.append(results["loss"].detach().clone())
+        loss = results["loss"] * (factor if when(len(losses)) else 1.0)
+        backward(settings, {**results, "loss": loss}, recorded, divisor=divisor)
+
+    run.backward = spoilt  # type: ignore[method-assign]
+    return losses
 
 
 def train_file(path: str, resume: str | None = None) -> None:

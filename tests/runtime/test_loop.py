@@ -231,7 +231,7 @@ class TestLeaving:
         assert one.iteration == 1 and counter.seen == 1
 
     def test_one_that_was_left_after_an_update_is_undone_and_done_again(self, tmp_path: Path) -> None:
-        """Weights, average, optimiser, memory and what is kept beside them, to the bit; data made once is not copied."""
+        """Weights, average, optimiser, memory what is kept beside them, to the bit; data made once is not copied."""
         settings = Settings(optimizer=Optimizer(lr=0.1, schedule="cosine", warmup_steps=5), ema=EMA(decay=0.5))
         straight, counted = loop(tmp_path / "a", settings, **ADAMW), Counter()
         straight.keep("counter", counted)
