@@ -205,6 +205,8 @@ class Update(Section):
     """Decisions per optimiser step, over all processes."""
     microbatch: Count | None = None
     """Decisions per pass of the policy, to save memory; null = the minibatch."""
+    fit_batch: Flag = False
+    """Where memory runs out in training, do the iteration again with half the microbatch."""
     kl_stop: Positive | None = 0.3
     """Leave an iteration's updates when the divergence of a minibatch exceeds this; null = never (DPPO: 1)."""
     entropy_weight: NonNegative = 0.0

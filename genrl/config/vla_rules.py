@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.combinations import Finding, ImpossibleConfig
+from genrl.config.combinations import Finding, ImpossibleConfig, monitor_problems
 
 if TYPE_CHECKING:
     from genrl.config.vla import VLAConfig
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def refuse_impossible(config: VLAConfig) -> None:
     """Raise ImpossibleConfig with everything that cannot work together."""
     found = [*_sources(config), *_groups(config), *_samplers(config), *_updates(config), *_processes(config)]
+    found += monitor_problems(config, ("success",), "held-out figure")
     if found:
         raise ImpossibleConfig(found)
 

@@ -187,6 +187,8 @@ class VLMTrainer(Section):
     """Passes over an iteration's answers."""
     micro_batch: Count | None = None
     """Answers per pass of the model, to save memory; null = all of an update."""
+    fit_batch: Flag = False
+    """Where memory runs out in training, do the iteration again with half the micro_batch."""
     filter: Literal["none", "spread", "not_all_right"] = "none"
     """Groups that are trained on: all; those with two different rewards (DAPO); all but those whose first reward is
     always 1 (NGRPO)."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.combinations import Finding, ImpossibleConfig
+from genrl.config.combinations import Finding, ImpossibleConfig, monitor_problems
 
 if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
@@ -24,6 +24,8 @@ def refuse_impossible(config: VLMConfig) -> None:
     """Raise ImpossibleConfig with everything that cannot work together."""
     asked = _questions(config) if config.environment is None else _episodes(config)
     found = [*asked, *_outputs(config), *_updates(config), *_groups(config), *_strategies(config)]
+    watchable = (*config.reward_labels, "accuracy") if config.environment is None else ("success",)
+    found += monitor_problems(config, watchable, "held-out figure")
     if found:
         raise ImpossibleConfig(found)
 

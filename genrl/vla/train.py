@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from genrl.config.vla import GRPO, PPO, SFT, Diffusion, DiWA, VLAConfig
+from genrl.config.vla import GRPO, PPO, SFT, Diffusion, DiWA, Update, VLAConfig
 from genrl.config.vla_offline import FISOR, RL100, RLVLMF
 from genrl.runtime import frame
 from genrl.runtime.loop import Loop
@@ -133,7 +133,9 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     run = VLARun(process, policy, frozen_of(config, policy), env, stack, process.rank * own, frames)
     weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
     optimizer = adamw(parameter_groups(policy, rates), settings)
-    run.loop = Loop(config, process, weights, optimizer, Schedule(settings, rates, config.iterations), run)
+    schedule = Schedule(settings, rates, config.iterations)
+    retries = isinstance(config.trainer, Update) and config.trainer.fit_batch
+    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=retries)
     return run
 
 

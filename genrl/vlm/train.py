@@ -102,7 +102,8 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
     rates = {group["name"]: config.optimizer.lr for group in groups}
     weights = Weights({name: p for name, p in model.named_parameters() if p.requires_grad})
     optimizer = adamw(groups, config.optimizer)
-    run.loop = Loop(config, process, weights, optimizer, Schedule(config.optimizer, rates, config.iterations), run)
+    schedule = Schedule(config.optimizer, rates, config.iterations)
+    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
     if config.generation.engine == "vllm":
         policy.sampler = open_sampler(config, policy, process.run.folder / "weights")
         optimizer.register_step_post_hook(lambda *_: policy.sampler.stepped())

@@ -87,28 +87,30 @@ def update(
     with torch.set_grad_enabled(True):
         for part in torch.arange(len(mine.row)).tensor_split(passes):
             loss, evidence = torch.zeros(()), {}  # type: ignore[var-annotated]
-            if len(part):  # else it is another process that has the last ones
-                one = mine.chosen(part)
-                with torch.set_grad_enabled("policy" in groups):  # the critic alone needs no graph of the chain
-                    scored = score(run.policy, rollout, one, settings)
-                found = actor_loss(scored, one, settings, rollout.sampler, ratios)
-                parts = found.figures | {"number": found.number}
-                loss = torch.zeros((), device=found.loss.device)
-                if "policy" in groups:
-                    # a level below the chunk has several ratios in a decision: the mean is over them
-                    each = scored.log_prob[0].numel()
-                    loss = loss + found.loss / (batch.total * each)
+            with run.loop.fitting():
+                if len(part):  # else it is another process that has the last ones
+                    one = mine.chosen(part)
+                    with torch.set_grad_enabled("policy" in groups):  # the critic alone needs no graph of the chain
+                        scored = score(run.policy, rollout, one, settings)
+                    found = actor_loss(scored, one, settings, rollout.sampler, ratios)
+                    parts = found.figures | {"number": found.number}
+                    loss = torch.zeros((), device=found.loss.device)
+                    if "policy" in groups:
+                        # a level below the chunk has several ratios in a decision: the mean is over them
+                        each = scored.log_prob[0].numel()
+                        loss = loss + found.loss / (batch.total * each)
+                        if settings.entropy_weight:
+                            loss = loss - settings.entropy_weight * found.entropy / batch.total
                     if settings.entropy_weight:
-                        loss = loss - settings.entropy_weight * found.entropy / batch.total
-                if settings.entropy_weight:
-                    parts["entropy"] = found.entropy
-                if "critic" in groups:
-                    parts["loss/value"] = value_loss(run.policy, rollout, scored, one, settings)
-                    loss = loss + settings.value_weight * parts["loss/value"] / batch.total  # type: ignore[attr-defined]
-                sums = {name: value + parts[name].detach().cpu() for name, value in sums.items()}
-                evidence = evidence_of(scored, one)
-            run.loop.backward(settings, {"loss": loss}, Recorded(None, evidence))
+                        parts["entropy"] = found.entropy
+                    if "critic" in groups:
+                        parts["loss/value"] = value_loss(run.policy, rollout, scored, one, settings)
+                        loss = loss + settings.value_weight * parts["loss/value"] / batch.total  # type: ignore[attr-defined]
+                    sums = {name: value + parts[name].detach().cpu() for name, value in sums.items()}
+                    evidence = evidence_of(scored, one)
+                run.loop.backward(settings, {"loss": loss}, Recorded(None, evidence))
             run.loop.advance(len(part))
+    run.loop.check_stop()
     summed = run.summed(sums)
     number = max(1.0, summed.pop("number"))
     means = {name: value / (number if name in PER_RATIO else batch.total) for name, value in summed.items()}

@@ -109,31 +109,33 @@ def update(
     sums: dict[str, float] = defaultdict(float)
     most, error, seen = 0.0, 0.0, 0
     for k in range(one.passes):
-        loss, evidence = torch.zeros(()), {}
-        if k < len(one.parts):  # else it is another process that has the last ones
-            rows = one.parts[k]
-            part = replace(batch.select(rows), rows=one.rows, tokens=one.tokens, groups=one.groups)
-            log_prob, extra = scored(rows)
-            part = part.with_log_prob(log_prob.cpu(), extra)
-            result = policy_loss(preset, part)
-            loss = result.loss
-            assert part.old_log_prob is not None and part.log_prob is not None
-            number = int(part.mask.sum())
-            if number:
-                apart = (part.log_prob.detach() - part.old_log_prob)[part.mask]
-                error = max(error, float(apart.abs().max()) if fresh else 0.0)
-                sums["drift"] -= float(apart.sum())
-            for name, value in result.metrics.items():
-                if name == "ratio_max":
-                    most = max(most, float(value))
-                else:  # parts of the loss add up; the others are means over the part's tokens
-                    sums[name] += float(value) * (1 if name.startswith("loss/") else number)
-            seen += number
-            sums["loss"] += float(loss.detach())
-            evidence = {"log_prob": part.log_prob.detach(), "old_log_prob": part.old_log_prob}
-            evidence |= {} if part.advantage is None else {"advantage": part.advantage}
-        loop.backward(settings, {"loss": loss}, Recorded(None, evidence))
+        with loop.fitting():
+            loss, evidence = torch.zeros(()), {}
+            if k < len(one.parts):  # else it is another process that has the last ones
+                rows = one.parts[k]
+                part = replace(batch.select(rows), rows=one.rows, tokens=one.tokens, groups=one.groups)
+                log_prob, extra = scored(rows)
+                part = part.with_log_prob(log_prob.cpu(), extra)
+                result = policy_loss(preset, part)
+                loss = result.loss
+                assert part.old_log_prob is not None and part.log_prob is not None
+                number = int(part.mask.sum())
+                if number:
+                    apart = (part.log_prob.detach() - part.old_log_prob)[part.mask]
+                    error = max(error, float(apart.abs().max()) if fresh else 0.0)
+                    sums["drift"] -= float(apart.sum())
+                for name, value in result.metrics.items():
+                    if name == "ratio_max":
+                        most = max(most, float(value))
+                    else:  # parts of the loss add up; the others are means over the part's tokens
+                        sums[name] += float(value) * (1 if name.startswith("loss/") else number)
+                seen += number
+                sums["loss"] += float(loss.detach())
+                evidence = {"log_prob": part.log_prob.detach(), "old_log_prob": part.old_log_prob}
+                evidence |= {} if part.advantage is None else {"advantage": part.advantage}
+            loop.backward(settings, {"loss": loss}, Recorded(None, evidence))
         loop.advance(0 if k >= len(one.parts) else len(one.parts[k]))
+    loop.check_stop()
     found = _joint(sums, most, error, seen)
     check_on_policy(found.pop("error"), dtype)
     norms = loop.step(groups)

@@ -65,26 +65,28 @@ def learn(run: AnswersRun, baseline: Baseline, answers: Answers) -> dict[str, fl
     loop.phase("training", len(answers.texts))
     with loop.timed("train"):
         for k in range(update.passes):
-            loss, evidence = torch.zeros(()), {}
-            rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
-            rows = rows[~reward[rows].isnan()]
-            if len(rows):
-                own, gap = scored(run, baseline, answers, rows, reward[rows])
-                share = len(rows) / update.rows
-                loss = share * (own.loss + own.value_loss)
-                evidence = {"reward": reward[rows]}
-                figures = {
-                    "loss": loss / share,
-                    "loss/policy": -(1 - alpha) * own.policy,
-                    "loss/kl": alpha * own.kl,
-                    "kl": own.kl / policy.codec.length,
-                    "loss/value": own.value_loss,
-                    "sampler/gap_mean": gap,
-                }
-                for name, value in figures.items():
-                    sums[name] += share * float(value.detach())
-            loop.backward(config.trainer, {"loss": loss}, Recorded(None, evidence))
+            with loop.fitting():
+                loss, evidence = torch.zeros(()), {}
+                rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
+                rows = rows[~reward[rows].isnan()]
+                if len(rows):
+                    own, gap = scored(run, baseline, answers, rows, reward[rows])
+                    share = len(rows) / update.rows
+                    loss = share * (own.loss + own.value_loss)
+                    evidence = {"reward": reward[rows]}
+                    figures = {
+                        "loss": loss / share,
+                        "loss/policy": -(1 - alpha) * own.policy,
+                        "loss/kl": alpha * own.kl,
+                        "kl": own.kl / policy.codec.length,
+                        "loss/value": own.value_loss,
+                        "sampler/gap_mean": gap,
+                    }
+                    for name, value in figures.items():
+                        sums[name] += share * float(value.detach())
+                loop.backward(config.trainer, {"loss": loss}, Recorded(None, evidence))
             loop.advance(len(update.parts[k]) if k < len(update.parts) else 0)
+        loop.check_stop()
         every = gather_object([dict(sums)])
         found = {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for o in every for n in o)}
         if loop.iteration == 0:
@@ -96,7 +98,7 @@ def learn(run: AnswersRun, baseline: Baseline, answers: Answers) -> dict[str, fl
 def scored(run: AnswersRun, baseline: Baseline, answers: Answers, rows: Tensor, reward: Tensor) -> tuple[Any, Tensor]:
     """(loss and its parts, mean difference of the sampler's log-probabilities) of some pieces."""
     policy: Any = run.policy
-    assert run.reference is not None, "open_session makes one for this method"
+    assert run.reference is not None, "open_run makes one for this method"
     prompts = [answers.prompts[number] for number in answers.group[rows].tolist()]
     tokens, heat = answers.tokens[rows].to(policy.device), run.config.generation.temperature
     log_rows = code_rows(policy, prompts, tokens, heat)
