@@ -1,16 +1,17 @@
-"""The command `genrl plan`: how the samples of a group come about, and what that costs. No torch, no model."""
+"""`genrl plan`: how the samples of a group come about, and what that costs. No torch, no model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from genrl.cli.arguments import ConfigFile, Overrides
+
 if TYPE_CHECKING:
     from genrl.config import Config
-    from genrl.config.estimate import Component
+    from genrl.config.estimate import Component, Plan
 
 
 def add_to(app: typer.Typer) -> None:
@@ -18,20 +19,15 @@ def add_to(app: typer.Typer) -> None:
     app.command()(plan)
 
 
-def plan(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML configuration, as for `genrl train`.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the file, for example trainer.tree=null")
-    ] = None,
-) -> None:
+def plan(file: ConfigFile, overrides: Overrides = None) -> None:
     """Print the rollout tree of a configuration: its steps, branching, noise, trained edges and model calls.
 
     Example: `genrl plan configs/diffusion/tree_grpo.yaml sampling.group_size=81 trainer.window.size=4`
 
     One row is a run of steps that are alike. `states` are evaluated by the model, once each; `ways` is how many next
-    states are drawn from each (what they share is run once); `noise` is the level of that draw, none where the step is
-    deterministic; `trained` counts the transitions that the loss is made of. A ratio below 1 is what the shared
-    beginnings save against independent rollouts with as many samples. docs/trees.md explains the settings.
+    states are sampled from each (shared prefixes are computed once); `noise` is the level of the noise, none where the
+    step is deterministic; `trained` counts the transitions in the loss. A ratio below 1 is what the shared prefixes
+    save against independent rollouts with as many samples. docs/trees.md explains the settings.
     """
     from genrl.cli.tables import printable
     from genrl.config import Config, VLAConfig, load
@@ -41,7 +37,7 @@ def plan(
     config = load(file, overrides or ())
     if not isinstance(config, Config):
         what = "a policy" if isinstance(config, VLAConfig) else "a vision-language model"
-        text = f"{file} trains {what}; the plan is one of a pipeline's samples: `genrl check` says what this run does"
+        text = f"{file} trains {what}; a plan shows how a pipeline samples; `genrl check` says what this run does"
         raise typer.BadParameter(text, param_hint="FILE")
     folder = model_folder(config)
     components = read_components(folder, config.model.variant) if folder else ()
@@ -52,24 +48,24 @@ def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]
     """What `genrl plan` prints."""
     from genrl.config.estimate import plan as estimate
 
-    sampling, found = config.sampling, estimate(config, tuple(components))
-    independent = config.trainer.independent_calls(config) * found.guidance
-    yield from config.trainer.rollout(config, found.guidance)
-    per = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size}"
-    yield from ("", f"an iteration, {per} = {found.images} images, mean of {config.iterations}:")
+    cost = estimate(config, tuple(components))
+    yield from config.trainer.rollout(config, cost.guidance)
+    yield from _totals(config, cost, config.trainer.independent_calls(config) * cost.guidance)
+
+
+def _totals(config: Config, cost: Plan, independent: float) -> Iterator[str]:
+    """Model calls of an iteration. independent: those of as many rollouts that share nothing."""
+    from genrl.cli.tables import number
+
+    prompts = f"{config.sampling.prompts_per_iteration} prompts x {config.sampling.group_size}"
+    yield from ("", f"an iteration, {prompts} = {cost.images} images, mean of {config.iterations}:")
     yield (
-        f"model calls in sampling: {_number(found.sample_calls)}, {found.sample_calls / found.images:.2f} per image; "
-        f"independent rollouts: {_number(independent)}, ratio {found.sample_calls / independent:.3f}"
+        f"model calls in sampling: {number(cost.sample_calls)}, {cost.sample_calls / cost.images:.2f} per image; "
+        f"independent rollouts: {number(independent)}, ratio {cost.sample_calls / independent:.3f}"
     )
-    which = "of those in sampling" if config.trainer.keeps_graphs else "of them"
     yield (
-        f"model calls in training: {_number(found.train_calls)}, {found.train_calls / found.images:.2f} per image; "
-        f"{_number(found.backward_calls)} {which} with gradient"
+        f"model calls in training: {number(cost.train_calls)}, {cost.train_calls / cost.images:.2f} per image; "
+        f"{number(cost.backward_calls)} {'of those in sampling' if config.trainer.keeps_graphs else 'of them'} with gradient"
     )
-    if found.guidance > 1:
+    if cost.guidance > 1:
         yield "a step with guidance counts as two calls"
-
-
-def _number(count: float) -> str:
-    """With one decimal where it is a mean."""
-    return f"{round(count, 1):,}".removesuffix(".0")

@@ -15,15 +15,15 @@ def window_text(layout: Layout, steps: int, *, moves: bool) -> Iterator[str]:
         yield f"{steps} steps, all but the last with noise"
         return
     place = {
-        "random": "random in each iteration, all places alike",
-        "geometric": f"random in each iteration, each place {window.ratio:g} times as likely as the one before",
+        "random": "sampled in each iteration, all places equally likely",
+        "geometric": f"sampled in each iteration, each place {window.ratio:g} times as likely as the one before",
         "progressive": f"moving by {window.stride} every {window.every} iterations",
         "decaying": f"moving by {window.stride} every {window.every} iterations, faster after step {window.decay_from}",
         "backward": f"the last {window.shortest or window.size} steps before step {{}} at first, {window.size} at last",
     }[window.schedule].format(steps - 1 if window.high is None else window.high)
     yield f"{steps} steps, with noise in a window of {window.size}, {place if moves else 'which stays'}"
     if layout.noise_outside_window:
-        yield "the steps outside the window have noise, too, and are not trained"
+        yield "the steps outside the window also have noise, and are not trained"
 
 
 def rounds_text(rounds: Sequence[Round], random: bool, guidance: int, replays: int) -> Iterator[str]:
@@ -48,7 +48,7 @@ def _table(rounds: Sequence[Round], guidance: int, replays: int) -> Iterator[str
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """0-2, 5 and the like."""
+    """0-2,5 and the like."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and runs[-1][-1] == step - 1:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -46,6 +46,13 @@ class Acted:
     totals: Tensor | None = None
 
 
+class Actor(NamedTuple):
+    """What a loss is called with: the policy, and the critic where there is one."""
+
+    policy: Policy
+    critic: ValueHead | None
+
+
 @dataclass
 class EpisodesRun:
     """One process of one run; `loop` is set once it is opened.
@@ -66,6 +73,11 @@ class EpisodesRun:
     begun: dict[int, int] = field(default_factory=dict)
     """With a critic: how many episodes each of this process's slots has begun."""
     loop: Loop = field(init=False, repr=False)
+
+    @property
+    def actor(self) -> Actor:
+        """What the loss is called with."""
+        return Actor(self.policy, self.critic)
 
     @property
     def settings(self) -> Episodes:
@@ -200,8 +212,9 @@ class EpisodesRun:
             whole_groups=self.preset.group_loss is not None,
         )
         loop.phase("estimating", 0)
-        with loop.timed("estimate"):
+        with loop.timed("estimate"), loop.fitting():
             mine = self._computed(acted, [part for update in updates for part in update.parts])
+        loop.check_stop()
         counts = gather_object([len(mask)])
         whole = everyones(mine | {"mask": mask, "sampler": rows.laid(rows.sampler)})
         row = {}

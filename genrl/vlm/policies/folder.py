@@ -10,7 +10,7 @@ import torch
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime import checkpoint
-from genrl.runtime.weights import put_back
+from genrl.runtime.weights import put_back, result
 from genrl.vlm.policies.codes import CODEC, CodePolicy
 from genrl.vlm.policies.image_tokens import ImagePolicy
 from genrl.vlm.policies.masked_text import MaskedPolicy
@@ -50,7 +50,7 @@ def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str
 
 
 def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: str = "cpu") -> Policy:
-    """The model of a run's checkpoint, the newest one or that after `step` iterations.
+    """The model of a run's checkpoint, the newest one or that after `step` iterations; its average, where there is one.
 
     Raises ValueError where there is none.
     """
@@ -63,7 +63,7 @@ def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: 
         )
     policy = open_policy(config, device)
     trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-    weights = checkpoint.load(found).tensors["weights"]
+    weights = result(checkpoint.load(found).tensors)
     if any(name.startswith("baseline.") for name in weights):  # MusicRL trains two models
         weights = {name.removeprefix("policy."): v for name, v in weights.items() if name.startswith("policy.")}
     put_back(trained, weights, found)

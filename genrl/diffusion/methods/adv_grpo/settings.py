@@ -9,7 +9,7 @@ from genrl.config.diffusion_method import FileFinding
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Fraction, Positive, Section, Text, Ways, Whole
 from genrl.data import references
-from genrl.data.prompts import PromptError
+from genrl.data.prompts import PromptError, is_data_set
 from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class AdvGRPO(Windowed):
     def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
         """A reference picture for every prompt."""
         source = self.adversary.references
-        if references.is_data_set(source):
+        if is_data_set(source):
             notes.append(f"trainer.adversary.references: {source} is a data set; it is read when training starts")
             return
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.diffusion_method import Calls, FileFinding, Guided
 from genrl.config.method import Finding
 from genrl.config.section import Positive
-from genrl.data.prompts import missing_images
+from genrl.data.preferences import missing_images
 from genrl.diffusion.methods.preferences import DiffusionDPO
 
 if TYPE_CHECKING:

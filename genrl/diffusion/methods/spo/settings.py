@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.diffusion_method import Calls, Guided, Updating
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Fraction, Margin, Positive, Ways, Whole
 from genrl.diffusion.methods.stochastic import Stochastic
-from genrl.mdp.plan import SamplingPlan, describe, make_plan
+from genrl.mdp.plan import SamplingPlan, caterpillar, describe
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config, Sampling
@@ -72,22 +71,13 @@ class SPO(Stochastic, Updating):
         return True
 
     def plan(self, sampling: Sampling, *, last: bool) -> SamplingPlan:
-        """How one chain is sampled: the steps from `first` on split into candidates, of which one goes on (a
-        caterpillar, `genrl.mdp.plan`).
+        """How one chain is sampled: the steps from `first` on split into candidates, of which one goes on.
 
-        last: whether the last step is drawn and compared too, as DDIM's; otherwise it is deterministic. With it or
-        without, the model calls of sampling are first + 1 + k (T - first - 1): all candidates of a step but the last
-        are evaluated. Training evaluates each compared state twice, by the policy and by the reference, where its
-        comparison counts.
+        last: whether the last step is sampled and compared too, as DDIM's; otherwise it is deterministic.
         """
         steps = sampling.num_inference_steps
-        noisy = steps if last else steps - 1
-        plan = make_plan(
-            steps,
-            noise=dict.fromkeys(range(noisy), self.noise_level or 0.0),
-            splits=dict.fromkeys(range(self.first, noisy), self.candidates),
-        )
-        return replace(plan, continue_one=True)
+        noise = dict.fromkeys(range(steps if last else steps - 1), self.noise_level or 0.0)
+        return caterpillar(steps, noise=noise, first=self.first, candidates=self.candidates)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
