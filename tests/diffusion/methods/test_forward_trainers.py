@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from genrl.diffusion.replay import replay
 from torch import Tensor
 
 from genrl.config import Config, ConfigError, load

@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from genrl.config.candidates import candidate_plan
-from genrl.diffusion.replay import replay
 from torch import Tensor
 
 from genrl.config import Config, ConfigError, check_files, load
