@@ -20,24 +20,13 @@ def print_check(config: VLAConfig, notes: list[str]) -> None:
     from rich.table import Table
 
     from genrl.cli.tables import console, safe
-    from genrl.config.vla import GRPO, PPO, SFT
 
     console.print("[green]valid[/green]")
     for note in notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
-    env, trainer, table = config.environment, config.trainer, Table(title="one iteration", show_header=False)
-    if isinstance(trainer, SFT):
-        table.add_row("optimiser steps", f"{trainer.steps_per_iteration:,}", f"of {trainer.batch_size} frames")
-    elif isinstance(trainer, PPO | GRPO):
-        chunk = env.chunk or _horizon(config)
-        table.add_row("environments", f"{env.num_envs:,}", f"in groups of {env.group_size}")
-        if env.max_steps is not None and chunk is not None:
-            decisions = -(-env.max_steps // chunk)
-            table.add_row("decisions", f"{decisions * env.num_envs:,} at most", f"{decisions} of each environment")
-        table.add_row("denoising steps", f"{config.sampler.steps:,}", f"of a decision, {config.sampler.kind}")
-        table.add_row("epochs", f"{trainer.epochs:,}", f"in minibatches of {trainer.minibatch:,} decisions")
-    else:
-        table.add_row("learns", "from data", "see docs/vla_offline.md")
+    table = Table(title="one iteration", show_header=False)
+    for row in config.trainer.plan(config, config.environment.chunk or _horizon(config)):
+        table.add_row(*row)
     table.add_row("iterations", f"{config.iterations:,}", "")
     every = config.evaluation.every
     number = 1 + math.ceil(config.iterations / every) if every else 0
@@ -89,7 +78,7 @@ def evaluate(
     if out:
         from genrl.runtime.run import write_atomic
 
-        record = {"policy": str(model), "environment": config.environment.model_dump(mode="json")}
+        record: dict[str, object] = {"policy": str(model), "environment": config.environment.model_dump(mode="json")}
         record |= {"seed": settings.evaluation.seed, "episodes": len(found.success), "scores": success_rates(found)}
         write_atomic(out, json.dumps(record, indent=1) + "\n")
 

@@ -115,9 +115,9 @@ def evaluate_agent(
     from genrl.runtime.pictures import save_png
     from genrl.runtime.progress import Progress
     from genrl.vlm.environments.hosts import open_host
-    from genrl.vlm.methods.episodes.episodes import Table as Slots
-    from genrl.vlm.methods.episodes.evaluate import FILMED, figures_of, judge
-    from genrl.vlm.methods.episodes.frame import settings_of
+    from genrl.vlm.episodes.episodes import Table as Slots
+    from genrl.vlm.episodes.evaluate import FILMED, figures_of, judge
+    from genrl.vlm.episodes.opening import settings_of
     from genrl.vlm.policies.folder import load_trained
     from genrl.vlm.policies.policy import Policy
 

@@ -16,6 +16,7 @@ Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Margin = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]  # in (0, 1)
 Share = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]  # in (0, 1]
 Ways = Annotated[int, Field(strict=True, ge=2)]
+Range = tuple[Number, Number]  # [low, high]
 Text = Annotated[str, Field(strict=True, min_length=1, max_length=1000)]
 
 

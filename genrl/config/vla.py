@@ -1,48 +1,43 @@
 """The typed configuration of a run that trains a policy in simulation: a YAML file with the section `policy`.
 
-As in `schema`, the text under each field is its description. Sources named there: pi_RL (arXiv 2510.25889), DPPO
-(2409.00588), ReinFlow (2505.22094), SimpleVLA-RL (2509.09674).
+As in `schema`, the text under each field is its description. The section `trainer` is of the methods in
+`genrl/vla/methods`. Sources named there and here: pi_RL (arXiv 2510.25889), DPPO (2409.00588), ReinFlow (2505.22094),
+SimpleVLA-RL (2509.09674).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from genrl.config.method import Kind
-from genrl.config.section import (
-    Count,
-    Flag,
-    Fraction,
-    Margin,
-    NonNegative,
-    Number,
-    Positive,
-    Section,
-    Share,
-    Text,
-    Ways,
-    Whole,
-)
-from genrl.config.sections import Checkpoint, Distributed, Optimizer, Tracker
-from genrl.config.vla_offline import FISOR, RL100, RLVLMF, Classifier, World
+from genrl.config.method import Finding, Kind, union_of
+from genrl.config.section import Count, Flag, NonNegative, Positive, Section, Text, Ways, Whole
+from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker
+from genrl.config.vla_method import VLAMethod
 from genrl.config.vla_rules import refuse_impossible
 
-Range = tuple[Number, Number]
+if TYPE_CHECKING:
+    Trainer = VLAMethod
+else:
+    Trainer = union_of("vla")
 
 
 class NewPolicy(Section):
     """A small policy with fresh weights, for supervised training."""
 
-    type: Literal["tiny_flow_vla", "diffusion_mlp"] = "tiny_flow_vla"
-    """Which: a flow policy of half a million parameters, or DPPO's diffusion MLP."""
+    type: Text = "tiny_flow_vla"
+    """tiny_flow_vla, a flow policy of half a million parameters; diffusion_mlp, DPPO's diffusion MLP; an installed
+    policy; or path/file.py:Name."""
     horizon: Count = 4
     """Actions in a chunk."""
     image_size: Whole = 32
     """Side of the picture it looks at, in pixels; 0 = it is told the state of the environment instead."""
     train_steps: Ways = 20
     """Noise levels of a diffusion policy (DPPO: 20 from states, 100 from pictures)."""
+    args: dict[str, Any] = {}
+    """Settings of a policy of your own, by name."""
 
 
 class Policy(Section):
@@ -88,7 +83,7 @@ class Environment(Section):
     reward: Literal["success", "environment"] = "success"
     """1 at success, or what the environment pays."""
     goals: Whole = 0
-    """So many fixed starts of each task, drawn by evaluation.seed; 0 = a new one for every episode (not MiniTable)."""
+    """Fixed starts of each task, a function of evaluation.seed; 0 = a new one for every episode (not MiniTable)."""
     instruction: Text | None = None
     """gymnasium: the sentence that the policy is told, where the environment has no task_description of its own."""
     success_key: Text = "is_success"
@@ -110,38 +105,70 @@ class Demonstrations(Section):
     """Column of the data set that is the picture of a policy with one camera."""
 
 
-class FlowSDE(Section):
-    """Flow-SDE of pi_RL: some denoising steps are drawn, each is a decision with a ratio of its own."""
+class Sampler(Section):
+    """What the samplers share: the facts that methods ask."""
+
+    predicts: ClassVar[Literal["velocity", "noise"]] = "velocity"
+    """What the policy has to predict."""
+    noise_head: ClassVar[Literal["none", "expert", "context"]] = "none"
+    """Where the policy has a head that sets the noise: on its action expert, beside it, or nowhere. With one, the whole
+    chain is one decision; without, every sampled step is."""
+
+    def problems(self) -> Iterator[Finding]:
+        """Settings that contradict each other."""
+        return iter(())
+
+
+class FlowSDE(Sampler):
+    """Flow-SDE of pi_RL: some denoising steps are sampled, each is a decision with a ratio of its own."""
 
     kind: Literal["flow_sde"] = "flow_sde"
     """Which sampler."""
     steps: Ways = 4
     """Denoising steps K (pi0: 4; pi0.5: 3 to 5)."""
     noise_level: Positive = 1.0
-    """Noise a of the drawn step (pi_RL: 0.5; a small policy needs 1)."""
+    """Noise a of the sampled step (pi_RL: 0.5; a small policy needs 1)."""
     anneal: tuple[Positive, Count] | None = None
     """[a, iterations]: the noise level goes linearly to this one in so many iterations; null = constant."""
     selection: Literal["all", "random_per_env", "random_per_batch", "last"] = "random_per_env"
-    """Which steps are drawn: all, one at random per chunk, one for all chunks (pi_RL as released), or the last ones."""
+    """Which steps are sampled, the others being the ODE's: all, one at random per chunk, one for all chunks (pi_RL as
+    released), or the last ones."""
     count: Count = 1
     """How many of the last steps, with selection last."""
     skip_last: Flag = False
-    """Never draw the step that ends in the action."""
+    """Never sample the step that ends in the action."""
+
+    def problems(self) -> Iterator[Finding]:
+        """More steps than there are, and a count of steps that are chosen otherwise."""
+        available = self.steps - self.skip_last
+        if self.selection == "last" and self.count > available:
+            yield ("sampler.count", "sampler.steps"), f"{self.count} of {available} steps cannot be sampled"
+        if self.selection != "last" and self.count != 1:
+            yield ("sampler.count", "sampler.selection"), "counts the last steps; write selection: last"
 
 
 class FlowCPS(FlowSDE):
-    """Flow-CPS: as Flow-SDE, with a kernel that keeps the noise level; its last step is never drawn."""
+    """Flow-CPS: as Flow-SDE, with a kernel that keeps the noise level; its last step is never sampled."""
 
     kind: Literal["flow_cps"] = "flow_cps"  # type: ignore[assignment]
     """Which sampler."""
     noise_level: Positive = 0.7
-    """Noise of the drawn step (RL-100: 0.7)."""
+    """Noise of the sampled step (RL-100: 0.7)."""
     skip_last: Literal[True] = True
     """Always true: the last step has no noise."""
 
+    def problems(self) -> Iterator[Finding]:
+        """Beside those of Flow-SDE: more noise than there is."""
+        yield from super().problems()
+        for key, level in (("noise_level", self.noise_level), ("anneal", self.anneal and self.anneal[0])):
+            if level is not None and level > 1:
+                yield (f"sampler.{key}",), f"flow_cps replaces all of the noise at 1; {level:g} is more"
 
-class FlowNoise(Section):
+
+class FlowNoise(Sampler):
     """Flow-Noise of pi_RL: a head of the policy sets the noise of every step, and the chain is one decision."""
+
+    noise_head: ClassVar[Literal["none", "expert", "context"]] = "expert"
 
     kind: Literal["flow_noise"] = "flow_noise"
     """Which sampler."""
@@ -154,11 +181,19 @@ class FlowNoise(Section):
     reduction: Literal["mean", "sum"] = "mean"
     """Log-densities of the K + 1 terms: mean (pi_RL as released) or sum (its equation)."""
 
+    def problems(self) -> Iterator[Finding]:
+        """Bounds in the wrong order."""
+        if self.low > self.high:
+            text = "the standard deviation lies between them; low must be the smaller"
+            yield ("sampler.low", "sampler.high"), text
 
-class ReinFlow(Section):
-    """ReinFlow: as Flow-Noise, with a noise network of its own, clipped means and the sum over the chain."""
 
-    kind: Literal["reinflow"] = "reinflow"
+class ReinFlow(FlowNoise):
+    """ReinFlow: as Flow-Noise, with a noise network of its own; means and actions are clipped to 1, noise to 3 std."""
+
+    noise_head: ClassVar[Literal["none", "expert", "context"]] = "context"
+
+    kind: Literal["reinflow"] = "reinflow"  # type: ignore[assignment]
     """Which sampler."""
     steps: Count = 4
     """Denoising steps K (ReinFlow: 4 from states, 1 from pictures)."""
@@ -168,12 +203,12 @@ class ReinFlow(Section):
     """Greatest standard deviation (ReinFlow: 0.10 to 0.24)."""
     reduction: Literal["mean", "sum"] = "sum"
     """Log-densities of the chain's terms."""
-    noise_clip: Positive = 3.0
-    """Noise is kept within so many standard deviations."""
 
 
-class Diffusion(Section):
+class Diffusion(Sampler):
     """DPPO: a DDPM or DDIM chain whose last steps are trained, each a decision; a frozen copy does the first ones."""
+
+    predicts: ClassVar[Literal["velocity", "noise"]] = "noise"
 
     kind: Literal["diffusion"] = "diffusion"
     """Which sampler."""
@@ -182,108 +217,13 @@ class Diffusion(Section):
     ft_denoising_steps: Count = 10
     """How many of the last ones are trained (DPPO: 10 of 20, or all 5 of DDIM)."""
     floor: Positive = 0.1
-    """Least standard deviation of a step, to draw and to score (DPPO: 0.1)."""
-    noise_clip: Positive = 3.0
-    """Noise is kept within so many standard deviations."""
+    """Least standard deviation of a step, to sample and to score (DPPO: 0.1)."""
 
-
-class Update(Section):
-    """What PPO and GRPO share: the clipped surrogate on the log-probabilities of chunks."""
-
-    level: Literal["chunk", "action", "element"] = "chunk"
-    """What has a ratio of its own: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""
-    reduction: Literal["sum", "mean"] = "sum"
-    """Log-densities of the numbers of one ratio: sum (pi_RL), or mean (DPPO; divide the clip range likewise)."""
-    clip_range: Margin = 0.2
-    """Ratio kept in 1 - c .. 1 + c (pi_RL: 0.2; DPPO: 0.01 with reduction mean)."""
-    clip_range_high: Positive | None = None
-    """Upper side, 1 + c; null = as the lower one (SimpleVLA-RL: 0.28)."""
-    dual_clip: Annotated[float, Field(strict=True, gt=1, allow_inf_nan=False)] | None = None
-    """Bound c of the loss where the advantage is negative, c |A|; null = none (3 is usual)."""
-    epochs: Count = 4
-    """Passes over the decisions of an iteration."""
-    minibatch: Count = 512
-    """Decisions per optimiser step, over all processes."""
-    microbatch: Count | None = None
-    """Decisions per pass of the policy, to save memory; null = the minibatch."""
-    kl_stop: Positive | None = 0.3
-    """Leave an iteration's updates when the divergence of a minibatch exceeds this; null = never (DPPO: 1)."""
-    entropy_weight: NonNegative = 0.0
-    """Bonus for a learned noise (pi_RL with Flow-Noise: 0.005; ReinFlow: 0.01 to 0.03)."""
-    element_clip: Range | None = None
-    """Log-density of one number is kept within [low, high] (DPPO: -5 and 2); null = free."""
-    log_prob_clip: Range | None = None
-    """Log-probability of one ratio is kept within [low, high] (ReinFlow: -1 and 1); null = free."""
-    success_filter: tuple[Fraction, Share] | None = None
-    """Groups count only where their mean return is within [low, high] (SimpleVLA-RL: 0.1 and 0.9); null = all."""
-
-
-class PPO(Update):
-    """PPO with a critic and generalised advantage estimation over decisions."""
-
-    algorithm: Literal["ppo"] = "ppo"
-    """Which trainer."""
-    gamma: Share = 0.99
-    """Discount, per decision or per action (`discount`)."""
-    lam: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.95
-    """Lambda of generalised advantage estimation."""
-    values: Literal["chunk", "action"] = "chunk"
-    """What has a value and an advantage: the chunk, or every action of it (pi_RL's action level)."""
-    discount: Literal["chunk", "smdp"] = "chunk"
-    """Gamma per decision (pi_RL, DPPO), or gamma^n for its n executed actions (exact)."""
-    episodes: Literal["first", "all"] = "first"
-    """Train on the first episode of every environment, or on all that fit into `decisions`."""
-    decisions: Count | None = None
-    """Decisions of a rollout; null = as many as the longest episode needs."""
-    critic_warmup: Whole = 2
-    """First iterations, in which only the critic is trained."""
-    value_clip: Positive | None = None
-    """How far a value may move from that of the rollout before its gradient ends; null = free (pi_RL: 0.2)."""
-    huber_delta: Positive | None = None
-    """Value errors beyond this count linearly; null = squares (pi_RL: 10)."""
-    value_weight: Positive = 1.0
-    """Factor of the critic's loss (DPPO: 0.5)."""
-    weighting: Literal["decisions", "episodes"] = "decisions"
-    """Every decision counts the same, or every episode (pi_RL with a loss mask)."""
-    denoising_gamma: Share = 1.0
-    """Discount of the advantage per denoising step before the last trained one (DPPO: 0.99)."""
-    clip_base: Margin | None = None
-    """Clip range at the noisiest trained step, rising to `clip_range` at the last; null = the same at all (DPPO)."""
-
-
-class DiWA(PPO):
-    """DiWA: DPPO inside a frozen world model; the real environment is for evaluation only."""
-
-    algorithm: Literal["diwa"] = "diwa"  # type: ignore[assignment]
-    """Which trainer."""
-    world: World = World()
-    """The model of the world."""
-    classifier: Classifier = Classifier()
-    """The reward in it."""
-    imitation_steps: Count = 1500
-    """Steps of imitation, on demonstrations as the world model sees them."""
-    imitation_batch: Count = 128
-    """Frames per step of imitation."""
-    imitation_lr: Positive = 1e-3
-    """Learning rate of imitation."""
-
-
-class GRPO(Update):
-    """GRPO over groups of episodes that begin in the same state: no critic."""
-
-    algorithm: Literal["grpo"] = "grpo"
-    """Which trainer."""
-
-
-class SFT(Section):
-    """Supervised training on demonstrations: flow matching, or noise prediction."""
-
-    algorithm: Literal["sft"] = "sft"
-    """Which trainer."""
-    steps_per_iteration: Count = 50
-    """Optimiser steps of one iteration."""
-    batch_size: Count = 128
-    """Frames per optimiser step, over all processes."""
+    def problems(self) -> Iterator[Finding]:
+        """More trained steps than there are."""
+        if self.ft_denoising_steps > self.steps:
+            text = f"{self.ft_denoising_steps} of {self.steps} steps cannot be trained"
+            yield ("sampler.ft_denoising_steps", "sampler.steps"), text
 
 
 class PolicyOptimizer(Optimizer):
@@ -310,6 +250,8 @@ class Evaluation(Section):
     """Seed of the episodes and of the initial noise."""
     videos: Whole = 4
     """Episodes that are filmed, successes and failures; 0 = none."""
+    monitor: Monitor | None = None
+    """End training when a held-out figure falls; null = never."""
 
 
 class VLAConfig(Section):
@@ -327,11 +269,13 @@ class VLAConfig(Section):
         FlowSDE | FlowCPS | FlowNoise | ReinFlow | Diffusion,
         Field(discriminator="kind"),
     ] = FlowSDE()
-    """How chunks are drawn: which steps of the denoising are random, and how much."""
-    trainer: Annotated[PPO | GRPO | SFT | RL100 | DiWA | FISOR | RLVLMF, Field(discriminator="algorithm")]
+    """How chunks are sampled: which steps of the denoising are random, and how much."""
+    trainer: Trainer
     """Which algorithm, and its settings."""
     optimizer: PolicyOptimizer = PolicyOptimizer()
     """AdamW and its schedule."""
+    ema: EMA | None = None
+    """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: Evaluation = Evaluation()
     """When and how the policy is judged."""
     checkpoint: Checkpoint = Checkpoint()

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from genrl.config.method import Kind, union_of
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
-from genrl.config.sections import Checkpoint, Distributed, Optimizer, Tracker
+from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker
 from genrl.config.unions import AnyOf
 from genrl.config.vlm_agents import Environment
 from genrl.config.vlm_method import VLMMethod, completed, default_method
@@ -174,6 +174,8 @@ class VLMEvaluation(Section):
     """An answer is right where the first reward is at least this."""
     blind: Flag = True
     """At the start and the end, ask with black pictures too: what is right then does not come from seeing."""
+    monitor: Monitor | None = None
+    """End training when a held-out figure falls; null = never."""
 
 
 class Stage(Section):
@@ -248,6 +250,8 @@ class VLMConfig(Section):
     """New pictures during the run (Syn-GRPO); null = none."""
     optimizer: VLMOptimizer = VLMOptimizer()
     """AdamW and its schedule."""
+    ema: EMA | None = None
+    """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: VLMEvaluation = VLMEvaluation()
     """When and how the model is judged."""
     checkpoint: Checkpoint = Checkpoint()

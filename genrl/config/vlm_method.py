@@ -24,6 +24,9 @@ class VLMMethod(Method):
     acts: ClassVar[bool] = False
     """It learns from episodes in `environment`; otherwise from answers to the questions of `task`."""
 
+    with_heads: ClassVar[bool] = False
+    """It trains modules beside the model, those that `heads(policy)` of its train.py makes, by name."""
+
     @property
     def name(self) -> str:
         """What it is called where people read it."""
@@ -50,6 +53,11 @@ class VLMMethod(Method):
         """Which groups of answers are trained on: all, those with two different rewards, or all but those whose first
         reward is always 1."""
         return "none"
+
+    @property
+    def rows_per_pass(self) -> int | None:
+        """Answers per pass of the model in training; None = all of an update."""
+        return None
 
     @property
     def rounds(self) -> int:

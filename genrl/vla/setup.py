@@ -17,7 +17,7 @@ from genrl.config.vla import VLAConfig
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
-from genrl.runtime.loop import put_back
+from genrl.runtime.weights import put_back
 from genrl.vla.data.demonstrations import MINITABLE_REST, dataset_frames, expert_demonstrations
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.methods.imitation import frame_statistics, minitable_frames
@@ -62,31 +62,27 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
                 level = chains.annealed(level, given.anneal[0], given.anneal[1], iteration)
             kernel: Literal["flow_sde", "flow_cps"] = "flow_cps" if isinstance(given, settings.FlowCPS) else "flow_sde"
             return FlowSteps(kernel, given.steps, level, given.selection, given.count, given.skip_last)
+        case settings.ReinFlow() as given:  # a FlowNoise, too
+            clips: dict[str, Any] = {"mean_clip": 1.0, "noise_clip": 3.0, "last_clip": 1.0}
+            return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction, **clips)
         case settings.FlowNoise() as given:
             return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction)
-        case settings.ReinFlow() as given:
-            clips: dict[str, Any] = {"mean_clip": 1.0, "noise_clip": given.noise_clip, "last_clip": 1.0}
-            return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction, **clips)
         case settings.Diffusion() as given:
             levels = getattr(getattr(policy, "config", None), "train_steps", given.steps)
             if given.steps > levels:
                 raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
-            trained = given.steps if config.trainer.algorithm == "sft" else given.ft_denoising_steps
-            return Diffusion(levels, given.steps, trained, given.floor, given.noise_clip)
+            trained = given.steps if config.trainer.whole_chain else given.ft_denoising_steps
+            return Diffusion(levels, given.steps, trained, given.floor)
 
 
 def noise_head_of(config: VLAConfig) -> NoiseHead:
     """Flow-Noise's head is on the expert, ReinFlow's beside it."""
-    heads: Mapping[str, NoiseHead] = {"flow_noise": "expert", "reinflow": "context"}
-    return heads.get(config.sampler.kind, "none") if config.trainer.algorithm != "sft" else "none"
+    return "none" if config.trainer.whole_chain else config.sampler.noise_head
 
 
 def critic_values(config: VLAConfig, policy: Policy) -> int:
-    """How many values the critic gives: one of the chunk, or one for every action of it."""
-    trainer = config.trainer
-    if not isinstance(trainer, settings.PPO):
-        return 0
-    return policy.horizon if trainer.values == "action" else 1
+    """How many values the critic gives; 0 without one."""
+    return config.trainer.critic_values(policy.horizon)
 
 
 def load_trained(

@@ -15,6 +15,7 @@ from genrl.config import Config, ConfigError, VLAConfig, check_files, dump, json
 from genrl.config import vla as sections
 from genrl.config.json_schemas import all_keys
 from genrl.config.vla_rules import refuse_impossible
+from genrl.vla.methods.ppo import settings as methods
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs" / "vla").glob("*.yaml"))
@@ -107,7 +108,7 @@ class TestDefaults:
         made = VLAConfig(
             policy=sections.Policy(path="some/policy"),
             environment=sections.Environment(name="minitable"),
-            trainer=sections.PPO(),
+            trainer=methods.PPO(),
             output="runs/a",
         )
         assert config == made and config.sampler == sections.FlowSDE()
@@ -418,7 +419,7 @@ SPELLING: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
         "wrong algorithm",
         {"trainer": {"algorithm": "pppo"}},
         "trainer.algorithm",
-        ("found 'pppo' (text)", "grpo, ppo, ", "did you mean ppo?"),
+        ("unknown method 'pppo'", "grpo, ppo, ", "did you mean ppo?"),
     ),
     (
         "a pipeline's algorithm",
@@ -482,7 +483,7 @@ def test_overrides_and_base_files(tmp_path: Path) -> None:
     write(tmp_path, TRAINED)
     (tmp_path / "b.yaml").write_text("include: a.yaml\nsampler: {kind: diffusion}\ntrainer: {gamma: 0.5}\n")
     config = load(tmp_path / "b.yaml", ["environment.num_envs=8", "trainer.clip_range=0.01"])
-    assert isinstance(config, VLAConfig) and isinstance(config.trainer, sections.PPO)
+    assert isinstance(config, VLAConfig) and isinstance(config.trainer, methods.PPO)
     assert (config.trainer.gamma, config.trainer.clip_range, config.environment.num_envs) == (0.5, 0.01, 8)
     error = refused(tmp_path, TRAINED, ["sampler={kind: flow_sde, low: 1.0}"])
     assert "belongs to another sampler.kind" in only(error)[1] and "override" in str(error)

@@ -23,10 +23,10 @@ from genrl.diffusion.methods.dpo import train as dpo
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.prdp import train as prdp
-from genrl.diffusion.policy.sharding import whole
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.session import Session
 from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.sharding import whole
 from tests.diffusion import runs
 
 TRAINERS: dict[str, Callable[[Session, Any], None]] = {

@@ -13,7 +13,7 @@ from genrl.config import Config
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.rollout.scoring import Scorers
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from rewards.calls import inner
 
 
@@ -46,7 +46,7 @@ def check_gradients(config: Config, scorers: Scorers) -> None:
 
 
 def reward_gradient(
-    session: Session, rollouts: Rollouts, micro_batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]
+    run: DiffusionRun, rollouts: Rollouts, micro_batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]
 ) -> Pulled:
     """Through decoder and rewards, one picture at a time: the graph of the decoder is what takes memory.
 
@@ -55,29 +55,29 @@ def reward_gradient(
     """
     final = micro_batch.final
     weights = {label: weight for label, weight in rollouts.weights.items() if weight != 0}
-    columns = _columns(session, micro_batch.slots)
+    columns = _columns(run, micro_batch.slots)
     pulled = Pulled(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
     if not weights:
         return pulled
-    with session.scorers.placed(), torch.enable_grad():
+    with run.scorers.placed(), torch.enable_grad():
         for row in range(len(final)):
             leaf = final[row : row + 1].detach().clone().requires_grad_()
-            total = _total(session, weights, micro_batch.batch.take([row]), leaf, columns[row])
+            total = _total(run, weights, micro_batch.batch.take([row]), leaf, columns[row])
             loss = loss_of(total)
             pulled.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
             pulled.total[row], pulled.loss[row] = total.detach()[0], loss.detach()[0]
-            session.beat()
+            run.loop.alive()
     return pulled
 
 
 def _total(
-    session: Session, weights: Mapping[str, float], one: Batch, final: Tensor, columns: Mapping[str, list[Any]]
+    run: DiffusionRun, weights: Mapping[str, float], one: Batch, final: Tensor, columns: Mapping[str, list[Any]]
 ) -> Tensor:
     """The weighted sum of the rewards of one final state [1, ...], [1], with its graph."""
-    images = session.policy.decode(one, final, grad=True)
+    images = run.policy.decode(one, final, grad=True)
     total = torch.zeros(1, device=images.device)
     for label, weight in weights.items():
-        reward = inner(session.scorers.rewards[label])
+        reward = inner(run.scorers.rewards[label])
         scores = rewards.score_with_gradients(reward, images=images, prompts=one.prompts, columns=columns, name=label)
         total = total + weight * scores.to(total)
     return total
@@ -88,7 +88,7 @@ def _fits(reward: rewards.Reward) -> bool:
     return needed.gradients and needed.images and needed.kind == "pointwise"
 
 
-def _columns(session: Session, slots: list[int]) -> list[Mapping[str, list[Any]]]:
+def _columns(run: DiffusionRun, slots: list[int]) -> list[Mapping[str, list[Any]]]:
     """The columns of each slot's prompt, as lists of one row."""
-    rows, size = session.iteration_prompts, session.config.sampling.group_size
+    rows, size = run.iteration_prompts, run.config.sampling.group_size
     return [{name: [value] for name, value in rows[slot // size].columns.items()} for slot in slots]

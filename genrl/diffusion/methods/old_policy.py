@@ -13,13 +13,13 @@ from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.policy.policy import Batch, Policy, Trajectory
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 
 OldLogProbs = dict[int, dict[int, Tensor]]  # id of the piece -> step -> [B]
 
 
 @torch.no_grad()
-def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts, edges: Edges) -> OldLogProbs:
+def old_policy(run: DiffusionRun, settings: FlowGRPO, rollouts: Rollouts, edges: Edges) -> OldLogProbs:
     """id of a piece -> trained step -> log p_old, [B]. As recorded; or, where the trained policy goes without the
     guidance that sampled, evaluated before the first update under the conditions it is trained in. Steps of which no
     action is trained are left out."""
@@ -28,15 +28,15 @@ def old_policy(session: Session, settings: FlowGRPO, rollouts: Rollouts, edges: 
         logs = piece.trajectory.log_probs
         logs = {i: log for i, log in logs.items() if bool(edges.weight[i, piece.slots[i]].any())}
         if not settings.guidance_in_training:
-            batch = judged_under(session.policy, settings, piece.trajectory.batch)
-            logs = {i: session.policy.replay(piece.trajectory, i, batch).log_prob for i in logs}
+            batch = judged_under(run.policy, settings, piece.trajectory.batch)
+            logs = {i: run.policy.replay(piece.trajectory, i, batch).log_prob for i in logs}
         found[id(piece)] = logs
     return found
 
 
 @torch.no_grad()
 def means_before(
-    session: Session, settings: FlowGRPO, rollouts: Rollouts, old_log_probs: OldLogProbs
+    run: DiffusionRun, settings: FlowGRPO, rollouts: Rollouts, old_log_probs: OldLogProbs
 ) -> dict[tuple[int, int], Tensor]:
     """(id of the piece, step) -> transition means before the first update, which GRPO-Guard's ratio is measured from.
 
@@ -45,7 +45,7 @@ def means_before(
     if not settings.guard:
         return {}
     later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
-    policy = session.policy
+    policy = run.policy
     return {
         (id(piece), i): policy.replay(piece.trajectory, i, judged_under(policy, settings, piece.trajectory.batch)).mean
         for micro_batch in later
@@ -66,31 +66,31 @@ def rows_of(trajectory: Trajectory, step: int) -> Tensor:
 
 
 @torch.no_grad()
-def check_on_policy(session: Session, rollouts: Rollouts, *, clip: float, guard: bool = False) -> None:
+def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, guard: bool = False) -> None:
     """Replay the first micro-batch before any update: the ratio must be 1. Once per process, later calls do nothing.
 
     An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
     raises RuntimeError in all processes, since the clip would cut numerical noise; so does any where the denoiser is
     compiled. guard: of GRPO-Guard's ratio.
     """
-    if session.replays:
+    if run.replays:
         return
     deviations = [torch.zeros(1)]
     first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
     if first is not None:
-        with session.policy.uncounted():
+        with run.policy.uncounted():
             for piece in first.pieces:
                 for i, old in piece.trajectory.log_probs.items():
-                    new = session.policy.replay(piece.trajectory, i)
+                    new = run.policy.replay(piece.trajectory, i)
                     # GRPO-Guard's log-ratio is that of densities times the std, its quadratic term aside.
                     size = new.std.flatten() if guard else 1.0
                     deviations.append((size * (new.log_prob - old)).expm1().abs().cpu())
     everyone = gather_object([float(torch.cat(deviations).max())])
     worst = float(torch.tensor(everyone).max())  # tensor: NaN is the largest
-    problem = off_policy(worst, clip, compiled=bool(session.config.kernels.compile))
+    problem = off_policy(worst, clip, compiled=bool(run.config.kernels.compile))
     if problem is not None:
-        session.progress.say(problem)
-    session.replays = True
+        run.process.progress.say(problem)
+    run.replays = True
 
 
 def off_policy(worst: float, clip: float, *, compiled: bool = False) -> str | None:

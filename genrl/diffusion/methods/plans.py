@@ -14,7 +14,7 @@ from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.policy.policy import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.kernels import FLOW_KERNELS
 from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
 from genrl.mdp.schedules import geometric_window, window_steps
@@ -57,14 +57,14 @@ def sampling_plan(config: Config, settings: FlowGRPO, iteration: int) -> Samplin
     return plan_of(config.sampling, settings, window_of(config, settings, iteration))
 
 
-def choose_kernel(session: Session, settings: FlowGRPO | SPO | D3PO | PRDP, plan: SamplingPlan) -> Kernel:
+def choose_kernel(run: DiffusionRun, settings: FlowGRPO | SPO | D3PO | PRDP, plan: SamplingPlan) -> Kernel:
     """The configured transition. Raises ValueError where it is not one for what the model predicts."""
-    is_flow = session.policy.head.parametrisation == "flow"
+    is_flow = run.policy.head.parametrisation == "flow"
     if is_flow == (settings.kernel == "ddim"):
-        predicts = "a velocity (flow matching)" if is_flow else session.policy.prediction_type
+        predicts = "a velocity (flow matching)" if is_flow else run.policy.prediction_type
         legal = ", ".join(FLOW_KERNELS[1:]) if is_flow else "ddim"
         raise ValueError(
-            f"trainer.kernel: {settings.kernel} is no transition for {session.config.model.path}, which predicts "
+            f"trainer.kernel: {settings.kernel} is no transition for {run.config.model.path}, which predicts "
             f"{predicts}; use {legal}"
         )
     level = settings.noise_level or 0.0
@@ -72,14 +72,14 @@ def choose_kernel(session: Session, settings: FlowGRPO | SPO | D3PO | PRDP, plan
     return Kernel(settings.kernel, level, {i: other for i, other in others.items() if other is not None})
 
 
-def every_step(session: Session, settings: D3PO | PRDP) -> tuple[range, Draw]:
+def every_step(run: DiffusionRun, settings: D3PO | PRDP) -> tuple[range, Draw]:
     """The trained steps, all but the last, and what draws samples whose trained steps are all stochastic."""
-    sampling = session.config.sampling
+    sampling = run.config.sampling
     steps = range(sampling.num_inference_steps - 1)
     plan = make_plan(len(steps) + 1, noise=dict.fromkeys(steps, settings.noise_level or 0.0), roots=sampling.group_size)
-    kernel = choose_kernel(session, settings, plan)
+    kernel = choose_kernel(run, settings, plan)
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:
-        return independent(session.policy.roll_out(batch, kernel, steps), slots)
+        return independent(run.policy.roll_out(batch, kernel, steps), slots)
 
     return steps, draw

@@ -12,7 +12,7 @@ from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.old_policy import judged_under, rows_of
 from genrl.diffusion.rollout.forest import Piece
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.tree import Tree
 from genrl.objectives.surrogates.layer_tuning import velocity_towards
 
@@ -41,7 +41,7 @@ class Pull:
 
 
 @torch.no_grad()
-def pull_to_best(session: Session, settings: FlowGRPO, rollouts: Rollouts, tree: Tree, edges: Edges) -> Pull | None:
+def pull_to_best(run: DiffusionRun, settings: FlowGRPO, rollouts: Rollouts, tree: Tree, edges: Edges) -> Pull | None:
     """Weights and targets of the pull, made before the first update. A group is whole within a micro-batch.
 
     The velocity on the best path is evaluated once more, for one state per group and trained step.
@@ -64,8 +64,8 @@ def pull_to_best(session: Session, settings: FlowGRPO, rollouts: Rollouts, tree:
                 if not chosen or not bool(edges.weight[i].any()):
                     continue
                 rows = rows_of(trajectory, i)[chosen]
-                batch = judged_under(session.policy, settings, trajectory.batch.take(rows.tolist()))
+                batch = judged_under(run.policy, settings, trajectory.batch.take(rows.tolist()))
                 states = trajectory.states[i][rows.to(trajectory.states[i].device)]
-                outputs = session.policy.velocity(batch, states, trajectory.sigmas[i])
+                outputs = run.policy.velocity(batch, states, trajectory.sigmas[i])
                 targets |= {(i, slots[k] // leaves): v for k, v in zip(chosen, outputs, strict=True)}
     return Pull(progress_table(tree, rollouts.total), targets, leaves)

@@ -18,16 +18,17 @@ import functools
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 from torch import Tensor, nn
 
 from genrl.diffusion.policy.blocks import Switches
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
-from genrl.diffusion.policy.sharding import is_sharded
 from genrl.kernels.backend import Backend, TooManyGraphs
 from genrl.kernels.sde_step import sde_step
 from genrl.mdp import kernels
@@ -35,6 +36,7 @@ from genrl.mdp.gaussian import Reduction, log_prob, sample
 from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import derive_seed, keyed_noise
 from genrl.mdp.tree import edge_noise
+from genrl.runtime.sharding import is_sharded
 
 DENOISERS = ("transformer", "unet", "transformer_2")
 NoiseKey = tuple[int | str, ...]
@@ -65,6 +67,37 @@ class Batch:
             keys=[self.keys[r] for r in rows],
             initial_keys=[self.initial_keys[r] for r in rows] if self.initial_keys else None,
             inputs={name: [values[r] for r in rows] for name, values in self.inputs.items()},
+        )
+
+    def dumped(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(JSON, its pictures as uint8 [H, W, 3]): what `from_dump` makes it from."""
+        info = {
+            "prompts": self.prompts,
+            "keys": self.keys,
+            "initial_keys": self.initial_keys,
+            "sampling": dict(self.sampling),
+            "inputs": list(self.inputs),
+        }
+        pictures = {
+            f"inputs/{name}/{k}": torch.from_numpy(np.array(picture))
+            for name, row in self.inputs.items()
+            for k, picture in enumerate(row)
+        }
+        return info, pictures
+
+    @classmethod
+    def from_dump(cls, info: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        """The reverse of `dumped`."""
+        initial = info["initial_keys"]
+        return cls(
+            prompts=info["prompts"],
+            keys=[tuple(key) for key in info["keys"]],
+            sampling=info["sampling"],
+            initial_keys=None if initial is None else [tuple(key) for key in initial],
+            inputs={
+                name: [Image.fromarray(tensors[f"inputs/{name}/{k}"].numpy()) for k in range(len(info["prompts"]))]
+                for name in info["inputs"]
+            },
         )
 
 

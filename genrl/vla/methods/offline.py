@@ -20,6 +20,7 @@ from genrl.mdp.noise import generator
 from genrl.objectives.advantages.gae import chunk_rewards
 from genrl.objectives.surrogates import iql
 from genrl.runtime.loop import Loop
+from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.imitation import flow_times
 from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, value_head
 from genrl.vla.policies.normalise import normalise
@@ -90,12 +91,12 @@ Step = Callable[[Tensor], object]
 """Takes a loss []: gradients, clipping and an optimiser step."""
 
 
-def stepper(loop: Loop) -> Step:
+def stepper(loop: Loop, settings: Any) -> Step:
     """An optimiser step of a run's own optimiser on the policy."""
 
     def step(loss: Tensor) -> dict[str, float]:
         loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
-        loop.backward(loss, evidence={"loss": loss.detach()}, info={"optimizer_steps": loop.optimizer_steps})
+        loop.backward(settings, {"loss": loss}, Recorded(None, {}))
         return loop.step(["policy"])
 
     return step
@@ -301,7 +302,7 @@ class CriticNet(nn.Module):
 class Critics(nn.Module):
     """Two Q of (observation, chunk), their slow copies, and V of the observation."""
 
-    def __init__(self, inputs: Inputs, stats: Statistics, numbers: int, *, width: int = 256) -> None:
+    def __init__(self, inputs: Inputs, stats: Statistics, numbers: int, *, width: int = 128) -> None:
         super().__init__()
         self.q = nn.ModuleList(CriticNet(inputs, stats, numbers, width) for _ in range(2))
         self.slow = copy.deepcopy(self.q).requires_grad_(False)

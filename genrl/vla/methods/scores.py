@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.config.vla import PPO, Update
 from genrl.mdp import chains
 from genrl.objectives.advantages.episodes import informative_groups
 from genrl.objectives.advantages.gae import executed_mask
 from genrl.objectives.surrogates import actor_critic
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.vla.methods.ppo.settings import PPO
+from genrl.vla.methods.shared_settings import Update
 from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.rollout import ChunkRollout, TrainingRows, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Diffusion, Sampler, replay

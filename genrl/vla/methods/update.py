@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genrl.config.vla import PPO, Update
 from genrl.objectives.surrogates import actor_critic
+from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.minibatches import Minibatch
+from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.scores import Decisions, Scored, actor_loss, score
+from genrl.vla.methods.shared_settings import Update
 from genrl.vla.rollout.rollout import ChunkRollout
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 PER_RATIO = ("loss/policy", "ratio/mean", "ratio/clipped", "kl/updates")
 """Figures that are means over ratios; the others are over decisions."""
@@ -38,7 +40,7 @@ class Figures:
 
 
 def learn(
-    session: Session,
+    run: VLARun,
     rollout: ChunkRollout,
     chosen: Decisions,
     settings: Update,
@@ -51,18 +53,18 @@ def learn(
 
     All is divided by the decisions of a minibatch over all processes, so gradients do not depend on their number.
     """
-    loop = session.loop
+    loop = run.loop
     groups = [name for name, used in (("policy", policy), ("critic", critic)) if used]
     loop.phase("training", settings.epochs * len(chosen.row))
     with loop.timed("train"):
         for epoch in range(settings.epochs):
-            for batch in session.dealt(len(chosen.row), settings, epoch):
-                if not update(session, rollout, chosen, batch, settings, figures, groups):
+            for batch in run.dealt(len(chosen.row), settings, epoch):
+                if not update(run, rollout, chosen, batch, settings, figures, groups):
                     return
 
 
 def update(
-    session: Session,
+    run: VLARun,
     rollout: ChunkRollout,
     chosen: Decisions,
     batch: Minibatch,
@@ -89,7 +91,7 @@ def update(
             if len(part):  # else it is another process that has the last ones
                 one = mine.chosen(part)
                 with torch.set_grad_enabled("policy" in groups):  # the critic alone needs no graph of the chain
-                    scored = score(session.policy, rollout, one, settings)
+                    scored = score(run.policy, rollout, one, settings)
                 found = actor_loss(scored, one, settings, rollout.sampler, ratios)
                 parts = found.figures | {"number": found.number}
                 loss = torch.zeros((), device=found.loss.device)
@@ -102,23 +104,23 @@ def update(
                 if settings.entropy_weight:
                     parts["entropy"] = found.entropy
                 if "critic" in groups:
-                    parts["loss/value"] = value_loss(session.policy, rollout, scored, one, settings)
+                    parts["loss/value"] = value_loss(run.policy, rollout, scored, one, settings)
                     loss = loss + settings.value_weight * parts["loss/value"] / batch.total  # type: ignore[attr-defined]
                 sums = {name: value + parts[name].detach().cpu() for name, value in sums.items()}
                 evidence = evidence_of(scored, one)
-            session.loop.backward(loss, evidence=evidence, info={"trainer": settings.model_dump(mode="json")})
-            session.loop.advance(len(part))
-    summed = session.summed(sums)
+            run.loop.backward(settings, {"loss": loss}, Recorded(None, evidence))
+            run.loop.advance(len(part))
+    summed = run.summed(sums)
     number = max(1.0, summed.pop("number"))
     means = {name: value / (number if name in PER_RATIO else batch.total) for name, value in summed.items()}
     if "policy" in groups:
         figures.add(means)
         if settings.kl_stop is not None and means["kl/updates"] > settings.kl_stop:
-            session.loop.optimizer.zero_grad(set_to_none=True)
+            run.loop.optimizer.zero_grad(set_to_none=True)
             return False
     else:
         figures.add({"loss/value": means["loss/value"]})
-    norms = session.loop.step(groups)
+    norms = run.loop.step(groups)
     figures.add({f"grad_norm/{name}": norm for name, norm in norms.items()})
     return True
 

@@ -47,7 +47,7 @@ def dealt(
 ) -> list[Update]:
     """The updates of this process's rows, mask [B, T], whole groups of `size` each, in an order that the seed decides,
     the same for any number of processes. whole_groups: a micro-batch has no part of a group."""
-    rank, own_groups = loop.accelerator.process_index, len(mask) // size
+    rank, own_groups = loop.process.accelerator.process_index, len(mask) // size
     group = torch.arange(own_groups).repeat_interleave(size)
     bare = TokenBatch(mask, group, extra={"row": torch.arange(len(mask))})
     lengths = gather_object([mask.sum(1).reshape(own_groups, size).sum(1)])  # tokens of each group

@@ -10,7 +10,7 @@ import torch
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime import checkpoint
-from genrl.runtime.loop import put_back
+from genrl.runtime.weights import put_back
 from genrl.vlm.policies.codes import CODEC, CodePolicy
 from genrl.vlm.policies.image_tokens import ImagePolicy
 from genrl.vlm.policies.masked_text import MaskedPolicy

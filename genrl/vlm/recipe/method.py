@@ -124,6 +124,10 @@ class RecipeMethod(VLMMethod):
         return self.preset
 
     @property
+    def rows_per_pass(self) -> int | None:
+        return self.micro_batch
+
+    @property
     def reference(self) -> bool:
         return "ref" in self.composed.reads
 

@@ -19,7 +19,7 @@ from genrl.config.estimate import plan
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.policy import Batch
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.replay import replay
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
@@ -113,7 +113,7 @@ class Plain:
             part.eval().requires_grad_(False)
         self.named: dict[str, Any] = {}
         if values is not None:
-            self.named = Weights({"transformer": self.pipe.transformer}, config.model.lora).named
+            self.named = trainable({"transformer": self.pipe.transformer}, config.model.lora).named
             with torch.no_grad():
                 for key, p in self.named.items():
                     p.copy_(values[key])

@@ -17,7 +17,7 @@ from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.train import levels
 from genrl.diffusion.methods.noising import own_noise
 from genrl.diffusion.policy.policy import Batch
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.runtime.run import read_metrics
 from tests.diffusion import runs
@@ -114,7 +114,7 @@ def by_hand(config: Config, rollouts: Rollouts, update: Update, *, kl_weight: fl
     """Gradient of one update by autograd, from a model loaded afresh and the paper's formulas; 0 where unused."""
     pipe = DiffusionPipeline.from_pretrained(config.model.path)
     pipe.transformer.eval().requires_grad_(False)
-    named = Weights({"transformer": pipe.transformer}, config.model.lora).named
+    named = trainable({"transformer": pipe.transformer}, config.model.lora).named
 
     @torch.no_grad()
     def fill(values: dict[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from genrl.config.estimate import plan
 from genrl.diffusion.methods import direct
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.policy.policy import Batch, Policy
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.replay import replay
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.train import train
@@ -127,7 +127,7 @@ class Plain:
         self.pipe: Any = DiffusionPipeline.from_pretrained(config.model.path)
         for part in (self.pipe.transformer, self.pipe.vae):
             part.eval().requires_grad_(False)
-        self.named = Weights({"transformer": self.pipe.transformer}, config.model.lora).named
+        self.named = trainable({"transformer": self.pipe.transformer}, config.model.lora).named
 
     @torch.no_grad()
     def fill(self, values: dict[str, Tensor]) -> None:
@@ -270,7 +270,7 @@ def test_pictures_are_decoded_one_at_a_time_and_steps_recomputed(folder: Path, m
 def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_steps() -> None:
     """Checkpointed: the states between the steps, and no activation."""
     policy = Policy(FAMILIES["sd3"]().pipe)
-    Weights(policy.denoisers, None)
+    trainable(policy.denoisers, None)
     arguments = {"num_inference_steps": 4, "guidance_scale": 1.0, "height": 16, "width": 16, "max_sequence_length": 4}
     batch = Batch(["a red star"], [("a", 0)], arguments)
     kept: dict[int, int] = {}

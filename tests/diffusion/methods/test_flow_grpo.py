@@ -14,11 +14,12 @@ from torch import Tensor
 
 from genrl.config import Config
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.forest import Piece
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.session import Session
 from genrl.runtime.run import read_metrics
+from genrl.runtime.weights import Weights
 from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
@@ -116,7 +117,7 @@ def by_hand(config: Config, rollouts: Rollouts, update: Update, slots: list[int]
     torch.manual_seed(0)
     pipe = DiffusionPipeline.from_pretrained(config.model.path)
     pipe.transformer.eval().requires_grad_(False)
-    named = Weights({"transformer": pipe.transformer}, config.model.lora).named
+    named = trainable({"transformer": pipe.transformer}, config.model.lora).named
     with torch.no_grad():
         for key, p in named.items():
             p.copy_(update.weights[key])

@@ -25,7 +25,7 @@ from genrl.diffusion.methods.dpo import train as dpo
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.policy.policy import Batch, Policy
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.replay import replay
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
@@ -127,7 +127,7 @@ class Bare:
     def __init__(self, config: Config) -> None:
         self.pipe: Any = DiffusionPipeline.from_pretrained(config.model.path)
         self.pipe.transformer.eval().requires_grad_(False)
-        self.named = Weights({"transformer": self.pipe.transformer}, config.model.lora).named
+        self.named = trainable({"transformer": self.pipe.transformer}, config.model.lora).named
 
     def __call__(self, values: Given | None, prompts: list[str], x: Tensor, sigma: Tensor) -> Tensor:
         """values: weights; None = the model without adapters, without gradient."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from genrl.config import Config, ConfigError, check_files, load
 from genrl.config import dump as to_yaml
 from genrl.diffusion.methods.prdp import train as prdp
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.replay import replay
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
@@ -54,7 +54,7 @@ def by_hand(config: Config, rollouts: Rollouts, weights: dict[str, Tensor]) -> t
     """Gradient and loss by autograd through all samples and steps at once, from a model loaded afresh."""
     pipe = DiffusionPipeline.from_pretrained(config.model.path)
     pipe.transformer.eval().requires_grad_(False)
-    named = Weights({"transformer": pipe.transformer}, config.model.lora).named
+    named = trainable({"transformer": pipe.transformer}, config.model.lora).named
     with torch.no_grad():
         for key, p in named.items():
             p.copy_(weights[key])

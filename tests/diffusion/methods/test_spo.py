@@ -18,7 +18,7 @@ from genrl.config.candidates import candidate_plan
 from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.methods.spo.train import Found, Pairs, chosen_rows, compare, crawl, pair_of
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.replay import replay
 from genrl.diffusion.train import train
 from genrl.mdp.gaussian import sample
@@ -198,7 +198,7 @@ def by_hand(config: Config, iteration: Iteration) -> tuple[dict[str, Tensor], fl
     """Gradient and loss of an iteration by autograd, from a model loaded afresh and the paper's formulas."""
     pipe = DiffusionPipeline.from_pretrained(config.model.path)
     pipe.unet.eval().requires_grad_(False)
-    named = Weights({"unet": pipe.unet}, config.model.lora).named
+    named = trainable({"unet": pipe.unet}, config.model.lora).named
     with torch.no_grad():
         for key, p in named.items():
             p.copy_(iteration.weights[key])

@@ -18,7 +18,7 @@ from genrl.diffusion.methods.old_policy import off_policy
 from genrl.diffusion.policy import compiling
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import train
 from genrl.kernels.backend import TooManyGraphs, compile_problem
 from genrl.runtime.run import read_metrics
@@ -186,7 +186,7 @@ def test_what_cannot_be_compiled_is_said_before_work_starts(
 
 def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> None:
     policy = Policy(FAMILIES["sd3"]().pipe)
-    weights = Weights(policy.denoisers, None)
+    weights = trainable(policy.denoisers, None)
     weights.snapshot("old")
     torch._foreach_mul_([p.data for p in weights.parameters], 1.1)
     weights.by_copy = True

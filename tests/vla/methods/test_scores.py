@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from genrl.config.vla import PPO
 from genrl.mdp import ddpm
+from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.scores import Decisions, actor_loss, at_level, decisions, filtered, score
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows

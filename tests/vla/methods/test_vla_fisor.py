@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.config.vla_offline import FISOR
 from genrl.mdp.noise import generator
 from genrl.vla.methods.fisor import train as fisor
+from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.imitation import frame_statistics
 from genrl.vla.methods.offline import Transitions, Words, frames_of, play, take
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
@@ -106,10 +106,11 @@ def test_nothing_is_safer_than_safe() -> None:
     assert torch.equal(*chunks)
 
 
-def test_a_step_trains_critics_actor_and_slow_copies() -> None:
+def test_a_step_trains_critics_actor_and_slow_copies(monkeypatch) -> None:
     data = played(20, 0.5)
     net, before = nets(data), nets(data)
-    settings = FISOR(actor_batch=16, actor_rate=0.5)
+    settings = FISOR(critics=FISOR().critics.model_copy(update={"batch_size": 16}))
+    monkeypatch.setattr(fisor, "ACTOR_RATE", 0.5)
     critics = torch.optim.Adam([p for c in (net.reward, net.violation) for p in c.parameters() if p.requires_grad])
     optimiser = torch.optim.Adam(net.actor.parameters())
 

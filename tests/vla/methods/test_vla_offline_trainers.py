@@ -20,13 +20,10 @@ SMALL: dict[str, tuple[str, ...]] = {
         "trainer.rounds=1",
         "trainer.episodes=8",
         "trainer.critic_steps=4",
-        "trainer.critics.width=16",
         "trainer.dynamics_steps=4",
         "trainer.updates=4",
         "trainer.batch_size=16",
         "trainer.gate_every=2",
-        "trainer.gate_starts=8",
-        "trainer.gate_steps=3",
         "trainer.union_steps=2",
         "trainer.online_minibatch=32",
         "trainer.distil_steps=0",
@@ -40,12 +37,8 @@ SMALL: dict[str, tuple[str, ...]] = {
         "trainer.world.tables=8",
         "trainer.world.length=10",
         "trainer.world.window=6",
-        "trainer.world.batch_size=4",
         "trainer.world.steps=4",
-        "trainer.world.deterministic=16",
-        "trainer.world.stochastic=4",
         "trainer.classifier.steps=3",
-        "trainer.classifier.batch_size=16",
         "trainer.imitation_steps=3",
         "trainer.critic_warmup=0",
         "trainer.epochs=1",
@@ -53,9 +46,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "fisor": (
         "trainer.episodes=12",
         "trainer.steps_per_iteration=3",
-        "trainer.critics.width=16",
         "trainer.critics.batch_size=8",
-        "trainer.actor_batch=8",
         "trainer.candidates=2",
     ),
     "rl_vlm_f": (
@@ -64,9 +55,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         "trainer.labels.pairs=10",
         "trainer.labels.rounds=2",
         "trainer.labels.steps=3",
-        "trainer.labels.members=2",
         "trainer.critic_steps=3",
-        "trainer.critics.width=16",
         "trainer.steps_per_iteration=3",
         "trainer.batch_size=8",
         "optimizer.schedule=constant",
@@ -127,8 +116,8 @@ def test_what_they_say_of_themselves(root: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_labels_tell_the_right_episodes_from_the_wayward_ones(root: Path, tmp_path: Path) -> None:
     """No reward and no success is read: the judge's preferences make the actions of episodes that succeeded better."""
-    changes = ["episodes=300", "labels.pairs=250", "labels.steps=150", "critics.width=64", "critic_steps=250"]
-    changes += ["critics.batch_size=128", "labels.batch_size=64"]
+    changes = ["episodes=300", "labels.pairs=250", "labels.steps=150", "critic_steps=250"]
+    changes += ["critics.batch_size=128"]
     overrides = [f"trainer.{change}" for change in changes]
     last = rows(train(small(root, "rl_vlm_f", tmp_path / "run", "iterations=1", "evaluation.every=0", *overrides)))[-1]
     assert last["labels/accuracy"] > 0.7 and last["data/advantage_gap"] > 0.02

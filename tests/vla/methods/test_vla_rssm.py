@@ -92,7 +92,7 @@ def test_the_first_observation_is_not_held_against_the_prior() -> None:
 
 def test_updates_are_functions_of_seed_and_step() -> None:
     observations, actions = toys(8)
-    how = {"length": 6, "batch_size": 4, "balance": 0.8, "kl_scale": 0.1, "grad_clip": 100.0, "seed": 0}
+    how = {"length": 6, "batch_size": 4, "seed": 0}
 
     def losses(steps):
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_it_learns_where_a_move_leads() -> None:
     torch.manual_seed(0)
     world = WorldModel(observations, actions, deterministic=48, stochastic=12)
     optimiser = torch.optim.Adam(world.parameters(), lr=2e-3)
-    how = {"length": 8, "batch_size": 32, "balance": 0.8, "kl_scale": 0.03, "grad_clip": 100.0, "seed": 0}
+    how = {"length": 8, "batch_size": 32, "seed": 0}
     for step in range(550):  # play with missed grasps is harder to foretell: 250 are not enough
         world_step(world, optimiser, observations, actions, step=step, **how)
     fresh, moves = toys(64, 12, seed=7)

@@ -24,7 +24,7 @@ from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, noised, o
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.mdp.noise_levels import logit_normal_draws, stratified_steps, uniform_draws
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
@@ -35,32 +35,32 @@ from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_velo
 EMA, OLD = "ema_reference", "old"
 
 
-def train(session: Session, settings: AWM) -> None:
+def train(run: DiffusionRun, settings: AWM) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = session.policy, session.weights
-    require_flow(session)
+    policy, weights = run.policy, run.weights
+    require_flow(run)
     if EMA not in weights.snapshots:  # a resumed run has it
         weights.snapshot(EMA)
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:
         return independent(policy.roll_out(batch), slots)
 
-    for _ in session.iterations():
+    for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = session.collect(draw)
+        rollouts = run.collect(draw)
         if settings.updates * settings.epochs > 1:
             weights.snapshot(OLD)
-        metrics = learn(session, settings, rollouts)
+        metrics = learn(run, settings, rollouts)
         del rollouts
         # 5. The slow copy follows.
-        decay = ramp(session.optimizer_steps, slope=0.001, maximum=0.3)
+        decay = ramp(run.loop.optimizer_steps, slope=0.001, maximum=0.3)
         weights.blend(EMA, decay)
-        session.finish(metrics | {"policy/ema_decay": decay})
+        run.finish(metrics | {"policy/ema_decay": decay})
 
 
-def learn(session: Session, settings: AWM, rollouts: Rollouts) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
-    config = session.config
+    config = run.config
 
     # 3. Estimate.
     advantages = group_advantages(
@@ -72,19 +72,19 @@ def learn(session: Session, settings: AWM, rollouts: Rollouts) -> dict[str, floa
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, batch = micro_batch.final, micro_batch.batch
-        drawn = generator(config.seed, session.iteration, "levels", epoch)  # the same levels for all samples
+        drawn = generator(config.seed, run.iteration, "levels", epoch)  # the same levels for all samples
         sigma = levels(settings, micro_batch.sigmas, drawn)[k].to(clean)
         given = noised(clean, own_noise(micro_batch, epoch, k), sigma)
         given["advantage"] = awm_advantage(advantages[micro_batch.slots], clip=settings.advantage_clip).to(clean)
-        if session.updates > 0:  # until then the old policy is the present one
-            given["old"] = under(session, OLD, batch, given["noisy"], sigma)
+        if run.loop.updates > 0:  # until then the old policy is the present one
+            given["old"] = under(run, OLD, batch, given["noisy"], sigma)
         if settings.kl_weight > 0:
-            given["reference"] = under(session, REFERENCE, batch, given["noisy"], sigma)
+            given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
         if settings.ema_kl_weight > 0:
-            given["ema"] = under(session, EMA, batch, given["noisy"], sigma)
+            given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
         return batch, given
 
-    update(session, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
+    update(run, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
            meter)  # fmt: skip
     return meter.result()
 

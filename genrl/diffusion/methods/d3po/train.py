@@ -21,30 +21,31 @@ from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import Given, Tensors
 from genrl.diffusion.methods.plans import every_step
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.preferences.preference import preference_pairs, step_preference_loss
+from genrl.runtime.recorded import Recorded
 
 
-def train(session: Session, settings: D3PO) -> None:
+def train(run: DiffusionRun, settings: D3PO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    steps, draw = every_step(session, settings)
-    for _ in session.iterations():
+    steps, draw = every_step(run, settings)
+    for _ in run.iterations():
         # 1. Collect.
-        rollouts = session.collect(draw)
+        rollouts = run.collect(draw)
         # 2, 3. Compare and update.
-        metrics = learn(session, settings, rollouts, num_steps=len(steps))
+        metrics = learn(run, settings, rollouts, num_steps=len(steps))
         del rollouts
-        session.finish(metrics)
+        run.finish(metrics)
 
 
-def learn(session: Session, settings: D3PO, rollouts: Rollouts, *, num_steps: int) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: D3PO, rollouts: Rollouts, *, num_steps: int) -> dict[str, float]:
     """Steps 2 and 3 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, weights = session.policy, session.weights
+    policy, weights = run.policy, run.weights
     meter = Meter()
     whole = preference_pairs(rollouts.total, rollouts.group)
-    group = session.config.sampling.group_size
+    group = run.config.sampling.group_size
     meter.add("preference/pairs", torch.tensor([len(whole) / (rollouts.num_samples * (group - 1) / 2)]))
-    session.start_training(settings.epochs * num_steps * len(rollouts.mine))
+    run.start_training(settings.epochs * num_steps * len(rollouts.mine))
     for _ in range(settings.epochs):
         for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = len(preference_pairs(rollouts.total[slots], rollouts.group[slots])) * num_steps
@@ -66,12 +67,12 @@ def learn(session: Session, settings: D3PO, rollouts: Rollouts, *, num_steps: in
                         "reference_log_prob": reference,
                     }
                     terms = objective(settings, new.log_prob, given)
-                    answers = {"model_output": new.model_output, "log_prob": new.log_prob}
-                    session.backward(terms["loss"], batch, given | answers, divisor=max(divisor, 1))
+                    results = terms | {"model_output": new.model_output, "log_prob": new.log_prob}
+                    run.backward(settings, results, Recorded(batch, given), divisor=max(divisor, 1))
                     if len(pairs) > 0:
                         for name, values in terms.items():
                             meter.add(name, values)
-            meter.add("grad_norm", torch.tensor([session.step()]))
+            meter.add("grad_norm", torch.tensor([run.step()]))
     return meter.result()
 
 

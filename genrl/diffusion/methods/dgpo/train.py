@@ -38,7 +38,7 @@ from genrl.diffusion.methods.noising import (
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.decay import ramp
@@ -48,33 +48,33 @@ from genrl.objectives.surrogates.policy_losses import kl_velocity
 EMA = "ema_reference"
 
 
-def train(session: Session, settings: DGPO) -> None:
+def train(run: DiffusionRun, settings: DGPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = session.policy, session.weights
-    require_flow(session)
-    check_reference_guidance(session, settings.reference_guidance)
+    policy, weights = run.policy, run.weights
+    require_flow(run)
+    check_reference_guidance(run, settings.reference_guidance)
     if EMA not in weights.snapshots:  # a resumed run has it
         weights.snapshot(EMA)
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:
-        late = session.optimizer_steps > settings.switch_after
+        late = run.loop.optimizer_steps > settings.switch_after
         with weights.use(EMA) if late else nullcontext():
             return independent(policy.roll_out(batch), slots)
 
-    for _ in session.iterations():
+    for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = session.collect(draw)
-        metrics = learn(session, settings, rollouts)
+        rollouts = run.collect(draw)
+        metrics = learn(run, settings, rollouts)
         del rollouts
         # 5. The slow average follows.
-        decay = ramp(session.optimizer_steps, slope=0.001, maximum=0.3)
+        decay = ramp(run.loop.optimizer_steps, slope=0.001, maximum=0.3)
         weights.blend(EMA, decay)
-        session.finish(metrics | {"policy/ema_decay": decay})
+        run.finish(metrics | {"policy/ema_decay": decay})
 
 
-def learn(session: Session, settings: DGPO, rollouts: Rollouts) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
-    config = session.config
+    config = run.config
 
     # 3. Estimate.
     advantages = group_advantages(
@@ -87,20 +87,18 @@ def learn(session: Session, settings: DGPO, rollouts: Rollouts) -> dict[str, flo
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, group = micro_batch.final, rollouts.group[micro_batch.slots]
         batch = micro_batch.batch
-        batch = batch if settings.guidance_in_training else without_guidance(session.policy, batch)
-        steps = torch.randperm(
-            settings.first_steps, generator=generator(config.seed, session.iteration, "levels", epoch)
-        )
+        batch = batch if settings.guidance_in_training else without_guidance(run.policy, batch)
+        steps = torch.randperm(settings.first_steps, generator=generator(config.seed, run.iteration, "levels", epoch))
         sigma = micro_batch.sigmas[steps[k]].to(clean)  # the same levels for all samples
         given = noised(clean, group_noise(micro_batch, group, epoch, k), sigma)
         given |= {"advantage": advantages[micro_batch.slots].to(clean), "group": group}
-        given["ema"] = under(session, EMA, batch, given["noisy"], sigma)
+        given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
         if settings.reference == "model" or settings.kl_weight > 0:
             judge = guided(batch, settings.reference_guidance)
-            given["reference"] = under(session, REFERENCE, judge, given["noisy"], sigma)
+            given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    update(session, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
+    update(run, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
            meter)  # fmt: skip
     return meter.result()
 

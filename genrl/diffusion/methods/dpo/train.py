@@ -27,7 +27,7 @@ from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, under, up
 from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.mdp.noise_levels import logit_normal_draws
@@ -38,51 +38,51 @@ from genrl.objectives.preferences.preference import diffusion_dpo_loss
 REFRESHED = "refreshed_reference"
 
 
-def train(session: Session, settings: DPO) -> None:
+def train(run: DiffusionRun, settings: DPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy = session.policy
+    policy = run.policy
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:
         return independent(policy.roll_out(batch), slots)
 
-    train_on(session, settings, lambda: session.collect(draw))
+    train_on(run, settings, lambda: run.collect(draw))
 
 
-def train_on(session: Session, settings: DPO | OfflineDPO, samples: Callable[[], Rollouts]) -> None:
+def train_on(run: DiffusionRun, settings: DPO | OfflineDPO, samples: Callable[[], Rollouts]) -> None:
     """Train on the best and the worst sample of each group of what `samples` gives in each iteration."""
-    for _ in session.iterations():
-        refresh_reference(session, settings.reference_every)
+    for _ in run.iterations():
+        refresh_reference(run, settings.reference_every)
         # 1. Collect.
         rollouts = samples()
         # 2. Compare.
         sign = best_and_worst(rollouts.total, rollouts.group)
         # 3. Update.
-        metrics = learn(session, settings, rollouts, sign)
+        metrics = learn(run, settings, rollouts, sign)
         del rollouts
-        session.finish(metrics)
+        run.finish(metrics)
 
 
-def refresh_reference(session: Session, every: int | None) -> None:
+def refresh_reference(run: DiffusionRun, every: int | None) -> None:
     """Make the present policy the reference, where its turn has come since the last iteration began."""
     if every is None:
         return
-    settings, step = session.config.trainer, session.optimizer_steps
+    settings, step = run.config.trainer, run.loop.optimizer_steps
     before = step - settings.updates * settings.epochs
     if step == 0 or step // every > before // every:
-        session.weights.snapshot(REFRESHED)
+        run.weights.snapshot(REFRESHED)
 
 
-def learn(session: Session, settings: DPO | OfflineDPO, rollouts: Rollouts, sign: Tensor) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: DPO | OfflineDPO, rollouts: Rollouts, sign: Tensor) -> dict[str, float]:
     """Step 3 of the algorithm; returns the iteration's metrics. sign: +1 for a winner, -1 for its loser, [N]."""
-    policy = session.policy
+    policy = run.policy
     reference = REFERENCE if settings.reference_every is None else REFRESHED
     meter = Meter()
-    meter.add("preference/pairs", (sign > 0).view(-1, session.config.sampling.group_size).any(1))
+    meter.add("preference/pairs", (sign > 0).view(-1, run.config.sampling.group_size).any(1))
 
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors] | None:
         rows = pair_rows(sign[micro_batch.slots], rollouts.group[micro_batch.slots])
         if len(rows) == 0:
-            if not session.weights.is_sharded:
+            if not run.weights.is_sharded:
                 return None
             rows = torch.zeros(1, 2, dtype=torch.long)  # the other processes evaluate theirs with us
         both = rows.T.flatten().tolist()
@@ -98,12 +98,12 @@ def learn(session: Session, settings: DPO | OfflineDPO, rollouts: Rollouts, sign
         )
         level = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device).repeat(2)
         given = noised_by(policy, clean, noise, level)
-        given["reference"] = under(session, reference, batch, given["noisy"], level)
+        given["reference"] = under(run, reference, batch, given["noisy"], level)
         given["counts"] = torch.tensor(bool((sign[micro_batch.slots] != 0).any()))
         return batch, given
 
     update(
-        session,
+        run,
         rollouts,
         settings.timesteps_per_pair,
         prepare,

@@ -28,23 +28,22 @@ from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.truncation import last_steps, random_late_step, random_truncation
 from genrl.objectives.forward.direct_reward import reward_loss
+from genrl.runtime.recorded import Recorded
 
 
-def train(session: Session, settings: Draft) -> None:
+def train(run: DiffusionRun, settings: Draft) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    for iteration in session.iterations():
-        steps = trained_steps(settings, session.config.sampling.num_inference_steps, session.config.seed, iteration)
+    for iteration in run.iterations():
+        steps = trained_steps(settings, run.config.sampling.num_inference_steps, run.config.seed, iteration)
         # 1. Collect and score; the scores of rewards without gradients are for the log.
-        rollouts = session.collect(
-            lambda batch, slots, steps=steps: draw(session.policy, settings, steps, batch, slots)
-        )
+        rollouts = run.collect(lambda batch, slots, steps=steps: draw(run.policy, settings, steps, batch, slots))
         # 2, 3. Pull and update.
-        metrics = learn(session, settings, rollouts, steps)
+        metrics = learn(run, settings, rollouts, steps)
         del rollouts
-        session.finish(metrics)
+        run.finish(metrics)
 
 
 def trained_steps(settings: Draft, num_steps: int, seed: int, iteration: int) -> range:
@@ -68,30 +67,26 @@ def draw(policy: Policy, settings: Draft, steps: range, batch: Batch, slots: lis
     return Drawn(slots, batch, final, rest.sigmas, [Piece(rest, {})])
 
 
-def learn(session: Session, settings: Draft, rollouts: Rollouts, steps: range) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: Draft, rollouts: Rollouts, steps: range) -> dict[str, float]:
     """Steps 2 and 3 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, meter = session.policy, Meter()
-    session.start_training(len(rollouts.mine))
+    policy, meter = run.policy, Meter()
+    run.start_training(len(rollouts.mine))
     for micro_batch in rollouts.mine.values():
         batch, state = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
-        pulled = reward_gradient(session, rollouts, micro_batch, lambda r: reward_loss(r, margin=settings.margin))
+        pulled = reward_gradient(run, rollouts, micro_batch, lambda r: reward_loss(r, margin=settings.margin))
         final = chain(policy, batch, state, steps, clean=settings.truncation == "refl")
-        session.backward(
-            pull(final, pulled.gradient),
-            batch,
-            {
-                "state": state,
-                "first": torch.tensor(steps.start),
-                "last": torch.tensor(steps.stop),
-                "pulled": pulled.gradient,
-                "final": final,
-            },
-            divisor=rollouts.num_samples,
-        )
+        given = {
+            "state": state,
+            "first": torch.tensor(steps.start),
+            "last": torch.tensor(steps.stop),
+            "pulled": pulled.gradient,
+        }
+        results = {"final": final, "loss": pull(final, pulled.gradient)}
+        run.backward(settings, results, Recorded(batch, given), divisor=rollouts.num_samples)
         meter.add("loss", pulled.loss)
         meter.add("draft/pull", pulled.gradient.flatten(1).norm(dim=1))
     meter.add("draft/steps", torch.tensor([float(len(steps))]))
-    meter.add("grad_norm", torch.tensor([session.step()]))
+    meter.add("grad_norm", torch.tensor([run.step()]))
     return meter.result()
 
 

@@ -28,7 +28,7 @@ from genrl.diffusion.methods.pull import pull_to_best
 from genrl.diffusion.policy.policy import Replayed
 from genrl.diffusion.rollout.forest import Draw, roll_out
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.plan import SamplingPlan
 from genrl.mdp.tree import grow
 from genrl.objectives.surrogates.guard import guard_log_ratio, guard_surrogate
@@ -45,64 +45,65 @@ from genrl.objectives.surrogates.policy_losses import (
     kl_x_prediction,
     score_function_loss,
 )
+from genrl.runtime.recorded import Recorded
 
 
-def train(session: Session, settings: FlowGRPO) -> None:
+def train(run: DiffusionRun, settings: FlowGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    for iteration in session.iterations():
+    for iteration in run.iterations():
         # 1, 2. Collect and score.
-        plan = sampling_plan(session.config, settings, iteration)
-        rollouts = collect(session, plan, drawing(session, settings, plan))
-        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        plan = sampling_plan(run.config, settings, iteration)
+        rollouts = collect(run, plan, drawing(run, settings, plan))
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
         # 3, 4. Estimate and update.
-        metrics = learn(session, settings, rollouts, plan)
+        metrics = learn(run, settings, rollouts, plan)
         del rollouts
-        session.finish(metrics)
+        run.finish(metrics)
 
 
-def drawing(session: Session, settings: FlowGRPO, plan: SamplingPlan) -> Draw:
+def drawing(run: DiffusionRun, settings: FlowGRPO, plan: SamplingPlan) -> Draw:
     """How the samples of a batch of prompts are drawn under the present policy."""
     return partial(
         roll_out,
-        session.policy,
+        run.policy,
         tree=grow(plan),
         plan=plan,
-        kernel=choose_kernel(session, settings, plan),
-        batch_size=session.config.sampling.batch_size,
-        beat=session.pulse,
-        keep=kept_steps(session.config, settings, session.iteration),
+        kernel=choose_kernel(run, settings, plan),
+        batch_size=run.config.sampling.batch_size,
+        beat=partial(run.loop.advance_or_leave, 0),
+        keep=kept_steps(run.config, settings, run.iteration),
     )
 
 
-def collect(session: Session, plan: SamplingPlan, draw: Draw) -> Rollouts:
+def collect(run: DiffusionRun, plan: SamplingPlan, draw: Draw) -> Rollouts:
     """The scored samples of one iteration; trees that share a root are kept in one micro-batch."""
-    config, processes = session.config, session.accelerator.num_processes
-    return session.collect(
+    config, processes = run.config, run.accelerator.num_processes
+    return run.collect(
         draw,
         leaves=plan.leaves // plan.roots,
         roots_together=roots_together(config, plan, processes) if plan.splits else None,
     )
 
 
-def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: FlowGRPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, weights, tree = session.policy, session.weights, grow(plan)
+    policy, weights, tree = run.policy, run.weights, grow(plan)
 
     # 3. Estimate.
     meter = Meter()
-    edges = estimate(session, settings, rollouts, plan, tree, meter)
-    old_log_probs = old_policy(session, settings, rollouts, edges)
-    old_means = means_before(session, settings, rollouts, old_log_probs)
-    pull = pull_to_best(session, settings, rollouts, tree, edges)
+    edges = estimate(run, settings, rollouts, plan, tree, meter)
+    old_log_probs = old_policy(run, settings, rollouts, edges)
+    old_means = means_before(run, settings, rollouts, old_log_probs)
+    pull = pull_to_best(run, settings, rollouts, tree, edges)
 
     # 4. Update.
-    session.start_training(settings.epochs * sum(len(logs) for logs in old_log_probs.values()))
+    run.start_training(settings.epochs * sum(len(logs) for logs in old_log_probs.values()))
     for _ in range(settings.epochs):
         for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = float(edges.weight[:, slots].sum())
             pieces = [piece for micro_batch in micro_batches for piece in micro_batch.pieces]
             for piece, i in [(one, step) for one in pieces for step in old_log_probs[id(one)]]:
-                with session.fitting():
+                with run.loop.fitting():
                     trajectory, old_log_prob = piece.trajectory, old_log_probs[id(piece)][i]
                     batch = judged_under(policy, settings, trajectory.batch)
                     advantage = edges.advantage[i, piece.slots[i]].to(policy.device)
@@ -129,26 +130,21 @@ def learn(session: Session, settings: FlowGRPO, rollouts: Rollouts, plan: Sampli
                     loss = loss * moves  # no score, or a group without spread: no update, by its KL neither
                     meter.add("loss", loss, weight)
                     loss = weight * loss
-                    session.backward(
-                        loss,
-                        batch,
-                        ({} if old_mean is None else {"old_mean": old_mean})
-                        | {
-                            "step": torch.tensor(i),
-                            "state": trajectory.states[i],
-                            "next_state": next_state,
-                            "rows": rows_of(trajectory, i),
-                            "advantage": advantage,
-                            "weight": weight * moves,
-                            "old_log_prob": old_log_prob,
-                            "model_output": new.model_output,
-                            "log_prob": new.log_prob,
-                        },
-                        divisor=divisor,
-                    )
+                    given = {} if old_mean is None else {"old_mean": old_mean}
+                    given |= {
+                        "step": torch.tensor(i),
+                        "state": trajectory.states[i],
+                        "next_state": next_state,
+                        "rows": rows_of(trajectory, i),
+                        "advantage": advantage,
+                        "weight": weight * moves,
+                        "old_log_prob": old_log_prob,
+                    }
+                    results = {"loss": loss, "model_output": new.model_output, "log_prob": new.log_prob}
+                    run.backward(settings, results, Recorded(batch, given), divisor=divisor)
                     meter.add_surrogate(surrogate, advantage, weight)
-            meter.add("grad_norm", torch.tensor([session.step()]))
-    steps = trained_steps(session.config, settings, session.iteration)
+            meter.add("grad_norm", torch.tensor([run.step()]))
+    steps = trained_steps(run.config, settings, run.iteration)
     return meter.result() | {"window/first": float(steps[0]), "window/size": float(len(steps))}
 
 

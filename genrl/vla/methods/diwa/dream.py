@@ -291,7 +291,7 @@ def train_classifier(
     background: Latent,
     *,
     steps: int,
-    batch_size: int,
+    batch_size: int = 256,
     learning_rate: float,
     seed: int,
     temperature: float = 0.5,

@@ -1,6 +1,6 @@
 """A recurrent state-space model: what happens next, in latents (PlaNet, arXiv 1811.04551; DreamerV2, arXiv 2010.02193).
 
-A latent is (h, z): h [B, D] deterministic, by a GRU from what was before; z [B, S] drawn, from h alone (the prior, in
+A latent is (h, z): h [B, D] deterministic, by a GRU from what was before; z [B, S] sampled, from h alone (the prior, in
 imagination) or from h and the observation (the posterior, in the world). z is Gaussian: the categorical one of
 DreamerV2 suits pictures, and observations here are a few precise numbers. Observations [B, O], actions [B, A], in the
 robot's units.
@@ -134,7 +134,13 @@ def balanced_kl(posterior: Gaussian, prior: Gaussian, *, balance: float) -> Tens
 
 
 def world_loss(
-    model: WorldModel, observations: Tensor, actions: Tensor, noise: Tensor, *, balance: float, kl_scale: float
+    model: WorldModel,
+    observations: Tensor,
+    actions: Tensor,
+    noise: Tensor,
+    *,
+    balance: float = 0.8,
+    kl_scale: float = 0.03,
 ) -> WorldLoss:
     """The loss of sequences: observations [B, T + 1, O], actions [B, T, A] between them, noise [B, T + 1, S].
 
@@ -164,12 +170,9 @@ def world_step(
     actions: Tensor,
     *,
     length: int,
-    batch_size: int,
-    balance: float,
-    kl_scale: float,
-    grad_clip: float,
     seed: int,
     step: int,
+    batch_size: int = 64,
 ) -> WorldLoss:
     """One update on `batch_size` windows of `length` actions of data [E, T + 1, O] and [E, T, A], by (seed, step)."""
     rng = generator(seed, "world", step)
@@ -178,10 +181,10 @@ def world_step(
     window = begin[:, None] + torch.arange(length + 1)
     noise = torch.randn((batch_size, length + 1, model.stochastic), generator=rng)
     shown, done = observations[episode[:, None], window], actions[episode[:, None], window[:, :-1]]
-    found = world_loss(model, shown, done, noise, balance=balance, kl_scale=kl_scale)
+    found = world_loss(model, shown, done, noise)
     optimiser.zero_grad(set_to_none=True)
     found.loss.backward()  # type: ignore[no-untyped-call]
-    nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    nn.utils.clip_grad_norm_(model.parameters(), 100.0)
     optimiser.step()
     return WorldLoss(*(value.detach() for value in found))
 

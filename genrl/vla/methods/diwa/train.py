@@ -8,12 +8,12 @@ only, where the policy acts on what the world model makes of each observation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from genrl.config.vla import DiWA, VLAConfig
+from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
 from genrl.vla.methods.diwa.dream import (
     Dream,
@@ -26,6 +26,7 @@ from genrl.vla.methods.diwa.dream import (
     train_classifier,
 )
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
+from genrl.vla.methods.diwa.settings import DiWA
 from genrl.vla.methods.imitation import frame_statistics, imitate
 from genrl.vla.methods.offline import Store
 from genrl.vla.methods.ppo import train as ppo
@@ -39,42 +40,42 @@ from genrl.vla.simulators.minitable import INSTRUCTIONS, task
 from genrl.vla.simulators.minitable.play import play
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
+
+STILL = 3
+"""Steps after the success of a demonstration that count as fulfilled, too."""
 
 
-def new_policy(config: VLAConfig, settings: DiWA) -> DiffusionMLP:
+def new_policy(config: VLAConfig) -> DiffusionMLP:
     """A diffusion policy that reads latents and instructions; its statistics are put in once there are latents."""
-    made, world = config.policy.new, settings.world
+    made = config.policy.new
     assert made is not None
     tasks = minitable_tasks(config.environment.tasks or ())
     words = vocabulary([INSTRUCTIONS[number] for number in tasks])
     bounds = torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])
     stats: Statistics = {ACTION: statistics(bounds)}
-    for name, width in ((STATE, world.deterministic), (ENVIRONMENT, world.stochastic)):
-        stats[name] = statistics(torch.tensor([[-1.0], [1.0]]).expand(2, width))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "policy") % 2**32)
-        model = WorldModel(
-            torch.zeros(2, 9), torch.zeros(2, 3), deterministic=world.deterministic, stochastic=world.stochastic
-        )
+        model = WorldModel(torch.zeros(2, 9), torch.zeros(2, 3))
+        for name, width in ((STATE, model.deterministic), (ENVIRONMENT, model.stochastic)):
+            stats[name] = statistics(torch.tensor([[-1.0], [1.0]]).expand(2, width))
         inputs = latent_inputs(model, words)
         return DiffusionMLP(DiffusionMLPConfig(inputs, 3, made.horizon, train_steps=made.train_steps), stats)
 
 
-def train(session: Session, settings: DiWA) -> None:
+def train(run: VLARun, settings: DiWA) -> None:
     """Make the world (or take it from the checkpoint), then iterations of DPPO in it."""
-    config, loop, policy = session.config, session.loop, session.policy
+    config, loop, policy = run.config, run.loop, run.policy
     tasks = minitable_tasks(config.environment.tasks or ())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "world") % 2**32)
         toys = play(settings.world.tables, settings.world.length, seed=derive_seed(config.seed, "play") % 2**32)
         observations, actions = torch.from_numpy(toys.observations), torch.from_numpy(toys.actions)
-        sizes = {"deterministic": settings.world.deterministic, "stochastic": settings.world.stochastic}
-        world = WorldModel(observations, actions, **sizes)
+        world = WorldModel(observations, actions)
         placeholder = {STATE: torch.zeros(2, world.deterministic), ENVIRONMENT: torch.zeros(2, world.stochastic)}
         judge = RewardClassifier(world, placeholder, policy.config.inputs.vocabulary)
-    store = Store(world=world, judge=judge, frozen=session.frozen)
-    loop.keep("diwa", store)
+    store = Store(world=world, judge=judge, frozen=run.frozen)
+    loop.keep("diwa", store, changes=False)
     if not store.ready:
         store.data = {
             "figures": train_world(loop.phase, loop.advance, world, observations, actions, settings, config.seed)
@@ -82,30 +83,23 @@ def train(session: Session, settings: DiWA) -> None:
     world.requires_grad_(False)
     keys = task.episode_keys(config.seed, np.arange(_demonstrations(config)), np.zeros(_demonstrations(config)))
     words, horizon = policy.config.inputs.vocabulary, policy.horizon
-    shown = encode_demonstrations(world, keys, tasks, words, horizon=horizon, still=settings.classifier.still)
-    put_statistics(shown, policy.stats, judge.encoder.stats, session.frozen.stats)
+    shown = encode_demonstrations(world, keys, tasks, words, horizon=horizon, still=STILL)
+    put_statistics(shown, policy.stats, judge.encoder.stats, run.frozen.stats)
     if not store.ready:
         store.data["figures"] |= teach(
-            session, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
+            run, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
         )
-        session.frozen.load_state_dict(policy.state_dict())
+        run.frozen.load_state_dict(policy.state_dict())
         store.ready = True
     judge.requires_grad_(False)
-    session.env.close()
-    session.env = dream(config, world, judge, shown)
+    run.env.close()
+    run.env = dream(config, world, judge, shown)
     count = side_by_side(config, config.evaluation.episodes)
     limit = config.environment.max_steps or task.MAX_STEPS
     # the judge of the run, with the real table as the policy's world model sees it
-    real: Any = loop.evaluate
-    real.env = LatentTable(world, count, tasks=tasks, chunk=session.env.chunk, max_steps=limit)
-    told = {name: value for name, value in store.data["figures"].items()}
-    finish = session.finish
-
-    def with_figures(rollout: Any, figures: Figures, found: dict[str, float]) -> None:
-        finish(rollout, figures, found | told)
-
-    session.finish = with_figures  # type: ignore[method-assign]
-    ppo.train(session, settings)
+    run.table = LatentTable(world, count, tasks=tasks, chunk=run.env.chunk, max_steps=limit)
+    run.told = dict(store.data["figures"])
+    ppo.train(run, settings)
 
 
 def train_world(
@@ -129,10 +123,6 @@ def train_world(
             observations,
             actions,
             length=how.window,
-            batch_size=how.batch_size,
-            balance=how.balance,
-            kl_scale=how.kl_scale,
-            grad_clip=100.0,
             seed=seed,
             step=step,
         )
@@ -143,10 +133,10 @@ def train_world(
 
 
 def teach(
-    session: Session, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
+    run: VLARun, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
 ) -> dict[str, float]:
     """The classifier and the imitating policy, from demonstrations in latents."""
-    loop, policy, seed = session.loop, session.policy, session.config.seed
+    loop, policy, seed = run.loop, run.policy, run.config.seed
     how, figures = settings.classifier, Figures()
     loop.phase("learning the reward", how.steps)
     for row in train_classifier(
@@ -155,11 +145,8 @@ def teach(
         shown,
         background,
         steps=how.steps,
-        batch_size=how.batch_size,
         learning_rate=how.lr,
         seed=seed,
-        temperature=how.temperature,
-        weight=how.weight,
     ):
         figures.add({f"classifier/{name}": value for name, value in row.items()})
         loop.advance(1)
@@ -169,8 +156,8 @@ def teach(
         policy,
         rows(frames, ~shown.done),
         steps=settings.imitation_steps,
-        batch_size=settings.imitation_batch,
-        learning_rate=settings.imitation_lr,
+        batch_size=128,
+        learning_rate=1e-3,
         seed=seed,
         train_steps=policy.config.train_steps,
     ):

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config.vla import VLAConfig
-from genrl.config.vla_offline import FISOR
 from genrl.mdp import forward
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.surrogates import feasibility, iql
 from genrl.runtime.intervals import wilson
 from genrl.vla import setup
+from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.offline import (
     Behaviour,
     Critics,
@@ -43,16 +43,22 @@ from genrl.vla.simulators.minitable import INSTRUCTIONS
 from genrl.vla.simulators.minitable.hazard import HazardTable, mixed_quality
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 SAFE = -1.0
 """h of a transition without cost."""
+COST_EXPECTILE, COST_TEMPERATURE = 0.9, 5.0
+"""Reversed expectile of V_h, and how strongly safer actions are preferred in infeasible states (FISOR: the same)."""
+ACTOR_RATE = 0.005
+"""How fast the copy that acts follows in a step (FISOR: 0.001)."""
+NOISE = 0.35
+"""Standard deviation of what is added to the moves of the behaviour that is learned from."""
 
 
 class Fisor(nn.Module):
     """The networks: `reward` and `violation` critics, the `actor`, and `slow_actor`, the copy that acts."""
 
-    def __init__(self, actor: DiffusionMLP, *, width: int = 256) -> None:
+    def __init__(self, actor: DiffusionMLP, *, width: int = 128) -> None:
         super().__init__()
         inputs, numbers = actor.config.inputs, actor.horizon * actor.action_dim
         self.reward = Critics(inputs, actor.stats, numbers, width=width)
@@ -76,7 +82,7 @@ def critic_losses(nets: Fisor, batch: Transitions, settings: FISOR) -> dict[str,
     return {
         "v": iql.expectile_loss(better - values, settings.critics.expectile).mean(),
         "q": (nets.reward.q_values(observation, action) - target).square().mean(),
-        "v_h": feasibility.reversed_expectile_loss(violating - worst, settings.cost_expectile).mean(),
+        "v_h": feasibility.reversed_expectile_loss(violating - worst, COST_EXPECTILE).mean(),
         "q_h": (nets.violation.q_values(observation, action) - reach).square().mean(),
     }
 
@@ -90,7 +96,7 @@ def weights(nets: Fisor, observation: Batch, action: Tensor, settings: FISOR) ->
         nets.violation.slow_q(observation, action).amax(0),
         nets.violation.v(observation),
         reward_temperature=settings.reward_temperature,
-        cost_temperature=settings.cost_temperature,
+        cost_temperature=COST_TEMPERATURE,
         largest_cost_weight=settings.largest_cost_weight,
     )
 
@@ -131,12 +137,12 @@ def train_step(
         nets.reward.follow(settings.critics.target_rate)
         nets.violation.follow(settings.critics.target_rate)
         found = {f"critic/{name}_loss": value.item() for name, value in losses.items()}
-    batch = take(data, torch.randint(len(data.reward), (settings.actor_batch,), generator=rng))
+    batch = take(data, torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng))
     loss = actor_loss(nets, batch, sampler, settings, rng)
     step_actor(loss)
     with torch.no_grad():
         for slow, fast in zip(nets.slow_actor.parameters(), nets.actor.parameters(), strict=True):
-            slow.lerp_(fast, settings.actor_rate)
+            slow.lerp_(fast, ACTOR_RATE)
     return found | {"loss/policy": loss.item()}
 
 
@@ -191,7 +197,7 @@ def behaviour_data(config: VLAConfig, settings: FISOR, reads: Reader, *, horizon
 
     def behave(observation: Batch, decision: int) -> Tensor:
         state, chunk = env.state, []
-        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, settings.noise, (horizon, env.num_envs, 2))
+        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, NOISE, (horizon, env.num_envs, 2))
         for k in range(horizon):
             chunk.append(mixed_quality(state, careful, noise[k]))
             state = env.after(state, chunk[-1])
@@ -221,14 +227,14 @@ def judged(data: Transitions) -> dict[str, float]:
     }
 
 
-def train(session: Session, settings: FISOR) -> None:
+def train(run: VLARun, settings: FISOR) -> None:
     """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
-    config, loop, actor = session.config, session.loop, session.policy
+    config, loop, actor = run.config, run.loop, run.policy
     levels = actor.config.train_steps
     sampler = Diffusion(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
-        nets = Fisor(actor, width=settings.critics.width).to(loop.accelerator.device)
+        nets = Fisor(actor).to(loop.process.accelerator.device)
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
     critics = torch.optim.Adam(trained, lr=settings.critics.lr)
     loop.keep("fisor", Store(reward=nets.reward, violation=nets.violation, slow=nets.slow_actor, optimiser=critics))
@@ -245,7 +251,7 @@ def train(session: Session, settings: FISOR) -> None:
         found = judged(play(env, behave, actor, decisions=decisions, seed=config.evaluation.seed, one_episode=True))
         return found | {"eval/within_limit": float(found["eval/cost_mean"] <= settings.cost_limit)}
 
-    loop.evaluate = evaluate
+    run.judge = evaluate
     shown = {f"data/{name.removeprefix('eval/')}": value for name, value in judged(data).items()}
     for iteration in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
@@ -253,11 +259,13 @@ def train(session: Session, settings: FISOR) -> None:
         with loop.timed("train"):
             for step in range(settings.steps_per_iteration):
                 number = iteration * settings.steps_per_iteration + step
-                found = train_step(nets, data, sampler, settings, critics, stepper(loop), seed=config.seed, step=number)
+                found = train_step(
+                    nets, data, sampler, settings, critics, stepper(loop, settings), seed=config.seed, step=number
+                )
                 figures.add(found)
                 loop.advance(1)
         kept = {name: shown[name] for name in ("data/success_mean", "data/cost_mean")}
-        loop.finish(figures.means | kept | {"lr": loop.optimizer.param_groups[0]["lr"]})
+        loop.finish(figures.means | kept | {"lr": loop.lr})
 
 
 def _horizon(config: VLAConfig) -> int:

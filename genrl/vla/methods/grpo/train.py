@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 
-from genrl.config.vla import GRPO
 from genrl.objectives.advantages.episodes import episode_group_advantages
+from genrl.vla.methods.grpo.settings import GRPO
 from genrl.vla.methods.scores import decisions, filtered
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import episode_returns
-from genrl.vla.session import Session
+from genrl.vla.run import VLARun
 
 
-def train(session: Session, settings: GRPO) -> None:
+def train(run: VLARun, settings: GRPO) -> None:
     """Iterations of acting, comparing and updating."""
-    for _ in session.loop.iterations():
-        rollout = session.collect(settings)
+    for _ in run.loop.iterations():
+        rollout = run.collect(settings)
         returns = episode_returns(rollout)
         returns[~rollout.valid.any(0)] = math.nan  # an episode that was lost with its simulator compares with none
         advantage = episode_group_advantages(returns, rollout.group)
@@ -26,5 +26,5 @@ def train(session: Session, settings: GRPO) -> None:
         rows = advantage.expand(rollout.valid.shape)
         chosen = decisions(rollout._replace(valid=kept), rows, rows, rows.new_ones(rows.shape))
         figures = Figures()
-        learn(session, rollout, chosen, settings, figures, policy=True, critic=False)
-        session.finish(rollout, figures, {})
+        learn(run, rollout, chosen, settings, figures, policy=True, critic=False)
+        run.finish(rollout, figures, {})

@@ -11,30 +11,30 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config.vla import PPO
 from genrl.objectives.advantages.gae import Estimate, action_gae, chunk_gae, executed_mask
+from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.scores import decisions, filtered
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.session import Session
+from genrl.vla.run import VLARun
 
 
-def train(session: Session, settings: PPO) -> None:
+def train(run: VLARun, settings: PPO) -> None:
     """Iterations of acting, estimating and updating."""
-    for iteration in session.loop.iterations():
-        rollout = session.collect(settings)
+    for iteration in run.loop.iterations():
+        rollout = run.collect(settings)
         found = estimate(rollout, settings)
         rows = rollout.valid & filtered(rollout, settings)
         kept = estimated(rollout, rows, settings)
-        normalised = session.normalised(found.advantages, kept)
+        normalised = run.normalised(found.advantages, kept)
         weight = weights(rollout, kept, settings)
-        mean = session.summed({"weight": weight.sum(), "number": kept.sum()})
+        mean = run.summed({"weight": weight.sum(), "number": kept.sum()})
         weight = weight * max(1.0, mean["number"]) / max(mean["weight"], 1e-9)
         chosen = decisions(rollout._replace(valid=rows), normalised, found.returns, weight)
         figures = Figures()
         trains_policy = iteration >= settings.critic_warmup
-        learn(session, rollout, chosen, settings, figures, policy=trains_policy, critic=True)
-        session.finish(rollout, figures, explained_variance(session, found, kept))
+        learn(run, rollout, chosen, settings, figures, policy=trains_policy, critic=True)
+        run.finish(rollout, figures, explained_variance(run, found, kept))
 
 
 def estimate(rollout: ChunkRollout, settings: PPO) -> Estimate:
@@ -66,7 +66,7 @@ def weights(rollout: ChunkRollout, kept: Tensor, settings: PPO) -> Tensor:
     return kept.double() / every.sum(slot, keepdim=True).clamp(min=1)
 
 
-def explained_variance(session: Session, found: Estimate, kept: Tensor) -> dict[str, float]:
+def explained_variance(run: VLARun, found: Estimate, kept: Tensor) -> dict[str, float]:
     """`1 - var(R - V) / var(R)` of the critic that acted, over what has an advantage, of all processes."""
     values = found.returns - found.advantages  # of the critic that acted
     own = torch.stack([found.returns[kept], values[kept]])

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from genrl.config.vla import VLAConfig
-from genrl.config.vla_offline import RL100
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
@@ -40,6 +39,7 @@ from genrl.vla.methods.offline import (
     train_iql,
 )
 from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
+from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
@@ -51,7 +51,16 @@ from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
+
+IMITATION_BATCH, IMITATION_LR = 128, 1e-3
+"""Frames per step of the imitation that comes first, and its learning rate, which is the one-step copy's too."""
+UNION_LR = 1e-4
+"""Learning rate of the imitation that ends a round."""
+GATE_STEPS, GATE_STARTS = 20, 256
+"""Decisions that a candidate is imagined for (RL-100: 20), and states of the data from which it is."""
+ONLINE_CLIP = 0.2
+"""Clip range online (RL-100: 0.2)."""
 
 
 class Drawn(NamedTuple):
@@ -177,50 +186,50 @@ def distil(
         yield loss.item()
 
 
-def train(session: Session, settings: RL100, frames: Batch | None) -> None:
-    """Imitation of the frames (None: the policy was loaded), rounds of offline RL, online RL, the one-step copy."""
-    config, loop, policy = session.config, session.loop, session.policy
+def train(run: VLARun, settings: RL100) -> None:
+    """Imitation of the frames (where the policy is new), rounds of offline RL, online RL, the one-step copy."""
+    config, loop, policy = run.config, run.loop, run.policy
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         numbers, stats = policy.horizon * policy.action_dim, policy.stats
-        critics = Critics(policy.config.inputs, stats, numbers, width=settings.critics.width)
-    store = Store(critics=critics.to(loop.accelerator.device))
+        critics = Critics(policy.config.inputs, stats, numbers)
+    store = Store(critics=critics.to(loop.process.accelerator.device))
     loop.keep("rl100", store)
     if not store.ready:
-        if frames is not None:
+        if run.frames is not None:
             loop.phase("imitating")
             _mean_of_last(
                 imitate(
                     policy,
-                    frames,
+                    run.frames,
                     steps=settings.imitation_steps,
-                    batch_size=settings.imitation_batch,
-                    learning_rate=settings.imitation_lr,
+                    batch_size=IMITATION_BATCH,
+                    learning_rate=IMITATION_LR,
                     seed=config.seed,
                 )
             )
         shown = demonstrated(config, policy, settings.critics.gamma)
         store.data = {} if shown is None else {"transitions": shown}
         store.ready = True
-    step = stepper(loop)
+    step = stepper(loop, settings)
     for iteration in loop.iterations():
         if iteration < settings.rounds:
-            row = offline_round(session, settings, store, critics, step, iteration)
+            row = offline_round(run, settings, store, critics, step, iteration)
         else:
-            row = online_iteration(session, settings, critics, step, iteration)
+            row = online_iteration(run, settings, critics, step, iteration)
         if iteration == config.iterations - 1 and settings.distil_steps:
-            row |= distilled(session, settings, store)
-        loop.finish(row | {"lr": loop.optimizer.param_groups[0]["lr"]})
+            row |= distilled(run, settings, store)
+        loop.finish(row | {"lr": loop.lr})
 
 
 def offline_round(
-    session: Session, settings: RL100, store: Store, critics: Critics, step: Step, iteration: int
+    run: VLARun, settings: RL100, store: Store, critics: Critics, step: Step, iteration: int
 ) -> dict[str, float]:
     """Collect with the policy and merge, learn critics and model, improve under the gate, imitate the union."""
-    config, loop, policy = session.config, session.loop, session.policy
+    config, loop, policy = run.config, run.loop, run.policy
     sampler, seed = sampler_of(config, policy, iteration), derive_seed(config.seed, "round", iteration)
     with loop.timed("rollout"):
-        new = collected(session, sampler, settings.episodes, iteration, settings.critics.gamma)
+        new = collected(run, sampler, settings.episodes, iteration, settings.critics.gamma)
     known = [store.data["transitions"]] if "transitions" in store.data else []
     data = store.data["transitions"] = merge(*known, new)
     found = {"data/transitions": float(len(data.reward)), "data/success_mean": _success(new)}
@@ -243,7 +252,7 @@ def offline_round(
         found |= learned.means
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed % 2**32)
-            model = Dynamics(data, policy.stats).to(loop.accelerator.device)
+            model = Dynamics(data, policy.stats).to(loop.process.accelerator.device)
         found["dynamics/loss"] = _mean_of_last(
             train_dynamics(
                 model,
@@ -255,7 +264,7 @@ def offline_round(
             )
         )
     with loop.timed("train"):
-        found |= improve(session, settings, critics, model, data, step, iteration, seed)
+        found |= improve(run, settings, critics, model, data, step, iteration, seed)
     if settings.union != "none":
         loop.phase("imitating")
         chosen = take(data, successful(data)) if settings.union == "successes" else data
@@ -265,7 +274,7 @@ def offline_round(
                 frames_of(chosen),
                 steps=settings.union_steps,
                 batch_size=settings.batch_size,
-                learning_rate=settings.union_lr,
+                learning_rate=UNION_LR,
                 seed=seed,
             )
         )
@@ -273,7 +282,7 @@ def offline_round(
 
 
 def improve(
-    session: Session,
+    run: VLARun,
     settings: RL100,
     critics: Critics,
     model: Dynamics,
@@ -283,13 +292,13 @@ def improve(
     seed: int,
 ) -> dict[str, float]:
     """The gated updates of one round; the policy is the accepted one at the end."""
-    loop, policy = session.loop, session.policy
-    sampler, figures = sampler_of(session.config, policy, iteration), Figures()
-    chosen = torch.randint(len(data.reward), (settings.gate_starts,), generator=generator(seed, "starts"))
+    loop, policy = run.loop, run.policy
+    sampler, figures = sampler_of(run.config, policy, iteration), Figures()
+    chosen = torch.randint(len(data.reward), (GATE_STARTS,), generator=generator(seed, "starts"))
     start = rows(data.observation, chosen)
 
     def worth() -> float:
-        return offline_value(policy, sampler, model, critics, start, steps=settings.gate_steps, seed=seed)
+        return offline_value(policy, sampler, model, critics, start, steps=GATE_STEPS, seed=seed)
 
     gate, old = Gate(worth()), copy.deepcopy(policy).requires_grad_(False)
     first = gate.best
@@ -298,9 +307,9 @@ def improve(
         rng = generator(seed, "update", update)
         index = torch.randint(len(data.reward), (settings.batch_size,), generator=rng)
         observation = rows(data.observation, index)
-        batch = draw_at(old, sampler, critics, observation, rng, executed=session.env.chunk)
+        batch = draw_at(old, sampler, critics, observation, rng, executed=run.env.chunk)
         clip = decayed_clip(settings.clip_range, settings.clip_decay, update)
-        for row in surrogate_steps(policy, sampler, step, batch, clip=clip, executed=session.env.chunk):
+        for row in surrogate_steps(policy, sampler, step, batch, clip=clip, executed=run.env.chunk):
             figures.add(row)
         if (update + 1) % settings.gate_every == 0 and gate.admits(worth()):
             old.load_state_dict(policy.state_dict())
@@ -310,14 +319,12 @@ def improve(
     return figures.means | counts | {"gate/value": gate.best, "gate/gain": gate.best - first}
 
 
-def online_iteration(
-    session: Session, settings: RL100, critics: Critics, step: Step, iteration: int
-) -> dict[str, float]:
+def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step, iteration: int) -> dict[str, float]:
     """PPO on episodes of the policy, with V of the offline phase, which learns on."""
-    config, loop, policy = session.config, session.loop, session.policy
-    sampler, figures, executed = sampler_of(config, policy, iteration), Figures(), session.env.chunk
+    config, loop, policy = run.config, run.loop, run.policy
+    sampler, figures, executed = sampler_of(config, policy, iteration), Figures(), run.env.chunk
     with loop.timed("rollout"):
-        rollout = acted(session, sampler, iteration, 0)
+        rollout = acted(run, sampler, iteration, 0)
     loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + int(rollout.n_executed.sum())
     gamma = settings.critics.gamma
     batch, returns, observation = online_batch(rollout, critics, gamma=gamma, lam=settings.lam, executed=executed)
@@ -330,10 +337,12 @@ def online_iteration(
                 [count], 0, settings.online_minibatch, config.seed, "minibatches", iteration, epoch
             ):
                 chosen = part(batch, dealt.mine)
-                clip = settings.online_clip
+                clip = ONLINE_CLIP
                 for row in surrogate_steps(policy, sampler, step, chosen, clip=clip, executed=executed):
                     figures.add(row)
-                error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(loop.accelerator.device)
+                error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(
+                    loop.process.accelerator.device
+                )
                 optimiser.zero_grad(set_to_none=True)
                 expectile_loss(error, 0.5).mean().backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
@@ -344,14 +353,14 @@ def online_iteration(
     return figures.means | {"rollout/success": success, "rollout/env_steps": float(loop.memory["env_steps"])}
 
 
-def distilled(session: Session, settings: RL100, store: Store) -> dict[str, float]:
+def distilled(run: VLARun, settings: RL100, store: Store) -> dict[str, float]:
     """Make the one-step copy, judge it in the environment, and save it as `one_step` in the run folder."""
-    config, loop, policy = session.config, session.loop, session.policy
+    config, loop, policy = run.config, run.loop, run.policy
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "student") % 2**32)
         inputs = policy.config.inputs
         student = TinyFlowVLA(TinyFlowConfig(inputs, policy.action_dim, policy.horizon), policy.stats)
-    student = student.to(loop.accelerator.device)
+    student = student.to(loop.process.accelerator.device)
     loop.phase("distilling")
     sampler = sampler_of(config, policy, config.iterations)
     observations = store.data["transitions"].observation
@@ -363,11 +372,11 @@ def distilled(session: Session, settings: RL100, store: Store) -> dict[str, floa
             observations,
             steps=settings.distil_steps,
             batch_size=settings.batch_size,
-            learning_rate=settings.imitation_lr,
+            learning_rate=IMITATION_LR,
             seed=config.seed,
         )
     )
-    save_policy(student, loop.run.folder / "one_step")
+    save_policy(student, loop.process.run.folder / "one_step")
     judge = config.evaluation
     env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
     # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
@@ -376,26 +385,26 @@ def distilled(session: Session, settings: RL100, store: Store) -> dict[str, floa
     return {"distil/error": error, "distil/success_mean": sum(found.success) / len(found.success)}
 
 
-def collected(session: Session, sampler: Sampler, episodes: int, iteration: int, gamma: float) -> Transitions:
+def collected(run: VLARun, sampler: Sampler, episodes: int, iteration: int, gamma: float) -> Transitions:
     """One episode in every environment, as often as it takes."""
     parts = []
-    for turn in range(max(1, episodes // session.env.num_envs)):
-        rollout = acted(session, sampler, iteration, turn)
-        parts.append(from_rollout(rollout, session.policy, gamma=gamma))
+    for turn in range(max(1, episodes // run.env.num_envs)):
+        rollout = acted(run, sampler, iteration, turn)
+        parts.append(from_rollout(rollout, run.policy, gamma=gamma))
     return merge(*parts)
 
 
-def acted(session: Session, sampler: Sampler, iteration: int, turn: int) -> ChunkRollout:
+def acted(run: VLARun, sampler: Sampler, iteration: int, turn: int) -> ChunkRollout:
     """A rollout of one episode everywhere, by seeds of its own."""
-    loop, decisions = session.loop, longest_episode(session.env)
+    loop, decisions = run.loop, longest_episode(run.env)
     if decisions is None:
         raise ValueError("environment.max_steps: the simulator does not say how long an episode can be; write it")
     loop.phase("acting", decisions)
-    return session.acted(
-        session.policy,
+    return run.acted(
+        run.policy,
         sampler,
         decisions=decisions,
-        seed=derive_seed(session.config.seed, "turn", turn),
+        seed=derive_seed(run.config.seed, "turn", turn),
         iteration=iteration,
         one_episode=True,
         advance=lambda: loop.advance(1),

@@ -178,9 +178,9 @@ def train_rewards(
     labels: Tensor,
     *,
     steps: int,
-    batch_size: int,
-    learning_rate: float,
     seed: int,
+    batch_size: int = 128,
+    learning_rate: float = 1e-3,
 ) -> Iterator[dict[str, float]]:
     """Bradley-Terry: `-log sigma(+-(r_1 - r_0))` on pairs labelled 0 or 1, yielding {"loss", "accuracy"} of each step.
 

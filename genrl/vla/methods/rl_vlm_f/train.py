@@ -16,7 +16,6 @@ from torch import Tensor
 
 import rewards
 from genrl.config.vla import VLAConfig
-from genrl.config.vla_offline import RLVLMF, Labels
 from genrl.mdp import ddpm
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.surrogates import iql
@@ -45,6 +44,7 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
     relabel,
     train_rewards,
 )
+from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
@@ -53,10 +53,14 @@ from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, State, expert_chunk, render
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 CANDIDATES = 10
 """Pairs that are looked at for each that is asked about."""
+NOISE = 0.3
+"""Standard deviation of what is added to the moves of the player whose data are learned from."""
+LARGEST_WEIGHT = 100.0
+"""Bound of the weight of a data action in the policy's regression (IQL: 100)."""
 
 
 def new_policy(config: VLAConfig) -> TinyFlowVLA | DiffusionMLP:
@@ -83,7 +87,7 @@ def wayward_data(config: VLAConfig, settings: RLVLMF, reads: Reader, horizon: in
     def behave(observation: Batch, decision: int) -> Tensor:
         state = table.state
         chunk = expert_chunk(state._replace(task=np.where(right, state.task, np.array(tasks)[other])), horizon)
-        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, settings.noise, chunk[..., :2].shape)
+        noise = np.random.default_rng([seed, 1, decision]).normal(0.0, NOISE, chunk[..., :2].shape)
         chunk[..., :2] += noise.astype(np.float32)
         return torch.from_numpy(np.clip(chunk, -1.0, 1.0))
 
@@ -141,8 +145,6 @@ def learn_rewards(
                 kept,
                 labels,
                 steps=settings.steps,
-                batch_size=settings.batch_size,
-                learning_rate=settings.lr,
                 seed=derive_seed(seed, "round", number),
             ):
                 figures.add({f"labels/{name}": value for name, value in row.items()})
@@ -152,22 +154,23 @@ def learn_rewards(
     return found | {"labels/pairs": float(len(labels)), "labels/dropped": float((labels < 0).float().mean())}
 
 
-def train(session: Session, settings: RLVLMF) -> None:
+def train(run: VLARun, settings: RLVLMF) -> None:
     """Labels, rewards and critics once; then iterations of advantage-weighted regression."""
-    config, loop, policy = session.config, session.loop, session.policy
-    device, data = loop.accelerator.device, wayward_data(config, settings, policy, policy.horizon)
+    config, loop, policy = run.config, run.loop, run.policy
+    device, data = loop.process.accelerator.device, wayward_data(config, settings, policy, policy.horizon)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         inputs, stats = policy.config.inputs, policy.stats
-        ensemble = RewardEnsemble(inputs, stats, members=settings.labels.members).to(device)
-        width = settings.critics.width
-        critics = Critics(inputs, stats, policy.horizon * policy.action_dim, width=width).to(device)
+        ensemble = RewardEnsemble(inputs, stats).to(device)
+        critics = Critics(inputs, stats, policy.horizon * policy.action_dim).to(device)
     store = Store(rewards=ensemble, critics=critics)
-    loop.keep("rl_vlm_f", store)
+    loop.keep("rl_vlm_f", store, changes=False)
     if not store.ready:
         loop.phase("labelling")
         path = settings.labels.cache
-        cache = LabelCache(loop.run.folder / "labels.jsonl" if path is None else Path(path), _name(settings.labels))
+        cache = LabelCache(
+            loop.process.run.folder / "labels.jsonl" if path is None else Path(path), _name(settings.labels)
+        )
         shown = data.next_observation
         images, lines = pictures(shown, settings.labels.image_size), instructions(shown, policy)
         found: dict[str, Any] = learn_rewards(ensemble, data, lines, images, settings.labels, cache, seed=config.seed)
@@ -193,9 +196,9 @@ def train(session: Session, settings: RLVLMF) -> None:
         store.data = {"advantage": advantage, "figures": found}
         store.ready = True
     advantage, temperature = store.data["advantage"], settings.temperature
-    largest = settings.largest_weight
-    weight = iql.advantage_weights(advantage, torch.zeros_like(advantage), temperature=temperature, largest=largest)
-    alpha_bars, step = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20)), stepper(loop)
+    nothing = torch.zeros_like(advantage)
+    weight = iql.advantage_weights(advantage, nothing, temperature=temperature, largest=LARGEST_WEIGHT)
+    alpha_bars, step = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20)), stepper(loop, settings)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
         figures = Figures()
@@ -209,7 +212,7 @@ def train(session: Session, settings: RLVLMF) -> None:
                 step(loss)
                 figures.add({"loss/policy": loss.item()})
                 loop.advance(1)
-        loop.finish(store.data["figures"] | figures.means | {"lr": loop.optimizer.param_groups[0]["lr"]})
+        loop.finish(store.data["figures"] | figures.means | {"lr": loop.lr})
 
 
 def _name(settings: Labels) -> str:

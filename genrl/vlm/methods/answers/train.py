@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from genrl.objectives import decay
 from genrl.runtime.loop import Loop
+from genrl.runtime.recorded import Recorded
 from genrl.vlm.methods.dealing import Update
 from genrl.vlm.methods.extras import degraded_prompts
 from genrl.vlm.methods.policy_loss import policy_loss
@@ -22,7 +23,7 @@ from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import Perception
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.rollout.token_batch import TokenBatch
-from genrl.vlm.session import Estimated, Session
+from genrl.vlm.run import AnswersRun, Estimated
 
 ON_POLICY = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """How far a log-probability may be from that before the update where nothing was trained yet."""
@@ -43,51 +44,46 @@ NORMS = {"policy": "grad_norm", "critic": "grad_norm/critic"}
 """The same, from groups of parameters to the norms of their gradients."""
 
 
-def train(session: Session) -> None:
+def train(run: AnswersRun, settings: RecipeMethod) -> None:
     """All iterations that are left."""
-    for _ in session.loop.iterations():
-        answers, row = session.draw()
-        ready = session.estimate(answers)
+    for _ in run.loop.iterations():
+        answers, row = run.draw()
+        ready = run.estimate(answers)
         if ready is not None:
             found = ready.found.metrics
             row |= {"advantage/abs_mean": found["advantage_abs_mean"]}
             row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
             gaps = {name.replace("_", "/", 1): value for name, value in found.items() if name.startswith("sampler_")}
-            row |= {} if session.bounds else gaps
-            row |= learn(session, answers, ready)
-        row["lr"] = session.loop.optimizer.param_groups[0]["lr"]
-        session.loop.finish(row)
+            row |= {} if run.bounds else gaps
+            row |= learn(run, answers, ready)
+        row["lr"] = run.loop.lr
+        run.loop.finish(row)
 
 
-def learn(session: Session, answers: Answers, ready: Estimated) -> dict[str, float]:
+def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, float]:
     """The optimiser steps of an iteration; means of what they measured."""
-    loop, settings = session.loop, cast(RecipeMethod, session.config.trainer)
-    assert session.preset is not None, "a method of this folder has one"
-    preset = annealed(session.preset, loop.iteration, session.config.iterations)
-    changed = (
-        degraded_prompts(session.policy, answers, session.config, loop.iteration)
-        if "degraded" in session.reads
-        else None
-    )
+    loop, settings = run.loop, cast(RecipeMethod, run.config.trainer)
+    assert run.preset is not None, "a method of this folder has one"
+    preset = annealed(run.preset, loop.iteration, run.config.iterations)
+    changed = degraded_prompts(run.policy, answers, run.config, loop.iteration) if "degraded" in run.reads else None
 
     def scored(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        now = forward(session, answers.prompts, answers, rows, entropy="entropy" in session.reads)
+        now = forward(run, answers.prompts, answers, rows, entropy="entropy" in run.reads)
         extra = {} if now.entropy is None else {"policy_entropy": now.entropy.cpu()}
         if changed is not None:
             with torch.no_grad():
-                extra["degraded"] = forward(session, changed, answers, rows).log_prob.cpu()
+                extra["degraded"] = forward(run, changed, answers, rows).log_prob.cpu()
         return now.log_prob, extra
 
     figures: dict[str, list[float]] = defaultdict(list)
-    info = {"trainer": settings.model_dump(mode="json")}
     loop.phase("training", settings.epochs * len(answers.texts))
     with loop.timed("train"):
         for _ in range(settings.epochs):
             for one in ready.updates:
-                dtype = session.policy.model.dtype
-                found = update(loop, preset, ready.batch, one, scored, dtype=dtype, info=info)
-                if session.average is not None:
-                    session.average.step()
+                dtype = run.policy.model.dtype
+                found = update(loop, preset, ready.batch, one, scored, dtype=dtype, settings=settings)
+                if run.average is not None:
+                    run.average.step()
                 for name, value in found.items():
                     figures[name].append(value)
     return {name: sum(values) / len(values) for name, values in figures.items()}
@@ -101,13 +97,14 @@ def update(
     scored: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]],
     *,
     dtype: torch.dtype,
-    info: Mapping[str, object],
+    settings: Any,
     groups: Sequence[str] = ("policy",),
 ) -> dict[str, float]:
     """One optimiser step. The loss is the sum of those of the micro-batches of all processes.
 
     batch: this process's rows, estimated. scored: log-probabilities [b, T] of some of its rows under the weights as
-    they are, and what else the loss reads of them. info: for a dump. groups: of parameters that are stepped.
+    they are, and what else the loss reads of them. settings: the method's, for a dump. groups: of parameters
+    that are stepped.
     """
     fresh = loop.updates == 0
     sums: dict[str, float] = defaultdict(float)
@@ -136,7 +133,7 @@ def update(
             sums["loss"] += float(loss.detach())
             evidence = {"log_prob": part.log_prob.detach(), "old_log_prob": part.old_log_prob}
             evidence |= {} if part.advantage is None else {"advantage": part.advantage}
-        loop.backward(loss, evidence=evidence, info=info)
+        loop.backward(settings, {"loss": loss}, Recorded(None, evidence))
         loop.advance(0 if k >= len(one.parts) else len(one.parts[k]))
     found = _joint(sums, most, error, seen)
     check_on_policy(found.pop("error"), dtype)
@@ -145,15 +142,15 @@ def update(
 
 
 def forward(
-    session: Session, prompts: list[Encoded], answers: Answers, rows: Tensor, *, entropy: bool = False
+    run: AnswersRun, prompts: list[Encoded], answers: Answers, rows: Tensor, *, entropy: bool = False
 ) -> Replay:
     """Log-probabilities and entropies [b, T] of some answers under the weights as they are."""
-    return session.policy.log_probs(
+    return run.policy.log_probs(
         prompts,
         answers.tokens[rows],
         answers.mask[rows],
         group=answers.group[rows],
-        temperature=session.config.generation.temperature,
+        temperature=run.config.generation.temperature,
         entropy=entropy,  # as for `old`: the same operations give the same bits
     )
 

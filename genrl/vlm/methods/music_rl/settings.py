@@ -18,6 +18,7 @@ class MusicRL(VLMMethod):
     iteration."""
 
     title: ClassVar[str] = "MusicRL"
+    with_heads: ClassVar[bool] = True
     metrics = {
         "grad_norm/baseline": MetricDoc(
             "norm of the gradient of MusicRL's value function, before clipping", "As `grad_norm`."
@@ -34,6 +35,10 @@ class MusicRL(VLMMethod):
     @property
     def reference(self) -> bool:
         return True
+
+    @property
+    def rows_per_pass(self) -> int | None:
+        return self.micro_batch
 
     def problems(self, config: VLMConfig) -> Iterator[Finding]:
         if config.vlm.output != "audio":

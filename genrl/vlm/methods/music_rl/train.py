@@ -20,12 +20,13 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from genrl.objectives.tokens.audio_tokens import music_rl_loss
+from genrl.runtime.recorded import Recorded
 from genrl.vlm.methods.dealing import dealt
 from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.policies.codes import CODE, CodePolicy
 from genrl.vlm.policies.policy import Encoded
 from genrl.vlm.rollout.rollout import Answers, totals
-from genrl.vlm.session import Session, check_gap
+from genrl.vlm.run import AnswersRun, check_gap
 
 
 class Baseline(nn.Module):
@@ -44,25 +45,30 @@ class Baseline(nn.Module):
         return values
 
 
-def train(session: Session, baseline: Baseline) -> None:
+def heads(policy: CodePolicy) -> dict[str, nn.Module]:
+    """What is trained beside the policy."""
+    return {"baseline": Baseline(policy)}
+
+
+def train(run: AnswersRun, settings: MusicRL) -> None:
     """All iterations that are left."""
-    for _ in session.loop.iterations():
-        answers, row = session.draw()
-        row |= learn(session, baseline, answers)
-        row["lr"] = session.loop.optimizer.param_groups[0]["lr"]
-        session.loop.finish(row)
+    for _ in run.loop.iterations():
+        answers, row = run.draw()
+        row |= learn(run, cast(Baseline, run.heads["baseline"]), answers)
+        row["lr"] = run.loop.lr
+        run.loop.finish(row)
 
 
-def settings_of(session: Session) -> MusicRL:
+def settings_of(run: AnswersRun) -> MusicRL:
     """The section `trainer`, which is this method's."""
-    return cast(MusicRL, session.config.trainer)
+    return cast(MusicRL, run.config.trainer)
 
 
-def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, float]:
+def learn(run: AnswersRun, baseline: Baseline, answers: Answers) -> dict[str, float]:
     """The optimiser step of an iteration, and what it measured over the pieces of all processes."""
-    loop, config, settings = session.loop, session.config, settings_of(session)
+    loop, config, settings = run.loop, run.config, settings_of(run)
     alpha = settings.alpha
-    policy: Any = session.policy
+    policy: Any = run.policy
     reward = totals(config, answers.scores).float()
     size, micro = config.generation.group_size, settings.micro_batch
     (update,) = dealt(answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
@@ -74,7 +80,7 @@ def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, f
             rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
             rows = rows[~reward[rows].isnan()]
             if len(rows):
-                own, gap = scored(session, baseline, answers, rows, reward[rows])
+                own, gap = scored(run, baseline, answers, rows, reward[rows])
                 share = len(rows) / update.rows
                 loss = share * (own.loss + own.value_loss)
                 evidence = {"reward": reward[rows]}
@@ -88,7 +94,7 @@ def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, f
                 }
                 for name, value in figures.items():
                     sums[name] += share * float(value.detach())
-            loop.backward(loss, evidence=evidence, info={"trainer": config.trainer.model_dump(mode="json")})
+            loop.backward(config.trainer, {"loss": loss}, Recorded(None, evidence))
             loop.advance(len(update.parts[k]) if k < len(update.parts) else 0)
         every = gather_object([dict(sums)])
         found = {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for o in every for n in o)}
@@ -98,15 +104,15 @@ def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, f
     return found | {"grad_norm": norms["policy"], "grad_norm/baseline": norms["baseline"]}
 
 
-def scored(session: Session, baseline: Baseline, answers: Answers, rows: Tensor, reward: Tensor) -> tuple[Any, Tensor]:
+def scored(run: AnswersRun, baseline: Baseline, answers: Answers, rows: Tensor, reward: Tensor) -> tuple[Any, Tensor]:
     """(loss and its parts, mean difference of the sampler's log-probabilities) of some pieces."""
-    policy: Any = session.policy
-    assert session.reference is not None, "open_session makes one for this method"
+    policy: Any = run.policy
+    assert run.reference is not None, "open_session makes one for this method"
     prompts = [answers.prompts[number] for number in answers.group[rows].tolist()]
-    tokens, temperature = answers.tokens[rows].to(policy.device), session.config.generation.temperature
+    tokens, temperature = answers.tokens[rows].to(policy.device), run.config.generation.temperature
     log_rows = code_rows(policy, prompts, tokens, temperature)
     with torch.no_grad():
-        ref_rows = code_rows(session.reference, prompts, tokens, temperature)
+        ref_rows = code_rows(run.reference, prompts, tokens, temperature)
     places = (policy.kinds(tokens)[0] == CODE).nonzero(as_tuple=True)
     values = baseline(policy.states(prompts, tokens, baseline.body)[places]).view(log_rows.shape[:2])
     codes = policy.things(tokens)[:, -1]
@@ -117,7 +123,7 @@ def scored(session: Session, baseline: Baseline, answers: Answers, rows: Tensor,
         reward.to(policy.device),
         values,
         torch.ones_like(codes),
-        alpha=settings_of(session).alpha,
+        alpha=settings_of(run).alpha,
     )
     sampler = answers.sampler_log_prob[rows].to(policy.device)[places].view(codes.shape)
     gap = (log_rows.detach().gather(-1, codes[..., None])[..., 0] - sampler).abs().mean()

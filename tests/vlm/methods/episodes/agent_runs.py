@@ -12,8 +12,8 @@ from genrl.runtime.loop import make_accelerator
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Watchdog, catch_stop
-from genrl.vlm.methods.episodes.frame import open_session, settings_of
-from genrl.vlm.methods.episodes.session import Session
+from genrl.vlm.episodes.opening import open_session, settings_of
+from genrl.vlm.episodes.run import Session
 from genrl.vlm.policies.folder import open_policy
 from tests.vlm import vlm_runs
 

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from genrl.cli.app import app
 from genrl.vlm.environments.hosts import Outcome, Say
 from genrl.vlm.methods.episodes import episodes
-from genrl.vlm.methods.episodes.rows import Rows
-from genrl.vlm.methods.episodes.session import Acted, Session
+from genrl.vlm.episodes.rows import Rows
+from genrl.vlm.episodes.run import Acted, Session
 from genrl.vlm.methods.episodes.train import learn
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy

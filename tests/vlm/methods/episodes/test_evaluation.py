@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.methods.episodes.evaluate import Judged, figures_of, judge
-from genrl.vlm.methods.episodes.session import SEEDS
+from genrl.vlm.episodes.evaluate import Judged, figures_of, judge
+from genrl.vlm.episodes.run import SEEDS
 from tests.vlm.methods.episodes import agent_runs
 
 DIES = """

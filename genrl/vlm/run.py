@@ -3,19 +3,29 @@ processes, and what is measured of them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
+from torch import nn
 
 from genrl.config.vlm import VLMConfig
+from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
+from genrl.runtime.pictures import save_samples
+from genrl.runtime.process import Process
+from genrl.runtime.run import read_metrics, write_atomic
+from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
 from genrl.vlm.methods.dealing import Update, dealt, everyones, ours
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
+from genrl.vlm.policies.folder import save_model
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
@@ -29,6 +39,10 @@ from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward
 
+SHOWN = 32
+"""Answers of an evaluation that are written into samples/."""
+SEEN = 0.02
+"""Accuracy or success with pictures over that without them, below which reinforcement has nothing to work on."""
 SAMPLER_GAP = 0.1
 """Mean difference of log-probabilities between sampler and trainer above which something is wrong (spec 6.3)."""
 
@@ -43,22 +57,44 @@ class Estimated(NamedTuple):
 
 
 @dataclass
-class Session:
-    """One process of one run. reference: the model before training where the loss reads it and there is no LoRA."""
+class AnswersRun:
+    """One process of one run; `loop` is set once it is opened.
 
-    config: VLMConfig
+    reference: the model before training where the loss reads it and there is no LoRA."""
+
+    process: Process
+    stage_config: VLMConfig
+    """The configuration of the present stage; `loop.config` is that of the run."""
     preset: Preset | None
-    loop: Loop
     policy: Policy
     reference: Policy | None
     average: Average | None
     opened: Mapping[str, Reward]
     questions: Questions
+    heads: Mapping[str, nn.Module] = field(default_factory=dict)
+    """What the method trains beside the policy."""
     synthesis: Synthesis | None = None
     stage: int = -1
     """Whose questions and method these are; -1: none was entered."""
-    baseline: Any = None
-    """MusicRL's value function, a `music_rl.Baseline`."""
+    loop: Loop = field(init=False, repr=False)
+    held_out: Questions | None = None
+    """The questions of evaluations, read when they are first needed."""
+    shown: artefacts.Shown = field(default_factory=artefacts.Shown)
+    """What the last evaluation made that is no text."""
+
+    @property
+    def config(self) -> VLMConfig:
+        return self.stage_config
+
+    @property
+    def settings(self) -> Any:
+        """Of the method."""
+        return self.config.trainer
+
+    def begin(self, found: Path | None) -> None:
+        """Average and stage go into checkpoints."""
+        if self.average is not None:
+            self.loop.keep("average", self.average)
 
     @property
     def bounds(self) -> bool:
@@ -72,12 +108,11 @@ class Session:
 
     def enter(self) -> None:
         """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""
-        whole = self.loop.settings
-        assert isinstance(whole, VLMConfig)
+        whole: VLMConfig = self.loop.config
         number, config = whole.at(self.loop.iteration)
         if number == self.stage:
             return
-        self.stage, self.config, self.preset = number, config, config.trainer.recipe(config)
+        self.stage, self.stage_config, self.preset = number, config, config.trainer.recipe(config)
         self.questions = Questions(config, "train")
         leave_out(config, self.questions, self.policy, self.loop, number)
 
@@ -85,8 +120,8 @@ class Session:
         """This process's groups of the iteration, and figures of all processes' answers, those left out included."""
         self.enter()
         config, loop = self.config, self.loop
-        wanted, processes = config.generation.prompts_per_iteration, loop.accelerator.num_processes
-        share, rank = wanted // processes, loop.accelerator.process_index
+        wanted, processes = config.generation.prompts_per_iteration, loop.process.accelerator.num_processes
+        share, rank = wanted // processes, loop.process.accelerator.process_index
         drawn: list[Answers] = []
         kept: list[Answers] = []
         mine: list[int] = [0] * processes
@@ -111,7 +146,7 @@ class Session:
                     chosen = numbers[-self.synthesis.settings.questions :]
                     asked = [self.synthesis.described(number) for number in chosen]
                     described = self._ask(asked, "describe", loop.iteration, first)
-            loop.leave_if_asked()
+            loop.check_stop()
             first += wanted
             kept.append(found.chosen(worth(config, found)))
             mine = [a + b for a, b in zip(mine, gather_object([len(kept[-1].rows)]), strict=True)]
@@ -165,7 +200,7 @@ class Session:
 
     def estimate(self, answers: Answers) -> Estimated | None:
         """Advantages and weights of this process's answers, from those of all processes; None where there are none."""
-        config, loop, rank = self.config, self.loop, self.loop.accelerator.process_index
+        config, loop, rank = self.config, self.loop, self.loop.process.accelerator.process_index
         counts = gather_object([len(answers.rows)])
         if sum(counts) == 0:
             return None
@@ -210,6 +245,105 @@ class Session:
             check_gap(found.metrics["sampler_gap_mean"])
         own = ours(found.batch, [count * size for count in counts], rank, mine["mask"].shape[1])
         return Estimated(own, found, updates)
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """The most probable answers to held-out questions; at the ends of the run with black pictures, too."""
+        whole: VLMConfig = self.loop.config
+        found = self._asked(whole, blind=False)
+        assert self.held_out is not None
+        row = figures(whole, found)
+        if iteration in (0, whole.iterations) and whole.evaluation.blind and shows_pictures(self.held_out):
+            blind = figures(whole, self._asked(whole, blind=True))["eval/accuracy_mean"]
+            row["eval/accuracy_blind"] = blind
+            if iteration == 0:
+                warn_blind(self.process, row["eval/accuracy_mean"], blind, "answers are right")
+        if self.process.is_main:
+            self._write(found, iteration)
+        return row
+
+    def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
+        if self.held_out is None:
+            self.held_out = Questions(whole, "eval")
+        numbers = np.array_split(np.arange(len(self.held_out)), self.process.accelerator.num_processes)
+        self.loop.phase("evaluating", len(self.held_out))
+        mine = numbers[self.process.rank].tolist()
+        asked = (self.policy, whole, self.opened, self.held_out, mine)
+        if whole.vlm.output == "text":
+            own = judge(*asked, blind=blind, advance=self.loop.advance_or_leave)
+        else:
+            self.shown = artefacts.Shown()
+            own = artefacts.judge(*asked, shown=self.shown, advance=self.loop.advance_or_leave)
+        every = gather_object([own])
+        found: Judged = every[0]
+        for part in every[1:]:
+            found = found.joined(part)
+        return found
+
+    def _write(self, found: Judged, iteration: int) -> None:
+        samples = self.process.run.samples
+        lines = [
+            json.dumps({"question": name, "answer": text, **{label: v[k] for label, v in found.scores.items()}})
+            for k, (name, text) in enumerate(zip(found.names[:SHOWN], found.texts, strict=False))
+        ]
+        samples.mkdir(parents=True, exist_ok=True)
+        for name, sound in self.shown.sounds.items():
+            write_atomic(samples / f"step-{iteration:06d}-{name}.wav", sound)
+        if self.shown.images:
+            number = len(self.shown.images)
+            scores = {label: values[:number] for label, values in found.scores.items()}
+            sheet = save_samples(samples, iteration, self.shown.images, found.names[:number], scores)
+            self.process.log.log_picture(iteration, "samples/grid", sheet)
+        write_atomic(samples / f"step-{iteration:06d}.jsonl", "\n".join(lines) + "\n")
+
+    def export(self, folder: Path) -> None:
+        """Checkpoints hold the trained weights alone."""
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Answers per pass, and the smaller numbers that can be taken."""
+        return pass_sizes(self.config, whole_groups=self.preset is not None and self.preset.group_loss is not None)
+
+    def resize(self, size: int) -> None:
+        """From here on a pass has so many answers."""
+        self.loop.config = resized(self.loop.config, size)
+        self.stage_config = resized(self.stage_config, size)
+
+    def forget(self) -> None:
+        """Answers of an iteration that is undone are no part of this."""
+
+    def conclude(self) -> None:
+        """The end of a run, complete or not: the model's folder, report, and where they are."""
+        save_result(self.loop, self.policy, "accuracy", pictures="curves")
+
+
+def warn_blind(process: Process, seeing: float, blind: float, what: str) -> None:
+    """Say that the model does not see what it is asked, where black pictures do as well."""
+    if seeing - blind < SEEN:
+        process.progress.say(
+            f"warning: {seeing:.3f} of the {what}, {blind:.3f} with black pictures: the model does not go by what it "
+            "sees, and reinforcement learning will hardly teach it to"
+        )
+
+
+def pass_sizes(config: VLMConfig, *, whole_groups: bool) -> list[int]:
+    """Rows per pass of the model, and the smaller numbers that can be taken."""
+    rows = config.generation.prompts_per_iteration * config.generation.group_size
+    size = config.generation.group_size if whole_groups else 1
+    return halvings(config.trainer.rows_per_pass or rows, size)
+
+
+def resized(config: VLMConfig, size: int) -> VLMConfig:
+    """The configuration with so many rows per pass."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"micro_batch": size})})
+
+
+def save_result(loop: Loop, policy: Policy, metric: str, *, pictures: str) -> None:
+    """The model's folder, its average's weights where the run keeps one, and what is said at the end."""
+    folder = loop.process.run.folder / "model"
+    with loop.averaged():
+        save_model(policy, loop.config.vlm.path, folder)
+    rows = read_metrics(loop.process.run.metrics)
+    result = f"the model, as transformers saves it: {folder}"
+    say_result(loop, rows, metric, label=metric, pictures=pictures, result=result)
 
 
 def check_gap(gap: float) -> None:

@@ -11,8 +11,7 @@ from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.intervals import wilson
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.methods.episodes.episodes import Episode, Table, play
-from genrl.vlm.methods.episodes.session import SEEDS, summary
+from genrl.vlm.episodes.episodes import Episode, Table, play
 from genrl.vlm.policies.policy import Policy
 
 TOGETHER = 64
@@ -21,6 +20,8 @@ FILMED = 6
 """Episodes whose pictures are kept."""
 LONGEST = 10
 """Pictures of one of them, evenly spaced."""
+
+SEEDS = 2**31  # that environments take
 
 
 @dataclass
@@ -103,3 +104,19 @@ def strip(pictures: Sequence[Image.Image], height: int = 96) -> Image.Image:
         whole.paste(one, (left, 0))
         left += one.width + 2
     return whole
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of numbers, at least one."""
+    return sum(values) / len(values)
+
+
+def summary(episodes: Sequence[dict[str, float]], prefix: str) -> dict[str, float]:
+    """Means over episodes: success, return, steps, and the parts of the reward, which not all may have."""
+    row = {f"{prefix}/success{'' if prefix == 'rollout' else '_mean'}": mean([one["success"] for one in episodes])}
+    row |= {f"{prefix}/return_mean": mean([one["total"] for one in episodes])}
+    row |= {f"{prefix}/length_mean": mean([one["steps"] for one in episodes])}
+    names = dict.fromkeys(name for one in episodes for name in one)
+    parts = [name for name in names if name not in ("success", "total", "steps", "lost", "full")]
+    where = "reward" if prefix == "rollout" else prefix
+    return row | {f"{where}/{name}_mean": mean([one.get(name, 0.0) for one in episodes]) for name in parts}

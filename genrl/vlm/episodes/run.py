@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -15,20 +17,21 @@ from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop import Loop
+from genrl.runtime.pictures import save_samples
+from genrl.runtime.process import Process
 from genrl.vlm.engines.generation import Sampling
+from genrl.vlm.episodes.critic import Credit, ValueHead, credit_of_steps, credit_of_tokens
+from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
+from genrl.vlm.episodes.evaluate import SEEDS, Judged, figures_of, judge, mean, summary
+from genrl.vlm.episodes.rows import Rows, replay, rows_of
 from genrl.vlm.methods.dealing import dealt, everyones, ours
-from genrl.vlm.methods.episodes.critic import Credit, ValueHead, credit_of_steps, credit_of_tokens
-from genrl.vlm.methods.episodes.episodes import Decision, Episode, Table, Walk, play, walk
-from genrl.vlm.methods.episodes.rows import Rows, replay, rows_of
 from genrl.vlm.methods.episodes.settings import Episodes
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout.token_batch import TokenBatch
-from genrl.vlm.session import Estimated, check_gap
-
-SEEDS = 2**31  # that environments take
+from genrl.vlm.run import Estimated, check_gap, pass_sizes, resized, save_result, warn_blind
 
 
 @dataclass(frozen=True)
@@ -44,24 +47,29 @@ class Acted:
 
 
 @dataclass
-class Session:
-    """One process of one run. reference: the model before training where the loss reads it and there is no LoRA;
+class EpisodesRun:
+    """One process of one run; `loop` is set once it is opened.
+
+    reference: the model before training where the loss reads it and there is no LoRA;
     critic: of vl_dac and poad."""
 
+    process: Process
     config: VLMConfig
-    settings: Settings
+    environment: Settings
     preset: Preset
-    loop: Loop
     policy: Policy
     reference: Policy | None
     critic: ValueHead | None
     table: Table
+    held_out: Table
+    """The environments of evaluations."""
     begun: dict[int, int] = field(default_factory=dict)
     """With a critic: how many episodes each of this process's slots has begun."""
+    loop: Loop = field(init=False, repr=False)
 
     @property
-    def method(self) -> Episodes:
-        """The section `trainer`, which is this method's."""
+    def settings(self) -> Episodes:
+        """Of the method."""
         return cast(Episodes, self.config.trainer)
 
     @property
@@ -72,16 +80,27 @@ class Session:
     @property
     def slots(self) -> list[int]:
         """Those of this process."""
-        generation, processes = self.config.generation, self.loop.accelerator.num_processes
+        generation, processes = self.config.generation, self.loop.process.accelerator.num_processes
         if self.critic is not None:
-            share = self.settings.parallel // processes
+            share = self.environment.parallel // processes
         else:
             share = generation.prompts_per_iteration // processes * generation.group_size
-        first = self.loop.accelerator.process_index * share
+        first = self.loop.process.accelerator.process_index * share
         return list(range(first, first + share))
 
-    def restore(self) -> None:
+    def begin(self, found: Path | None) -> None:
         """Play the episodes again in the middle of which the checkpoint was written. Raises RuntimeError as `Table`."""
+        if found:
+            self.restore()
+        if self.critic is not None:
+            self.loop.keep("critic", self.critic)
+
+    def forget(self) -> None:
+        """Go back to the episodes that were going on when the iteration began, which is undone."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Play the episodes again that the loop's memory holds. Raises RuntimeError as `Table`."""
         own = set(self.slots)
         self.begun = {slot: count for slot, count in self.loop.memory.get("begun", []) if slot in own}
         self.table.restore([one for one in self.loop.memory.get("episodes", []) if one[0] in own])
@@ -98,10 +117,10 @@ class Session:
         config, loop, slots = self.config, self.loop, self.slots
         sampling = Sampling(config.generation.max_new_tokens, config.generation.temperature)
         keys, critic = (config.seed, "act"), self.critic is not None
-        loop.phase("acting", len(slots) * (self.settings.steps if critic else 1))
+        loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
         with loop.timed("rollout"):
             if critic:
-                steps, watch = self.settings.steps, loop.advance_or_leave
+                steps, watch = self.environment.steps, loop.advance_or_leave
                 done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)
                 decisions = [one for step in done.decisions for one in step]
                 # that an environment was lost is not the policy's doing: nothing of such a step is trained
@@ -120,7 +139,7 @@ class Session:
                 self._check_alive(sum(not one.lost for one in ended))
                 rows = rows_of(played)
                 acted = Acted(replace(rows, place=rows.place.masked_fill(totals.isnan()[:, None], -1)), totals=totals)
-        loop.leave_if_asked()
+        loop.check_stop()
         return acted, self._figures(decisions, ended)
 
     def _check_alive(self, left: int) -> None:
@@ -129,7 +148,7 @@ class Session:
         counts = gather_object([left])
         if not (min(counts) if self.critic is not None else sum(counts)):
             where = "" if sum(counts) == 0 else f" of process {counts.index(0)}"
-            raise RuntimeError(f"{self.settings.name}: all environments{where} hung or died in one iteration")
+            raise RuntimeError(f"{self.environment.name}: all environments{where} hung or died in one iteration")
 
     def _next_seed(self, slot: int) -> int:
         self.begun[slot] = self.begun.get(slot, 0) + 1
@@ -170,7 +189,7 @@ class Session:
     def estimate(self, acted: Acted) -> tuple[Estimated, dict[str, float]]:
         """Advantages and weights of this process's rows from those of all processes, and figures of the critic."""
         config, loop, rows = self.config, self.loop, acted.rows
-        settings, mask = self.method, rows.place >= 0
+        settings, mask = self.settings, rows.place >= 0
         updates = dealt(
             mask,
             self.size,
@@ -203,7 +222,7 @@ class Session:
         found = estimate(self.preset, batch)
         if loop.iteration == 0:
             check_gap(found.metrics["sampler_gap_mean"])
-        own = ours(found.batch, counts, loop.accelerator.process_index, mask.shape[1])
+        own = ours(found.batch, counts, loop.process.accelerator.process_index, mask.shape[1])
         return Estimated(own, found, updates), row
 
     @torch.no_grad()
@@ -256,7 +275,7 @@ class Session:
         died = [(k, slot) for k, slot in lost.nonzero().tolist()]
         asked = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
         places = list(asked)
-        size = self.method.micro_batch or max(1, len(places))
+        size = self.settings.micro_batch or max(1, len(places))
         for first in range(0, len(places), size):
             some = places[first : first + size]
             _, states = self.policy.prefix([asked[place] for place in some])
@@ -271,18 +290,52 @@ class Session:
                 truncated[k - 1, slot], after[k - 1, slot] = True, value[k, slot, 0]
         return credit_of_tokens(value, chosen, rewards, terminated, truncated, after, **constants)
 
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """The most probable answers in held-out episodes; at the ends of the run with black pictures, too."""
+        found = self._acted(blind=False)
+        row = figures_of(found)
+        if iteration in (0, self.config.iterations) and self.config.evaluation.blind:
+            blind = figures_of(self._acted(blind=True))["eval/success_mean"]
+            row["eval/success_blind"] = blind
+            if iteration == 0:
+                warn_blind(self.process, row["eval/success_mean"], blind, "episodes succeed")
+        if self.process.is_main and found.films:
+            scores = {"success": [one["success"] for one in found.episodes[: len(found.films)]]}
+            pictures, texts = [film for film, _ in found.films], [text for _, text in found.films]
+            sheet = save_samples(self.process.run.samples, iteration, pictures, texts, scores)
+            self.process.log.log_picture(iteration, "samples/grid", sheet)
+        return row
 
-def mean(values: Sequence[float]) -> float:
-    """Of numbers, at least one."""
-    return sum(values) / len(values)
+    def _acted(self, *, blind: bool) -> Judged:
+        number = self.config.evaluation.questions
+        self.loop.phase("evaluating", number)
+        numbers = np.array_split(np.arange(number), self.process.accelerator.num_processes)
+        mine = judge(
+            self.policy,
+            self.config,
+            self.held_out,
+            numbers[self.process.rank].tolist(),
+            blind=blind,
+            films=6 if self.process.is_main and not blind else 0,
+            advance=self.loop.advance_or_leave,
+        )
+        every = gather_object([mine])
+        found: Judged = every[0]
+        for part in every[1:]:
+            found = found.joined(part)
+        return found
 
+    def export(self, folder: Path) -> None:
+        """Checkpoints hold the trained weights alone."""
 
-def summary(episodes: Sequence[dict[str, float]], prefix: str) -> dict[str, float]:
-    """Means over episodes: success, return, steps, and the parts of the reward, which not all may have."""
-    row = {f"{prefix}/success{'' if prefix == 'rollout' else '_mean'}": mean([one["success"] for one in episodes])}
-    row |= {f"{prefix}/return_mean": mean([one["total"] for one in episodes])}
-    row |= {f"{prefix}/length_mean": mean([one["steps"] for one in episodes])}
-    names = dict.fromkeys(name for one in episodes for name in one)
-    parts = [name for name in names if name not in ("success", "total", "steps", "lost", "full")]
-    where = "reward" if prefix == "rollout" else prefix
-    return row | {f"{where}/{name}_mean": mean([one.get(name, 0.0) for one in episodes]) for name in parts}
+    def micro_batch_sizes(self) -> list[int]:
+        """Rows per pass, and the smaller numbers that can be taken."""
+        return pass_sizes(self.config, whole_groups=self.preset.group_loss is not None)
+
+    def resize(self, size: int) -> None:
+        """From here on a pass has so many rows."""
+        self.loop.config = self.config = resized(self.config, size)
+
+    def conclude(self) -> None:
+        """The end of a run, complete or not: the model's folder, report, and where they are."""
+        save_result(self.loop, self.policy, "success", pictures="curves and pictures")

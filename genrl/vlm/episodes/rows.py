@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from genrl.vlm.methods.episodes.episodes import Decision, stacked
+from genrl.vlm.episodes.episodes import Decision, stacked
 from genrl.vlm.policies.policy import Encoded, Policy, Replay
 
 

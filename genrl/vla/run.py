@@ -1,53 +1,118 @@
-"""What the trainers of policies share: a rollout of this process, its log, and one optimiser step on some decisions."""
+"""One process of a run that trains a policy in simulation: rollouts, what they were like, evaluation, the folder."""
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config.vla import GRPO, PPO, Update, VLAConfig
+from genrl.config.vla import Diffusion, VLAConfig
 from genrl.objectives.advantages.gae import normalise_advantages
+from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
+from genrl.runtime.pictures import save_png
+from genrl.runtime.process import Process
+from genrl.runtime.run import Run, read_metrics
+from genrl.vla.data.videos import contact_sheet, write_clips
+from genrl.vla.evaluate import Judged, evaluate, success_rates
 from genrl.vla.methods.minibatches import Minibatch, minibatches
 from genrl.vla.methods.scores import context_of
+from genrl.vla.methods.shared_settings import Update
 from genrl.vla.methods.update import Figures
+from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns, training_rows
-from genrl.vla.rollout.sampling import Frozen, draw, replay, sample
-from genrl.vla.setup import longest_episode, sampler_of
+from genrl.vla.rollout.sampling import Acting, Frozen, draw, replay, sample
+from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side, untrained
 from genrl.vla.simulators.environments import Environment
 
+FPS = 4
+"""Of films, which have a frame for every decision."""
 ON_POLICY = 1e-6
 """How far a ratio may be from 1 where nothing was trained yet."""
 
 
 @dataclass
-class Session:
-    """One process of one run that trains a policy. env: this process's share of the environments, first_slot on."""
+class VLARun:
+    """One process of one run; `loop` is set once it is opened. env: this process's share of the environments,
+    first_slot on. The stack closes what is opened later."""
 
-    config: VLAConfig
-    loop: Loop
+    process: Process
     policy: Any
     frozen: Any
     """DPPO's policy before fine-tuning, which does the first denoising steps; None for other samplers."""
     env: Environment | RayRollouts
+    stack: ExitStack
     first_slot: int = 0
+    frames: Any = None
+    """What supervised training imitates; None where it imitates nothing."""
+    loop: Loop = field(init=False, repr=False)
+    judge: Callable[[int], dict[str, float]] | None = None
+    """Another evaluation than that of the policy in its environment."""
+    table: Any = None
+    """The environment of evaluations: made when it is first needed, and kept."""
+    told: dict[str, float] = field(default_factory=dict)
+    """Figures of a method's preparation, logged with every iteration."""
     _dropped: int = 0
     _off: float = 0.0
 
-    def collect(self, settings: PPO | GRPO) -> ChunkRollout:
+    @property
+    def config(self) -> VLAConfig:
+        config: VLAConfig = self.loop.config
+        return config
+
+    @property
+    def settings(self) -> Any:
+        """Of the method."""
+        return self.config.trainer
+
+    @property
+    def acting(self) -> Acting:
+        """The policy with the sampler of the running iteration."""
+        return Acting(self.policy, sampler_of(self.config, self.policy, self.loop.iteration))
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.process.accelerator
+
+    def begin(self, found: Path | None) -> None:
+        """Write the policy that checkpoints belong to, or see that it is the one the run began with."""
+        begun = untrained(self.policy, self.frozen) if self.config.policy.path else None
+        if found:
+            if self.loop.memory.get("untrained", begun) != begun:
+                raise ValueError(
+                    f"policy.path: {self.config.policy.path} is not what the run began with: the encoder that is not "
+                    "trained, the statistics, or the first denoising steps of DPPO are others, and checkpoints do not "
+                    "hold them. Put back what was there, or begin a new run"
+                )
+        elif self.process.is_main:
+            self.save_policy()
+            self.stack.push(self._remove_policy_of_failed_start)
+        self.loop.memory["untrained"] = begun
+
+    def _remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Else the command, put right, would be refused because of the folder."""
+        run = self.process.run
+        if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
+            shutil.rmtree(run.folder / "policy")
+
+    def collect(self, settings: Update) -> ChunkRollout:
         """The rollout of this iteration, on this process."""
         config, loop = self.config, self.loop
-        whole = settings.algorithm == "grpo" or settings.episodes == "first"
-        decisions = getattr(settings, "decisions", None) or longest_episode(self.env)
+        whole = settings.first_episodes
+        decisions = settings.rollout_decisions or longest_episode(self.env)
         if decisions is None and not whole:
             raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
         loop.phase("acting", decisions or 0)
@@ -67,7 +132,7 @@ class Session:
             )
         loop.timings["simulator"] = self.env.waited_s - waited
         self._dropped = self.env.dropped - dropped
-        loop.leave_if_asked()
+        loop.check_stop()
         parts = self.env.parts if isinstance(self.env, RayRollouts) else [torch.arange(len(rollout.group))]
         self._off = max(check_on_policy(self.policy, rollout, slots) for slots in parts)
         return rollout
@@ -88,7 +153,7 @@ class Session:
         loop = self.loop
         counts = gather_object([decisions])
         keys = (self.config.seed, "minibatches", loop.iteration, epoch)
-        return minibatches(counts, loop.accelerator.process_index, settings.minibatch, *keys)
+        return minibatches(counts, loop.process.accelerator.process_index, settings.minibatch, *keys)
 
     def normalised(self, advantages: Tensor, kept: Tensor) -> Tensor:
         """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
@@ -104,7 +169,7 @@ class Session:
         table = torch.stack([value.double() for value in values.values()])
         return dict(zip(values, torch.stack(gather_object([table])).sum(0).tolist(), strict=True))
 
-    def finish(self, rollout: ChunkRollout, figures: Figures, found: dict[str, float]) -> None:
+    def finish(self, rollout: ChunkRollout, figures: Figures, found: Mapping[str, float]) -> None:
         """End of an iteration: what the episodes were like, what the updates did, evaluation, checkpoint."""
         loop = self.loop
         first = rollout.valid & (rollout.episode == 0)
@@ -126,7 +191,7 @@ class Session:
         success = [flag for one in every for flag in one["success"]]
         lengths = [n for one in every for n, ended in zip(one["length"], one["ended"], strict=True) if ended]
         spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
-        row = figures.means | found
+        row = figures.means | dict(found) | self.told
         row |= {
             "rollout/success": sum(success) / max(1, len(success)),
             "rollout/return_mean": sum(sum(one["returns"]) for one in every) / max(1, len(success)),
@@ -137,9 +202,85 @@ class Session:
             "rollout/action_std": spread,
             "rollout/log_prob_off": max(gather_object([self._off])),
             "env_steps_per_s": steps / max(one["seconds"] for one in every),
-            "lr": loop.optimizer.param_groups[0]["lr"],
+            "lr": loop.lr,
         }
         loop.finish(row)
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """Success and films of the policy as it is."""
+        if self.judge is not None:
+            return self.judge(iteration)
+        found = self.judged(iteration)
+        if self.process.is_main:
+            show(found, self.process.run, iteration)
+        return success_rates(found)
+
+    def judged(self, iteration: int) -> Judged:
+        """All episodes of the evaluation, in their order, shared out to the processes; the same in all of them."""
+        config, settings = self.config, self.config.evaluation
+        processes, rank = self.accelerator.num_processes, self.process.rank
+        shares = [len(part) for part in np.array_split(np.arange(settings.episodes), processes)]
+        if self.table is None:
+            self.table = open_tables(config, self.policy, num_envs=side_by_side(config, shares[rank]))
+            self.stack.callback(self.table.close)
+        self.loop.phase("evaluating", settings.episodes)
+        mine = evaluate(
+            self.policy,
+            sampler_of(config, self.policy, iteration),
+            self.table,
+            episodes=shares[rank],
+            seed=settings.seed,
+            first=sum(shares[:rank]),
+            frozen=self.frozen,
+            clips=settings.videos if rank == 0 else 0,
+            advance=self.loop.advance_or_leave,
+        )
+        joined = Judged([], [], [], [], [])
+        for part in gather_object([mine]):
+            joined = joined.joined(part)
+        return joined
+
+    def export(self, folder: Path) -> None:
+        """Checkpoints hold the trained weights alone."""
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Decisions per pass of the policy, and the smaller numbers that can be taken."""
+        settings = self.settings
+        if not isinstance(settings, Update):
+            return [settings.batch_size]  # its loss is a mean over the batch, which is drawn as a whole
+        return halvings(settings.microbatch or settings.minibatch)
+
+    def resize(self, size: int) -> None:
+        """From here on a pass has so many decisions."""
+        trainer = self.settings.model_copy(update={"microbatch": size})
+        self.loop.config = self.config.model_copy(update={"trainer": trainer})
+
+    def forget(self) -> None:
+        """Rollouts begin with a reset: nothing of an iteration that is undone is left."""
+
+    def save_policy(self) -> Path:
+        """The policy's folder, with DPPO's frozen half."""
+        folder, sampler = self.process.run.folder / "policy", self.config.sampler
+        save_policy(self.policy, folder)
+        if self.frozen is not None and isinstance(sampler, Diffusion):
+            save_first_steps(self.frozen, folder, sampler.steps, sampler.ft_denoising_steps)
+        return folder
+
+    def conclude(self) -> None:
+        """The end of a run, complete or not: the policy's folder, report, and where they are."""
+        with self.loop.averaged():
+            folder = self.save_policy()
+        rows = read_metrics(self.process.run.metrics)
+        result = f"the policy, in LeRobot's layout: {folder}"
+        say_result(self.loop, rows, "success", label="success", pictures="curves and films", result=result)
+
+
+def show(found: Judged, run: Run, iteration: int) -> None:
+    """Films of an evaluation in videos/step-..., and their contact sheet among the samples."""
+    if found.clips:
+        name = f"step-{iteration:06d}"
+        write_clips(run.videos / name, found.clips, fps=FPS)
+        save_png(contact_sheet(found.clips), run.samples / f"{name}.png")
 
 
 def _mixed(every: list[dict[str, Any]], *, by_group: bool) -> float:

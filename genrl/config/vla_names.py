@@ -1,0 +1,32 @@
+"""What policies and simulators are called, and where they are found: built in, installed, or in a file (`plugins`)."""
+
+from __future__ import annotations
+
+from genrl.config.plugins import Group
+
+EMBEDDED = {
+    "tiny_flow_vla": "genrl.vla.policies.tiny_flow:TinyFlowVLA",
+    "diffusion_mlp": "genrl.vla.policies.diffusion_mlp:DiffusionMLP",
+}
+"""Policies that are made here: by `policy.new`, from a folder too."""
+PUBLISHED = {
+    "pi0": "genrl.vla.policies.pi0:PI0",
+    "pi05": "genrl.vla.policies.pi0:PI0",
+    "smolvla": "genrl.vla.policies.smolvla:SmolVLA",
+    "diffusion": "genrl.vla.policies.diffusion_policy:DiffusionPolicy",
+}
+"""Policies that come from a folder alone."""
+POLICIES = Group("policy", EMBEDDED | PUBLISHED, "genrl.policies")
+"""Classes, as `genrl.vla.policies.policy` says; a policy's name is the `type` of its config.json."""
+SIMULATORS = Group(
+    "simulator",
+    {
+        "minitable": "genrl.vla.simulators.minitable.host:describe",
+        "metaworld": "genrl.vla.simulators.metaworld.env:describe",
+        "maniskill": "genrl.vla.simulators.maniskill:describe",
+        "libero": "genrl.vla.simulators.libero:describe",
+    },
+    "genrl.simulators",
+)
+"""Built in: functions (tasks, reading, settings) -> `simulator.Description`. From outside: functions that return a
+gymnasium environment."""

@@ -1,0 +1,76 @@
+"""FISOR, safe offline learning (arXiv 2401.10700): its keys, what it refuses, what it logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from genrl.config.method import Finding, MetricDoc
+from genrl.config.section import Count, Flag, NonNegative, Positive, Share
+from genrl.config.vla_method import Row, VLAMethod
+from genrl.vla.methods.shared_settings import FROM_DATA, Critics, on_the_table
+
+if TYPE_CHECKING:
+    from genrl.config.vla import VLAConfig
+
+
+class FISOR(VLAMethod):
+    """FISOR: safe offline learning on a table where other discs must be kept away from."""
+
+    title: ClassVar[str] = "FISOR"
+    one_process: ClassVar[bool] = True
+    makes_policy: ClassVar[bool] = True
+    acts_through: ClassVar[str] = "critics, which choose among its actions"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = {
+        "data/cost_mean": MetricDoc(
+            "mean over episodes of the data of their cost", "What cloning them costs, about.", "the environment's own"
+        ),
+        "critic/v_loss": MetricDoc("expectile loss of V_r; mean over updates", "As `critic/value_loss`."),
+        "critic/v_h_loss": MetricDoc(
+            "reversed expectile loss of V_h; mean over updates", "Falls slowly: violations are rare and large."
+        ),
+        "critic/q_h_loss": MetricDoc(
+            "(Q_h - reachability target)^2, both copies; mean over updates", "As `critic/v_h_loss`."
+        ),
+        "eval/cost_mean": MetricDoc(
+            "mean over the evaluation's episodes of their cost: decisions with an action that ended in a hazard",
+            "To be at most `trainer.cost_limit`.",
+            "the environment's own",
+        ),
+        "eval/violating": MetricDoc(
+            "share of the evaluation's episodes with any cost", "As `eval/cost_mean`.", "share 0..1"
+        ),
+        "eval/within_limit": MetricDoc("1 where `eval/cost_mean` <= `trainer.cost_limit`", "1.", "0 or 1"),
+    }
+
+    algorithm: Literal["fisor"] = "fisor"
+    """Which trainer."""
+    episodes: Count = 2000
+    """Episodes of the behaviour that is learned from."""
+    careful: Share = 0.4
+    """Share of them in which it avoids the other discs."""
+    critics: Critics = Critics(gamma=0.99, expectile=0.9, target_rate=0.05)
+    """Of rewards and of violations (FISOR, for a million updates: 0.99, expectile 0.9, target 0.005, lr 3e-4); their
+    batch_size is the actor's, too (FISOR: 1024 for it)."""
+    violation: Positive = 3.0
+    """h of a transition with cost (FISOR: 25); without, -1. The larger it is, the more states are held infeasible."""
+    reward_temperature: Positive = 20.0
+    """How strongly better actions are preferred in feasible states (FISOR: 3; rewards here are a few hundredths)."""
+    largest_cost_weight: Positive = 10.0
+    """Bound of the weight of safer actions in infeasible states (FISOR: 150)."""
+    candidates: Count = 16
+    """Samples of which the one of least Q_h acts."""
+    steps_per_iteration: Count = 250
+    """Updates of critics and actor in an iteration."""
+    cost_limit: NonNegative = 0.25
+    """Mean cost of an episode that is allowed."""
+    weighted: Flag = True
+    """False: plain cloning of the data, acting by one sample, for comparison."""
+
+    def problems(self, config: VLAConfig) -> Iterator[Finding]:
+        """Anything but a new diffusion policy on MiniTable."""
+        return on_the_table(config, self.algorithm, diffusion=True)
+
+    def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
+        """Nothing that an environment does."""
+        return [FROM_DATA]

@@ -1,0 +1,99 @@
+"""Rewards from preferences over pictures, RL-VLM-F (arXiv 2402.03681): its keys, what it refuses, what it logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from genrl.config.method import Finding, MetricDoc
+from genrl.config.section import Count, NonNegative, Section, Share, Text
+from genrl.config.vla_method import Row, VLAMethod
+from genrl.vla.methods.shared_settings import FROM_DATA, Critics, on_the_table
+
+if TYPE_CHECKING:
+    from genrl.config.vla import VLAConfig
+
+
+class Labels(Section):
+    """Who says which of two pictures is nearer to the goal, and which pairs it is asked about."""
+
+    judge: Text = "table_progress"
+    """A reward by name, or path/file.py:Name; pairwise ones are asked in both orders."""
+    args: dict[str, Any] = {}
+    """Its options."""
+    margin: NonNegative = 0.05
+    """Scores nearer than this are no preference, and the pair is dropped."""
+    image_size: Count = 32
+    """Side of the pictures that it is shown."""
+    rounds: Count = 4
+    """Times that pairs are asked for and the reward networks are trained."""
+    pairs: Count = 1000
+    """Pairs of a round."""
+    select: Literal["uniform", "entropy", "disagreement"] = "disagreement"
+    """Which pairs of ten times as many: any, those the networks are unsure of, those they disagree on."""
+    steps: Count = 300
+    """Steps of the networks' training in a round."""
+    cache: Text | None = None
+    """File with answers by the hash of what was shown; null = labels.jsonl of the run folder."""
+
+
+class RLVLMF(VLAMethod):
+    """Rewards by preferences over pictures for data without any, then implicit Q-learning on them."""
+
+    title: ClassVar[str] = "RL-VLM-F"
+    one_process: ClassVar[bool] = True
+    makes_policy: ClassVar[bool] = True
+    metrics: ClassVar[Mapping[str, MetricDoc]] = {
+        "data/advantage_gap": MetricDoc(
+            "mean advantage of the data's actions in episodes that succeeded minus that in the others",
+            "Positive: learned rewards and critics tell them apart, though nobody told them of success.",
+        ),
+        "labels/pairs": MetricDoc(
+            "pairs that were asked about, dropped ones included", "The cost of labelling.", "pairs"
+        ),
+        "labels/asked": MetricDoc(
+            "of these, how many the judge was asked; the cache knew the others",
+            "0 in a run that repeats another one.",
+            "pairs",
+        ),
+        "labels/dropped": MetricDoc(
+            "share of pairs without a preference (-1)",
+            "High: raise the difference between frames, or lower the margin.",
+            "share 0..1",
+        ),
+        "labels/loss": MetricDoc(
+            "Bradley-Terry loss of the reward networks; mean over the last round", "Below ln 2.", "nats"
+        ),
+        "labels/accuracy": MetricDoc(
+            "share of training pairs that the reward networks order as the judge does; last round",
+            "Near 1 with a consistent judge.",
+            "share 0..1",
+        ),
+    }
+
+    algorithm: Literal["rl_vlm_f"] = "rl_vlm_f"
+    """Which trainer."""
+    episodes: Count = 2500
+    """Episodes of the data: a player who often does something else than it is told."""
+    right: Share = 0.35
+    """Share of them in which it does what it is told."""
+    labels: Labels = Labels()
+    """The judge and the reward networks."""
+    critics: Critics = Critics(gamma=0.97)
+    """Of the learned rewards."""
+    critic_steps: Count = 1500
+    """Steps of the critics before the policy's."""
+    temperature: NonNegative = 30.0
+    """Weight of a data action in the policy's regression: exp of so many times its advantage; 0 = plain cloning."""
+    steps_per_iteration: Count = 250
+    """Steps of the policy in an iteration."""
+    batch_size: Count = 256
+    """Transitions per step."""
+
+    def problems(self, config: VLAConfig) -> Iterator[Finding]:
+        """Anything but a new policy on MiniTable."""
+        return on_the_table(config, self.algorithm)
+
+    def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
+        """Nothing that an environment does."""
+        return [FROM_DATA]

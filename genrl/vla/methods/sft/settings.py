@@ -1,0 +1,43 @@
+"""Supervised training on demonstrations: its keys, what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from genrl.config.method import Finding
+from genrl.config.section import Count
+from genrl.config.vla_method import Row, VLAMethod
+from genrl.vla.methods.shared_settings import from_demonstrations
+
+if TYPE_CHECKING:
+    from genrl.config.vla import VLAConfig
+
+
+class SFT(VLAMethod):
+    """Supervised training on demonstrations: flow matching, or noise prediction."""
+
+    title: ClassVar[str] = "Supervised training of policies in simulation"
+    imitates: ClassVar[Literal["never", "new", "always"]] = "always"
+    whole_chain: ClassVar[bool] = True
+
+    algorithm: Literal["sft"] = "sft"
+    """Which trainer."""
+    steps_per_iteration: Count = 50
+    """Optimiser steps of one iteration."""
+    batch_size: Count = 128
+    """Frames per optimiser step, over all processes."""
+
+    def refuse_processes(self, processes: int) -> None:
+        """A process without a frame would have a mean over nothing."""
+        if self.batch_size < processes:
+            text = f"{self.batch_size} frames cannot be shared out to {processes} processes"
+            raise ValueError(f"trainer.batch_size: {text}")
+
+    def problems(self, config: VLAConfig) -> Iterator[Finding]:
+        """Demonstrations that are missing."""
+        return from_demonstrations(config, self.algorithm)
+
+    def plan(self, config: VLAConfig, chunk: int | None) -> list[Row]:
+        """Optimiser steps and their frames."""
+        return [("optimiser steps", f"{self.steps_per_iteration:,}", f"of {self.batch_size} frames")]
