@@ -66,6 +66,7 @@ def evaluate(model: Path, config: VLMConfig, *, questions: int | None, out: Path
     from genrl.cli.tables import console, safe
     from genrl.runtime.progress import Progress
     from genrl.vlm.evaluate import figures, judge, shows_pictures
+    from genrl.vlm.policies.contract import SequencePolicy
     from genrl.vlm.policies.folder import load_trained, open_policy
     from genrl.vlm.rollout import artefacts
     from genrl.vlm.rollout.data import Questions
@@ -78,11 +79,14 @@ def evaluate(model: Path, config: VLMConfig, *, questions: int | None, out: Path
     policy = load_trained(config, model, device=device) if is_run else open_policy(config, device, str(model))
     asked = Questions(config, "eval")
     opened = open_rewards(config)
-    blind = config.evaluation.blind and config.vlm.output == "text" and shows_pictures(asked)
+    blind = config.evaluation.blind and shows_pictures(asked) and not isinstance(policy, SequencePolicy)
     with Progress(1, unit="answers") as progress:
         progress.phase("evaluating", len(asked) * (1 + blind))
-        ask = judge if config.vlm.output == "text" else artefacts.judge
-        found = ask(policy, config, opened, asked, range(len(asked)), advance=progress.advance)
+        numbers = range(len(asked))
+        if isinstance(policy, SequencePolicy):
+            found = artefacts.judge(policy, config, opened, asked, numbers, advance=progress.advance)
+        else:
+            found = judge(policy, config, opened, asked, numbers, advance=progress.advance)
         scores = figures(config, found)
         if blind:
             unseen = judge(policy, config, opened, asked, range(len(asked)), blind=True, advance=progress.advance)

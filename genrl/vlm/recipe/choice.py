@@ -26,7 +26,7 @@ class Choice(Section):
         return self.tensors
 
     @classmethod
-    def __pydantic_init_subclass__(cls) -> None:
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Its name means what it does."""
         cls.model_fields["name"].description = " ".join((cls.__doc__ or "").split())
 
