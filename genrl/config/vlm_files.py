@@ -90,10 +90,12 @@ def _further(task: str, notes: list[str]) -> tuple[str, ...]:
     if ".py" in task:
         notes.append(f"task.name: training runs the code of {task}")
     try:
-        columns = made("train")[0][3:] if isinstance(made, type) else made(default_rng(0), "train")[3:]
+        found = made("train")[0] if isinstance(made, type) else made(default_rng(0), "train")
     except Exception as error:  # a user's code
         raise ValueError(f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks") from error
-    return tuple(columns[0]) if columns else ()
+    if not isinstance(found, tuple) or len(found) not in (3, 4):
+        raise ValueError(f"{task} gives no question but a {type(found).__name__}; see genrl/vlm/tasks")
+    return tuple(found[3]) if len(found) == 4 else ()
 
 
 def _synthesis(settings: Synthesis) -> Iterator[Finding]:
