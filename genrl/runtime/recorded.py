@@ -23,7 +23,8 @@ class Recorded:
     graph: what sampling kept of the policy's own pass, where it is not run again (it is not dumped).
     """
 
-    batch: Dumpable | None
+    batch: Any
+    """A `Dumpable`, or None where the tensors are all."""
     tensors: Mapping[str, Tensor]
     graph: Any = None
 

@@ -7,18 +7,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import rewards
 from genrl.config import Config
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun
+from genrl.runtime.recorded import Recorded
 from rewards.calls import inner
 
 
-class Pulled(NamedTuple):
-    """Where a reward pulls B finished samples."""
+class RewardGradient(NamedTuple):
+    """Of the rewards, at B finished samples."""
 
     total: Tensor
     """The weighted sum of the rewards that are trained on, float32 [B]."""
@@ -47,7 +49,7 @@ def check_gradients(config: Config, scorers: Scorers) -> None:
 
 def reward_gradient(
     run: DiffusionRun, rollouts: Rollouts, micro_batch: MicroBatch, loss_of: Callable[[Tensor], Tensor]
-) -> Pulled:
+) -> RewardGradient:
     """Through decoder and rewards, one picture at a time: the graph of the decoder is what takes memory.
 
     loss_of: total [1] -> loss [1]. The denoiser takes no part: d loss / d final is handed to it by the chain rule.
@@ -56,18 +58,41 @@ def reward_gradient(
     final = micro_batch.final
     weights = {label: weight for label, weight in rollouts.weights.items() if weight != 0}
     columns = _columns(run, micro_batch.slots)
-    pulled = Pulled(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
+    found = RewardGradient(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
     if not weights:
-        return pulled
+        return found
     with run.scorers.placed(), torch.enable_grad():
         for row in range(len(final)):
             leaf = final[row : row + 1].detach().clone().requires_grad_()
             total = _total(run, weights, micro_batch.batch.take([row]), leaf, columns[row])
             loss = loss_of(total)
-            pulled.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
-            pulled.total[row], pulled.loss[row] = total.detach()[0], loss.detach()[0]
+            found.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
+            found.total[row], found.loss[row] = total.detach()[0], loss.detach()[0]
             run.loop.alive()
-    return pulled
+    return found
+
+
+def chain(policy: Policy, batch: Batch, state: Tensor, steps: range, *, clean: bool = False) -> Tensor:
+    """The state after `steps`, or with `clean` the clean sample predicted at the last of them, with its graph."""
+    for i in steps:
+        last = clean and i == steps.stop - 1
+        if len(steps) == 1:
+            return policy.advance(batch, state, i, clean=last)
+        state = checkpoint(policy.advance, batch, state, i, clean=last, use_reentrant=False)
+    return state
+
+
+def recorded_chain(batch: Batch, state: Tensor, steps: range, gradient: Tensor) -> Recorded:
+    """The trained steps of a chain from `state`, and the loss's gradient at their end."""
+    first, last = torch.tensor(steps.start), torch.tensor(steps.stop)
+    return Recorded(batch, {"state": state, "first": first, "last": last, "gradient": gradient})
+
+
+def chain_loss(policy: Policy, given: Recorded, *, clean: bool = False) -> dict[str, Tensor]:
+    """`g . x_0`, [B], whose gradient is that of the reward's loss by the chain rule; g: d loss / d x_0."""
+    steps = range(int(given["first"]), int(given["last"]))
+    final = chain(policy, given.batch, given["state"], steps, clean=clean)
+    return {"final": final, "loss": (given["gradient"] * final).flatten(1).sum(dim=1)}
 
 
 def _total(

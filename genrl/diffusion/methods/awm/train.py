@@ -20,8 +20,8 @@ from torch import Tensor
 
 from genrl.diffusion.methods.awm.settings import AWM
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, noised, own_noise, require_flow, under, update
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, own_noise, require_flow, under, update
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -31,6 +31,7 @@ from genrl.objectives.advantages.groups import group_advantages, group_statistic
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_velocity
+from genrl.runtime.recorded import Recorded
 
 EMA, OLD = "ema_reference", "old"
 
@@ -84,8 +85,7 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
             given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
         return batch, given
 
-    update(run, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
-           meter)  # fmt: skip
+    update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()
 
 
@@ -100,24 +100,26 @@ def levels(settings: AWM, grid: Tensor, drawn: torch.Generator) -> Tensor:
     return grid[stratified_steps(count, 1, max(1, int(0.9 * (len(grid) - 1))), drawn)]
 
 
-def objective(settings: AWM, velocity: Tensor, given: Given) -> Tensors:
+def loss(settings: AWM, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], and metrics."""
+    velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, sigma, advantage = given["target"], given["sigma"], given["advantage"]
     log_prob = awm_log_prob(velocity, target, sigma, settings.weighting)
     old = log_prob.detach()
     if "old" in given:
         old = awm_log_prob(given["old"], target, sigma, settings.weighting)
     surrogate = clipped_surrogate(log_prob, old, advantage, settings.clip_range, settings.clip_range)
-    loss, terms = surrogate.loss, {}
+    value, terms = surrogate.loss, {}
     for name, metric, weight in (("reference", "kl", settings.kl_weight), ("ema", "kl/ema", settings.ema_kl_weight)):
         if weight > 0:
             terms[metric] = kl_velocity(velocity, given[name])
-            loss = loss + weight * terms[metric]
+            value = value + weight * terms[metric]
     return terms | {
-        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
+        "loss": value * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
         "loss/policy": surrogate.loss,
         "ratio/mean": surrogate.ratio,
         "ratio/std": surrogate.ratio - 1.0,
         "ratio/max_abs_dev": (surrogate.ratio - 1.0).abs(),
         "forward/error": matching_error(velocity, target),
+        "model_output": velocity,
     }

@@ -16,13 +16,11 @@ docs/forward_process.md has the equations of AWM, DGPO and CRD side by side, met
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from genrl.diffusion.methods.crd.settings import CRD
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import (
     REFERENCE,
-    Given,
     Tensors,
     check_reference_guidance,
     guided,
@@ -32,7 +30,7 @@ from genrl.diffusion.methods.noising import (
     under,
     update,
 )
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -48,6 +46,7 @@ from genrl.objectives.forward.forward_process import (
     reward_adaptive_weight,
 )
 from genrl.objectives.surrogates.policy_losses import kl_velocity
+from genrl.runtime.recorded import Recorded
 
 OLD, SAMPLING = "old", "sampling"
 
@@ -109,24 +108,26 @@ def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, flo
             given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    update(run, rollouts, num_draws, prepare, lambda v, given: objective(settings, v, given), meter)
+    update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()
 
 
-def objective(settings: CRD, velocity: Tensor, given: Given) -> Tensors:
+def loss(settings: CRD, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], of whole groups, and metrics."""
+    velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, aim, group = given["target"], given["aim"], given["group"]
     implicit = implicit_reward(velocity, given["old"], target)
     centres = group_centres(implicit, aim, group, temperature=settings.temperature)
     distilled = crd_loss(implicit, aim, centres, beta=settings.beta, kind=settings.loss)
-    loss, terms = settings.advantage_clip / settings.beta * distilled, {}
+    value, terms = settings.advantage_clip / settings.beta * distilled, {}
     if settings.kl_weight > 0:
         terms["kl"] = kl_velocity(velocity, given["reference"])
         weight = reward_adaptive_weight(aim, settings.kl_weight)
-        loss = loss + weight * terms["kl"]
+        value = value + weight * terms["kl"]
     return terms | {
-        "loss": loss * (group >= 0),
+        "loss": value * (group >= 0),
         "forward/error": matching_error(velocity, target),
         "crd/residual": distilled,
         "crd/implicit_abs": implicit.abs(),
+        "model_output": velocity,
     }

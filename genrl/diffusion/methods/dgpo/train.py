@@ -18,13 +18,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import (
     REFERENCE,
-    Given,
     Tensors,
     check_reference_guidance,
     group_noise,
@@ -35,7 +33,7 @@ from genrl.diffusion.methods.noising import (
     update,
     without_guidance,
 )
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -44,6 +42,7 @@ from genrl.objectives.advantages.groups import group_advantages, group_statistic
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error
 from genrl.objectives.surrogates.policy_losses import kl_velocity
+from genrl.runtime.recorded import Recorded
 
 EMA = "ema_reference"
 
@@ -98,24 +97,25 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
             given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    update(run, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
-           meter)  # fmt: skip
+    update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()
 
 
-def objective(settings: DGPO, velocity: Tensor, given: Given) -> Tensors:
+def loss(settings: DGPO, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], of whole groups, and metrics."""
+    velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, advantage = given["target"], given["advantage"]
     error, old_error = matching_error(velocity, target), matching_error(given["ema"], target)
     ref_error = matching_error(given["reference"], target) if settings.reference == "model" else old_error
     weight = dgpo_group_weight(error, ref_error, advantage, given["group"], beta=settings.beta)
-    loss, terms = dgpo_loss(error, old_error, advantage, weight, clip=settings.clip_range), {}
+    value, terms = dgpo_loss(error, old_error, advantage, weight, clip=settings.clip_range), {}
     if settings.kl_weight > 0:
         terms["kl"] = kl_velocity(velocity, given["reference"])
-        loss = loss + settings.kl_weight * terms["kl"]
+        value = value + settings.kl_weight * terms["kl"]
     return terms | {
-        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
+        "loss": value * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
         "forward/error": error,
         "dgpo/group_weight": weight,
         "dgpo/clip_frac": dgpo_clipped(error, old_error, advantage, clip=settings.clip_range),
+        "model_output": velocity,
     }

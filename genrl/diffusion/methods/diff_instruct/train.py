@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.methods.direct import reward_gradient
-from genrl.diffusion.methods.draft.train import pull
+from genrl.diffusion.methods.direct import chain_loss, recorded_chain, reward_gradient
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import own_noise, require_flow
 from genrl.diffusion.policy.policy import Batch, Policy
@@ -104,15 +103,17 @@ def update(run: DiffusionRun, settings: DiffInstruct, rollouts: Rollouts, meter:
         batch, z = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
         gradient, divergence = divergence_gradient(run, settings, batch, noisy, noise, sigma)
         rewarded = reward_gradient(run, rollouts, micro_batch, reward_loss)
-        pulled = gradient + rewarded.gradient.to(gradient)
-        final = run.policy.advance(batch, z, 0)
-        given = {"state": z, "first": torch.tensor(0), "last": torch.tensor(1), "pulled": pulled}
-        results = {"final": final, "loss": pull(final, pulled)}
-        run.backward(settings, results, Recorded(batch, given), divisor=rollouts.num_samples)
+        recorded = recorded_chain(batch, z, range(1), gradient + rewarded.gradient.to(gradient))
+        run.backward(settings, loss(settings, run.policy, recorded), recorded, divisor=rollouts.num_samples)
         meter.add("diff_instruct/divergence", divergence)
         meter.add("diff_instruct/pull", gradient.flatten(1).norm(dim=1))
         meter.add("diff_instruct/reward_pull", rewarded.gradient.flatten(1).norm(dim=1))
     meter.add("grad_norm", torch.tensor([run.step()]))
+
+
+def loss(settings: DiffInstruct, policy: Policy, given: Recorded) -> dict[str, Tensor]:
+    """The generator's step again, with gradients: g . x_0, [B]."""
+    return chain_loss(policy, given)
 
 
 def divergence_gradient(

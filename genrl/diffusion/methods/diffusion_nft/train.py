@@ -19,8 +19,8 @@ from torch import Tensor
 
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, noised, own_noise, require_flow, under, update
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, own_noise, require_flow, under, update
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -28,6 +28,7 @@ from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.forward.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight
 from genrl.objectives.surrogates.policy_losses import kl_velocity
+from genrl.runtime.recorded import Recorded
 
 OLD = "old"
 
@@ -84,7 +85,7 @@ def learn(run: DiffusionRun, settings: DiffusionNFT, rollouts: Rollouts, *, on_p
             given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
         return batch, given
 
-    update(run, rollouts, num_draws, prepare, lambda v, given: objective(settings, v, given), meter)
+    update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()
 
 
@@ -95,16 +96,17 @@ def levels(micro_batch: MicroBatch, epoch: int) -> Tensor:
     return grid[torch.stack(orders, dim=1)]
 
 
-def objective(settings: DiffusionNFT, velocity: Tensor, given: Given) -> Tensors:
+def loss(settings: DiffusionNFT, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], and metrics. Without an old policy's velocity the present one is it."""
-    old = given.get("old", velocity.detach())
-    loss = diffusion_nft_loss(
+    velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
+    old = given["old"] if "old" in given else velocity.detach()
+    value = diffusion_nft_loss(
         velocity, old, given["noisy"], given["clean"], given["sigma"], given["reward_weight"],
         beta=settings.beta, advantage_clip=settings.advantage_clip,
     )  # fmt: skip
     terms = {"nft/old_deviation": kl_velocity(velocity, old)}
     if settings.kl_weight > 0:
         terms["kl"] = kl_velocity(velocity, given["reference"])
-        loss = loss + settings.kl_weight * terms["kl"]
+        value = value + settings.kl_weight * terms["kl"]
     # No score, or a group without spread: no update, by its KL neither.
-    return terms | {"loss": loss * (given["advantage"] != 0)}
+    return terms | {"loss": value * (given["advantage"] != 0), "model_output": velocity}

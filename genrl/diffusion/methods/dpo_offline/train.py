@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 
 from genrl.data.preferences import Reader, as_tensor, open_set
-from genrl.diffusion.methods.dpo.train import train_on
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
+from genrl.diffusion.methods.pairs import loss, train_on
 from genrl.diffusion.policy.inverse import encode
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.rollout.scoring import Scored
 from genrl.diffusion.run import DiffusionRun
+
+__all__ = ["loss", "train"]
 
 
 def train(run: DiffusionRun, settings: OfflineDPO) -> None:

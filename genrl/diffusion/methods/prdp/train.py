@@ -24,13 +24,13 @@ from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.old_policy import check_on_policy
 from genrl.diffusion.methods.plans import every_step
 from genrl.diffusion.methods.prdp.settings import PRDP
+from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.preferences.prdp import prdp_gradient
 from genrl.runtime.recorded import Recorded
-
-Tensors = dict[str, Tensor]
 
 
 def train(run: DiffusionRun, settings: PRDP) -> None:
@@ -53,10 +53,8 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
     meter.add_spread(group_statistics(rollouts.total, rollouts.group))
     empty = torch.full((num_steps, rollouts.num_samples), torch.nan, dtype=torch.float64)
     run.start_training(settings.epochs * num_steps * len(rollouts.mine))
-    recorded = [
-        (i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()
-    ]
-    old = run.gather(recorded, empty.clone())
+    sampled = [(i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()]
+    old = run.gather(sampled, empty.clone())
     with weights.reference():
         reference = run.gather(log_probs(run, rollouts), empty.clone())
     rewards = rollouts.total.view(-1, run.config.sampling.group_size)
@@ -69,23 +67,15 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
         )  # fmt: skip
         coefficients = gradient.flatten(0, 1).T.float()
         for micro_batch in rollouts.mine.values():
-            trajectory, batch = micro_batch.pieces[0].trajectory, micro_batch.batch
+            trajectory = micro_batch.pieces[0].trajectory
             for i in trajectory.log_probs:
                 coefficient = coefficients[i, micro_batch.slots].to(policy.device)
                 # A sharded model is evaluated by all processes together: each as often as the others.
                 if not weights.is_sharded and not bool(coefficient.any()):
                     continue
-                step = policy.replay(trajectory, i)
-                given = {
-                    "step": torch.tensor(i),
-                    "state": trajectory.states[i],
-                    "next_state": trajectory.next_states[i],
-                    "coefficient": coefficient,
-                }
-                results = {"loss": coefficient * step.log_prob, "model_output": step.model_output}
-                results["log_prob"] = step.log_prob
-                # the coefficients are of a mean over the pairs of all processes
-                run.backward(settings, results, Recorded(batch, given), divisor=1.0)
+                recorded = recorded_step(trajectory, i, {"coefficient": coefficient})
+                # The coefficients are of a mean over the pairs of all processes.
+                run.backward(settings, loss(settings, policy, recorded), recorded, divisor=1.0)
         meter.add("grad_norm", torch.tensor([run.step()]))
         if out.num_pairs > 0:
             meter.add("loss", out.loss)
@@ -94,6 +84,12 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
                 meter.add(name, value)
         meter.add("prdp/pairs", torch.tensor([float(out.num_pairs)]))
     return meter.result()
+
+
+def loss(settings: PRDP, policy: Policy, given: Recorded) -> Tensors:
+    """The gradient of the regression as a loss of each sample at one step, [B]: coefficient times log-probability."""
+    new = replayed(settings, policy, given)
+    return {"loss": given["coefficient"] * new.log_prob, **evidence(new)}
 
 
 def fit(log_ratio: Tensor, rewards: Tensor, settings: PRDP) -> Tensors:

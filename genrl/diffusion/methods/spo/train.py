@@ -27,6 +27,7 @@ from genrl.config.candidates import candidate_plan
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.plans import choose_kernel
 from genrl.diffusion.methods.spo.settings import SPO
+from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
 from genrl.diffusion.policy.policy import Batch, Children, Kernel, NoiseKey, Policy, Trajectory
 from genrl.diffusion.rollout.forest import Drawn
 from genrl.diffusion.rollout.rollout import Rollouts
@@ -34,7 +35,7 @@ from genrl.diffusion.rollout.scoring import Scoring
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
-from genrl.objectives.preferences.preference import PreferenceOutput, step_preference_loss, step_winners
+from genrl.objectives.preferences.preference import step_preference_loss, step_winners
 from genrl.runtime.recorded import Recorded
 from rewards import compose
 from rewards.compose import Running
@@ -118,25 +119,15 @@ def learn(
                     pair = pair_of(batch, kernel, i, candidates.state[rows], candidates.drawn[rows], chosen[rows])
                     with torch.no_grad(), weights.reference():
                         reference = policy.replay(pair, i).log_prob.view(-1, 2)
-                    new = policy.replay(pair, i)
-                    log_prob = new.log_prob.view(-1, 2)
-                    out = preference(settings, log_prob, reference)
-                    weight = counts[rows].to(out.loss)
-                    given = {
-                        "step": torch.tensor(i),
-                        "state": pair.states[i],
-                        "next_state": pair.next_states[i],
-                        "weight": weight,
-                        "reference_log_prob": reference,
-                    }
-                    results = {"loss": weight * out.loss, "model_output": new.model_output, "log_prob": new.log_prob}
-                    run.backward(settings, results, Recorded(batch, given), divisor=divisor)
-                    counted = weight > 0
+                    counted = counts[rows]
+                    given = {"weight": counted.to(reference), "reference_log_prob": reference}
+                    recorded = recorded_step(pair, i, given)
+                    results = loss(settings, policy, recorded)
+                    run.backward(settings, results, recorded, divisor=divisor)
                     if bool(counted.any()):
-                        ratio = (log_prob - reference)[counted].exp()
-                        meter.add("loss", out.loss[counted])
-                        meter.add("spo/correct", out.correct[counted])
-                        meter.add("spo/clip_frac", (ratio - 1.0).abs() > settings.clip_range)
+                        meter.add("loss", results["loss"][counted])
+                        meter.add("spo/correct", results["spo/correct"][counted])
+                        meter.add("spo/clip_frac", results["spo/clip_frac"][counted])
             meter.add("grad_norm", torch.tensor([run.step()]))
     return meter.result()
 
@@ -248,9 +239,11 @@ def compare(scores: Tensor, *, threshold: float) -> Pairs:
     return Pairs(win.view(shape), lose.view(shape), valid.view(shape) & ~gap.isnan(), gap)
 
 
-def preference(settings: SPO, log_prob: Tensor, reference: Tensor) -> PreferenceOutput:
-    """The loss of pairs, [n], from log-probabilities of winner and loser, [n, 2]."""
-    return step_preference_loss(
+def loss(settings: SPO, policy: Policy, given: Recorded) -> Tensors:
+    """The loss of each pair at one step, [n], and metrics: of winner and loser of each state, neighbours in [2 n]."""
+    new, reference = replayed(settings, policy, given), given["reference_log_prob"]
+    log_prob = new.log_prob.view(-1, 2)
+    out = step_preference_loss(
         log_prob[:, 0],
         reference[:, 0],
         log_prob[:, 1],
@@ -259,6 +252,13 @@ def preference(settings: SPO, log_prob: Tensor, reference: Tensor) -> Preference
         beta=settings.beta,
         clip=settings.clip_range,
     )
+    outside = ((log_prob - reference).exp() - 1.0).abs() > settings.clip_range
+    return {
+        "loss": given["weight"] * out.loss,
+        "spo/correct": out.correct,
+        "spo/clip_frac": outside,
+        **evidence(new),
+    }
 
 
 def pair_of(batch: Batch, kernel: Kernel, step: int, state: Tensor, drawn: Tensor, chosen: Tensor) -> Trajectory:

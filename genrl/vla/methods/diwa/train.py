@@ -27,10 +27,10 @@ from genrl.vla.methods.diwa.dream import (
 )
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA
+from genrl.vla.methods.gae import estimated_decisions, loss
 from genrl.vla.methods.imitation import frame_statistics, imitate
 from genrl.vla.methods.offline import Store
-from genrl.vla.methods.ppo import train as ppo
-from genrl.vla.methods.update import Figures
+from genrl.vla.methods.update import Figures, learn
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
@@ -99,7 +99,12 @@ def train(run: VLARun, settings: DiWA) -> None:
     # the judge of the run, with the real table as the policy's world model sees it
     run.table = LatentTable(world, count, tasks=tasks, chunk=run.env.chunk, max_steps=limit)
     run.told = dict(store.data["figures"])
-    ppo.train(run, settings)
+    for iteration in run.loop.iterations():
+        rollout = run.collect(settings)
+        chosen, explained = estimated_decisions(run, rollout, settings)
+        figures, trains_policy = Figures(), iteration >= settings.critic_warmup
+        learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
+        run.finish(rollout, figures, explained)
 
 
 def train_world(
@@ -152,7 +157,7 @@ def teach(
         loop.advance(1)
     loop.phase("imitating", settings.imitation_steps)
     frames = shown.observation | {ACTION: shown.action}
-    for loss in imitate(
+    for error in imitate(
         policy,
         rows(frames, ~shown.done),
         steps=settings.imitation_steps,
@@ -161,7 +166,7 @@ def teach(
         seed=seed,
         train_steps=policy.config.train_steps,
     ):
-        figures.add({"loss/imitation": loss})
+        figures.add({"loss/imitation": error})
         loop.advance(1)
     return figures.means
 

@@ -21,8 +21,9 @@ from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
 from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.runtime.recorded import Recorded
 from genrl.vla.evaluate import evaluate
-from genrl.vla.methods.imitation import imitate
+from genrl.vla.methods.imitation import imitate, observation_of
 from genrl.vla.methods.minibatches import minibatches
 from genrl.vla.methods.offline import (
     Critics,
@@ -45,7 +46,7 @@ from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
-from genrl.vla.rollout.sampling import LearnedNoise, Sampler, act, draw, replay, sample
+from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler, act, draw, replay, sample
 from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
@@ -104,19 +105,34 @@ def surrogate_steps(
     """
     if batch.log_prob.shape[1] != batch.states.shape[1]:
         raise TypeError(f"RL-100 needs a ratio for every denoising step, {type(sampler).__name__} has one per chain")
+    tensors = {f"observation/{name}": value for name, value in batch.observation.items()}
+    tensors |= {"advantage": batch.advantage, "clip": torch.tensor(clip, dtype=torch.float64)}
+    tensors |= {"executed": torch.tensor(executed)}
     for i in range(batch.states.shape[1]):
         one = slice(i, i + 1)
-        record = (batch.states[:, one], batch.next_states[:, one], batch.step_index[:, one])
-        log_prob = _sums(replay(policy, sampler, policy.encode(batch.observation), *record).log_prob, executed)[:, 0]
-        old = batch.log_prob[:, i].to(log_prob)
-        found = clipped_surrogate(log_prob, old, batch.advantage.to(log_prob), clip, clip)
-        loss = found.loss.mean()
-        step(loss)
+        record = {"states": batch.states[:, one], "next_states": batch.next_states[:, one]}
+        record |= {"step_index": batch.step_index[:, one], "old_log_prob": batch.log_prob[:, i]}
+        found = step(Recorded(None, tensors | record))
         yield {
-            "loss/policy": loss.item(),
-            "kl/updates": approximate_kl(log_prob, old).mean().item(),
-            "ratio/clipped": found.clipped.float().mean().item(),
+            "loss/policy": found["loss"].item(),
+            "kl/updates": found["kl/updates"].item(),
+            "ratio/clipped": found["ratio/clipped"].item(),
         }
+
+
+def loss(settings: RL100, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """`-mean min(r A, clip(r, 1 -+ clip) A)` of one denoising step, [], and figures."""
+    policy, clip = acting.policy, float(given["clip"])
+    record = (given["states"], given["next_states"], given["step_index"])
+    again = replay(policy, acting.sampler, policy.encode(observation_of(given)), *record)
+    log_prob = _sums(again.log_prob, int(given["executed"]))[:, 0]
+    old = given["old_log_prob"].to(log_prob)
+    found = clipped_surrogate(log_prob, old, given["advantage"].to(log_prob), clip, clip)
+    return {
+        "loss": found.loss.mean(),
+        "kl/updates": approximate_kl(log_prob, old).mean(),
+        "ratio/clipped": found.clipped.float().mean(),
+    }
 
 
 @torch.no_grad()
@@ -211,7 +227,7 @@ def train(run: VLARun, settings: RL100) -> None:
         shown = demonstrated(config, policy, settings.critics.gamma)
         store.data = {} if shown is None else {"transitions": shown}
         store.ready = True
-    step = stepper(loop, settings)
+    step = stepper(run, settings, loss)
     for iteration in loop.iterations():
         if iteration < settings.rounds:
             row = offline_round(run, settings, store, critics, step, iteration)

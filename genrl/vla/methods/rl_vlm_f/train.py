@@ -19,6 +19,7 @@ from genrl.config.vla import VLAConfig
 from genrl.mdp import ddpm
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.surrogates import iql
+from genrl.runtime.recorded import Recorded
 from genrl.vla import setup
 from genrl.vla.methods.offline import (
     Critics,
@@ -29,6 +30,7 @@ from genrl.vla.methods.offline import (
     cloning_errors,
     frames_of,
     play,
+    recorded_chunks,
     stepper,
     successful,
     take,
@@ -49,6 +51,7 @@ from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
 from genrl.vla.policies.tiny_flow import TinyFlowVLA
+from genrl.vla.rollout.sampling import Acting
 from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, State, expert_chunk, render
 
@@ -198,7 +201,8 @@ def train(run: VLARun, settings: RLVLMF) -> None:
     advantage, temperature = store.data["advantage"], settings.temperature
     nothing = torch.zeros_like(advantage)
     weight = iql.advantage_weights(advantage, nothing, temperature=temperature, largest=LARGEST_WEIGHT)
-    alpha_bars, step = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20)), stepper(loop, settings)
+    alpha_bars = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20))
+    step = stepper(run, settings, loss)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
         figures = Figures()
@@ -207,12 +211,16 @@ def train(run: VLARun, settings: RLVLMF) -> None:
                 rng = generator(config.seed, "regression", loop.optimizer_steps)
                 index = torch.randint(len(advantage), (settings.batch_size,), generator=rng)
                 batch = take(data, index)
-                error = cloning_errors(policy, batch.observation, batch.action.to(device), alpha_bars, rng)
-                loss = (weight[index].to(device) * error).mean()
-                step(loss)
-                figures.add({"loss/policy": loss.item()})
+                actions, paid = batch.action.to(device), weight[index].to(device)
+                recorded = recorded_chunks(policy, batch.observation, actions, alpha_bars, rng, paid)
+                figures.add({"loss/policy": step(recorded)["loss"].item()})
                 loop.advance(1)
         loop.finish(store.data["figures"] | figures.means | {"lr": loop.lr})
+
+
+def loss(settings: RLVLMF, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """Advantage-weighted regression of the policy on chunks of the data, []."""
+    return {"loss": (given["weight"] * cloning_errors(acting.policy, given)).mean()}
 
 
 def _name(settings: Labels) -> str:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
-from genrl.vla.methods.imitation import imitation_loss
+from genrl.vla.methods.imitation import imitation_loss, recorded_frames
 from genrl.vla.methods.sft.settings import SFT
 from genrl.vla.policies.policy import ACTION
+from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
+
+
+def loss(settings: SFT, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """The part [] that these frames have in the mean loss of a batch."""
+    return {"loss": imitation_loss(acting.policy, given)}
 
 
 def train(run: VLARun, settings: SFT) -> None:
     """Optimiser steps on minibatches of frames, each a function of (seed, step) and shared out to the processes."""
     loop, policy, frames = run.loop, run.policy, run.frames
     process, processes = loop.process.accelerator.process_index, loop.process.accelerator.num_processes
+    acting = Acting(policy, None)
     alpha_bars = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 1))
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration * settings.batch_size)
@@ -27,9 +35,10 @@ def train(run: VLARun, settings: SFT) -> None:
                 rng = generator(run.config.seed, "imitation", loop.optimizer_steps)
                 index = torch.randint(len(frames[ACTION]), (settings.batch_size,), generator=rng)
                 mine = slice(process, None, processes)
-                loss = imitation_loss(policy, frames, index, rng, alpha_bars, mine)
-                loop.backward(settings, {"loss": loss}, Recorded(None, {"index": index}))
-                losses.append(float(loss.detach()))
+                recorded = recorded_frames(policy, frames, index, rng, alpha_bars, mine)
+                results = loss(settings, acting, recorded)
+                loop.backward(settings, results, recorded)
+                losses.append(float(results["loss"].detach()))
                 norms.append(loop.step(["policy"])["policy"])
                 loop.advance(settings.batch_size)
         total = sum(sum(own) for own in gather_object([losses]))
