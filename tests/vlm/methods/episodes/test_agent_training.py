@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from genrl.vlm.session import Estimated
 from torch import Tensor
 from typer.testing import CliRunner
 
