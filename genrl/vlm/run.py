@@ -56,6 +56,13 @@ class Estimated(NamedTuple):
     updates: list[Update]
 
 
+class Headed(NamedTuple):
+    """What a loss is called with where a method trains modules beside the policy."""
+
+    policy: Policy
+    heads: Mapping[str, nn.Module]
+
+
 @dataclass
 class AnswersRun:
     """One process of one run; `loop` is set once it is opened.

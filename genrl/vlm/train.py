@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,15 @@ from genrl.runtime.replay import Reopened
 from genrl.runtime.weights import Weights
 from genrl.vlm.engines.vllm import open_sampler
 from genrl.vlm.episodes import opening as episodes
-from genrl.vlm.episodes.run import EpisodesRun
+from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.rollout.synthesis import Synthesis
-from genrl.vlm.run import AnswersRun
+from genrl.vlm.run import AnswersRun, Headed
 
 MEMORY_HINT = "lower trainer.micro_batch, generation.max_new_tokens, or environment.parallel where there is one"
 
@@ -88,11 +90,10 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     questions = Questions(config, "train")
     recipe, heads = config.trainer.recipe(config), heads_of(config, policy)
     run = AnswersRun(process, config, recipe, policy, reference, average, opened, questions, heads)
-    model: Any = nn.ModuleDict({"policy": policy.model, **run.heads}) if run.heads else policy.model
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]
     groups += [{"params": list(head.parameters()), "name": name} for name, head in run.heads.items()]
     rates = {group["name"]: config.optimizer.lr for group in groups}
-    weights = Weights({name: p for name, p in model.named_parameters() if p.requires_grad})
+    weights = trained_weights(policy, run.heads)
     optimizer = adamw(groups, config.optimizer)
     run.loop = Loop(config, process, weights, optimizer, Schedule(config.optimizer, rates, config.iterations), run)
     if config.generation.engine == "vllm":
@@ -115,8 +116,18 @@ def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:
 def reopen(config: VLMConfig, device: str, iteration: int) -> Reopened:
     """The model as a run trains it."""
     policy = open_policy(config, device)
-    weights = Weights({name: p for name, p in policy.model.named_parameters() if p.requires_grad})
-    return Reopened(policy, weights, {"model": policy.model}, lambda info, tensors: None)
+    if config.trainer.acts:
+        actor = Actor(policy, episodes.critic_of(config, policy))
+        return Reopened(actor, trained_weights(policy, {}), {"model": policy.model}, Asked.from_dump)
+    heads = heads_of(config, policy)
+    judged = Headed(policy, heads) if heads else policy
+    return Reopened(judged, trained_weights(policy, heads), {"model": policy.model}, Asked.from_dump)
+
+
+def trained_weights(policy: Policy, heads: Mapping[str, nn.Module]) -> Weights:
+    """The parameters that are trained, of the model and of what is trained beside it."""
+    model: Any = nn.ModuleDict({"policy": policy.model, **heads}) if heads else policy.model
+    return Weights({name: p for name, p in model.named_parameters() if p.requires_grad})
 
 
 KIND = frame.Kind("answers", check_processes, prepare, open_run, reopen, MEMORY_HINT)

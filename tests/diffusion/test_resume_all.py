@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from diffusers import DiffusionPipeline
+from genrl.diffusion.session import Session
 
 import genrl.diffusion.train as train_module
 from genrl.config import Config, Model, load
-from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run

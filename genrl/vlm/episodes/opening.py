@@ -47,6 +47,15 @@ def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
     return policy
 
 
+def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
+    """The value function, where the method has one."""
+    method = cast(Episodes, config.trainer)
+    if not method.with_critic:
+        return None
+    width = policy.model.config.get_text_config().hidden_size
+    return ValueHead(width, (method.critic or Critic()).hidden, config.seed).to(policy.device)
+
+
 def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> EpisodesRun:
     """What one process trains with: environments, reference, critic, optimiser, log; `stack` closes them."""
     method, settings, device = cast(Episodes, config.trainer), settings_of(config), process.accelerator.device
@@ -56,13 +65,10 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
         reference.model.requires_grad_(False)
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]
     rates = {"policy": config.optimizer.lr}
-    critic = None
-    if method.with_critic:
-        own = method.critic or Critic()
-        width = policy.model.config.get_text_config().hidden_size
-        critic = ValueHead(width, own.hidden, config.seed).to(device)
+    critic = critic_of(config, policy)
+    if critic is not None:
         groups.append({"params": list(critic.parameters()), "name": "critic"})
-        rates["critic"] = own.lr
+        rates["critic"] = (method.critic or Critic()).lr
     tables = []
     for _ in range(2):  # of training, whose episodes go on, and of evaluation
         host = open_host(settings)

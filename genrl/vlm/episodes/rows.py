@@ -34,16 +34,26 @@ class Rows:
         """int64: the turns of some rows, ascending."""
         return torch.isin(self.row, rows).nonzero()[:, 0]
 
-    def laid(self, values: Tensor, rows: Tensor | None = None, turns: Tensor | None = None) -> Tensor:
-        """[N, T] as rows [R, L], 0 at their padding; or of some turns [n, T] as the rows that they are all of."""
+    def places(self, rows: Tensor | None = None, turns: Tensor | None = None) -> Tensor:
+        """int64 [R, L]: where the tokens of rows are in flattened [N, T], -1 at their padding; or in [n, T] of some
+        turns, which are all of these rows'."""
         width = self.mask.shape[1]
         place = self.place if rows is None else self.place[rows]
-        where = place
-        if turns is not None:
-            at = torch.full((len(self.prompts),), -1)
-            at[turns] = torch.arange(len(turns))
-            where = at[place.clamp(min=0) // width] * width + place.clamp(min=0) % width
-        return torch.where(place >= 0, values.flatten()[where.clamp(min=0)], torch.zeros((), dtype=values.dtype))
+        if turns is None:
+            return place
+        at = torch.full((len(self.prompts),), -1)
+        at[turns] = torch.arange(len(turns))
+        where = at[place.clamp(min=0) // width] * width + place.clamp(min=0) % width
+        return torch.where(place >= 0, where, -1)
+
+    def laid(self, values: Tensor) -> Tensor:
+        """[N, T] as rows [R, L], 0 at their padding."""
+        return laid(values, self.place)
+
+
+def laid(values: Tensor, places: Tensor) -> Tensor:
+    """Values of turns [n, T] as rows [R, L] by their places (`Rows.places`), 0 at padding."""
+    return torch.where(places >= 0, values.flatten()[places.clamp(min=0)], torch.zeros((), dtype=values.dtype))
 
 
 def rows_of(decisions: Sequence[Sequence[Decision]]) -> Rows:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -46,6 +46,13 @@ class Acted:
     totals: Tensor | None = None
 
 
+class Actor(NamedTuple):
+    """What a loss is called with: the policy, and the critic where there is one."""
+
+    policy: Policy
+    critic: ValueHead | None
+
+
 @dataclass
 class EpisodesRun:
     """One process of one run; `loop` is set once it is opened.
@@ -66,6 +73,11 @@ class EpisodesRun:
     begun: dict[int, int] = field(default_factory=dict)
     """With a critic: how many episodes each of this process's slots has begun."""
     loop: Loop = field(init=False, repr=False)
+
+    @property
+    def actor(self) -> Actor:
+        """What the loss is called with."""
+        return Actor(self.policy, self.critic)
 
     @property
     def settings(self) -> Episodes:

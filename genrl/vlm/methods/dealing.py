@@ -34,6 +34,10 @@ class Update(NamedTuple):
     tokens: int
     groups: int
 
+    def part(self, batch: TokenBatch, rows: Tensor) -> TokenBatch:
+        """Some rows of a batch, with the totals of this update."""
+        return replace(batch.select(rows), rows=self.rows, tokens=self.tokens, groups=self.groups)
+
 
 def dealt(
     mask: Tensor,

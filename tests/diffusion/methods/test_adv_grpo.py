@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from genrl.diffusion.session import Session
 from PIL import Image
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from genrl.diffusion.methods.adv_grpo.settings import Adversary, AdvGRPO
 from genrl.diffusion.methods.adv_grpo.train import Pairs, load_trained, trainable_of, turns
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.rollout.scoring import open_scorers
-from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from genrl.diffusion.replay import replay
 from torch import Tensor
 
 from genrl.config import Config, ConfigError, load
@@ -26,7 +27,6 @@ from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.policy.weights import trainable
-from genrl.diffusion.replay import replay
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
 from genrl.mdp.kernels import flow_sde

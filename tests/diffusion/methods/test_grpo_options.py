@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from genrl.diffusion.replay import replay
+from genrl.diffusion.session import Session
 from torch import Tensor
 
 from genrl.config import ConfigError, load
@@ -17,8 +19,6 @@ from genrl.diffusion.methods.estimation import advantages_of
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
-from genrl.diffusion.replay import replay
-from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.aggregation import log_tame_advantages
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from genrl.diffusion.session import Session
 from PIL import Image
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from genrl.diffusion.methods.prompt_rl.settings import Rewriter as Rewritten
 from genrl.diffusion.methods.prompt_rl.train import compared, judged, learn_to_write
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.sample import load, sample
-from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
 from genrl.runtime.run import Run, read_metrics

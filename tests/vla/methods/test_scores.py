@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from genrl.vla.session import Session, check_on_policy
 from torch import Tensor, nn
 
 from genrl.mdp import ddpm
@@ -19,7 +20,6 @@ from genrl.vla.methods.scores import Decisions, actor_loss, at_level, decisions,
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Diffusion, LearnedNoise, Sampler
-from genrl.vla.session import Session, check_on_policy
 from tests.vla import vla_runs
 
 SAMPLERS: dict[str, dict[str, Any]] = {

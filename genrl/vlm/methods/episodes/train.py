@@ -8,10 +8,13 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from genrl.vlm.episodes.rows import replay
-from genrl.vlm.episodes.run import Acted, EpisodesRun
-from genrl.vlm.methods.answers.train import update
+from genrl.runtime.recorded import Recorded
+from genrl.vlm.episodes.rows import laid
+from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
+from genrl.vlm.methods.dealing import Update
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
+from genrl.vlm.methods.updates import recipe_loss, update
+from genrl.vlm.rollout.recorded import Asked, token_tensors
 from genrl.vlm.run import Estimated
 
 
@@ -44,30 +47,45 @@ def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
     if run.critic is not None and loop.iteration < warmup:
         groups = ["critic"]
 
-    def scored(some: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def recorded(one: Update, some: Tensor) -> Recorded:
         turns = rows.of(some)
-        # the same operations as for `old` give the same bits
-        now = replay(
-            run.policy,
-            rows,
-            turns,
-            run.config.generation.temperature,
-            entropy="entropy" in run.preset.reads,
-        )
-        extra = {} if now.entropy is None else {"policy_entropy": rows.laid(now.entropy.cpu(), some, turns)}
-        if run.critic is not None:
-            values = run.critic(now.states).cpu()  # a row is a turn
-            extra["value"] = values if ready.batch.extra["returns"].dim() == 2 else values[:, 0]
-        return rows.laid(now.log_prob.cpu(), some, turns), extra
+        prompts = [rows.prompts[turn] for turn in turns.tolist()]
+        asked = Asked(prompts, torch.arange(len(turns)), run.config.generation.temperature, run.preset)
+        tensors = token_tensors(one.part(ready.batch, some)) | {"places": rows.places(some, turns)}
+        return Recorded(asked, tensors | {"answers": rows.tokens[turns], "answered": rows.mask[turns]})
 
     figures: dict[str, list[float]] = defaultdict(list)
     dtype: torch.dtype = run.policy.model.dtype
     loop.phase("training", settings.epochs * len(rows.place))
     with loop.timed("train"):
         for one in [one for _ in range(settings.epochs) for one in ready.updates]:
-            found = update(loop, run.preset, ready.batch, one, scored, dtype=dtype, settings=settings, groups=groups)
+            found = update(loop, settings, run.actor, one, recorded, loss, dtype=dtype, groups=groups)
             for name, value in found.items():
                 figures[name].append(value)
             if kl_stop is not None and found["ratio/drift"] > kl_stop:
                 break
     return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+def loss(settings: Episodes, actor: Actor, given: Recorded) -> dict[str, Tensor]:
+    """This micro-batch's part of the update's loss, [], its log-probabilities [b, L], and what `policy_loss` measures.
+
+    Every turn has a prompt of its own.
+    """
+    asked: Asked = given.batch
+    assert asked.preset is not None, "a method of this folder has one"
+    places = given["places"].cpu()
+    now = actor.policy.log_probs(  # the same operations as for `old` give the same bits
+        asked.prompts,
+        given["answers"],
+        given["answered"],
+        group=asked.group,
+        temperature=asked.temperature,
+        entropy="entropy" in asked.preset.reads,
+        share_prefix=False,
+    )
+    extra = {} if now.entropy is None else {"policy_entropy": laid(now.entropy.cpu(), places)}
+    if actor.critic is not None:
+        values = actor.critic(now.states).cpu()  # a row is a turn
+        extra["value"] = values if given["extra/returns"].dim() == 2 else values[:, 0]
+    return recipe_loss(asked.preset, laid(now.log_prob.cpu(), places), extra, given)

@@ -25,8 +25,9 @@ from genrl.vlm.methods.dealing import dealt
 from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.policies.codes import CODE, CodePolicy
 from genrl.vlm.policies.policy import Encoded
+from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import Answers, totals
-from genrl.vlm.run import AnswersRun, check_gap
+from genrl.vlm.run import AnswersRun, Headed, check_gap
 
 
 class Baseline(nn.Module):
@@ -54,20 +55,15 @@ def train(run: AnswersRun, settings: MusicRL) -> None:
     """All iterations that are left."""
     for _ in run.loop.iterations():
         answers, row = run.draw()
-        row |= learn(run, cast(Baseline, run.heads["baseline"]), answers)
+        row |= learn(run, settings, answers)
         row["lr"] = run.loop.lr
         run.loop.finish(row)
 
 
-def settings_of(run: AnswersRun) -> MusicRL:
-    """The section `trainer`, which is this method's."""
-    return cast(MusicRL, run.config.trainer)
-
-
-def learn(run: AnswersRun, baseline: Baseline, answers: Answers) -> dict[str, float]:
+def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, float]:
     """The optimiser step of an iteration, and what it measured over the pieces of all processes."""
-    loop, config, settings = run.loop, run.config, settings_of(run)
-    alpha = settings.alpha
+    loop, config, alpha = run.loop, run.config, settings.alpha
+    headed = Headed(run.policy, run.heads)
     policy: Any = run.policy
     reward = totals(config, answers.scores).float()
     size, micro = config.generation.group_size, settings.micro_batch
@@ -76,25 +72,24 @@ def learn(run: AnswersRun, baseline: Baseline, answers: Answers) -> dict[str, fl
     loop.phase("training", len(answers.texts))
     with loop.timed("train"):
         for k in range(update.passes):
-            loss, evidence = torch.zeros(()), {}
+            results, given = {"loss": torch.zeros(())}, Recorded(None, {})
             rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
             rows = rows[~reward[rows].isnan()]
             if len(rows):
-                own, gap = scored(run, baseline, answers, rows, reward[rows])
                 share = len(rows) / update.rows
-                loss = share * (own.loss + own.value_loss)
-                evidence = {"reward": reward[rows]}
+                given = recorded(run, answers, rows, reward[rows], share)
+                results = loss(settings, headed, given)
                 figures = {
-                    "loss": loss / share,
-                    "loss/policy": -(1 - alpha) * own.policy,
-                    "loss/kl": alpha * own.kl,
-                    "kl": own.kl / policy.codec.length,
-                    "loss/value": own.value_loss,
-                    "sampler/gap_mean": gap,
+                    "loss": results["loss"] / share,
+                    "loss/policy": -(1 - alpha) * results["policy"],
+                    "loss/kl": alpha * results["kl"],
+                    "kl": results["kl"] / policy.codec.length,
+                    "loss/value": results["value_loss"],
+                    "sampler/gap_mean": results["gap"],
                 }
                 for name, value in figures.items():
                     sums[name] += share * float(value.detach())
-            loop.backward(config.trainer, {"loss": loss}, Recorded(None, evidence))
+            loop.backward(settings, results, given)
             loop.advance(len(update.parts[k]) if k < len(update.parts) else 0)
         every = gather_object([dict(sums)])
         found = {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for o in every for n in o)}
@@ -104,30 +99,43 @@ def learn(run: AnswersRun, baseline: Baseline, answers: Answers) -> dict[str, fl
     return found | {"grad_norm": norms["policy"], "grad_norm/baseline": norms["baseline"]}
 
 
-def scored(run: AnswersRun, baseline: Baseline, answers: Answers, rows: Tensor, reward: Tensor) -> tuple[Any, Tensor]:
-    """(loss and its parts, mean difference of the sampler's log-probabilities) of some pieces."""
+def recorded(run: AnswersRun, answers: Answers, rows: Tensor, reward: Tensor, share: float) -> Recorded:
+    """All that the loss of some pieces reads; share: theirs in the update."""
     policy: Any = run.policy
-    assert run.reference is not None, "open_session makes one for this method"
-    prompts = [answers.prompts[number] for number in answers.group[rows].tolist()]
-    tokens, temperature = answers.tokens[rows].to(policy.device), run.config.generation.temperature
-    log_rows = code_rows(policy, prompts, tokens, temperature)
+    assert run.reference is not None, "opened for a method that reads it"
+    asked = Asked(answers.prompts, answers.group[rows], run.config.generation.temperature)
+    prompts = [answers.prompts[number] for number in asked.group.tolist()]
+    tokens = answers.tokens[rows].to(policy.device)
     with torch.no_grad():
-        ref_rows = code_rows(run.reference, prompts, tokens, temperature)
+        ref_rows = code_rows(run.reference, prompts, tokens, asked.temperature)
+    tensors = {"answers": tokens, "ref_rows": ref_rows, "reward": reward, "sampler": answers.sampler_log_prob[rows]}
+    return Recorded(asked, tensors | {"share": torch.tensor(share, dtype=torch.float64)})
+
+
+def loss(settings: MusicRL, headed: Headed, given: Recorded) -> dict[str, Tensor]:
+    """Share of the update's loss, [], its parts, and the mean difference of the sampler's log-probabilities."""
+    policy: Any = headed.policy
+    asked: Asked = given.batch
+    prompts = [asked.prompts[number] for number in asked.group.tolist()]
+    tokens = given["answers"].to(policy.device)
+    log_rows = code_rows(policy, prompts, tokens, asked.temperature)
     places = (policy.kinds(tokens)[0] == CODE).nonzero(as_tuple=True)
+    baseline = cast(Baseline, headed.heads["baseline"])
     values = baseline(policy.states(prompts, tokens, baseline.body)[places]).view(log_rows.shape[:2])
     codes = policy.things(tokens)[:, -1]
     found = music_rl_loss(
         log_rows,
-        ref_rows,
+        given["ref_rows"],
         codes,
-        reward.to(policy.device),
+        given["reward"].to(policy.device),
         values,
         torch.ones_like(codes),
-        alpha=settings_of(run).alpha,
+        alpha=settings.alpha,
     )
-    sampler = answers.sampler_log_prob[rows].to(policy.device)[places].view(codes.shape)
+    sampler = given["sampler"].to(policy.device)[places].view(codes.shape)
     gap = (log_rows.detach().gather(-1, codes[..., None])[..., 0] - sampler).abs().mean()
-    return found, gap
+    whole = float(given["share"]) * (found.loss + found.value_loss)
+    return {"loss": whole, "policy": found.policy, "kl": found.kl, "value_loss": found.value_loss, "gap": gap}
 
 
 def code_rows(policy: Any, prompts: Sequence[Encoded], tokens: Tensor, temperature: float) -> Tensor:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from genrl.objectives.tokens.token_credit import token_gae
-from genrl.vlm.methods.dealing import padded
 from genrl.vlm.episodes.critic import ValueHead, credit_of_steps, credit_of_tokens
 from genrl.vlm.episodes.episodes import Decision
 from genrl.vlm.episodes.rows import Rows, rows_of
+from genrl.vlm.methods.dealing import padded
 
 CONSTANTS = {"gamma": 0.9, "lam": 0.8}
 

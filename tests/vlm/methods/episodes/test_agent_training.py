@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from genrl.vlm.session import Estimated
 from torch import Tensor
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
 from genrl.vlm.environments.hosts import Outcome, Say
-from genrl.vlm.methods.episodes import episodes
 from genrl.vlm.episodes.rows import Rows
 from genrl.vlm.episodes.run import Acted, Session
+from genrl.vlm.methods.episodes import episodes
 from genrl.vlm.methods.episodes.train import learn
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.session import Estimated
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows, start_ranks, wait
 from tests.vlm import vlm_ranks
