@@ -63,9 +63,10 @@ def _totals(config: Config, cost: Plan, independent: float) -> Iterator[str]:
         f"model calls in sampling: {number(cost.sample_calls)}, {cost.sample_calls / cost.images:.2f} per image; "
         f"independent rollouts: {number(independent)}, ratio {cost.sample_calls / independent:.3f}"
     )
+    which = "of those in sampling" if config.trainer.keeps_graphs else "of them"
     yield (
         f"model calls in training: {number(cost.train_calls)}, {cost.train_calls / cost.images:.2f} per image; "
-        f"{number(cost.backward_calls)} {'of those in sampling' if config.trainer.keeps_graphs else 'of them'} with gradient"
+        f"{number(cost.backward_calls)} {which} with gradient"
     )
     if cost.guidance > 1:
         yield "a step with guidance counts as two calls"

@@ -54,6 +54,7 @@ def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
     """Print the accuracy of a model (a run's newest, or a folder's) on held-out questions, with its interval."""
     from genrl.runtime.progress import Progress
     from genrl.vlm.evaluate import figures, judge, shows_pictures
+    from genrl.vlm.policies.contract import SequencePolicy
     from genrl.vlm.policies.folder import load_trained, open_policy
     from genrl.vlm.rollout import artefacts
     from genrl.vlm.rollout.data import Questions
@@ -67,11 +68,14 @@ def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
     policy = load_trained(config, model, device=device) if is_run else open_policy(config, device, str(model))
     asked = Questions(config, "eval")
     rewards = open_rewards(config)
-    blind = config.evaluation.blind and config.vlm.output == "text" and shows_pictures(asked)
+    blind = config.evaluation.blind and shows_pictures(asked) and not isinstance(policy, SequencePolicy)
     with Progress(1, unit="answers") as progress:
         progress.phase("evaluating", len(asked) * (1 + blind))
-        ask = judge if config.vlm.output == "text" else artefacts.judge
-        judged = ask(policy, config, rewards, asked, range(len(asked)), advance=progress.advance)
+        numbers = range(len(asked))
+        if isinstance(policy, SequencePolicy):
+            judged = artefacts.judge(policy, config, rewards, asked, numbers, advance=progress.advance)
+        else:
+            judged = judge(policy, config, rewards, asked, numbers, advance=progress.advance)
         scores = figures(config, judged)
         if blind:
             unseen = judge(policy, config, rewards, asked, range(len(asked)), blind=True, advance=progress.advance)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from genrl.config.errors import dotted
 from genrl.config.method import Method, built_in, installed, outside
 from genrl.config.yaml_source import KeyPath
 
@@ -151,7 +152,7 @@ def node_at(path: KeyPath, data: Any) -> Schema | None:
         if node is None:
             return None
         if part == (tag := tag_of(node)):
-            return {"enum": tag_values(node), "description": f"Which {path[depth - 1]}.", "tag": tag}
+            return {"enum": tag_values(node), "description": f"Which of {dotted(path[:depth])}.", "tag": tag}
         node = next((child for branch in branches(node, value) if (child := _child(branch, part)) is not None), None)
         value = value_at((part,), value)
     return node

@@ -55,34 +55,51 @@ def markdown() -> str:
 
 
 def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[type[BaseModel], str]) -> None:
-    """A heading, the section's meaning, a table of its own keys, then its subsections, but for those that are `known`
-    from an earlier heading."""
+    """A heading, the section's meaning, a table of its own keys, then its subsections. known: where the sections stand
+    that are on the page; they are not written again."""
     known[section] = name
     if name:
         lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split())]
     lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     below: list[tuple[type[BaseModel], str]] = []
+    functions: list[tuple[str, list[type[BaseModel]]]] = []
     for key, field in section.model_fields.items():
-        inner = _models(field.annotation)
+        models = _models(field.annotation)
+        inner = [model for model in models if model not in known]
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
         meaning = " ".join((field.description or "").replace("|", "/").split())  # a row of a table is a line
-        names = [
-            known[model] if len(inner) == 1 else known[model].rpartition(" (")[0] for model in inner if model in known
-        ]
-        told = ", ".join(dict.fromkeys(f"`{name}`" for name in names))
-        kind = _type(field.annotation) + (f" as in {told}" if told else "")
-        lines.append(f"| `{key}` | {kind} | {default} | {meaning} |")
+        meaning += "".join(f" As `{known[model]}`." for model in models[:1] if model in known)
+        lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |")
         prefix = f"{name}.{key}" if name else key
-        below += [(m, f"{prefix} ({_kind(m)})" if len(inner) > 1 else prefix) for m in inner]
+        if len(inner) > 1 and all("name" in model.model_fields for model in inner):
+            functions += [(prefix, inner)]
+            known |= dict.fromkeys(inner, prefix)
+        else:
+            below += [(m, f"{prefix} ({_kind(m)})" if len(inner) > 1 else prefix) for m in inner]
+    for prefix, models in functions:
+        _functions(models, prefix, lines)
     for model, prefix in below:
         if model not in known:
             _section(model, prefix, lines, known)
 
 
+def _functions(models: list[type[BaseModel]], name: str, lines: list[str]) -> None:
+    """A heading, and a table of functions by name with their constants."""
+    lines += ["", f"## {name}", "", "| name | meaning | constants |", "| --- | --- | --- |"]
+    for model in models:
+        constants = [
+            f"`{key}` {'required' if field.is_required() else f'`{_shown(field.default)}`'}: {field.description}"
+            for key, field in model.model_fields.items()
+            if key != "name"
+        ]
+        cells = [f"`{_kind(model)}`", model.__doc__ or "", " ".join(constants)]
+        lines.append("| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |")
+
+
 def _kind(section: type[BaseModel]) -> str:
     """What tells a section from the others that may stand in its place."""
     fields = section.model_fields
-    return str(get_args(next(fields[key].annotation for key in ("algorithm", "kind", "name") if key in fields))[0])
+    return str(next(fields[key].default for key in ("algorithm", "kind", "name") if key in fields))
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -59,21 +59,9 @@ SIMULATION = {
         "How far an iteration moves the policy. `trainer.kl_stop` ends its updates.",
         "nats",
     ),
-    "critic/explained_variance": MetricDoc(
-        "1 - var(return - value) / var(return) over the decisions that are trained on",
-        "0.6 to 0.9 from states, 0.1 to 0.3 from pictures. Below 0: lower or raise critic_lr, warm it up longer.",
-    ),
-    "loss/value": MetricDoc(
-        "mean of the critic's loss (half a squared error, or its clipped or Huber form)",
-        "Falls, and rises again where the policy gets into new situations.",
-    ),
     "grad_norm/policy": MetricDoc(
         "L2 norm of the policy's gradient before clipping to max_grad_norm; mean over updates",
         "As `grad_norm`.",
-    ),
-    "grad_norm/critic": MetricDoc(
-        "L2 norm of the critic's gradient before clipping to max_grad_norm; mean over updates",
-        "Large while returns are new to it.",
     ),
     "entropy": MetricDoc(
         "mean entropy of a number of an action under a learned noise, at each denoising step",
@@ -116,19 +104,6 @@ OFFLINE = {
         "What the behaviour could do that the policy learns from.",
         "share 0..1",
     ),
-    "data/cost_mean": MetricDoc(
-        "mean over episodes of the data of their cost (FISOR)",
-        "What cloning them costs, about.",
-        "the environment's own",
-    ),
-    "data/transitions": MetricDoc(
-        "decisions in the data set so far (RL-100)", "Grows by what every round collects.", "decisions"
-    ),
-    "data/advantage_gap": MetricDoc(
-        "mean advantage of the data's actions in episodes that succeeded minus that in the others (RL-VLM-F)",
-        "Positive: learned rewards and critics tell them apart, though nobody told them of success.",
-        "",
-    ),
     "critic/q_loss": MetricDoc(
         "mean over updates of (Q - target)^2, both copies (FISOR: of rewards)",
         "Falls to the spread of what follows an action.",
@@ -142,94 +117,7 @@ OFFLINE = {
     "critic/value": MetricDoc(
         "mean of V over the last batches", "Below 1 where the reward is 1 at success.", "returns"
     ),
-    "critic/v_loss": MetricDoc("FISOR's expectile loss of V_r; mean over updates", "As `critic/value_loss`.", ""),
-    "critic/v_h_loss": MetricDoc(
-        "FISOR's reversed expectile loss of V_h; mean over updates", "Falls slowly: violations are rare and large.", ""
-    ),
-    "critic/q_h_loss": MetricDoc(
-        "(Q_h - reachability target)^2, both copies; mean over updates", "As `critic/v_h_loss`.", ""
-    ),
-    "dynamics/loss": MetricDoc(
-        "squared error of the change in units of its spread, plus the cross-entropy of an end; last 50 steps",
-        "Near 1: the model knows nothing, and the gate is blind.",
-        "",
-    ),
-    "gate/accepted": MetricDoc(
-        "candidates of the round that offline evaluation admitted: the trust region moved to them",
-        "0: nothing the round did is kept.",
-        "candidates",
-    ),
-    "gate/refused": MetricDoc(
-        "candidates of the round that it refused",
-        "Many: lower the learning rate, or the critics are exhausted.",
-        "candidates",
-    ),
-    "gate/value": MetricDoc(
-        "mean imagined Q of the policy that the round ends with",
-        "Comparable within a round only: the critics change.",
-        "returns",
-    ),
-    "gate/gain": MetricDoc(
-        "`gate/value` minus that of the policy the round began with",
-        "If it rises while `eval/success_mean` falls, the policy exploits the critics.",
-        "returns",
-    ),
     "loss/imitation": MetricDoc(
         "mean matching loss of the imitation that ends a round (RL-100) or comes first (DiWA)", "As any imitation.", ""
     ),
-    "distil/error": MetricDoc(
-        "mean square of the one-step copy's chunk minus the teacher's from the same noise; last 50 steps",
-        "Small beside 1, the spread of noise.",
-        "squared policy units",
-    ),
-    "distil/success_mean": MetricDoc(
-        "success of the one-step copy on the evaluation's episodes",
-        "Compare with `eval/success_mean` of the same iteration.",
-        "share 0..1",
-    ),
-    "world/reconstruction": MetricDoc(
-        "half the squared error of an observation decoded from its latent, summed over normalised numbers",
-        "Below 0.01: latents hold what was seen.",
-        "",
-    ),
-    "world/kl": MetricDoc(
-        "KL(posterior || prior) of a step, summed over z", "What the model could not foresee.", "nats"
-    ),
-    "classifier/loss": MetricDoc(
-        "cross-entropy plus the weighted contrastive loss; mean over updates", "Falls early.", ""
-    ),
-    "classifier/accuracy": MetricDoc(
-        "share of its training examples that the reward classifier gets right; mean over updates",
-        "Below about 0.95: dreams pay for the wrong things.",
-        "share 0..1",
-    ),
-    "labels/pairs": MetricDoc("pairs that were asked about, dropped ones included", "The cost of labelling.", "pairs"),
-    "labels/asked": MetricDoc(
-        "of these, how many the judge was asked; the cache knew the others",
-        "0 in a run that repeats another one.",
-        "pairs",
-    ),
-    "labels/dropped": MetricDoc(
-        "share of pairs without a preference (-1)",
-        "High: raise the difference between frames, or lower the margin.",
-        "share 0..1",
-    ),
-    "labels/loss": MetricDoc(
-        "Bradley-Terry loss of the reward networks; mean over the last round", "Below ln 2.", "nats"
-    ),
-    "labels/accuracy": MetricDoc(
-        "share of training pairs that the reward networks order as the judge does; last round",
-        "Near 1 with a consistent judge.",
-        "share 0..1",
-    ),
-    "eval/cost_mean": MetricDoc(
-        "mean over the evaluation's episodes of their cost: decisions with an action that ended in a hazard",
-        "FISOR: to be at most `trainer.cost_limit`.",
-        "the environment's own",
-    ),
-    "eval/violating": MetricDoc(
-        "share of the evaluation's episodes with any cost", "As `eval/cost_mean`.", "share 0..1"
-    ),
-    "eval/within_limit": MetricDoc("1 where `eval/cost_mean` <= `trainer.cost_limit`", "1.", "0 or 1"),
-    "timing/critics_s": MetricDoc("seconds of learning critics and model", "Offline learning.", "s", False),
 }

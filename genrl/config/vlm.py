@@ -16,12 +16,8 @@ from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimiz
 from genrl.config.unions import AnyOf
 from genrl.config.vlm_agents import Environment
 from genrl.config.vlm_method import VLMMethod, completed, default_method
+from genrl.config.vlm_names import OUTPUTS, TASKS
 from genrl.config.vlm_rules import refuse_impossible
-
-TaskName = Literal[
-    "count", "colour", "shapes", "jigsaw", "jigsaw_pair", "box", "point", "quality", "better", "series", "key_frames",
-    "what", "scenes", "sums", "captions", "bodies", "tunes",
-]  # fmt: skip
 
 if TYPE_CHECKING:
     Trainer = VLMMethod
@@ -46,9 +42,10 @@ class VLM(Section):
     path: Text
     """Folder or hub id of a transformers image-text-to-text model with its processor; for other outputs as
     docs/sequence_policies.md says."""
-    output: Literal["text", "image", "masked_text", "voxels", "audio"] = "text"
-    """What it answers: text about pictures; a picture by tokens (Janus); text, as a masked diffusion model; a shape or
-    music, by the codes of a causal language model with a codec."""
+    output: Annotated[Text, Field(examples=sorted(OUTPUTS.built_in))] = "text"
+    """What it answers: text about pictures; image, by tokens (Janus); masked_text, as a masked diffusion model; voxels
+    or audio, by the codes of a causal language model with a codec; or a policy of your own, path/file.py:Name
+    (genrl/vlm/policies/contract.py says what it is)."""
     lora: VLMLoRA | None = None
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -56,6 +53,11 @@ class VLM(Section):
     prefix_attention: Literal["auto", "sdpa", "flex", "triton"] | None = None
     """Back-end by which answers attend to one copy of their prompt's keys in training (docs/kernels.md), text only;
     null = a copy per answer, in the model's own attention."""
+
+    @property
+    def makes(self) -> str | None:
+        """What it is known to answer that is no text about a picture; None = that, or what an outside policy does."""
+        return self.output if self.output in OUTPUTS.built_in and self.output != "text" else None
 
 
 class Curriculum(Section):
@@ -72,8 +74,9 @@ class Curriculum(Section):
 class Task(Section):
     """The questions: a generated task, or data."""
 
-    name: TaskName | None = None
-    """A task that needs no download (`genrl.vlm.tasks`); null = `train`."""
+    name: Annotated[Text, Field(examples=sorted(TASKS.built_in))] | None = None
+    """A task that needs no download (docs/vlm_tasks.md), or one of your own, path/file.py:Name (genrl/vlm/tasks says
+    what it is); null = `train`."""
     rows: Count = 4096
     """Training questions of a generated task."""
     train: Text | None = None

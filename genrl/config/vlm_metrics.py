@@ -31,15 +31,15 @@ LANGUAGE = {
         "share 0..1",
     ),
     "rollout/rounds": MetricDoc(
-        "rounds of drawing in the iteration (`trainer.resample`)", "Grows as more groups are without spread.", "rounds"
+        "rounds of sampling in the iteration (`trainer.resample`)", "Grows as more groups are without spread.", "rounds"
     ),
     "rollout/kept": MetricDoc(
-        "groups that are trained on / groups that were drawn",
+        "groups that are trained on / groups that were sampled",
         "Falls to 0 as all answers become right: there is nothing left to learn.",
         "share 0..1",
     ),
     "synthesis/drawn": MetricDoc(
-        "descriptions that passed the check and were drawn / descriptions, of those that became due",
+        "descriptions that passed the check and were rendered / descriptions, of those that became due",
         "The rest are worth 0. Falls: the model writes what the check cannot read.",
         "share 0..1",
     ),
@@ -53,91 +53,7 @@ LANGUAGE = {
         "About 1e-7 in float32, 1e-3 in bfloat16. More: the two see different inputs.",
         "nats",
     ),
-    "sampler/gap_max": MetricDoc("its largest value", "As `sampler/gap_mean`.", "nats"),
-    "sampler/gap_k3": MetricDoc(
-        "mean over tokens of exp(d) - d - 1, d = log-prob of the trainer - log-prob of the sampler: estimates the KL "
-        "from the sampler's distribution to the trainer's",
-        "Beside `kl` and the clip range: how far off the policy that drew is.",
-        "nats",
-    ),
-    "sampler/corrected": MetricDoc(
-        "tokens whose importance weight the limits of `engine_mismatch` changed / tokens",
-        "Near 0. High: sampler and trainer differ too much for the correction; find out why.",
-        "share 0..1",
-    ),
-    "entropy/sampled": MetricDoc(
-        "mean of -log-prob over the tokens of the answers; mean over updates",
-        "How much is still tried out. Below 0.05 while answers are wrong: lower the learning rate.",
-        "nats",
-    ),
-    "entropy/policy": MetricDoc(
-        "mean entropy of the distributions that the tokens of the answers were drawn from; mean over updates",
-        "As `entropy/sampled`, without its noise.",
-        "nats",
-    ),
-    "ratio/drift": MetricDoc(
-        "mean of (log-prob when sampled - log-prob now) over the tokens, before each update; mean over updates",
-        "Estimates how far the updates of an iteration have moved (KL of old to new). POAD stops at 0.02.",
-        "nats",
-    ),
-    "ratio/max": MetricDoc(
-        "largest ratio of a token (or answer); mean over updates",
-        "1 in the first update. Far above the clip range: fewer updates per iteration, or a lower rate.",
-    ),
-    "loss/kl": MetricDoc("the KL term of `loss`, weight included; mean over updates", "As `kl`."),
-    "loss/entropy_penalty": MetricDoc(
-        "the entropy term of `loss`, weight included", "VPPO: falls as `entropy/sampled`."
-    ),
-    "loss/entropy_bonus": MetricDoc("the bonus for entropy in `loss`, weight included", "POAD: as -`entropy/policy`."),
-    "loss/entropy_band": MetricDoc("the entropy band of `loss`, weight included", "0 inside of the band."),
-    "loss/perception": MetricDoc(
-        "the perception term of `loss`, weights included (Q-Hawkeye)",
-        "Falls as answers depend on the picture's quality.",
-    ),
     "tokens_per_s": MetricDoc(
-        "tokens of the answers / seconds of drawing and scoring them", "Speed.", "tokens/s", False
-    ),
-    "grad_norm/baseline": MetricDoc(
-        "norm of the gradient of MusicRL's value function, before clipping", "As `grad_norm`."
-    ),
-    "timing/estimate_s": MetricDoc(
-        "seconds of the forward passes before an update: old, reference and further log-probabilities",
-        "About a third of `timing/train_s` for each.",
-        "s",
-        False,
-    ),
-}
-
-AGENTS = {
-    "rollout/invalid": MetricDoc(
-        "answers that say nothing the environment can do / answers",
-        "Falls first. Not near 0: the model has not learnt the form; show it by examples, or supervised.",
-        "share 0..1",
-    ),
-    "rollout/episodes": MetricDoc(
-        "episodes that ended in the iteration, over all processes",
-        "What `rollout/success`, `return_mean` and `length_mean` are of.",
-        "episodes",
-    ),
-    "rollout/too_long": MetricDoc(
-        "those of `rollout/episodes` that were cut because the model has no positions left for a further answer",
-        "0. Else fewer turns (`environment.max_steps`), smaller pictures, or a model of more positions.",
-        "episodes",
-    ),
-    "eval/dropped": MetricDoc(
-        "episodes of the evaluation whose environment hung or died; the other `eval/` figures are of the rest",
-        "0. Many: `eval/success_mean` is of fewer, perhaps other episodes.",
-        "episodes",
-    ),
-    "eval/too_long": MetricDoc(
-        "episodes of the evaluation that were cut as those of `rollout/too_long`; they count as failures "
-        "unless they had succeeded before",
-        "0. As `rollout/too_long`.",
-        "episodes",
-    ),
-    "eval/success_blind": MetricDoc(
-        "`eval/success_mean` with black pictures, before training and after it",
-        "What can be had without seeing. Where `eval/success_mean` is no higher, reinforcement has little to work on.",
-        "share 0..1",
+        "tokens of the answers / seconds of sampling and scoring them", "Speed.", "tokens/s", False
     ),
 }

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from genrl.config.combinations import Finding, ImpossibleConfig, monitor_problems
+from genrl.config.plugins import Group, find
+from genrl.config.vlm_names import OUTPUTS, TASKS
 
 if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
@@ -27,6 +29,8 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
     task = config.task
     if (task.name is None) == (task.train is None):
         yield ("task.name", "task.train"), "write one of them: a generated task, or data"
+    if task.name is not None and (wrong := _unknown(task.name, TASKS)):
+        yield ("task.name",), wrong
     if task.name is not None and task.eval is not None:
         yield ("task.eval", "task.name"), "a generated task has held-out questions of its own; leave eval out"
     if task.train is not None and task.eval is None and config.evaluation.every:
@@ -54,19 +58,31 @@ def _episodes(config: VLMConfig) -> Iterator[Finding]:
 
 
 def _outputs(config: VLMConfig) -> Iterator[Finding]:
-    output = config.vlm.output
-    if output != "text" and config.vlm.prefix_attention is not None:
-        yield ("vlm.prefix_attention", "vlm.output"), f"{output} is computed without shared prompts; write null"
-    if output != "text" and config.environment is not None:
-        yield ("vlm.output", "environment"), f"a model whose output is {output} does not act; write text"
-    if config.vlm.lora is not None and output == "masked_text":
+    output, makes = config.vlm.output, config.vlm.makes
+    if wrong := _unknown(output, OUTPUTS):
+        yield ("vlm.output",), wrong
+    if makes and config.vlm.prefix_attention is not None:
+        yield ("vlm.prefix_attention", "vlm.output"), f"{makes} is computed without shared prompts; write null"
+    if makes and config.environment is not None:
+        yield ("vlm.output", "environment"), f"a model whose output is {makes} does not act; write text"
+    if config.vlm.lora is not None and makes == "masked_text":
         yield ("vlm.lora",), "all weights of this model are trained (output); leave it out"
-    if config.generation.engine == "vllm" and (output != "text" or config.environment is not None):
+    if config.generation.engine == "vllm" and (makes or config.environment is not None):
         yield ("generation.engine",), "vLLM samples answers to questions, as text; write transformers"
     if config.generation.engine == "transformers" and config.generation.vllm != type(config.generation.vllm)():
         yield ("generation.vllm", "generation.engine"), "these settings are read with engine: vllm; write it, or none"
-    if output != "image" and config.generation.guidance_scale is not None:
+    if (output == "text" or makes not in (None, "image")) and config.generation.guidance_scale is not None:
         yield ("generation.guidance_scale", "vlm.output"), "only pictures are sampled with guidance; leave it out"
+
+
+def _unknown(name: str, group: Group) -> str:
+    """What is wrong with a name that is no file's; "" where it is known. Files are looked at with the data."""
+    if ".py" not in name and name not in group.built_in:
+        try:
+            find(name, group)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def _generation(config: VLMConfig) -> Iterator[Finding]:
@@ -90,7 +106,7 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
                 if getattr(stage, section, None) is not None:  # else it is the run's own, and said there
                     yield (f"stages.{number}.{keys[0]}", *keys[1:]), text
     for name in ("stages", "augmentation", "synthesis"):
-        if getattr(config, name) and (config.environment is not None or config.vlm.output != "text"):
+        if getattr(config, name) and (config.environment is not None or config.vlm.makes):
             yield (name,), "is for questions that are answered by text; leave it out"
     if config.augmentation is not None and sorted(re.findall(r"{.*?}", config.augmentation.truth)) != [
         "{answer}",

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from genrl.config import vla_metrics, vlm_metrics
-from genrl.config.method import KINDS, MetricDoc, built_in, headings
+from genrl.config.method import KINDS, Kind, MetricDoc, built_in, headings
 from genrl.runtime.run import Run, json_line
 
 if TYPE_CHECKING:
@@ -177,10 +177,10 @@ _COST = {
 }
 
 
-def _of_methods() -> dict[str, dict[str, MetricDoc]]:
-    """What the built-in methods log beside the shared metrics, by heading."""
+def _of_methods(kind: Kind) -> dict[str, dict[str, MetricDoc]]:
+    """What the built-in methods for a kind of run log beside what all its runs do, by heading."""
     found: dict[str, dict[str, MetricDoc]] = {}
-    for method in chain.from_iterable(built_in(kind).values() for kind in KINDS):
+    for method in built_in(kind).values():
         for title, entries in headings(method).items():
             found.setdefault(title, {}).update(entries)
     return found
@@ -192,11 +192,12 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Evaluation": _EVALUATION,
     "Groups and advantages": _ADVANTAGES,
     "Update": _UPDATE,
-    **_of_methods(),
+    **_of_methods("diffusion"),
     "Policies in simulation": vla_metrics.SIMULATION,
     "Policies from data": vla_metrics.OFFLINE,
+    **_of_methods("vla"),
     "Vision-language models": vlm_metrics.LANGUAGE,
-    "Vision-language agents": vlm_metrics.AGENTS,
+    **_of_methods("vlm"),
     "Time, memory and cost": _COST,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}

@@ -26,6 +26,7 @@ from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
 from genrl.vlm.methods.dealing import Update, dealt, everyones, ours
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
+from genrl.vlm.policies.contract import SequencePolicy
 from genrl.vlm.policies.folder import save_model
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.method import RecipeMethod
@@ -174,7 +175,7 @@ class AnswersRun:
 
     def _ask(self, rows: Sequence[Row], key: str, iteration: int, first: int) -> Answers:
         """Groups of answers to these questions. key: of which kind, part of the samples' keys."""
-        return (draw if self.config.vlm.output == "text" else artefacts.draw)(
+        return (artefacts.draw if isinstance(self.policy, SequencePolicy) else draw)(
             self.policy,
             self.config,
             self.opened,
@@ -281,11 +282,11 @@ class AnswersRun:
         self.loop.phase("evaluating", len(self.held_out))
         mine = numbers[self.process.rank].tolist()
         asked = (self.policy, whole, self.opened, self.held_out, mine)
-        if whole.vlm.output == "text":
-            own = judge(*asked, blind=blind, advance=self.loop.advance_or_leave)
-        else:
+        if isinstance(self.policy, SequencePolicy):
             self.shown = artefacts.Shown()
-            own = artefacts.judge(*asked, shown=self.shown, advance=self.loop.advance_or_leave)
+            own = artefacts.judge(*asked, shown=self.shown, blind=blind, advance=self.loop.advance_or_leave)
+        else:
+            own = judge(*asked, blind=blind, advance=self.loop.advance_or_leave)
         every = gather_object([own])
         found: Judged = every[0]
         for part in every[1:]:

@@ -63,6 +63,8 @@ class TestHelp:
         (["check", "configs/quickstart.yaml"], None),  # the model may not be built yet
         (["check", "configs/diffusion/sdxl_flow_grpo.yaml", "--explain"], 0),
         (["check", "configs/diffusion", "configs/flow_grpo.yaml", "optimizer.lrr=1"], 2),
+        (["check", "configs/vlm/grpo.yaml"], 0),
+        (["check", "configs/vla/flow_sde.yaml"], None),
         (["plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 12}"], 0),
         (["config", "schema"], 0),
         (["rewards"], 0),

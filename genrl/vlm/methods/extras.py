@@ -80,7 +80,7 @@ def replayed(
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probabilities, entropies) of all answers, [B, T] on the CPU, computed part by part (int64 rows); as wide as
     the policy's log-probabilities are, which may be estimates of a bound (BGPO)."""
-    width = getattr(policy, "samples", None) or answers.tokens.shape[1]
+    width = policy.samples or answers.tokens.shape[1]
     found = torch.zeros(len(answers.tokens), width)
     entropies = torch.zeros(found.shape) if entropy else None
     for rows in parts:

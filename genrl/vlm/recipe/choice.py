@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
 
 from genrl.config.section import Section
 
@@ -23,3 +24,14 @@ class Choice(Section):
     def reads(self) -> tuple[str, ...]:
         """`tensors`, as far as its constants ask for them."""
         return self.tensors
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Its name means what it does."""
+        cls.model_fields["name"].description = " ".join((cls.__doc__ or "").split())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core))
+        schema["properties"]["name"]["description"] = cls.model_fields["name"].description
+        return schema

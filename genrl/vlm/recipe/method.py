@@ -12,6 +12,7 @@ from genrl.config.method import Finding
 from genrl.config.section import Count
 from genrl.config.unions import AnyOf
 from genrl.config.vlm_method import Row, VLMMethod
+from genrl.config.vlm_names import OUTPUTS
 from genrl.vlm.recipe.advantages import (
     Advantage,
     ConsistencyBonus,
@@ -153,7 +154,7 @@ class RecipeMethod(VLMMethod):
         except Contradiction as error:
             yield (self.key(error.field),), str(error)
             return
-        if preset.output not in (None, config.vlm.output):
+        if preset.output not in (None, config.vlm.output) and config.vlm.output in OUTPUTS.built_in:
             text = f"{self.preset} is of models whose output is {preset.output}; write it, or preset: grpo"
             yield ("trainer.preset", "vlm.output"), text
             return
@@ -188,16 +189,16 @@ class RecipeMethod(VLMMethod):
             yield (self.key("advantage"),), text
 
     def _of_outputs(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
-        output, pictured = config.vlm.output, preset.reads & OF_PICTURES
-        if output != "text" and any(isinstance(one, EntropyBonus) for one in preset.regularisers):
+        output, makes, pictured = config.vlm.output, config.vlm.makes, preset.reads & OF_PICTURES
+        if makes and any(isinstance(one, EntropyBonus) for one in preset.regularisers):
             text = f"entropies of a model whose output is {output} have no gradient; nearest: entropy_penalty"
             yield (self.key("regularisers"),), text
-        if output != "text" and pictured:
+        if makes and pictured:
             text = f"it reads {min(pictured)}, of texts about pictures; this model's output is {output}"
             yield ("trainer.preset",), f"{text}; nearest: grpo"
-        if isinstance(preset.advantage, Hierarchical) and output != "voxels":
+        if isinstance(preset.advantage, Hierarchical) and output != "voxels" and output in OUTPUTS.built_in:
             yield (self.key("advantage"),), "only answers of two steps have it; write vlm.output: voxels, or group"
-        if isinstance(preset.surrogate, LinearBound) and output != "masked_text":
+        if isinstance(preset.surrogate, LinearBound) and output != "masked_text" and output in OUTPUTS.built_in:
             text = "its columns are bounds of a masked diffusion model; write output: masked_text, or surrogate: clip"
             yield (self.key("surrogate"), "vlm.output"), text
 

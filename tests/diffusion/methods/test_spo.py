@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from genrl.config.candidates import candidate_plan
 from torch import Tensor
 
 from genrl.config import Config, ConfigError, check_files, load
@@ -252,7 +251,7 @@ def test_scores_are_the_rewards_of_predicted_pictures(folder: Path, sd: Path) ->
     """Brightness of every decoded prediction, at its chain, step and place, in whatever calls it was decoded."""
     config = runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **QUIET)
     with runs.opened(config) as run:
-        plan = candidate_plan(config.sampling, config.trainer, last=True)  # type: ignore[arg-type]
+        plan = config.trainer.plan(config.sampling, last=True)  # type: ignore[attr-defined]
         kernel, found = Kernel("ddim", 1.0), Found()
         draw = lambda batch, slots: spo.draw(  # noqa: E731
             run.policy, batch, slots, plan=plan, kernel=kernel, batch_size=3, found=found

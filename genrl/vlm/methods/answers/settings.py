@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.method import Finding
+from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Whole
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.method import RecipeMethod
@@ -21,6 +21,57 @@ class Answers(RecipeMethod):
     it."""
 
     title: ClassVar[str] = "Methods over groups of answers"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = {
+        "sampler/gap_max": MetricDoc("its largest value", "As `sampler/gap_mean`.", "nats"),
+        "sampler/gap_k3": MetricDoc(
+            "mean over tokens of exp(d) - d - 1, d = log-prob of the trainer - log-prob of the sampler: estimates the "
+            "KL from the sampler's distribution to the trainer's",
+            "Beside `kl` and the clip range: how far off the policy that sampled is.",
+            "nats",
+        ),
+        "sampler/corrected": MetricDoc(
+            "tokens whose importance weight the limits of `engine_mismatch` changed / tokens",
+            "Near 0. High: sampler and trainer differ too much for the correction; find out why.",
+            "share 0..1",
+        ),
+        "entropy/sampled": MetricDoc(
+            "mean of -log-prob over the tokens of the answers; mean over updates",
+            "How much is still tried out. Below 0.05 while answers are wrong: lower the learning rate.",
+            "nats",
+        ),
+        "entropy/policy": MetricDoc(
+            "mean entropy of the distributions that the tokens of the answers were sampled from; mean over updates",
+            "As `entropy/sampled`, without its noise.",
+            "nats",
+        ),
+        "ratio/drift": MetricDoc(
+            "mean of (log-prob when sampled - log-prob now) over the tokens, before each update; mean over updates",
+            "Estimates how far the updates of an iteration have moved (KL of old to new). POAD stops at 0.02.",
+            "nats",
+        ),
+        "ratio/max": MetricDoc(
+            "largest ratio of a token (or answer); mean over updates",
+            "1 in the first update. Far above the clip range: fewer updates per iteration, or a lower rate.",
+        ),
+        "loss/kl": MetricDoc("the KL term of `loss`, weight included; mean over updates", "As `kl`."),
+        "loss/entropy_penalty": MetricDoc(
+            "the entropy term of `loss`, weight included", "VPPO: falls as `entropy/sampled`."
+        ),
+        "loss/entropy_bonus": MetricDoc(
+            "the bonus for entropy in `loss`, weight included", "POAD: as -`entropy/policy`."
+        ),
+        "loss/entropy_band": MetricDoc("the entropy band of `loss`, weight included", "0 inside of the band."),
+        "loss/perception": MetricDoc(
+            "the perception term of `loss`, weights included (Q-Hawkeye)",
+            "Falls as answers depend on the picture's quality.",
+        ),
+        "timing/estimate_s": MetricDoc(
+            "seconds of the forward passes before an update: old, reference and further log-probabilities",
+            "About a third of `timing/train_s` for each.",
+            "s",
+            False,
+        ),
+    }
 
     algorithm: Literal["answers"] = "answers"
     """Which method."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.method import Finding, MetricDoc
@@ -19,7 +19,7 @@ class MusicRL(VLMMethod):
 
     title: ClassVar[str] = "MusicRL"
     with_heads: ClassVar[bool] = True
-    metrics = {
+    metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "grad_norm/baseline": MetricDoc(
             "norm of the gradient of MusicRL's value function, before clipping", "As `grad_norm`."
         ),
