@@ -161,7 +161,7 @@ Q_HAWKEYE = Preset(
     transforms=(Uncertainty(0.2),),
     regularisers=(Kl(0.04), Perception()),
     source="Q-Hawkeye, paper and code",
-    notes="gamma falls to 0 over 5 epochs (objectives.decay.cosine); G = 4; reward_shaping.score_reward + .8 format",
+    notes="gamma falls to 0 over 5 epochs (objectives.decay.cosine); G = 4; the reward `rating` + .8 format",
 )
 G2RPO = Preset(
     RankQuantiles(),

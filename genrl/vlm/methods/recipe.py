@@ -37,7 +37,7 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class WhitenedReturns:
-    """`token_advantages.reinforce_plus_plus` on [token_rewards], or on the row's reward at its last token.
+    """`token_advantages.whitened` of `token_returns`: of [token_rewards], or of the row's reward at its last token.
 
     baseline: subtract the group's mean from the row's reward first (REINFORCE++-baseline).
     """
