@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from genrl.vlm.session import Session
 from torch import Tensor
 
 from genrl.vlm.evaluate import figures, judge
@@ -17,7 +18,6 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import Answers, open_rewards, order
-from genrl.vlm.session import Session
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows, start_ranks, wait
 from tests.vlm import vlm_ranks, vlm_runs

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from genrl.vlm.session import Session
 
 from genrl.config import VLMConfig, load
 from genrl.runtime.loop import make_accelerator
@@ -17,7 +18,6 @@ from genrl.runtime.signals import Watchdog, catch_stop
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.session import Session
 from genrl.vlm.train import open_session
 
 MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-vlm"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from genrl.vlm.session import Session
 from torch import Tensor
 
 from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.policies.processor import load_processor
 from genrl.vlm.rollout.rollout import Answers
-from genrl.vlm.session import Session
 from rewards.scorers.texts import verifiable
 from tests.vlm import vlm_runs
 
