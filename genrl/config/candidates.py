@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from genrl.mdp.plan import SamplingPlan, make_plan
+from genrl.mdp.plan import SamplingPlan, caterpillar
 
 if TYPE_CHECKING:
     from genrl.config.schema import Sampling
@@ -21,9 +20,5 @@ def candidate_plan(sampling: Sampling, settings: SPO, *, last: bool) -> Sampling
     """
     steps = sampling.num_inference_steps
     drawn = steps if last else steps - 1
-    plan = make_plan(
-        steps,
-        noise=dict.fromkeys(range(drawn), settings.noise_level or 0.0),
-        splits=dict.fromkeys(range(settings.first, drawn), settings.candidates),
-    )
-    return replace(plan, continue_one=True)
+    noise = dict.fromkeys(range(drawn), settings.noise_level or 0.0)
+    return caterpillar(steps, noise=noise, first=settings.first, candidates=settings.candidates)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from genrl.config.plans import is_flow_grpo, most_micro_batches
 from genrl.config.rollout_rules import rollout_rules
 
 if TYPE_CHECKING:
+    from genrl.config import AnyConfig
     from genrl.config.schema import Config
     from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 
@@ -519,27 +520,32 @@ def _evaluation(config: Config) -> Iterator[Finding]:
 
 def _monitor(config: Config) -> Iterator[Finding]:
     """A scorer that nobody trains on, watched."""
+    yield from monitor_problems(config, config.reward_labels, "reward")
+    monitor = config.evaluation.monitor
+    if monitor is not None and monitor.reward in config.reward_labels:
+        index = config.reward_labels.index(monitor.reward)
+        if config.rewards[index].weight != 0:
+            text = "is trained on, and so no witness; give another reward of weight 0"
+            yield ("evaluation.monitor.reward", f"rewards.{index}.weight"), text
+
+
+def monitor_problems(config: AnyConfig, names: Sequence[str], what: str) -> Iterator[Finding]:
+    """Why the monitor cannot watch: not one of the names of what is evaluated, or too few evaluations."""
     evaluation, at = config.evaluation, "evaluation.monitor"
     monitor = evaluation.monitor
     if monitor is None:
         return
-    if monitor.reward not in config.reward_labels:
-        hint = difflib.get_close_matches(monitor.reward, config.reward_labels, n=1, cutoff=0.5)
+    if monitor.reward not in names:
+        hint = difflib.get_close_matches(monitor.reward, names, n=1, cutoff=0.5)
         meant = f"did you mean {hint[0]!r}? " if hint else ""
-        text = f"no reward is called {monitor.reward!r}; {meant}they are: {', '.join(config.reward_labels)}"
-        yield (f"{at}.reward",), text
-    else:
-        index = config.reward_labels.index(monitor.reward)
-        if config.rewards[index].weight != 0:
-            text = "is trained on, and so no witness; give another reward of weight 0"
-            yield (f"{at}.reward", f"rewards.{index}.weight"), text
+        yield (f"{at}.reward",), f"no {what} is called {monitor.reward!r}; {meant}they are: {', '.join(names)}"
     if evaluation.every == 0:
         yield (at, "evaluation.every"), "nothing is evaluated, so nothing can be watched; evaluate every 20 iterations"
-    else:
-        after = -(-config.iterations // evaluation.every)  # besides the first, before training
-        if monitor.patience > after:
-            text = f"only {after} evaluations follow the first, so {monitor.patience} cannot lie lower; use {after}"
-            yield (f"{at}.patience", "evaluation.every", "iterations"), text + " or less"
+        return
+    after = -(-config.iterations // evaluation.every)  # besides the first, before training
+    if monitor.patience > after:
+        text = f"only {after} evaluations follow the first, so {monitor.patience} cannot lie lower; use {after}"
+        yield (f"{at}.patience", "evaluation.every", "iterations"), text + " or less"
 
 
 def _precision(config: Config) -> Iterator[Finding]:

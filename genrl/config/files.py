@@ -21,7 +21,8 @@ from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
 from genrl.data import references
-from genrl.data.prompts import PromptError, PromptRows, missing_images
+from genrl.data.preferences import missing_images
+from genrl.data.prompts import PromptError, PromptRows, is_data_set
 from genrl.data.prompts import read as read_prompts
 from rewards.contract import FROM_SAMPLER, nearest
 from rewards.service.isolation import python_of
@@ -239,7 +240,7 @@ def _with_gradients(config: Config) -> Iterator[bool]:
 
 def _references(source: str, train: PromptRows | None, prompts: str, notes: list[str]) -> Iterator[_Wrong]:
     """A picture for every prompt."""
-    if references.is_data_set(source):
+    if is_data_set(source):
         notes.append(f"trainer.adversary.references: {source} is a data set; it is read when training starts")
         return
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from genrl.config.method import Kind, Method, built_in
+from genrl.config.section import Flag
 
 if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
@@ -26,6 +27,9 @@ class VLMMethod(Method):
 
     with_heads: ClassVar[bool] = False
     """It trains modules beside the model, those that `heads(policy)` of its train.py makes, by name."""
+
+    fit_batch: Flag = False
+    """Where memory runs out in training, do the iteration again with half the micro_batch."""
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.combinations import Finding, ImpossibleConfig
+from genrl.config.combinations import Finding, ImpossibleConfig, monitor_problems
 from genrl.config.plugins import Group, find
 from genrl.config.vlm_names import OUTPUTS, TASKS
 
@@ -19,6 +19,8 @@ def refuse_impossible(config: VLMConfig) -> None:
     asked = _questions(config) if config.environment is None else _episodes(config)
     shared = [*asked, *_outputs(config), *_generation(config), *_strategies(config)]
     found = [*shared, *config.trainer.problems(config)]
+    watchable = (*config.reward_labels, "accuracy") if config.environment is None else ("success",)
+    found += monitor_problems(config, watchable, "held-out figure")
     if found:
         raise ImpossibleConfig(found)
 

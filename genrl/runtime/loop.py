@@ -248,16 +248,20 @@ class Loop:
         return self.optimization.step_other(optimizer)
 
     def keep(self, name: str, thing: Stateful, *, changes: bool = True) -> None:
-        """Save it with every checkpoint from here on; in a resumed run it gets back the state that was saved.
+        """Save it with every checkpoint from here on; in a resumed run it gets back the state that was saved, and where
+        the method is begun again in this process, that of the one kept under this name before.
 
         Its state must be the same in all processes. changes: whether iterations change it, so that undoing one puts it
         back; False for data that is made once.
         """
+        before = self.kept.get(name)
         self.kept[name] = thing
         if not changes:
             self.unchanging.add(name)
         if name in self._restored:
             thing.load_state_dict(self._restored.pop(name))
+        elif before is not None and before is not thing:
+            thing.load_state_dict(before.state_dict())
 
     def undo(self) -> None:
         """Put back what the running iteration, which was left, has changed."""
@@ -345,3 +349,5 @@ class Loop:
             name: state.unpack(loaded.tensors.get(f"kept-{name}", {}), tree)
             for name, tree in loaded.state["kept"].items()
         }
+        if self.retries and "batch_size" in self.memory:
+            self.trained.resize(self.memory["batch_size"])

@@ -111,7 +111,7 @@ _UPDATE = {
         "Spikes come before divergence. Constantly above max_grad_norm: every step has the same, clipped length.",
     ),
     "lr": MetricDoc("learning rate of the iteration's last update", "The schedule, as it was applied."),
-    "updates": MetricDoc("optimiser steps of this iteration", "0: no group had spread.", "steps"),
+    "updates": MetricDoc("optimiser steps of this iteration that moved weights", "0: no group had spread.", "steps"),
 }
 
 _FLOW_GRPO = {

@@ -45,11 +45,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Suspect:
-    """The first micro-batch of this process whose loss or gradient was not finite."""
+    """A micro-batch of this process whose loss or gradient was not finite."""
 
     recorded: Recorded
     checked: dict[str, Tensor]
-    """Losses, and the norm of this process's gradient (its shard) with this micro-batch added."""
+    """Losses, and the norm of this process's gradient (its shard) of each group with this micro-batch added."""
     results: dict[str, Tensor]
     """What the method's `loss` made of it."""
     info: dict[str, Any]
@@ -75,7 +75,8 @@ class Optimization:
     """Those of the running iteration that moved the weights."""
     other_updates: int = 0
     """The same of other optimisers (`step_other`)."""
-    suspect: Suspect | None = field(default=None, repr=False)
+    suspects: dict[str, Suspect] = field(default_factory=dict, repr=False)
+    """The first of this update, for each name that `Suspect.checked` has."""
 
     def backward(self, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, divisor: float) -> None:
         """Add the gradient of `results["loss"].sum() / divisor`, one micro-batch's share of the update.
@@ -87,13 +88,15 @@ class Optimization:
         loss = results["loss"]
         if loss.requires_grad:
             (loss.sum() / divisor * self.loss_scale).backward()  # type: ignore[no-untyped-call]
-        if self.suspect is not None:
+        if "loss" in self.suspects:  # its NaN is in the gradients of all that follow
             return
-        gradients = [local(p.grad) for p in self.weights.parameters if p.grad is not None]
         checked = {"loss": loss.detach()}
-        if gradients:
-            checked["gradient"] = torch.stack(torch._foreach_norm(gradients)).sum()
-        if non_finite(checked):
+        for group in self.optimizer.param_groups:
+            gradients = [local(p.grad) for p in group["params"] if p.grad is not None]
+            if gradients:
+                checked[_called(group["name"])] = torch.stack(torch._foreach_norm(gradients)).sum()
+        found = [name for name in non_finite(checked) if name not in self.suspects]
+        if found:
             info = {
                 "settings": settings.model_dump(mode="json"),
                 "divisor": divisor,
@@ -101,7 +104,7 @@ class Optimization:
                 "optimizer_steps": self.steps,
             }
             tensors = {name: value.detach() for name, value in results.items()}
-            self.suspect = Suspect(recorded, checked, tensors, info)
+            self.suspects |= dict.fromkeys(found, Suspect(recorded, checked, tensors, info))
 
     def step(self, groups: Sequence[str] | None = None) -> dict[str, float]:
         """Sum the gradients over the processes and step these parameter groups, the norm of each clipped by itself.
@@ -116,7 +119,8 @@ class Optimization:
             parts[group["name"]] = own = gradients[first : first + len(group["params"])]
             first += len(group["params"])
             norms[group["name"]] = _norm(own)
-        self._require_finite(norms)
+        self._require_finite({_called(name): norm for name, norm in norms.items()})
+        self.suspects.clear()
         self.optimizer.zero_grad(set_to_none=True)  # groups that are not stepped keep no gradient either
         moved = False
         for group in chosen:
@@ -141,7 +145,7 @@ class Optimization:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = self._summed(_given(parameters))
         norm = _norm(gradients)
-        self._require_finite({"other": norm})
+        self._require_finite({"gradient of another optimiser": norm})
         if float(norm) > 0.0:
             self._clip(parameters, gradients, float(norm))
             optimizer.step()
@@ -170,15 +174,19 @@ class Optimization:
         return [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)]
 
     def _require_finite(self, norms: Mapping[str, Tensor]) -> None:
-        kept, tensors, results, info = self.suspect, {}, {}, {}
+        """Of what is stepped: that a group which is not has no finite gradient is no reason to stop."""
+        names = [name for name in ("loss", *norms) if name in self.suspects]
+        kept, tensors, results, info = self.suspects[names[0]] if names else None, {}, {}, {}
+        checked = dict(norms)
         if kept is not None:
+            checked = {name: value for name, value in kept.checked.items() if name in ("loss", *norms)}
             dumped, tensors = kept.recorded.dumped()
             info, results = {**kept.info, **dumped}, kept.results
             if self.weights.can_be_copied:  # those of a large model are too many; a checkpoint has them nearly
                 tensors |= {f"weights/{key}": whole(p.detach()) for key, p in self.weights.named.items()}
         require_finite(
-            dict(norms) if kept is None else kept.checked,
-            where="gradient" if kept is None or "loss" not in non_finite(kept.checked) else "loss",
+            checked,
+            where="loss" if "loss" in names else "gradient",
             step=self.iteration,
             dumps=self.dumps,
             batch=tensors,
@@ -186,6 +194,11 @@ class Optimization:
             info=info,
             accelerator=self.accelerator,
         )
+
+
+def _called(group: str) -> str:
+    """The gradient of a group of parameters, in a dump and its message."""
+    return "gradient" if group == "policy" else f"gradient/{group}"
 
 
 def _given(parameters: Sequence[Tensor]) -> list[Tensor]:

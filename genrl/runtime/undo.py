@@ -72,4 +72,4 @@ class Undo:
             loop.weights.snapshots = self.copies.snapshots
             loop.optimizer.load_state_dict(self.copies.optimizer)
         loop.optimization.updates = loop.optimization.other_updates = 0
-        loop.optimization.suspect = None
+        loop.optimization.suspects.clear()

@@ -20,6 +20,11 @@ LARGEST_COPY = 32_000_000
 """Most trained numbers of which a copy is kept at the beginning of every iteration, in full fine-tuning."""
 
 
+def result(saved: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """The weights that a checkpoint's tensors are judged and handed over by: the average, where the run keeps one."""
+    return saved.get(f"snapshot-{AVERAGE}", saved["weights"])
+
+
 def put_back(parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], path: object) -> None:
     """Copy saved weights into a model. Raises ValueError where they are not the model's. path: of the message."""
     if saved.keys() != parameters.keys():

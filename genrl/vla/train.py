@@ -105,7 +105,8 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     run = VLARun(process, policy, frozen_of(config, policy), env, stack, process.rank * own, frames)
     weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
     optimizer = adamw(parameter_groups(policy, rates), settings)
-    run.loop = Loop(config, process, weights, optimizer, Schedule(settings, rates, config.iterations), run)
+    schedule = Schedule(settings, rates, config.iterations)
+    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.retries)
     return run
 
 

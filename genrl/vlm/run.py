@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_method import VLMMethod
 from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_samples
@@ -225,10 +226,11 @@ class AnswersRun:
         )
         parts = [part for update in updates for part in update.parts]
         loop.phase("estimating", 0)
-        with loop.timed("estimate"):
+        with loop.timed("estimate"), loop.fitting():
             mine: dict[str, Any] = computed(
                 self.policy, self.reference, self.average, answers, parts, self.reads, config, loop.iteration
             )
+        loop.check_stop()
         mine |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}
         if self.bounds:
             mine["mask"] = torch.ones(mine["old"].shape, dtype=torch.bool)
@@ -257,6 +259,8 @@ class AnswersRun:
     def evaluate(self, iteration: int) -> dict[str, float]:
         """The most probable answers to held-out questions; at the ends of the run with black pictures, too."""
         whole: VLMConfig = self.loop.config
+        if whole.ema is not None:
+            self.weights_changed()
         found = self._asked(whole, blind=False)
         assert self.held_out is not None
         row = figures(whole, found)
@@ -267,6 +271,8 @@ class AnswersRun:
                 warn_blind(self.process, row["eval/accuracy_mean"], blind, "answers are right")
         if self.process.is_main:
             self._write(found, iteration)
+        if whole.ema is not None:  # the caller puts the trained ones back
+            self.weights_changed()
         return row
 
     def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
@@ -316,7 +322,13 @@ class AnswersRun:
         self.stage_config = resized(self.stage_config, size)
 
     def forget(self) -> None:
-        """Answers of an iteration that is undone are no part of this."""
+        """Answers of an iteration that is undone are no part of this; the weights are those of its beginning."""
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Tell an engine with a copy of them, where there is one, outside of an optimiser's steps."""
+        if getattr(self.policy, "sampler", None) is not None:
+            self.policy.sampler.stepped()
 
     def conclude(self) -> None:
         """The end of a run, complete or not: the model's folder, report, and where they are."""
@@ -340,8 +352,13 @@ def pass_sizes(config: VLMConfig, *, whole_groups: bool) -> list[int]:
 
 
 def resized(config: VLMConfig, size: int) -> VLMConfig:
-    """The configuration with so many rows per pass."""
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"micro_batch": size})})
+    """The configuration with so many rows per pass, or fewer where a stage has fewer."""
+
+    def less(trainer: VLMMethod) -> VLMMethod:
+        return trainer.model_copy(update={"micro_batch": min(size, trainer.rows_per_pass or size)})
+
+    stages = tuple(one.model_copy(update={"trainer": one.trainer and less(one.trainer)}) for one in config.stages)
+    return config.model_copy(update={"trainer": less(config.trainer), "stages": stages})
 
 
 def save_result(loop: Loop, policy: Policy, metric: str, *, pictures: str) -> None:

@@ -95,7 +95,8 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     rates = {group["name"]: config.optimizer.lr for group in groups}
     weights = trained_weights(policy, run.heads)
     optimizer = adamw(groups, config.optimizer)
-    run.loop = Loop(config, process, weights, optimizer, Schedule(config.optimizer, rates, config.iterations), run)
+    schedule = Schedule(config.optimizer, rates, config.iterations)
+    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
     if config.generation.engine == "vllm":
         policy.sampler = open_sampler(config, policy, process.run.folder / "weights")
         optimizer.register_step_post_hook(lambda *_: policy.sampler.stepped())

@@ -3,13 +3,13 @@
 A request is `{"prompts": [N texts], "columns": {name: N values}, "group": [N ints] or null}` and pictures:
 
     safetensors  that object is the header's metadata `request`; a tensor `images` float32 [N, 3, H, W] or
-                 [N, F, 3, H, W] in [0, 1], or `pixels` uint8 [N, H, W, 3] or [N, F, H, W, 3]; where they are asked for,
-                 `reference_images.0`, `source_images.0`, ... uint8 [H, W, 3]
-    JSON         the object also has `images`: N files (PNG, JPEG, WebP) in base64, all of one size; and
-                 `reference_images`, `source_images` where they are asked for, in the same way
+                 [N, F, 3, H, W] in [0, 1], or `pixels` uint8 [N, H, W, 3] or [N, F, H, W, 3]; if the reward takes
+                 them, `reference_images.0`, `source_images.0`, ... uint8 [H, W, 3]
+    JSON         the object also has `images`: N files (PNG, JPEG, WebP) in base64, all of one size; if the reward takes
+                 them, also `reference_images` and `source_images`, in the same way
 
 A reply is `{"scores": [N numbers or null], "parts": {name: [N numbers or null]}}`; null = no score. An error is
-`{"error": text}` with a status that is not 200. Numbers survive both ways bit for bit.
+`{"error": text}` with a status that is not 200. Numbers arrive bit for bit in both directions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rewards.contract import IMAGE_COLUMNS, Scores
+from rewards.pictures import to_uint8
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +37,12 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest request that is taken."""
+    """The largest request that is accepted."""
 
     bytes: int = 2**28
     """Of the body."""
     images: int = 1024
-    """Pictures, frames of videos and references included."""
+    """Pictures, including the frames of videos and references."""
     pixels: int = 2**26
     """Of all pictures together."""
 
@@ -58,7 +59,7 @@ class Request:
     """float32 [N, 3, H, W], video [N, F, 3, H, W], in [0, 1]."""
     prompts: list[str]
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    """Pictures that belong to samples are in the columns `reference_image` and `source_image`, as PIL RGB."""
+    """Pictures that belong to samples are in the columns `reference_image` and `source_image`, as Pillow RGB."""
     group: list[int] | None = None
 
 
@@ -71,12 +72,11 @@ def encode(
     *,
     eight_bit: bool,
 ) -> bytes:
-    """A request in safetensors. `eight_bit` sends pictures as rounded to 8 bit, a quarter of the bytes: enough for
-    rewards that take PIL pictures, which get the same pixels. Raises TypeError for column values that are not JSON."""
+    """A request in safetensors. `eight_bit` sends the images rounded to 8 bits, a quarter of the bytes: enough for
+    rewards that take Pillow pictures, which see the same pixels. Raises TypeError for column values that are not JSON.
+    """
     import numpy as np
     from safetensors.numpy import save
-
-    from rewards.contract import to_uint8
 
     tensors = {"pixels": to_uint8(images)} if eight_bit else {"images": images.detach().float().cpu().numpy()}
     for name, row in pictures.items():
@@ -86,7 +86,7 @@ def encode(
 
 
 def decode(body: bytes, content_type: str, limits: Limits) -> Request:
-    """Read a request of either kind. Raises BadRequest, with a text that may be sent back, for anything else."""
+    """Read a request of either kind. Raises BadRequest, with a message that may be sent back, for anything else."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == SAFETENSORS:
         return _from_safetensors(body, limits)
@@ -104,7 +104,7 @@ def encode_reply(scores: Scores) -> dict[str, Any]:
 def decode_reply(body: bytes) -> tuple[Any, Mapping[str, Any]]:
     """(scores, parts) of a reply, as a reward returns them; their lengths are checked by the contract.
 
-    Raises ValueError where the reply is not one.
+    Raises ValueError if it is not a reply.
     """
     reply = json.loads(body)
     if not isinstance(reply, dict) or not isinstance(reply.get("scores"), list):
@@ -154,7 +154,7 @@ def _from_safetensors(body: bytes, limits: Limits) -> Request:
 
 
 def _check_header(header: Any, limits: Limits) -> None:
-    """Refuse by what the header says, before anything is copied: names, types, shapes, pictures and pixels."""
+    """Check names, types, shapes and the numbers of pictures and pixels in the header, before anything is copied."""
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise BadRequest("the header of the body is not an object")
     pictures = pixels = 0
@@ -180,9 +180,9 @@ def _check_header(header: Any, limits: Limits) -> None:
 
 def _check_sizes(pictures: int, pixels: int, limits: Limits) -> None:
     if pictures > limits.images:
-        raise BadRequest(f"{pictures} pictures; at most {limits.images} are taken at once")
+        raise BadRequest(f"{pictures} pictures; at most {limits.images} are accepted at once")
     if pixels > limits.pixels:
-        raise BadRequest(f"{pixels} pixels; at most {limits.pixels} are taken at once")
+        raise BadRequest(f"{pixels} pixels; at most {limits.pixels} are accepted at once")
 
 
 def _from_json(body: bytes, limits: Limits) -> Request:
@@ -216,7 +216,7 @@ def _from_json(body: bytes, limits: Limits) -> Request:
 
 
 def _open(file: str, where: str) -> Image:
-    """A picture whose size is known and which is not decoded yet."""
+    """A picture whose size is known but which is not decoded yet."""
     from PIL import Image
 
     try:
@@ -240,7 +240,7 @@ def _picture(tensor: torch.Tensor) -> Image:
 
 
 def _request(images: torch.Tensor, fields: Any, pictures: Mapping[str, list[Any]]) -> Request:
-    """Check the fields that both kinds of body share. Rows that do not fit together are told here."""
+    """Check the fields that both kinds of body share, and that all have one value per image."""
     if not isinstance(fields, dict):
         raise BadRequest("the request must be an object")
     prompts, columns, group = fields.get("prompts"), fields.get("columns") or {}, fields.get("group")

@@ -89,12 +89,14 @@ def update(
     with torch.set_grad_enabled(True):
         for part in torch.arange(len(mine.row)).tensor_split(passes):
             results, recorded = {"loss": torch.zeros(())}, Recorded(None, {})
-            if len(part):  # else it is another process that has the last ones
-                recorded = recorded_decisions(rollout, mine.chosen(part), total=batch.total, **trains)
-                results = loss(settings, acting, recorded)
-                sums = {name: value + results[name].detach().cpu() for name, value in sums.items()}
-            run.loop.backward(settings, results, recorded)
+            with run.loop.fitting():
+                if len(part):  # else it is another process that has the last ones
+                    recorded = recorded_decisions(rollout, mine.chosen(part), total=batch.total, **trains)
+                    results = loss(settings, acting, recorded)
+                    sums = {name: value + results[name].detach().cpu() for name, value in sums.items()}
+                run.loop.backward(settings, results, recorded)
             run.loop.advance(len(part))
+    run.loop.check_stop()
     summed = run.summed(sums)
     number = max(1.0, summed.pop("number"))
     means = {name: value / (number if name in PER_RATIO else batch.total) for name, value in summed.items()}

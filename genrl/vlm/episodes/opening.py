@@ -78,5 +78,6 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
     run = EpisodesRun(process, config, settings, recipe, policy, reference, critic, tables[0], tables[1])
     weights = Weights({name: p for name, p in policy.model.named_parameters() if p.requires_grad})
     optimizer = adamw(groups, config.optimizer)
-    run.loop = Loop(config, process, weights, optimizer, Schedule(config.optimizer, rates, config.iterations), run)
+    schedule = Schedule(config.optimizer, rates, config.iterations)
+    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
     return run

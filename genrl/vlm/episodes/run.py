@@ -212,8 +212,9 @@ class EpisodesRun:
             whole_groups=self.preset.group_loss is not None,
         )
         loop.phase("estimating", 0)
-        with loop.timed("estimate"):
+        with loop.timed("estimate"), loop.fitting():
             mine = self._computed(acted, [part for update in updates for part in update.parts])
+        loop.check_stop()
         counts = gather_object([len(mask)])
         whole = everyones(mine | {"mask": mask, "sampler": rows.laid(rows.sampler)})
         row = {}

@@ -69,25 +69,27 @@ def update(
     for k in range(one.passes):
         results: Mapping[str, Tensor] = {"loss": torch.zeros(())}
         given = Recorded(None, {})
-        if k < len(one.parts):  # else it is another process that has the last ones
-            given = recorded(one, one.parts[k])
-            results = loss(settings, policy, given)
-            mask = given["mask"]
-            number = int(mask.sum())
-            if number:
-                apart = (results["log_prob"].detach() - given["old_log_prob"])[mask]
-                error = max(error, float(apart.abs().max()) if fresh else 0.0)
-                sums["drift"] -= float(apart.sum())
-            for name in [name for name in results if name not in EVIDENCE]:
-                value = float(results[name])
-                if name == "ratio_max":
-                    most = max(most, value)
-                else:  # parts of the loss add up; the others are means over the part's tokens
-                    sums[name] += value * (1 if name.startswith("loss/") else number)
-            seen += number
-            sums["loss"] += float(results["loss"].detach())
-        loop.backward(settings, results, given)
+        with loop.fitting():
+            if k < len(one.parts):  # else it is another process that has the last ones
+                given = recorded(one, one.parts[k])
+                results = loss(settings, policy, given)
+                mask = given["mask"]
+                number = int(mask.sum())
+                if number:
+                    apart = (results["log_prob"].detach() - given["old_log_prob"])[mask]
+                    error = max(error, float(apart.abs().max()) if fresh else 0.0)
+                    sums["drift"] -= float(apart.sum())
+                for name in [name for name in results if name not in EVIDENCE]:
+                    value = float(results[name])
+                    if name == "ratio_max":
+                        most = max(most, value)
+                    else:  # parts of the loss add up; the others are means over the part's tokens
+                        sums[name] += value * (1 if name.startswith("loss/") else number)
+                seen += number
+                sums["loss"] += float(results["loss"].detach())
+            loop.backward(settings, results, given)
         loop.advance(0 if k >= len(one.parts) else len(one.parts[k]))
+    loop.check_stop()
     found = _joint(sums, most, error, seen)
     check_on_policy(found.pop("error"), dtype)
     norms = loop.step(groups)

@@ -12,7 +12,7 @@ from genrl.config.plugins import find
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_names import OUTPUTS
 from genrl.runtime import checkpoint
-from genrl.runtime.weights import put_back
+from genrl.runtime.weights import put_back, result
 from genrl.vlm.policies.codes import CODEC
 from genrl.vlm.policies.contract import SequencePolicy, members
 from genrl.vlm.policies.policy import Policy
@@ -41,7 +41,7 @@ def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str
 
 
 def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: str = "cpu") -> Policy:
-    """The model of a run's checkpoint, the newest one or that after `step` iterations.
+    """The model of a run's checkpoint, the newest one or that after `step` iterations; its average, where there is one.
 
     Raises ValueError where there is none.
     """
@@ -54,7 +54,7 @@ def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: 
         )
     policy = open_policy(config, device)
     trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-    weights = checkpoint.load(found).tensors["weights"]
+    weights = result(checkpoint.load(found).tensors)
     if any(name.startswith("baseline.") for name in weights):  # MusicRL trains two models
         weights = {name.removeprefix("policy."): v for name, v in weights.items() if name.startswith("policy.")}
     put_back(trained, weights, found)

@@ -18,7 +18,7 @@ from torch import Tensor
 from genrl.vla.rollout.ray_rollout import RayRollouts, gpu_share
 from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns, joined
 from genrl.vla.rollout.sampling import FlowSteps
-from genrl.vla.session import check_on_policy
+from genrl.vla.run import check_on_policy
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.train import train
 from tests.vla import vla_runs

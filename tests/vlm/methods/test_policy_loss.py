@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from genrl.objectives.tokens import token_weights
-from genrl.objectives.tokens.masked_diffusion import exact_loss
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss
 from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, TrajectoryDependency
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.recipe.regularisers import EntropyBand, Kl, Perception
+from genrl.vlm.recipe.regularisers import EntropyBand, Kl, Perception, ValueLoss
 from genrl.vlm.recipe.surrogates import (
     Cispo,
     Classification,
     Clip,
     DynamicClip,
     LogClamp,
+    Regression,
     Reinforce,
     Sapo,
     SequenceClip,
@@ -33,6 +33,7 @@ from genrl.vlm.recipe.surrogates import (
 )
 from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, TopDependency, TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
+from tests.reference.tokens import exact_loss
 from tests.vlm.rollouts import PROMPTS, for_preset, preset, rollout
 
 INVARIANT = ("seq_mean", "token_mean_global", "const", "seq_sum", "otm")
@@ -173,6 +174,7 @@ def test_golden_vppo(golden) -> None:
             given_advantage(PRESETS["vppo"]),
             transforms=(TrajectoryDependency(minimum=params["scale_min"]),),
             weights=(TopDependency(share=params["top_p"]),),
+            surrogate=Clip(low=params["eps_low"], high=params["eps_high"], dual=params["dual_clip"]),
             regularisers=(),
         )
         agrees(chosen, golden_batch(case, masked_image=torch.from_numpy(case["masked_image_logp"])), case)
@@ -197,18 +199,21 @@ def test_golden_group_losses(golden, name: str) -> None:
         if name == "real":
             chosen = replace(chosen, group_loss=Classification(tau=float(case["tau"])))
         else:
-            beta = json.loads(str(case["params"]))["beta"]
-            chosen = replace(chosen, regularisers=(Kl(beta=beta),) if beta else ())
+            params = json.loads(str(case["params"]))
+            chosen = replace(
+                chosen,
+                advantage=GroupAdvantage(eps=params["adv_eps"]),
+                group_loss=Regression(eps=params["eps_sigma"]),
+                regularisers=(Kl(beta=params["beta"]),) if params["beta"] else (),
+            )
         agrees(chosen, golden_batch(case), case)
 
 
 def test_golden_others(golden) -> None:
     for case in golden_cases(golden("vlm_gspo_token")):
-        agrees(
-            replace(given_advantage(PRESETS["gspo_token"]), surrogate=SequenceTokenClip(low=0.1, high=0.2)),
-            golden_batch(case),
-            case,
-        )
+        params = json.loads(str(case["params"]))
+        surrogate = SequenceTokenClip(low=params["lo"], high=params["hi"])
+        agrees(replace(given_advantage(PRESETS["gspo_token"]), surrogate=surrogate), golden_batch(case), case)
     for case in golden_cases(golden("vlm_balanced_agg")):
         agrees(
             replace(given_advantage(PRESETS["balanced"]), surrogate=Clip(low=0.2, high=0.28)), golden_batch(case), case
@@ -217,9 +222,11 @@ def test_golden_others(golden) -> None:
         surrogate = DynamicClip(low=float(case["eps_low"]), high=float(case["eps_high"]))
         agrees(replace(given_advantage(PRESETS["dcpo"]), surrogate=surrogate), golden_batch(case), case, "_otm")
     for case in golden_cases(golden("vlm_stable_reinforce")):
-        for name, delta in (("1e3", 1e3), ("3", 3.0)):
-            chosen = Preset(CriticAdvantage(level="token"), LogClamp(delta=delta), "seq_mean")
-            agrees(chosen, golden_batch(case), case, f"_delta{name}")
+        for name in case:
+            if name.startswith("out_loss_delta"):
+                delta = name.removeprefix("out_loss_delta")
+                chosen = Preset(CriticAdvantage(level="token"), LogClamp(delta=float(delta)), "seq_mean")
+                agrees(chosen, golden_batch(case), case, f"_delta{delta}")
     for case in golden_cases(golden("vlm_mismatch")):
         for level in ("token", "sequence"):
             for mode in ("truncate", "mask"):
@@ -250,9 +257,16 @@ def test_golden_vl_dac(golden) -> None:
             old_value=torch.from_numpy(case["values"]),
             returns=torch.from_numpy(case["out_returns"]),
         )
-        ready = estimate(PRESETS["vl_dac"], batch).batch
+        params = json.loads(str(case["params"]))
+        clip = params["clip"]
+        chosen = replace(
+            PRESETS["vl_dac"],
+            surrogate=Clip(low=clip, high=clip, drop_above=10.0),
+            regularisers=(Kl(beta=params["kl_beta"]), ValueLoss(coefficient=params["value_coef"], clip=clip)),
+        )
+        ready = estimate(chosen, batch).batch
         assert torch.allclose(ready.advantage, torch.from_numpy(case["out_adv_norm"]), rtol=1e-9, atol=1e-10)
-        output = policy_loss(PRESETS["vl_dac"], ready)
+        output = policy_loss(chosen, ready)
         policy = output.metrics["loss/policy"] + output.metrics["loss/kl"]
         assert torch.allclose(policy, torch.as_tensor(case["out_policy_loss"]), rtol=1e-9)
         assert torch.allclose(output.metrics["loss/value"], torch.as_tensor(case["out_value_loss"]), rtol=1e-9)

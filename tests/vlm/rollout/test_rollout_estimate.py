@@ -103,9 +103,8 @@ def test_a_reward_of_the_row_is_at_its_last_token() -> None:
     whitened = token_advantages.whitened(batch.rewards[:, None].expand(batch.mask.shape), batch.mask)
     assert torch.allclose(full, whitened)
     baseline = advantage(Preset(WhitenedReturns(baseline=True), Clip(), "seq_mean"), batch)
-    assert torch.allclose(
-        baseline, token_advantages.reinforce_plus_plus_baseline(batch.rewards, batch.group, batch.mask)
-    )
+    centred = group_advantages(batch.rewards, batch.group, scale="none")
+    assert torch.allclose(baseline, token_advantages.whitened(centred[:, None].expand(batch.mask.shape), batch.mask))
 
 
 def test_a_row_without_score_takes_no_part_in_whitening() -> None:

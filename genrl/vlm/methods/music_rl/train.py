@@ -73,24 +73,26 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
     with loop.timed("train"):
         for k in range(update.passes):
             results, given = {"loss": torch.zeros(())}, Recorded(None, {})
-            rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
-            rows = rows[~reward[rows].isnan()]
-            if len(rows):
-                share = len(rows) / update.rows
-                given = recorded(run, answers, rows, reward[rows], share)
-                results = loss(settings, headed, given)
-                figures = {
-                    "loss": results["loss"] / share,
-                    "loss/policy": -(1 - alpha) * results["policy"],
-                    "loss/kl": alpha * results["kl"],
-                    "kl": results["kl"] / policy.codec.length,
-                    "loss/value": results["value_loss"],
-                    "sampler/gap_mean": results["gap"],
-                }
-                for name, value in figures.items():
-                    sums[name] += share * float(value.detach())
-            loop.backward(settings, results, given)
+            with loop.fitting():
+                rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
+                rows = rows[~reward[rows].isnan()]
+                if len(rows):
+                    share = len(rows) / update.rows
+                    given = recorded(run, answers, rows, reward[rows], share)
+                    results = loss(settings, headed, given)
+                    figures = {
+                        "loss": results["loss"] / share,
+                        "loss/policy": -(1 - alpha) * results["policy"],
+                        "loss/kl": alpha * results["kl"],
+                        "kl": results["kl"] / policy.codec.length,
+                        "loss/value": results["value_loss"],
+                        "sampler/gap_mean": results["gap"],
+                    }
+                    for name, value in figures.items():
+                        sums[name] += share * float(value.detach())
+                loop.backward(settings, results, given)
             loop.advance(len(update.parts[k]) if k < len(update.parts) else 0)
+        loop.check_stop()
         every = gather_object([dict(sums)])
         found = {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for o in every for n in o)}
         if loop.iteration == 0:

@@ -75,7 +75,7 @@ def test_a_closed_set_detector_agrees_with_its_own_processor_and_knows_its_class
 
 
 def test_a_model_that_is_no_detector_is_refused(clip: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a 'clip' model, which is no detector known here: owlv2"):
+    with pytest.raises(ValueError, match="is a 'clip' model, which is not a known detector: owlv2"):
         Detector(str(clip), reward="geneval")
     with pytest.raises(ValueError, match="geneval: .* the folder is empty"):
         Detector(str(tmp_path), reward="geneval")

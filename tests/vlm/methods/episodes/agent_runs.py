@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from genrl.config import VLMConfig
-from genrl.runtime.loop import make_accelerator
-from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run
-from genrl.runtime.signals import Watchdog, catch_stop
-from genrl.vlm.episodes.opening import open_session, settings_of
-from genrl.vlm.episodes.run import Session
-from genrl.vlm.policies.folder import open_policy
+from genrl.vlm.episodes.run import EpisodesRun
+from genrl.vlm.train import KIND
+from tests import opened as opening
 from tests.vlm import vlm_runs
 
 ASSETS = Path(__file__).resolve().parents[4] / "assets"
@@ -64,13 +60,7 @@ def config(place: Path, preset: str, **changes: Any) -> VLMConfig:
 
 
 @contextmanager
-def session(config: VLMConfig) -> Iterator[Session]:
-    """The session of a new run, as `train` opens it."""
-    run = Run(Path(config.output))
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        accelerator = make_accelerator(config.distributed.timeout_s)
-        progress = stack.enter_context(Progress(config.iterations, enabled=False))
-        watchdog, stop = stack.enter_context(Watchdog(run, 600.0, rank=0)), stack.enter_context(catch_stop())
-        policy, settings = open_policy(config), settings_of(config)
-        yield open_session(config, settings, accelerator, run, progress, watchdog, stop, policy, stack)
+def opened(config: VLMConfig) -> Iterator[EpisodesRun]:
+    """A new run, as `train` opens it."""
+    with opening.opened(config, KIND) as run:
+        yield run

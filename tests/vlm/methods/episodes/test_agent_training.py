@@ -14,27 +14,27 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from genrl.vlm.session import Estimated
 from torch import Tensor
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
 from genrl.vlm.environments.hosts import Outcome, Say
+from genrl.vlm.episodes import episodes
 from genrl.vlm.episodes.rows import Rows
-from genrl.vlm.episodes.run import Acted, Session
-from genrl.vlm.methods.episodes import episodes
+from genrl.vlm.episodes.run import Acted, EpisodesRun
 from genrl.vlm.methods.episodes.train import learn
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.run import Estimated
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows, start_ranks, wait
 from tests.vlm import vlm_ranks
 from tests.vlm.methods.episodes import agent_runs
 
 
-def naive_log_probs(session: Session, acted: Rows) -> list[Tensor]:
+def naive_log_probs(run: EpisodesRun, acted: Rows) -> list[Tensor]:
     """Of each turn's tokens [n], from the logits of the turn by itself."""
-    policy, temperature = session.policy, session.config.generation.temperature
+    policy, temperature = run.policy, run.config.generation.temperature
     found = []
     for number, prompt in enumerate(acted.prompts):
         own = acted.tokens[number][acted.mask[number]]
@@ -44,28 +44,28 @@ def naive_log_probs(session: Session, acted: Rows) -> list[Tensor]:
     return found
 
 
-def an_update(session: Session, monkeypatch: pytest.MonkeyPatch) -> tuple[Acted, Estimated, dict[str, Tensor], Any]:
+def an_update(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch) -> tuple[Acted, Estimated, dict[str, Tensor], Any]:
     """What was acted and estimated in the first iteration, the gradient of its first step, and the figures."""
     seen: list[dict[str, Tensor]] = []
-    step = session.loop.step
+    step = run.loop.step
 
     def watched(groups: Any) -> dict[str, float]:
-        seen.append({name: p.grad.clone() for name, p in session.loop.trained.items() if p.grad is not None})
+        seen.append({name: p.grad.clone() for name, p in run.loop.weights.named.items() if p.grad is not None})
         return step(groups)
 
-    monkeypatch.setattr(session.loop, "step", watched)
-    acted, _ = session.act()
-    ready, _ = session.estimate(acted)
-    before = {name: p.detach().clone() for name, p in session.loop.trained.items()}
-    figures = learn(session, acted, ready)
-    for name, parameter in session.loop.trained.items():
+    monkeypatch.setattr(run.loop, "step", watched)
+    acted, _ = run.act()
+    ready, _ = run.estimate(acted)
+    before = {name: p.detach().clone() for name, p in run.loop.weights.named.items()}
+    figures = learn(run, acted, ready)
+    for name, parameter in run.loop.weights.named.items():
         parameter.data.copy_(before[name])
     return acted, ready, seen[0], figures
 
 
-def compare(session: Session, found: dict[str, Tensor]) -> None:
+def compare(run: EpisodesRun, found: dict[str, Tensor]) -> None:
     """The gradients that now lie in the parameters with those of the update."""
-    wanted = {name: p.grad for name, p in session.loop.trained.items() if p.grad is not None}
+    wanted = {name: p.grad for name, p in run.loop.weights.named.items() if p.grad is not None}
     scale = max(float(gradient.abs().max()) for gradient in wanted.values())
     assert scale > 1e-3
     for name, gradient in wanted.items():
@@ -79,8 +79,8 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
     """A new critic values everything at 0, so advantages are discounted sums of rewards; at ratio 1 the surrogate is A
     times the log-probability, and the KL to the same weights has no gradient."""
     config = agent_runs.config(tmp_path, preset, trainer={"regularisers": [{"name": "value"}]})
-    with agent_runs.session(config) as session:
-        acted, ready, found, figures = an_update(session, monkeypatch)
+    with agent_runs.opened(config) as run:
+        acted, ready, found, figures = an_update(run, monkeypatch)
         assert acted.walk is not None and figures["ratio/mean"] == 1.0 == figures["ratio/max"]
         steps = acted.walk.decisions
         assert len(steps) == 3 and {len(step) for step in steps} == {4}
@@ -91,7 +91,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
                 one = steps[k][slot]
                 ahead = one.reward + 0.95 * 0.95 * ahead * (not one.terminated)
                 credit[k, slot] = ahead
-        log_probs = naive_log_probs(session, acted.rows)
+        log_probs = naive_log_probs(run, acted.rows)
         lengths = torch.tensor([len(one) for one in log_probs])
         if preset == "vl_dac":  # the mean of each step's tokens, of an advantage that all of them share
             advantage = (credit.flatten() - credit.mean()) / (credit.std() + 1e-8)
@@ -114,26 +114,26 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
             loss = -sum((a.float() * one).sum() for a, one in zip(whitened, log_probs, strict=True)) / lengths.sum()
         assert credit.unique().numel() > 3
         loss.backward()
-        compare(session, found)
+        compare(run, found)
 
 
 def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GRPO over groups of episodes: an episode is one row, whose mean is over the tokens of all of its turns."""
     config = agent_runs.config(tmp_path, "grpo", trainer={"regularisers": []}, generation={"group_size": 3})
-    with agent_runs.session(config) as session:
-        acted, ready, found, figures = an_update(session, monkeypatch)
+    with agent_runs.opened(config) as run:
+        acted, ready, found, figures = an_update(run, monkeypatch)
         assert acted.totals is not None and figures["ratio/max"] == 1.0
         turns = [int((acted.rows.row == row).sum()) for row in range(6)]
         assert max(turns) > 1, "no episode has two turns"
         reward = acted.totals.view(2, 3)
-        assert acted.totals.tolist() == [episode.total for episode in session.table.episodes.values()]
+        assert acted.totals.tolist() == [episode.total for episode in run.table.episodes.values()]
         advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).flatten()
-        log_probs, loss = naive_log_probs(session, acted.rows), torch.zeros(())
+        log_probs, loss = naive_log_probs(run, acted.rows), torch.zeros(())
         for row in range(6):
             own = torch.cat([log_probs[turn] for turn in (acted.rows.row == row).nonzero()[:, 0].tolist()])
             loss = loss - float(advantage[row]) * own.mean() / 6
         loss.backward()
-        compare(session, found)
+        compare(run, found)
 
 
 def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
@@ -142,17 +142,17 @@ def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
     """That a process died is not the policy's doing: its group's other episodes are compared without it."""
     own = {"updates": 2, "regularisers": [{"name": "kl", "beta": 0.1}]}
     config = agent_runs.config(tmp_path, "grpo", trainer=own, generation={"group_size": 3})
-    with agent_runs.session(config) as session:
-        work = session.table.host.do
+    with agent_runs.opened(config) as run:
+        work = run.table.host.do
 
         def failing(pieces: Any) -> Any:
             told = work(pieces)
             return {k: Outcome(lost="died") if k == 1 and isinstance(pieces[k], Say) else told[k] for k in told}
 
-        monkeypatch.setattr(session.table.host, "do", failing)
-        acted, row = session.act()
-        ready, _ = session.estimate(acted)
-        learn(session, acted, ready)
+        monkeypatch.setattr(run.table.host, "do", failing)
+        acted, row = run.act()
+        ready, _ = run.estimate(acted)
+        learn(run, acted, ready)
     assert acted.totals is not None and ready.batch.advantage is not None and row["rollout/dropped"] == 1
     assert acted.totals.isnan().tolist() == [False, True, False, False, False, False]
     left = acted.totals[[0, 2]]
@@ -167,16 +167,16 @@ def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
 def test_an_iteration_in_which_all_environments_die_is_an_error(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with agent_runs.session(agent_runs.config(tmp_path, preset)) as session:
-        work = session.table.host.do
+    with agent_runs.opened(agent_runs.config(tmp_path, preset)) as run:
+        work = run.table.host.do
 
         def failing(pieces: Any) -> Any:
             told = work(pieces)
             return {k: Outcome(lost="died") if isinstance(pieces[k], Say) else told[k] for k in told}
 
-        monkeypatch.setattr(session.table.host, "do", failing)
+        monkeypatch.setattr(run.table.host, "do", failing)
         with pytest.raises(RuntimeError, match="all environments hung or died in one iteration"):
-            session.act()
+            run.act()
 
 
 @pytest.mark.slow
@@ -214,8 +214,8 @@ def test_a_step_whose_environment_is_lost_is_not_trained(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it end anything: the step before it is bootstrapped by the value of what the lost one was shown."""
-    with agent_runs.session(agent_runs.config(tmp_path, preset)) as session:
-        work, said = session.table.host.do, []
+    with agent_runs.opened(agent_runs.config(tmp_path, preset)) as run:
+        work, said = run.table.host.do, []
 
         def failing(pieces: Any) -> Any:
             told = work(pieces)
@@ -223,12 +223,12 @@ def test_a_step_whose_environment_is_lost_is_not_trained(
             lost = said.count(1) == 2 and isinstance(pieces.get(1), Say)
             return {k: Outcome(lost="died") if k == 1 and lost else told[k] for k in told}
 
-        monkeypatch.setattr(session.table.host, "do", failing)
-        assert session.critic is not None
-        torch.nn.init.constant_(session.critic.layers[-1].bias, 0.5)
-        acted, row = session.act()
-        ready, _ = session.estimate(acted)
-        learn(session, acted, ready)
+        monkeypatch.setattr(run.table.host, "do", failing)
+        assert run.critic is not None
+        torch.nn.init.constant_(run.critic.layers[-1].bias, 0.5)
+        acted, row = run.act()
+        ready, _ = run.estimate(acted)
+        learn(run, acted, ready)
     assert acted.walk is not None and row["rollout/dropped"] == 1
     assert acted.rows.tokens.shape == acted.rows.place.shape == ready.batch.mask.shape
     before, lost, after = (acted.walk.decisions[k][1] for k in range(3))
@@ -256,11 +256,11 @@ class Talk:
 def test_a_conversation_that_the_model_has_no_positions_for_is_cut(preset: str, tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(TALK)
     place = {"name": f"{tmp_path / 'talk.py'}:Talk", "parallel": 2, "steps": 9}
-    with agent_runs.session(agent_runs.config(tmp_path, preset, environment=place)) as session:
-        session.policy.room = 110
-        acted, row = session.act()
-        session.estimate(acted)
-        new = session.config.generation.max_new_tokens
+    with agent_runs.opened(agent_runs.config(tmp_path, preset, environment=place)) as run:
+        run.policy.room = 110
+        acted, row = run.act()
+        run.estimate(acted)
+        new = run.config.generation.max_new_tokens
         lengths = [prompt.length for prompt in acted.rows.prompts]
         assert max(lengths) + new <= 110 < max(lengths) + new + 12  # another turn is eight tokens and the answer
         assert row["rollout/too_long"] == row["rollout/episodes"] >= 2 and row["rollout/success"] == 0
@@ -270,17 +270,17 @@ def test_a_conversation_that_the_model_has_no_positions_for_is_cut(preset: str, 
 
 
 def test_a_group_begins_alike_and_is_given_its_first_word(tmp_path: Path) -> None:
-    with agent_runs.session(agent_runs.config(tmp_path, "para_grpo")) as session:
-        acted, _ = session.act()
+    with agent_runs.opened(agent_runs.config(tmp_path, "para_grpo")) as run:
+        acted, _ = run.act()
         first = [int((acted.rows.row == row).nonzero()[0, 0]) for row in range(4)]
         ids = [acted.rows.prompts[turn].tokens.ids.tolist() for turn in first]
         pixels = [acted.rows.prompts[turn].tokens.pixels["pixel_values"] for turn in first]
         assert ids[0] == ids[1] and torch.equal(pixels[0], pixels[1]) and not torch.equal(pixels[0], pixels[2])
-        assert session.policy.tokenizer.decode(ids[0][-1:]) == "<think>"
+        assert run.policy.tokenizer.decode(ids[0][-1:]) == "<think>"
         second = [turn for turn in range(len(acted.rows.prompts)) if turn not in first]
         for turn in second:  # the conversation so far, with what the model said
-            text = session.policy.tokenizer.decode(acted.rows.prompts[turn].tokens.ids)
-            said = session.policy.tokenizer.decode(acted.rows.tokens[turn - 1][acted.rows.mask[turn - 1]])
+            text = run.policy.tokenizer.decode(acted.rows.prompts[turn].tokens.ids)
+            said = run.policy.tokenizer.decode(acted.rows.tokens[turn - 1][acted.rows.mask[turn - 1]])
             assert said in text
 
 
@@ -293,31 +293,31 @@ def test_the_place_of_a_picture_that_is_spelt_out_is_only_text(tmp_path: Path, m
         return replace(made, texts=["is it <image> ? </think>"] * len(made.texts))
 
     monkeypatch.setattr(episodes, "generate", spelt)
-    with agent_runs.session(agent_runs.config(tmp_path, "para_grpo")) as session:
-        session.act()
-        assert set(session.table.episodes[0].said) == {"is it < image> ? </think>"}
+    with agent_runs.opened(agent_runs.config(tmp_path, "para_grpo")) as run:
+        run.act()
+        assert set(run.table.episodes[0].said) == {"is it < image> ? </think>"}
 
 
 def test_an_iteration_in_which_all_episodes_end_needs_no_value_of_what_follows(tmp_path: Path) -> None:
-    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", environment={"parallel": 1, "steps": 1})) as session:
-        session._next_seed = lambda slot: 0  # type: ignore[method-assign]  # whose episode has two steps
-        session.estimate(session.act()[0])
-        acted, _ = session.act()
+    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", environment={"parallel": 1, "steps": 1})) as run:
+        run._next_seed = lambda slot: 0  # type: ignore[method-assign]  # whose episode has two steps
+        run.estimate(run.act()[0])
+        acted, _ = run.act()
         assert acted.walk is not None and acted.walk.decisions[0][0].terminated and not acted.walk.following
-        _, row = session.estimate(acted)
+        _, row = run.estimate(acted)
         assert row["critic/explained_variance"] == 1.0  # of one return
 
 
 def test_no_pass_is_larger_than_a_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor that for the values of what follows the last step."""
-    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 2})) as session:
-        acted, _ = session.act()
+    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 2})) as run:
+        acted, _ = run.act()
         sizes: list[int] = []
-        inputs = session.policy.inputs
+        inputs = run.policy.inputs
         monkeypatch.setattr(
-            session.policy, "inputs", lambda rows, *a, **k: (sizes.append(len(rows)), inputs(rows, *a, **k))[1]
+            run.policy, "inputs", lambda rows, *a, **k: (sizes.append(len(rows)), inputs(rows, *a, **k))[1]
         )
-        session.estimate(acted)
+        run.estimate(acted)
         assert acted.walk is not None and len(acted.walk.following) > 2 and max(sizes) == 2
 
 
@@ -354,12 +354,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(preset: str, tmp_path: Path) -> 
 
 def test_steps_of_an_iteration_that_is_left_are_not_in_the_checkpoint(tmp_path: Path) -> None:
     """What is remembered at the end of an iteration is saved where the next one is left in its middle."""
-    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac")) as session:
-        _, row = session.act()
-        session.remember(row)
-        kept = json.dumps(session.loop.memory)
-        session.act()
-        assert json.dumps(session.loop.memory) == kept
+    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac")) as run:
+        _, row = run.act()
+        run.remember(row)
+        kept = json.dumps(run.loop.memory)
+        run.act()
+        assert json.dumps(run.loop.memory) == kept
 
 
 @pytest.mark.slow
@@ -401,10 +401,10 @@ def test_the_embedded_agent_reads_and_answers_in_minigrid(tmp_path: Path) -> Non
     """No word that it is told is unknown to it, its actions are the environment's, and an iteration runs."""
     pytest.importorskip("minigrid")
     place = {"name": "MiniGrid-Empty-Random-5x5-v0", "answer": "plain", "parallel": 2, "steps": 2}
-    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", environment=place)) as session:
-        acted, row = session.act()
-        session.estimate(acted)
-        assert session.policy.tokenizer.unk_token_id not in acted.rows.prompts[0].tokens.ids.tolist()
+    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", environment=place)) as run:
+        acted, row = run.act()
+        run.estimate(acted)
+        assert run.policy.tokenizer.unk_token_id not in acted.rows.prompts[0].tokens.ids.tolist()
         assert row["rollout/invalid"] == 0
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.episodes.evaluate import Judged, figures_of, judge
-from genrl.vlm.episodes.run import SEEDS
+from genrl.vlm.episodes.evaluate import SEEDS, Judged, figures_of, judge
 from tests.vlm.methods.episodes import agent_runs
 
 DIES = """
@@ -39,9 +38,9 @@ def test_what_dies_in_a_step_or_over_its_picture_is_lost_and_the_others_are_film
     place = {"name": f"{tmp_path / 'dies.py'}:Dies", "parallel": 3, "steps": 3, "processes": True}
     fates = [derive_seed("held out", number) % SEEDS % 3 for number in range(20)]
     numbers = [fates.index(fate) for fate in (0, 1, 2)]
-    with agent_runs.session(agent_runs.config(tmp_path, "vl_dac", environment=place)) as session:
-        found = judge(session.policy, session.config, session.table, numbers)
-        assert [one.lost for one in session.table.episodes.values()] == [True, True, False]
+    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", environment=place)) as run:
+        found = judge(run.policy, run.config, run.table, numbers)
+        assert [one.lost for one in run.table.episodes.values()] == [True, True, False]
     row = figures_of(found)
     names = ("dropped", "too_long", "success_mean", "length_mean")
     assert [row[f"eval/{name}"] for name in names] == [2, 0, 1, 3]

@@ -1,4 +1,4 @@
-"""What trainers share: how far a phase is, as the progress bar shows it, and the steps of other optimisers."""
+"""What methods share: how far a phase is, as the progress bar shows it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
@@ -34,8 +33,8 @@ def test_the_bar_of_training_fills_up(folder: Path, model: Path, name: str) -> N
         iterations=1,
     )
     counts: list[float] = []
-    with runs.session(config) as session:
-        advance, progress = session.progress.advance, session.progress
+    with runs.opened(config) as run:
+        advance, progress = run.process.progress.advance, run.process.progress
 
         def watched(images: float) -> None:
             advance(images)
@@ -44,23 +43,8 @@ def test_the_bar_of_training_fills_up(folder: Path, model: Path, name: str) -> N
 
         progress.advance = watched  # type: ignore[method-assign]
         if config.trainer.algorithm == "diffusion_nft":
-            diffusion_nft.train(session, config.trainer)
+            diffusion_nft.train(run, config.trainer)
         else:
-            flow_grpo.train(session, config.trainer)
+            flow_grpo.train(run, config.trainer)
     assert progress.total == 5 and counts[-1] == pytest.approx(5)
     assert all(0 < b - a <= 2 for a, b in zip([0.0, *counts], counts, strict=False)) and len(counts) >= 3
-
-
-def test_another_optimiser_stands_still_where_nothing_counted(folder: Path, model: Path) -> None:
-    """Else Adam's momentum would move the parameters by a gradient of 0."""
-    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    optimizer = torch.optim.Adam([parameter], lr=0.1)
-    with runs.session(runs.config(folder, model)) as session:
-        parameter.grad = torch.tensor([3.0, 4.0])
-        assert session.step_other(optimizer) == 5.0
-        assert session.other_updates == 1 and parameter.tolist() == pytest.approx([0.9, 1.9])
-        moved = parameter.detach().clone()
-        for gradient in (None, torch.zeros(2)):
-            parameter.grad = gradient
-            assert session.step_other(optimizer) == 0.0
-            assert torch.equal(parameter, moved) and session.other_updates == 1

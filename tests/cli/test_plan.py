@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from genrl.cli import app as cli
 from genrl.cli.plan import lines
 from genrl.config import Config, load
 from genrl.config.estimate import plan
+from tests.cli.commands import ROOT, run, words
 
-ROOT = Path(__file__).resolve().parents[2]
 PIPELINES = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if isinstance(load(path), Config)]
 
 
@@ -32,7 +30,7 @@ def config(trainer: dict[str, Any], iterations: int = 10, **sampling: Any) -> Co
 
 
 TREE_GRPO = """\
-10 steps, with noise in a window of 3, drawn in each iteration, each place 0.5 times as likely as the one before
+10 steps, with noise in a window of 3, sampled in each iteration, each place 0.5 times as likely as the one before
 
 steps 0-2 trained, in 50.4% of the iterations (expected)
 per prompt: 1 root, 27 leaves, 229 nodes, 228 edges
@@ -88,7 +86,7 @@ def test_branch_grpo_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("trainer", "says"),
     [
-        ({"window": {"size": 2}}, "drawn in each iteration, all places alike"),
+        ({"window": {"size": 2}}, "sampled in each iteration, all places equally likely"),
         ({"window": {"size": 2, "high": 2}}, "a window of 2, which stays"),
         ({"window": {"size": 2, "schedule": "progressive", "every": 3}}, "steps 3-4 trained, in 10.0% of the iter"),
         (
@@ -99,7 +97,7 @@ def test_branch_grpo_of_the_paper() -> None:
             {"window": {"size": 4, "schedule": "backward", "shortest": 1}},
             "the last 1 steps before step 9 at first, 4",
         ),
-        ({"window": {"size": 2}, "noise_outside_window": True}, "outside the window have noise, too"),
+        ({"window": {"size": 2}, "noise_outside_window": True}, "outside the window also have noise"),
         ({"window": {"size": 2}, "tail_ratio": 0.4}, "the last 4 steps in place of 8 of the schedule's"),
         ({"window": {"size": 2}, "tree": {"ways": 8}, "layer_tuning": {}}, "layer_tuning evaluates the best path"),
         ({"window": {"size": 2}, "tree": {"ways": 8, "contrast": {}}}, "training calls are at most these"),
@@ -130,10 +128,8 @@ def test_guidance_counts_twice() -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    done = CliRunner().invoke(cli.app, ["plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 12}"])
-    assert done.exit_code == 0 and "per prompt: 1 root, 12 leaves" in done.output
-    wrong = CliRunner().invoke(cli.app, ["plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 5}"])
-    assert wrong.exit_code == 2 and "12 samples are not whole trees of 5^1 = 5 leaves; use 10 or 15" in wrong.output
+    assert "per prompt: 1 root, 12 leaves" in run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 12}")
+    wrong = run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 5}", code=2)
+    assert "12 samples are not whole trees of 5^1 = 5 leaves; use 10 or 15" in wrong
     for kind, what in (("vla/flow_sde", "a policy"), ("vlm/grpo", "a vision-language model")):
-        other = CliRunner().invoke(cli.app, ["plan", f"configs/{kind}.yaml"])
-        assert other.exit_code == 2 and f"trains {what}" in " ".join(other.output.replace("│", " ").split())
+        assert f"trains {what}" in words(run("plan", f"configs/{kind}.yaml", code=2))

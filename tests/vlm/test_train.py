@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from genrl.vlm.session import Session
 from torch import Tensor
 
 from genrl.vlm.evaluate import figures, judge
@@ -18,6 +17,7 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import Answers, open_rewards, order
+from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows, start_ranks, wait
 from tests.vlm import vlm_ranks, vlm_runs
@@ -38,20 +38,20 @@ def naive_log_probs(policy: Policy, answers: Answers) -> Tensor:
     return torch.stack(found)
 
 
-def gradients_of_an_update(session: Session, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, dict[str, Tensor]]:
+def gradients_of_an_update(run: AnswersRun, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, dict[str, Tensor]]:
     """The answers of the first iteration, and the gradient of its first optimiser step."""
     seen: list[dict[str, Tensor]] = []
-    step = session.loop.step
+    step = run.loop.step
 
     def watched(groups: Any) -> dict[str, float]:
-        seen.append({name: p.grad.clone() for name, p in session.loop.trained.items() if p.grad is not None})
+        seen.append({name: p.grad.clone() for name, p in run.loop.weights.named.items() if p.grad is not None})
         return step(groups)
 
-    monkeypatch.setattr(session.loop, "step", watched)
-    answers, _ = session.draw()
-    ready = session.estimate(answers)
+    monkeypatch.setattr(run.loop, "step", watched)
+    answers, _ = run.draw()
+    ready = run.estimate(answers)
     assert ready is not None
-    learn(session, answers, ready)
+    learn(run, answers, ready)
     return answers, seen[0]
 
 
@@ -74,13 +74,13 @@ def by_hand(preset: str, answers: Answers, log_prob: Tensor) -> Tensor:
 def test_the_gradient_of_the_first_update_is_that_of_the_formula(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with vlm_runs.session(vlm_runs.config(tmp_path, trainer={"preset": preset})) as session:
-        before = {name: p.detach().clone() for name, p in session.loop.trained.items()}
-        answers, found = gradients_of_an_update(session, monkeypatch)
-        for name, parameter in session.loop.trained.items():
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": preset})) as run:
+        before = {name: p.detach().clone() for name, p in run.loop.weights.named.items()}
+        answers, found = gradients_of_an_update(run, monkeypatch)
+        for name, parameter in run.loop.weights.named.items():
             parameter.data.copy_(before[name])
-        by_hand(preset, answers, naive_log_probs(session.policy, answers)).backward()
-        wanted = {name: p.grad for name, p in session.loop.trained.items() if p.grad is not None}
+        by_hand(preset, answers, naive_log_probs(run.policy, answers)).backward()
+        wanted = {name: p.grad for name, p in run.loop.weights.named.items() if p.grad is not None}
     scale = max(float(gradient.abs().max()) for gradient in wanted.values())
     assert scale > 1e-3
     for name, gradient in wanted.items():
@@ -90,8 +90,8 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
 def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for micro in (None, 5):  # 5: groups are cut
-        with vlm_runs.session(vlm_runs.config(tmp_path, trainer={"preset": "dapo", "micro_batch": micro})) as session:
-            found.append(gradients_of_an_update(session, monkeypatch)[1])
+        with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "dapo", "micro_batch": micro})) as run:
+            found.append(gradients_of_an_update(run, monkeypatch)[1])
     scale = max(float(gradient.abs().max()) for gradient in found[0].values())
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
@@ -120,15 +120,15 @@ def trains(preset: str, tmp_path: Path) -> None:
 
 
 def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path) -> None:
-    with vlm_runs.session(vlm_runs.config(tmp_path)) as session:
-        answers, _ = session.draw()
-        ready = session.estimate(answers)
+    with vlm_runs.opened(vlm_runs.config(tmp_path)) as run:
+        answers, _ = run.draw()
+        ready = run.estimate(answers)
         assert ready is not None
-        next(iter(session.loop.trained.values())).data.add_(0.1)
+        next(iter(run.loop.weights.named.values())).data.add_(0.1)
         with pytest.raises(RuntimeError, match="before any update"):
-            learn(session, answers, ready)
+            learn(run, answers, ready)
         with pytest.raises(RuntimeError, match="the trainer scores the sampler's tokens otherwise"):
-            session.estimate(replace(answers, sampler_log_prob=answers.sampler_log_prob - 1.0))
+            run.estimate(replace(answers, sampler_log_prob=answers.sampler_log_prob - 1.0))
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:

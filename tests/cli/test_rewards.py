@@ -1,4 +1,4 @@
-"""`genrl score` and `genrl serve` as a user meets them: rows in, rows out; what cannot be read is named and counted."""
+"""`genrl rewards`, `score` and `serve` as a user meets them; what cannot be read is named and counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from genrl.cli import app as cli
+from genrl.cli.app import app
 
 MINE = """
 def brightness(images):
@@ -60,12 +60,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments))
+    return CliRunner().invoke(app, list(arguments))
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_rewards_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = run("rewards").output
+    assert all(name in text for name in ("shapes", "ocr", "clipscore", "pickscore", "tag_format"))
+
+
+def test_reward_names_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rewards
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("rewards.listing", lambda: [rewards.Listed("a" * 70, "built-in", "images", "0 to 1", "?")])
+    monkeypatch.setattr("rewards.scorers.texts.completions.listing_texts", list)
+    text = run("rewards").output
+    assert "…" not in text and sum(line.split("│")[1].count("a") for line in text.splitlines() if "│" in line) == 70
 
 
 def test_a_folder_becomes_one_row_per_picture(folder: Path) -> None:
@@ -204,7 +220,7 @@ def test_scores_of_a_served_reward_are_the_local_ones(folder: Path, monkeypatch:
         [sys.executable, "-m", "genrl", "serve", "mine.py:brightness", "--port", "0"],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"GENRL_REWARD_TOKEN": "abc", "PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        env=os.environ | {"GENRL_REWARD_TOKEN": "abc", "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     try:
         assert server.stderr is not None

@@ -1,7 +1,7 @@
-"""Which steps the released trainers make stochastic, draw for draw: to reproduce their runs and to compare.
+"""Which steps the released trainers make stochastic, draw for draw.
 
-Trainers of this project use `windows` and `schedules`: what is here may be empty, shrink near the end of the schedule,
-or differ between the processes that share a group.
+Unlike those of `genrl.mdp.windows`, a window here may be empty, shrink near the end of the schedule, or differ between
+the processes that share a group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from genrl.mdp.windows import constant_hold, exponential_hold, linear_hold, start_at
+from genrl.mdp.windows import constant_hold, exponential_hold, start_at
+
+
+def linear_hold(start: int, *, longest: int, shortest: int, steps: int) -> int:
+    """`max(shortest, floor(longest (1 - p) + shortest p))`, p = start / steps: MixGRPO's linear decay (code)."""
+    share = start / steps
+    return max(shortest, int(longest * (1.0 - share) + shortest * share))
 
 
 def mixgrpo_window(
@@ -28,8 +34,8 @@ def mixgrpo_window(
     wrap: bool = True,
     first: int = 0,
     seed: int = 0,
-    longest: int = 10,
-    shortest: int = 1,
+    longest: int | None = None,
+    shortest: int | None = None,
     rate: float = 0.1,
     threshold: int = 13,
 ) -> range:
@@ -37,9 +43,9 @@ def mixgrpo_window(
 
     `range(l, min(l + size, last))` for l = first, first + stride, ... up to `last` itself: windows shrink near the end,
     and l = last is an empty one for a whole hold (`moving_window` has full ones only).
-    strategy: "progressive", "decay" (longest, shortest), "exp_decay" (rate, threshold), or "random": at `first`, then
-    uniform, from seed + iteration - 1 (the trainer passes no seed, so its processes disagree). stride None = size,
-    windows that do not overlap. wrap: back to `first` after `last`, else stay.
+    strategy: "progressive", "decay" (from longest to shortest; None: every and max(1, every // 4)), "exp_decay" (rate,
+    threshold), or "random": at `first`, then uniform, from seed + iteration - 1 (the trainer passes no seed, so its
+    processes disagree). stride None = size, windows that do not overlap. wrap: back to `first` after `last`, else stay.
     Raises ValueError for another strategy.
     """
     if strategy == "random":
@@ -49,7 +55,9 @@ def mixgrpo_window(
     if strategy == "progressive":
         hold = partial(constant_hold, every=every)
     elif strategy == "decay":
-        hold = partial(linear_hold, longest=longest, shortest=shortest, steps=last)
+        slowest = every if longest is None else longest
+        fastest = max(1, every // 4) if shortest is None else shortest
+        hold = partial(linear_hold, longest=slowest, shortest=fastest, steps=last)
     elif strategy == "exp_decay":
         hold = partial(exponential_hold, every=every, rate=rate, threshold=threshold)
     else:
@@ -75,3 +83,11 @@ def flow_factory_steps(pool: Sequence[int], count: int, *, seed: int) -> list[in
     """Flow-Factory's stochastic steps, not sorted: the first `count` of a permutation of `pool`; seed = run + epoch."""
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
     return [pool[place] for place in order[:count].tolist()]
+
+
+def released_points(steps: int, last: int, ratio: float) -> int:
+    """Levels of MixGRPO-Flash's compressed tail behind the stochastic step `last`: one more than its steps.
+
+    With one, the picture stays at the first of them, never denoised.
+    """
+    return int(max((steps - last) * ratio, 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from genrl.cli import app as cli
+from tests.cli.commands import ROOT, run, words
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = """\
 policy:
   new: {type: tiny_flow_vla, horizon: 4, image_size: 16}
@@ -44,20 +41,6 @@ evaluation: {every: 0, episodes: 8}
 trackers: []
 iterations: 1
 """
-
-
-def run(*arguments: str, code: int = 0) -> str:
-    """What the command prints on both streams; its exit code must be `code`."""
-    result = CliRunner().invoke(cli.app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result.output
-
-
-def words(text: str) -> str:
-    """Without the frame and the line breaks of a terminal."""
-    return " ".join(re.sub(r"[│╭╮╰╯─|]", " ", text).split())
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +99,7 @@ class TestCheck:
         assert not (folder / "runs" / "ppo").exists()
 
     def test_without_torch(self, folder: Path) -> None:
-        code = "import sys; from genrl import cli; cli.app(['check', 'ppo.yaml'], standalone_mode=False)"
+        code = "import sys; from genrl.cli.app import app; app(['check', 'ppo.yaml'], standalone_mode=False)"
         code += "; assert 'torch' not in sys.modules, 'torch'"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -266,14 +249,9 @@ class TestOthers:
 
     def test_pictures_are_not_of_policies(self, folder: Path) -> None:
         text = words(run("sample", "runs/small", "--prompt", "touch the red disc", code=2))
-        assert "is the run of a policy, which draws no pictures" in text
+        assert "is not the run of a pipeline, so no pictures can be sampled from it" in text
         text = words(run("eval", "runs/small", "--reward", "shapes", "--num-prompts", "3", code=2))
-        assert "--reward, --num-prompts is not for a policy: leave it out" in text
-
-    def test_dumps_of_policies_are_not_replayed(self, folder: Path) -> None:
-        (folder / "runs/small/dumps/step-000001-loss-rank-0").mkdir(parents=True)
-        text = words(run("replay", "runs/small/dumps/step-000001-loss-rank-0", code=2))
-        assert "is of a run that trains no pipeline: read its dump.json and tensors.safetensors" in text
+        assert "--reward, --num-prompts are not for a policy: leave them out" in text
 
     def test_episodes_are_not_of_pipelines(self, folder: Path) -> None:
         pipeline = str(ROOT / "assets" / "tiny-t2i")
