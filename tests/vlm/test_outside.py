@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,8 @@ from genrl.vlm.train import train
 from tests.run_folders import differences, rows
 from tests.vlm import vlm_runs
 
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = '''
-from PIL import Image
-from genrl.vlm.tasks.rows import Question
-
-COLOURS = ("red", "green", "blue")
-
-def stripes(rng, split):
-    """Which colour a picture has; shades of an even level of red are held out."""
-    colour, shade = COLOURS[rng.integers(3)], 2 * int(rng.integers(100, 128)) - (split == "train")
-    value = [shade * (colour == one) for one in COLOURS]
-    picture = Image.new("RGB", (48, 48), tuple(value))
-    return Question((picture, "which colour have most shapes ?"), colour, 1, {"shade": shade})
-
 class Sums:
     """Questions that are read."""
     def __init__(self, split):
@@ -68,7 +58,10 @@ class Incomplete:
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    (tmp_path / "tasks.py").write_text(TASKS)
+    (example,) = re.findall(
+        r"```python\n(# stripes\.py.*?)```", (ROOT / "docs" / "vlm_tasks.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "tasks.py").write_text(example + TASKS)
     (tmp_path / "policies.py").write_text(POLICIES)
     return tmp_path
 
