@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,9 +20,8 @@ from genrl.runtime.loop import put_back
 from genrl.vla.data.demonstrations import MINITABLE_REST, dataset_frames, expert_demonstrations
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.methods.imitation import frame_statistics, minitable_frames
-from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.encoder import Inputs
-from genrl.vla.policies.folder import load_policy
+from genrl.vla.policies.folder import load_policy, policy_class
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import (
     ACTION,
@@ -33,13 +31,14 @@ from genrl.vla.policies.policy import (
     STATE,
     TOKENS,
     Batch,
+    NoiseHead,
     Policy,
     PredictsNoise,
     PredictsVelocity,
+    Statistics,
     tokenise,
     vocabulary,
 )
-from genrl.vla.policies.tiny_flow import NoiseHead, TinyFlowConfig, TinyFlowVLA
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
 from genrl.vla.simulators.environments import Environment, minitable_tasks, open_environment
@@ -68,7 +67,8 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
         case settings.FlowNoise() as given:
             return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction)
         case settings.Diffusion() as given:
-            levels = getattr(getattr(policy, "config", None), "train_steps", given.steps)
+            assert isinstance(policy, PredictsNoise)
+            levels = policy.train_steps
             if given.steps > levels:
                 raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
             trained = given.steps if config.trainer.whole_chain else given.ft_denoising_steps
@@ -123,38 +123,7 @@ def put_back_trained(policy: nn.Module, path: Path) -> None:
     put_back({name: p for name, p in policy.named_parameters() if name in saved}, saved, path)
 
 
-def with_heads(policy: Any, *, critic: int, noise_head: NoiseHead, seed: int) -> Any:
-    """The policy with a critic of so many values (0: none) and a noise head where it is asked for; heads that it lacked
-    begin anew, by the seed.
-
-    Raises ValueError for a policy that has none to give.
-    """
-    if isinstance(policy, TinyFlowVLA):
-        wanted = dataclasses.replace(policy.config, critic=critic, noise_head=noise_head)
-        return policy if wanted == policy.config else _moved(policy, TinyFlowVLA, wanted, seed)
-    if isinstance(policy, DiffusionMLP):
-        if noise_head != "none":
-            raise ValueError("sampler.kind: the policy predicts noise, a learned std is one of flow policies")
-        changed = dataclasses.replace(policy.config, critic=critic)
-        return policy if changed == policy.config else _moved(policy, DiffusionMLP, changed, seed)
-    return policy.with_heads(critic=critic, noise_head=noise_head, seed=seed)
-
-
-def _moved(policy: Any, kind: Any, config: Any, seed: int) -> Any:
-    """A policy of another configuration with the weights that the two share; a noise head in another place is new, and
-    a critic of another number of values."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "heads") % 2**32)
-        new = kind(config, policy.stats)
-    there, old = new.state_dict(), policy.state_dict()
-    for setting, head in (("noise_head", "noise_head."), ("critic", "value_head.")):
-        if getattr(policy.config, setting, None) != getattr(config, setting, None):
-            old = {name: value for name, value in old.items() if not name.startswith(head)}
-    new.load_state_dict(there | {name: value for name, value in old.items() if name in there})
-    return new.to(next(policy.parameters()).device)
-
-
-def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) -> TinyFlowVLA | DiffusionMLP:
+def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) -> Any:
     """A small policy that fits the frames it is to imitate, with weights by the seed."""
     made = config.policy.new
     assert made is not None
@@ -167,11 +136,10 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
     )
     width = frames[ACTION].shape[-1]
     stats = {name: found for name, found in frame_statistics(frames).items() if name in {*inputs.keys, ACTION}}
+    kind = policy_class(made.type)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "policy") % 2**32)
-        if made.type == "tiny_flow_vla":
-            return TinyFlowVLA(TinyFlowConfig(inputs, width, made.horizon), stats)
-        return DiffusionMLP(DiffusionMLPConfig(inputs, width, made.horizon, train_steps=made.train_steps), stats)
+        return kind.new(inputs, width, stats, made)
 
 
 def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
@@ -257,7 +225,6 @@ def open_rollouts(config: VLAConfig, policy: nn.Module, *, num_envs: int, group_
 def _environment(config: VLAConfig, policy: Any, *, num_envs: int, group_size: int) -> dict[str, Any]:
     """Arguments of `open_environment`, all but the workers."""
     env = config.environment
-    image_size = getattr(policy, "image_size", 0)
     cameras = [name.removeprefix(IMAGES) for name in policy.inputs if name.startswith(IMAGES)]
     chunk = policy.horizon if env.chunk is None else env.chunk
     if chunk > policy.horizon:
@@ -269,7 +236,7 @@ def _environment(config: VLAConfig, policy: Any, *, num_envs: int, group_size: i
         "tasks": env.tasks or (),
         "group_size": group_size,
         "timeout_s": env.timeout_s,
-        "image_size": image_size if IMAGE in policy.inputs or cameras else 0,
+        "image_size": policy.image_size if IMAGE in policy.inputs or cameras else 0,
         "cameras": cameras,
         "max_steps": env.max_steps,
         "seed": config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
@@ -282,11 +249,10 @@ def _environment(config: VLAConfig, policy: Any, *, num_envs: int, group_size: i
     }
 
 
-def untrained(policy: nn.Module, frozen: nn.Module | None) -> str:
+def untrained(policy: Any, frozen: nn.Module | None) -> str:
     """A fingerprint of what a run begins with and its checkpoints do not hold: parameters without gradient, statistics,
     and the policy that does DPPO's first steps. Of every tensor the first numbers: another training moves them all."""
-    owner: Any = policy
-    stats = owner.stats if hasattr(owner, "stats") else owner.robot.stats
+    stats: Statistics = policy.stats
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     parts = {name: value for name, value in policy.state_dict().items() if name not in trained}
     parts |= {f"{name}.{key}": value for name, found in stats.items() for key, value in found.items()}

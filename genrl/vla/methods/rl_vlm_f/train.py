@@ -46,9 +46,7 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
 )
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
 from genrl.vla.methods.update import Figures
-from genrl.vla.policies.diffusion_mlp import DiffusionMLP
-from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
-from genrl.vla.policies.tiny_flow import TinyFlowVLA
+from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, PredictsNoise, vocabulary
 from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, State, expert_chunk, render
 
@@ -63,7 +61,7 @@ LARGEST_WEIGHT = 100.0
 """Bound of the weight of a data action in the policy's regression (IQL: 100)."""
 
 
-def new_policy(config: VLAConfig) -> TinyFlowVLA | DiffusionMLP:
+def new_policy(config: VLAConfig) -> Any:
     """A policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, RLVLMF) and config.policy.new is not None
     words = vocabulary([INSTRUCTIONS[number] for number in minitable_tasks(config.environment.tasks or ())])
@@ -196,7 +194,8 @@ def train(session: Session, settings: RLVLMF) -> None:
     advantage, temperature = store.data["advantage"], settings.temperature
     nothing = torch.zeros_like(advantage)
     weight = iql.advantage_weights(advantage, nothing, temperature=temperature, largest=LARGEST_WEIGHT)
-    alpha_bars, step = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20)), stepper(loop)
+    alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)
+    step = stepper(loop)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
         figures = Figures()

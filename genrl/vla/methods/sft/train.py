@@ -9,7 +9,7 @@ from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.vla.methods.imitation import imitation_loss
 from genrl.vla.methods.sft.settings import SFT
-from genrl.vla.policies.policy import ACTION
+from genrl.vla.policies.policy import ACTION, PredictsNoise
 from genrl.vla.session import Session
 
 
@@ -17,7 +17,7 @@ def train(session: Session, settings: SFT) -> None:
     """Optimiser steps on minibatches of frames, each a function of (seed, step) and shared out to the processes."""
     loop, policy, frames = session.loop, session.policy, session.frames
     process, processes = loop.accelerator.process_index, loop.accelerator.num_processes
-    alpha_bars = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 1))
+    alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 1)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration * settings.batch_size)
         losses, norms = [], []
