@@ -43,7 +43,8 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path
             torch.nn.init.normal_(policy.out.weight, std=0.1)  # zero at first: nothing else would have a gradient
         start = vla_runs.weights(policy)
         found = with_steps(session)
-        sft.train(session, run.trainer, shown)
+        session.frames = shown
+        sft.train(session, run.trainer)
 
         policy.load_state_dict(start)
         rng = generator(run.seed, "imitation", 0)
@@ -92,7 +93,8 @@ def test_iterations_steps_and_what_is_logged(tmp_path: Path) -> None:
     run = config(tmp_path, iterations=3, optimizer={"lr": 1e-3, "schedule": "cosine"})
     _, shown = open_policy(run)
     with vla_runs.session(run) as session:
-        sft.train(session, run.trainer, shown)
+        session.frames = shown
+        sft.train(session, run.trainer)
         assert session.loop.optimizer_steps == 9
         logged = vla_runs.rows(session.loop.run.folder)
         assert [row["updates"] for row in logged] == [3, 3, 3]
@@ -104,7 +106,8 @@ def test_it_learns(tmp_path: Path) -> None:
     run = config(tmp_path, iterations=2, trainer={"steps_per_iteration": 40, "batch_size": 64}, optimizer={"lr": 2e-3})
     _, shown = open_policy(run)
     with vla_runs.session(run) as session:
-        sft.train(session, run.trainer, shown)
+        session.frames = shown
+        sft.train(session, run.trainer)
         first, second = vla_runs.rows(session.loop.run.folder)
         assert second["loss"] < 0.5 * first["loss"]
 
