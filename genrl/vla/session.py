@@ -20,11 +20,12 @@ from genrl.vla.methods.scores import context_of
 from genrl.vla.methods.shared_settings import Update
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.policy import KeepsFeatures, Policy
+from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts
-from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns, training_rows
+from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Frozen, draw, replay, sample
 from genrl.vla.setup import longest_episode, sampler_of
-from genrl.vla.simulators.environments import Environment
+from genrl.vla.simulators.contract import Environment
 
 ON_POLICY = 1e-6
 """How far a ratio may be from 1 where nothing was trained yet."""
@@ -55,16 +56,19 @@ class Session:
             raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
         loop.phase("acting", decisions or 0)
         waited, dropped = self.env.waited_s, self.env.dropped
+        plan = RolloutPlan(
+            decisions=decisions or 1_000_000,
+            seed=config.seed,
+            iteration=loop.iteration,
+            one_episode=whole,
+            first_slot=self.first_slot,
+            keep_contexts=self.keeps_features,
+        )
         with loop.timed("rollout"):
             rollout = self.acted(
                 self.policy,
                 sampler_of(config, self.policy, loop.iteration),
-                decisions=decisions or 1_000_000,
-                seed=config.seed,
-                iteration=loop.iteration,
-                one_episode=whole,
-                first_slot=self.first_slot,
-                keep_contexts=self.keeps_features,
+                plan,
                 frozen=self.frozen,
                 advance=partial(loop.advance_or_leave, 1),
             )
@@ -77,7 +81,7 @@ class Session:
 
     @property
     def acted(self) -> Callable[..., ChunkRollout]:
-        """`rollout.collect` in the environments of this process: here, or on its Ray actors."""
+        """`collect` in the environments of this process: here, or on its Ray actors."""
         return self.env.collect if isinstance(self.env, RayRollouts) else partial(collect, self.env)
 
     @property

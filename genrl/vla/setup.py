@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -41,10 +42,11 @@ from genrl.vla.policies.policy import (
 )
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
-from genrl.vla.simulators.environments import Environment, minitable_tasks, open_environment
+from genrl.vla.simulators.contract import Environment, Simulation
+from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.metaworld import expert as metaworld_expert
 from genrl.vla.simulators.metaworld import tasks as metaworld_tasks
-from genrl.vla.simulators.minitable import INSTRUCTIONS
+from genrl.vla.simulators.minitable import INSTRUCTIONS, task_numbers
 
 
 def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
@@ -173,7 +175,7 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
         return frames, words
     assert source.expert is not None
     if env.name == "minitable":
-        tasks = minitable_tasks(env.tasks or ())
+        tasks = task_numbers(env.tasks or ())
         words = vocabulary([INSTRUCTIONS[number] for number in tasks])
         shown = expert_demonstrations(source.expert, tasks=tasks, seed=config.seed)
         frames = minitable_frames(shown, words, horizon=reader.horizon, image_size=reader.image_size)
@@ -206,9 +208,9 @@ def freeze(config: VLAConfig, policy: Any) -> None:
 def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size: int = 1) -> Environment:
     """The environment of the configuration, showing what the policy reads."""
     workers = config.environment.workers
-    told = _environment(config, policy, num_envs=num_envs, group_size=group_size)
-    opened = open_environment(**told, workers="ray" if workers == "ray_simulators" else workers)
-    if longest_episode(opened) is None:
+    wanted = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
+    opened = open_environment(replace(wanted, workers="ray" if workers == "ray_simulators" else workers))
+    if opened.max_steps is None:
         opened.close()
         name = config.environment.name
         raise ValueError(f"environment.max_steps: {name} has no time limit of its own; say after how many actions")
@@ -217,36 +219,36 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
 
 def open_rollouts(config: VLAConfig, policy: nn.Module, *, num_envs: int, group_size: int) -> RayRollouts:
     """The environment of the configuration on Ray actors that act by themselves, on GPUs if the policy is on one."""
-    told = _environment(config, policy, num_envs=num_envs, group_size=group_size)
+    wanted = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
     timeout = config.environment.timeout_s
-    return RayRollouts(told, cuda=next(policy.parameters()).is_cuda, timeout_s=timeout, start_timeout_s=2.0 * timeout)
+    return RayRollouts(wanted, cuda=next(policy.parameters()).is_cuda, timeout_s=timeout, start_timeout_s=2.0 * timeout)
 
 
-def _environment(config: VLAConfig, policy: Any, *, num_envs: int, group_size: int) -> dict[str, Any]:
-    """Arguments of `open_environment`, all but the workers."""
+def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: int) -> Simulation:
+    """What is simulated, in this process. Raises ValueError for more actions than a chunk has."""
     env = config.environment
-    cameras = [name.removeprefix(IMAGES) for name in policy.inputs if name.startswith(IMAGES)]
+    cameras = tuple(name.removeprefix(IMAGES) for name in policy.inputs if name.startswith(IMAGES))
     chunk = policy.horizon if env.chunk is None else env.chunk
     if chunk > policy.horizon:
         raise ValueError(f"environment.chunk: {chunk} actions cannot be executed of chunks of {policy.horizon}")
-    return {
-        "name": env.name,
-        "num_envs": num_envs,
-        "chunk": chunk,
-        "tasks": env.tasks or (),
-        "group_size": group_size,
-        "timeout_s": env.timeout_s,
-        "image_size": policy.image_size if IMAGE in policy.inputs or cameras else 0,
-        "cameras": cameras,
-        "max_steps": env.max_steps,
-        "seed": config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
-        "reward": env.reward,
-        "goals": env.goals,
-        "instruction": env.instruction or "",
-        "success_key": env.success_key,
-        "proprioception": env.proprioception,
-        "settings": env.args,
-    }
+    return Simulation(
+        env.name,
+        num_envs=num_envs,
+        chunk=chunk,
+        tasks=env.tasks or (),
+        group_size=group_size,
+        timeout_s=env.timeout_s,
+        image_size=policy.image_size if IMAGE in policy.inputs or cameras else 0,
+        cameras=cameras,
+        max_steps=env.max_steps,
+        seed=config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
+        reward=env.reward,
+        goals=env.goals,
+        instruction=env.instruction or "",
+        success_key=env.success_key,
+        proprioception=env.proprioception,
+        settings=env.args,
+    )
 
 
 def untrained(policy: Any, frozen: nn.Module | None) -> str:
@@ -273,8 +275,7 @@ def side_by_side(config: VLAConfig, episodes: int) -> int:
 
 def longest_episode(env: Environment | RayRollouts) -> int | None:
     """Decisions of the longest episode; None where the simulator does not say."""
-    limit: int | None = getattr(env, "max_steps", None)
-    return None if limit is None else -(-limit // env.chunk)
+    return None if env.max_steps is None else -(-env.max_steps // env.chunk)
 
 
 def parameter_groups(policy: nn.Module, rates: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from genrl.vla.setup import (
     side_by_side,
     untrained,
 )
-from genrl.vla.simulators.environments import Environment
+from genrl.vla.simulators.contract import Environment
 
 FPS = 4
 """Of films, which have a frame for every decision."""

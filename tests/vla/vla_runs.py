@@ -22,7 +22,7 @@ from genrl.vla.data.demonstrations import expert_demonstrations
 from genrl.vla.methods.imitation import imitate, minitable_frames
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.session import Session
-from genrl.vla.simulators.environments import minitable_tasks
+from genrl.vla.simulators.minitable.task import task_numbers
 from genrl.vla.train import open_policy, open_session, train
 from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
 from tests.vla.tiny_policies import WORDS, diffusion, flow
@@ -48,7 +48,7 @@ def _policies() -> tempfile.TemporaryDirectory[str]:
 @cache
 def folder(kind: str) -> Path:
     """A policy that touches discs about every second time: "flow", or "diffusion"."""
-    shown = expert_demonstrations(100, tasks=minitable_tasks(("touch",)), seed=0)
+    shown = expert_demonstrations(100, tasks=task_numbers(("touch",)), seed=0)
     frames = minitable_frames(shown, WORDS, horizon=4, image_size=0)
     policy = flow(stir=False) if kind == "flow" else diffusion()
     steps = 80 if kind == "flow" else 200

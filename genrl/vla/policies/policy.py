@@ -31,7 +31,7 @@ Any other module does that is a `Policy`, predicts velocity or noise, and has th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
@@ -176,6 +176,18 @@ def missing(kind: type[Any]) -> list[str]:
 def rows(batch: Batch, index: Tensor) -> Batch:
     """The rows `index` (numbers or a mask) of an observation or a context."""
     return {name: value[index.to(value.device)] for name, value in batch.items()}
+
+
+def joined_batches(batches: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -> Batch:
+    """One tensor per name, by `torch.stack` or `torch.cat`; `TOKENS` are padded to the longest instruction."""
+    found = {}
+    for name in batches[0]:
+        values = [batch[name] for batch in batches]
+        if name == TOKENS:
+            longest = max(value.shape[-1] for value in values)
+            values = [nn.functional.pad(value, (0, longest - value.shape[-1])) for value in values]
+        found[name] = join(values)
+    return found
 
 
 def vocabulary(instructions: Sequence[str]) -> tuple[str, ...]:

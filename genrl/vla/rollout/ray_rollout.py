@@ -1,7 +1,7 @@
 """Rollouts on Ray actors, policy and simulators together: what crosses the network is the trained weights, once per
 rollout, and the rollout, instead of observations and chunks at every decision.
 
-Every actor has some of the slots, simulates them in its own process, and runs `rollout.collect` on them with a copy of
+Every actor has some of the slots, simulates them in its own process, and runs `collect` on them with a copy of
 the policy. Episodes and noise are functions of the slot's number among all, so the whole is the rollout that one
 process would have collected, up to the rounding of other batch sizes. An actor that dies or hangs is replaced; its
 slots are not in this rollout, and their episodes are counted as dropped.
@@ -15,17 +15,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from genrl.vla.rollout.rollout import ChunkRollout, collect, joined
+from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.rollout import ChunkRollout, joined
+from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.ray_workers import actors as room
 from genrl.vla.simulators.ray_workers import connected, placement
-from genrl.vla.simulators.workers import FAILURES
+from genrl.vla.simulators.tables import FAILURES
 
 
 class Part(NamedTuple):
@@ -39,27 +43,26 @@ class Part(NamedTuple):
 class Collector:
     """What an actor is: a copy of the policy (and of DPPO's frozen one) and the environment of its slots."""
 
-    def __init__(self, policy: Any, frozen: Any, environment: Mapping[str, Any], first_slot: int) -> None:
+    def __init__(self, policy: Any, frozen: Any, simulation: Simulation, first_slot: int) -> None:
         device = "cuda" if connected().get_gpu_ids() else "cpu"
         self.policy, self.frozen = policy.to(device), None if frozen is None else frozen.to(device)
-        self.env = open_environment(**environment)
+        self.env = open_environment(simulation)
         self.first_slot = first_slot
 
     def collect(
-        self, weights: Mapping[str, Tensor], version: int, sampler: Any, how: Mapping[str, Any]
+        self, weights: Mapping[str, Tensor], version: int, sampler: Any, plan: RolloutPlan
     ) -> Iterator[Part | None]:
         """None after every decision, that it goes on is heard of; the part at the end."""
         said: queue.SimpleQueue[Part | Exception | None] = queue.SimpleQueue()
-        given = {**how, "first_slot": self.first_slot + how["first_slot"]}
+        own = replace(plan, first_slot=self.first_slot + plan.first_slot)
 
         def work() -> None:
             torch.set_num_threads(1)  # as many actors as CPUs
             waited = self.env.waited_s
             try:
                 put_weights(self.policy, weights)
-                rollout = collect(
-                    self.env, self.policy, sampler, frozen=self.frozen, advance=lambda: said.put(None), **given
-                )
+                advance = partial(said.put, None)
+                rollout = collect(self.env, self.policy, sampler, own, frozen=self.frozen, advance=advance)
                 said.put(Part(rollout, version, self.env.waited_s - waited))
             except Exception as error:  # noqa: BLE001 - of the thread: raised again where it is waited for
                 said.put(error)
@@ -90,7 +93,7 @@ def put_weights(policy: nn.Module, weights: Mapping[str, Tensor]) -> None:
 class RayRollouts:
     """`collect` on `actors` actors (0: one per CPU of the cluster).
 
-    environment: arguments of `open_environment`, for all slots together; groups stay whole. cuda: the copies of the
+    simulation: of all slots together; groups stay whole. cuda: the copies of the
     policy are on GPUs, of which the actors have equal shares; else on CPUs. timeout_s: the longest that an actor may
     take for a decision of all its slots, start_timeout_s for the first one, for which simulators are made. What is not
     trained (a frozen encoder, the statistics) is sent once, to an actor that is started; trained weights with every
@@ -102,20 +105,16 @@ class RayRollouts:
 
     def __init__(
         self,
-        environment: Mapping[str, Any],
+        simulation: Simulation,
         *,
         actors: int = 0,
         cuda: bool = False,
         timeout_s: float = 60.0,
         start_timeout_s: float = 120.0,
     ) -> None:
-        self.num_envs, self.chunk = int(environment["num_envs"]), int(environment["chunk"])
-        self.group_size = int(environment.get("group_size", 1))
+        self.num_envs, self.chunk, self.group_size = simulation.num_envs, simulation.chunk, simulation.group_size
         groups = self.num_envs // self.group_size
-        if self.num_envs % self.group_size or not groups:
-            raise ValueError(f"{self.num_envs} environments are not groups of {self.group_size}")
-        one = open_environment(**(dict(environment) | {"num_envs": self.group_size}))
-        self.max_steps = one.max_steps
+        self.max_steps = open_environment(replace(simulation, num_envs=self.group_size)).max_steps
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.waited_s, self.dropped, self.restarts, self.version = 0.0, 0, 0, 0
         self.parts: list[Tensor] = []
@@ -123,7 +122,7 @@ class RayRollouts:
         self.gpus = gpu_share(count) if cuda else 0.0
         bounds = [groups * a // count * self.group_size for a in range(count + 1)]
         self._slots = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-        self._environment = dict(environment)
+        self._simulation = simulation
         self._losses = [0] * count
         self._actors: list[Any] = []
         self._policies: tuple[Any, Any] | None = None
@@ -132,17 +131,12 @@ class RayRollouts:
         self,
         policy: Any,
         sampler: Any,
+        plan: RolloutPlan,
         *,
-        decisions: int,
-        seed: int,
-        iteration: int,
-        one_episode: bool = False,
-        first_slot: int = 0,
-        keep_contexts: bool = False,
         frozen: Any = None,
         advance: Callable[[], None] = lambda: None,
     ) -> ChunkRollout:
-        """As `rollout.collect`, always with the same policy, whose weights may have moved.
+        """As `collect.collect`, always with the same policy, whose weights may have moved.
 
         `advance` is called for as many messages as there are actors: about once per decision.
         """
@@ -151,9 +145,7 @@ class RayRollouts:
             self._policies = ray.put(copy.deepcopy(policy).cpu()), ray.put(_on_cpu(frozen))
             self._actors = [self._actor(number) for number in range(len(self._slots))]
         self.version += 1
-        how = {"decisions": decisions, "seed": seed, "iteration": iteration, "one_episode": one_episode}
-        how |= {"first_slot": first_slot, "keep_contexts": keep_contexts}
-        work = ray.put(trained_weights(policy)), self.version, sampler, how
+        work = ray.put(trained_weights(policy)), self.version, sampler, plan
         parts: dict[int, Part] = {}
         while not parts:  # unless all were lost, one turn
             parts = self._turn(work, advance)
@@ -223,7 +215,7 @@ class RayRollouts:
         assert self._policies is not None
         slots = self._slots[number]
         kind = connected().remote(Collector).options(**placement(self.gpus))
-        return kind.remote(*self._policies, self._environment | {"num_envs": len(slots)}, slots.start)
+        return kind.remote(*self._policies, replace(self._simulation, num_envs=len(slots)), slots.start)
 
 
 def gpu_share(actors: int) -> float:

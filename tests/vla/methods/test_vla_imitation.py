@@ -18,7 +18,7 @@ from genrl.vla.methods.imitation import (
     noise_matching_loss,
 )
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, rows, tokenise
-from genrl.vla.rollout.rollout import collect
+from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, act
 from genrl.vla.simulators.minitable import PUT, MiniTable, demonstrate, expert_chunk, task
 from tests.vla.tiny_policies import SEES, TOLD, WORDS, diffusion, flow, frames
@@ -128,7 +128,7 @@ def test_a_trained_policy_moves_towards_its_goal() -> None:
 
     def distance(policy) -> float:
         rollout = collect(
-            MiniTable(64, tasks=PUT), policy, FlowSteps(noise_level=0.05), decisions=2, seed=0, iteration=0
+            MiniTable(64, tasks=PUT), policy, FlowSteps(noise_level=0.05), RolloutPlan(decisions=2, seed=0, iteration=0)
         )
         state = rollout.observations[STATE]
         return float((state[2, :, 1] - state[0, :, 1]).mean())

@@ -140,9 +140,7 @@ def test_what_it_cannot_do_is_told_before_anything_is_written(file: Path, tmp_pa
 
 
 def test_classes_that_are_no_policies(file: Path) -> None:
-    with pytest.raises(
-        ValueError, match="Dreamer has no tokenise, normalised, actions, with_heads, save, load"
-    ):
+    with pytest.raises(ValueError, match="Dreamer has no tokenise, normalised, actions, with_heads, save, load"):
         policy_class(f"{file}:Dreamer")
     with pytest.raises(ValueError, match="number is no class"):
         policy_class(f"{file}:number")

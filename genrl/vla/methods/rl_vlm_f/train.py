@@ -47,8 +47,8 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, PredictsNoise, vocabulary
-from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, State, expert_chunk, render
+from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.session import Session
@@ -64,7 +64,7 @@ LARGEST_WEIGHT = 100.0
 def new_policy(config: VLAConfig) -> Any:
     """A policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, RLVLMF) and config.policy.new is not None
-    words = vocabulary([INSTRUCTIONS[number] for number in minitable_tasks(config.environment.tasks or ())])
+    words = vocabulary([INSTRUCTIONS[number] for number in task_numbers(config.environment.tasks or ())])
     data = wayward_data(config, config.trainer, Words(words), config.policy.new.horizon)
     return setup.new_policy(config, frames_of(data), words)
 
@@ -76,7 +76,7 @@ def wayward_data(config: VLAConfig, settings: RLVLMF, reads: Reader, horizon: in
     """
     env = config.environment
     limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
-    tasks = minitable_tasks(env.tasks or ())
+    tasks = task_numbers(env.tasks or ())
     table = MiniTable(settings.episodes, tasks=tasks, image_size=0, chunk=env.chunk or horizon, **limit)
     seed = derive_seed(config.seed, "wayward")
     rng = np.random.default_rng([seed, 0])
