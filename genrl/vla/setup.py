@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
 from genrl.runtime.loop import put_back
-from genrl.vla.data.demonstrations import MINITABLE_REST, dataset_frames, expert_demonstrations
-from genrl.vla.data.lerobot_dataset import open_dataset
-from genrl.vla.methods.imitation import frame_statistics, minitable_frames
+from genrl.vla.data.demonstrations import expert_demonstrations, minitable_episodes, minitable_rest
+from genrl.vla.data.frames import Rest, episode_frames, frame_statistics
+from genrl.vla.data.lerobot_dataset import Episode, open_dataset
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.folder import load_policy, policy_class
 from genrl.vla.policies.lerobot import Adapt
@@ -144,59 +144,68 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
         return kind.new(inputs, width, stats, made)
 
 
+class Shown(NamedTuple):
+    """Demonstrations: their instructions, their episodes with the columns asked for, and what comes after their end."""
+
+    texts: Sequence[str]
+    episodes: Iterable[Episode]
+    rest: Rest | None
+
+
 def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     """The frames that are imitated, for the policy (or for the new one that is to be made), and the words in them.
 
-    Raises ValueError for an environment that has no expert.
+    Raises ValueError for an environment that has no expert, and for a data set without what the policy reads.
     """
-    source, env = config.demonstrations, config.environment
+    source = config.demonstrations
     reader = config.policy.new if policy is None else policy
     assert source is not None and reader is not None
-    if source.dataset is not None:
-        dataset = open_dataset(Path(source.dataset))
-        small = env.name == "minitable"  # all that it may say; elsewhere what the demonstrations say is all
-        words = vocabulary([*dataset.tasks.values(), *(INSTRUCTIONS if small else ())])
-        wanted = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
-        inputs, told = (wanted, partial(tokenise, words=words)) if policy is None else (policy.inputs, policy.tokenise)
-        columns = [source.camera if name == IMAGE else name for name in inputs]
-        pictures = [name for name in columns if name == source.camera or name.startswith(IMAGES)]
-        lost = [name for name in pictures if name not in dataset.cameras]
-        if lost:
-            key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
-            raise ValueError(f"{key}: {source.dataset} has no pictures named {lost}, only {dataset.cameras}")
-        rest = MINITABLE_REST if small else None
-        width = len(dataset.stats["action"]["mean"])
-        if rest is not None and width != len(rest):
-            text = f"{source.dataset} has actions of {width} numbers, minitable's have {len(rest)}"
-            raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
-        frames = dataset_frames(dataset, told, inputs=columns, horizon=reader.horizon, rest=rest)
-        if IMAGE in inputs:
-            frames[IMAGE] = frames.pop(source.camera)
-        return frames, words
-    assert source.expert is not None
+    inputs = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
+    inputs = inputs if policy is None else policy.inputs
+    shown = _expert(config, reader.image_size) if source.dataset is None else _dataset(config, source.dataset, inputs)
+    words = vocabulary(shown.texts)
+    told = partial(tokenise, words=words) if policy is None else policy.tokenise
+    frames = episode_frames(shown.episodes, told, inputs=inputs, horizon=reader.horizon, rest=shown.rest)
+    return frames, words
+
+
+def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
+    assert config.demonstrations is not None
+    dataset, camera = open_dataset(Path(folder)), config.demonstrations.camera
+    small = config.environment.name == "minitable"  # all that it may say; elsewhere what the demonstrations say is all
+    columns = [camera if name == IMAGE else name for name in inputs if name != TOKENS]
+    pictures = [name for name in columns if name == camera or name.startswith(IMAGES)]
+    lost = [name for name in pictures if name not in dataset.cameras]
+    if lost:
+        key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
+        raise ValueError(f"{key}: {folder} has no pictures named {lost}, only {dataset.cameras}")
+    width = len(dataset.stats[ACTION]["mean"])
+    if small and width != 3:
+        text = f"{folder} has actions of {width} numbers, minitable's have 3"
+        raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
+    texts = [*dataset.tasks.values(), *(INSTRUCTIONS if small else ())]
+    own = {camera: IMAGE} if IMAGE in inputs else {}
+    episodes = (
+        episode._replace(columns={own.get(name, name): value for name, value in episode.columns.items()})
+        for episode in dataset.read([*columns, ACTION])
+    )
+    return Shown(texts, episodes, minitable_rest if small else None)
+
+
+def _expert(config: VLAConfig, image_size: int) -> Shown:
+    assert config.demonstrations is not None and config.demonstrations.expert is not None
+    env, count, seed = config.environment, config.demonstrations.expert, config.seed
     if env.name == "minitable":
         tasks = task_numbers(env.tasks or ())
-        words = vocabulary([INSTRUCTIONS[number] for number in tasks])
-        shown = expert_demonstrations(source.expert, tasks=tasks, seed=config.seed)
-        frames = minitable_frames(shown, words, horizon=reader.horizon, image_size=reader.image_size)
-        return _told(frames, words, policy), words
+        demonstrations = expert_demonstrations(count, tasks=tasks, seed=seed)
+        texts = [INSTRUCTIONS[number] for number in tasks]
+        return Shown(texts, minitable_episodes(demonstrations, image_size=image_size), minitable_rest)
     if env.name == "metaworld":
         names = metaworld_tasks.checked(env.tasks or ())
-        words = vocabulary([metaworld_tasks.INSTRUCTIONS[name] for name in names])
         limit = metaworld_tasks.MAX_STEPS if env.max_steps is None else env.max_steps
-        episodes = metaworld_expert.expert_episodes(
-            names, source.expert, seed=config.seed, max_steps=limit, image_size=reader.image_size
-        )
-        return _told(metaworld_expert.expert_frames(episodes, words, horizon=reader.horizon), words, policy), words
+        episodes = metaworld_expert.expert_episodes(names, count, seed=seed, max_steps=limit, image_size=image_size)
+        return Shown([metaworld_tasks.INSTRUCTIONS[name] for name in names], episodes, metaworld_expert.rest)
     raise ValueError(f"demonstrations.expert: {env.name} has no scripted expert; give a dataset instead")
-
-
-def _told(frames: Batch, words: Sequence[str], policy: Any) -> Batch:
-    """Frames whose instructions are numbers of `words`, in the policy's own tokens."""
-    if policy is None:
-        return frames
-    lines = [" ".join(words[number - 1] for number in row if number) for row in frames[TOKENS].tolist()]
-    return frames | {TOKENS: policy.tokenise(lines)}
 
 
 def freeze(config: VLAConfig, policy: Any) -> None:

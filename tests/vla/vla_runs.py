@@ -18,8 +18,8 @@ from genrl.runtime.loop import make_accelerator
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Watchdog, catch_stop
-from genrl.vla.data.demonstrations import expert_demonstrations
-from genrl.vla.methods.imitation import imitate, minitable_frames
+from genrl.vla.data.demonstrations import expert_demonstrations, minitable_frames
+from genrl.vla.methods.imitation import imitate
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.session import Session
 from genrl.vla.simulators.minitable.task import task_numbers

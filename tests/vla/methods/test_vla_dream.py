@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from genrl.mdp.noise import keyed_noise
+from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.diwa.dream import (
     Dream,
     LatentTable,
@@ -20,7 +21,6 @@ from genrl.vla.methods.diwa.dream import (
 )
 from genrl.vla.methods.diwa.play import play
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
-from genrl.vla.methods.imitation import frame_statistics
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, tokenise
 from genrl.vla.rollout.collect import RolloutPlan, collect

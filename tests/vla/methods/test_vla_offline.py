@@ -9,7 +9,8 @@ import torch
 from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.runtime import state
-from genrl.vla.methods.imitation import flow_times, frame_statistics
+from genrl.vla.data.frames import frame_statistics
+from genrl.vla.methods.imitation import flow_times
 from genrl.vla.methods.offline import (
     Critics,
     Store,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, vocabulary
+from genrl.vla.data.frames import episode_frames
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise, vocabulary
 from genrl.vla.simulators.contract import Reading, Simulation
 from genrl.vla.simulators.environments import evaluation_episodes, open_environment
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
@@ -138,12 +140,13 @@ def test_pictures() -> None:
 
 
 def test_demonstrations() -> None:
-    from genrl.vla.simulators.metaworld.expert import expert_episodes, expert_frames
+    from genrl.vla.simulators.metaworld.expert import expert_episodes, rest
 
     words = vocabulary([INSTRUCTIONS[name] for name in THREE])
     episodes = list(expert_episodes(THREE, 2, seed=0, max_steps=120))
     assert [episode.instructions[0] for episode in episodes] == [INSTRUCTIONS[name] for name in THREE for _ in "12"]
-    frames = expert_frames(iter(episodes), words, horizon=8)
+    told, inputs = partial(tokenise, words=words), (STATE, ENVIRONMENT, TOKENS)
+    frames = episode_frames(episodes, told, inputs=inputs, horizon=8, rest=rest)
     count = sum(len(episode.instructions) for episode in episodes)
     assert frames[STATE].shape == (count, 4) and frames[ENVIRONMENT].shape == (count, 39)
     assert frames[ACTION].shape == (count, 8, 4) and frames[ACTION].abs().max() <= 1.0

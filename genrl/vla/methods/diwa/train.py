@@ -15,6 +15,7 @@ import torch
 
 from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
+from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.diwa.dream import (
     Dream,
     Encoded,
@@ -28,7 +29,7 @@ from genrl.vla.methods.diwa.dream import (
 from genrl.vla.methods.diwa.play import play
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA
-from genrl.vla.methods.imitation import frame_statistics, imitate
+from genrl.vla.methods.imitation import imitate
 from genrl.vla.methods.offline import Store
 from genrl.vla.methods.ppo import train as ppo
 from genrl.vla.methods.update import Figures
