@@ -217,7 +217,7 @@ class Host(Protocol):
 class Description:
     """A host that can be sent to another process: a function of a module, and what it is called with."""
 
-    function: Callable[..., Host]
+    function: Callable[..., Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     tasks: int = 1
     """How many its episodes have; they take turns over slots and episodes."""
@@ -226,4 +226,5 @@ class Description:
 
     def host(self, slots: int) -> Host:
         """Make it, for so many slots."""
-        return self.function(slots, **self.settings)
+        made: Host = self.function(slots, **self.settings)
+        return made

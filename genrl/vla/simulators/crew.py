@@ -6,8 +6,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
-from genrl.vla.simulators.contract import Description, Message, Run
+from genrl.vla.simulators.contract import Description, Run
 from genrl.vla.simulators.workers import Work, Worker, WorkerLost, report
 
 
@@ -17,9 +18,7 @@ class Link:
     A worker that is started again gets a new link: what the old one had still to say is not taken for the new one's.
     """
 
-    def __init__(
-        self, worker: Worker, slots: range, inbox: queue.SimpleQueue[tuple[Link, Message | WorkerLost]]
-    ) -> None:
+    def __init__(self, worker: Worker, slots: range, inbox: queue.SimpleQueue[tuple[Link, Any]]) -> None:
         self.worker, self.slots, self.inbox = worker, slots, inbox
         self.open: list[int] = []
         """Slots that are to report, in the order of the work."""
@@ -79,7 +78,7 @@ class Crew:
         self.links: list[Link] = []
         self.restarts = 0
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
-        self._inbox: queue.SimpleQueue[tuple[Link, Message | WorkerLost]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Link, Any]] = queue.SimpleQueue()
 
     def start(self) -> None:
         if not self.links:
@@ -97,7 +96,7 @@ class Crew:
         """Begin to wait for the next message of a worker."""
         link.deadline = time.monotonic() + (self.start_timeout_s if starting else self.timeout_s)
 
-    def next(self, links: Collection[Link]) -> tuple[Link, Message | WorkerLost]:
+    def next(self, links: Collection[Link]) -> tuple[Link, Any]:
         """The next message of any worker, WorkerLost for one that is too late, which is killed; its link may no longer
         be among `links`."""
         soonest = min(links, key=lambda link: link.deadline)

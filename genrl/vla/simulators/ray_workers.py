@@ -70,12 +70,12 @@ class Actor:
 
     inline = False
 
-    def __init__(self, description: Description, slots: int) -> None:
-        self.description, self.slots = description, slots
+    def __init__(self, description: Description, slots: int, gpus: float = 0.0) -> None:
+        self.description, self.slots, self.gpus = description, slots, gpus
 
     def start(self) -> None:
         """Ask for an actor; it begins where and when there is room."""
-        self.actor = connected().remote(Remote).options(**placement()).remote(self.description, self.slots)
+        self.actor = connected().remote(Remote).options(**placement(self.gpus)).remote(self.description, self.slots)
 
     def do(self, work: Work) -> Iterator[Message]:
         """See `workers.Worker`."""

@@ -8,11 +8,12 @@ import signal
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
-from typing import Protocol
+from typing import Any, Protocol
 
-from genrl.vla.simulators.contract import Description, Fault, Host, Message, Misuse, Render, Run
+from genrl.vla.simulators.contract import Description, Fault, Host, Message, Misuse, Render
 
-Work = Run | Render
+Work = Any
+"""`contract.Run` or `contract.Render`; or what another kind of host is asked for, which answers as it likes."""
 
 
 class WorkerLost(Exception):
@@ -142,4 +143,4 @@ def report(error: Exception, slot: int) -> Fault:
 
 def messages(host: Host, work: Work) -> Iterator[Message]:
     """Do a piece of work."""
-    return host.run(work) if isinstance(work, Run) else iter([host.render(work)])
+    return iter([host.render(work)]) if isinstance(work, Render) else host.run(work)

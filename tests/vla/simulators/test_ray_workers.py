@@ -63,7 +63,7 @@ def test_rollouts_are_those_of_local_workers(cluster: Any) -> None:
         table = open_environment(Simulation("minitable", num_envs=6, chunk=4, group_size=2, max_steps=12, **how))
         rollouts.append(collect(table, policy, FlowSteps(), RolloutPlan(decisions=6, seed=3, iteration=2)))
         if how["workers"] == "ray":
-            assert len(table._workers) == 4, "one per CPU of the cluster"
+            assert len(table.crew.workers) == 4, "one per CPU of the cluster"
         table.close()
     for name, value in rollouts[0]._asdict().items():
         if isinstance(value, torch.Tensor):
@@ -86,7 +86,7 @@ def test_misuse_is_told(cluster: Any) -> None:
     with pytest.raises(ValueError, match="99 actors of one CPU each, the Ray cluster has 4"):
         open_environment(Simulation(FRAIL, num_envs=99, chunk=2, workers="ray", ray_actors=99))
     env = open_environment(Simulation(FRAIL.replace(":make", ":missing"), **HOW))
-    with pytest.raises(ValueError, match="no function 'missing'"):
+    with pytest.raises(ValueError, match="has no 'missing'"):
         env.reset(seed=0)
     env = open_environment(Simulation(FRAIL.replace(":make", ":broken_start"), **HOW))
     with pytest.raises(RuntimeError, match="(?s)failed 3 times.*no such robot"):
