@@ -10,25 +10,33 @@ from genrl.diffusion.methods.layout import Contrast
 from genrl.diffusion.methods.layout import Tree as TreeSettings
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.plans import trained_steps
-from genrl.diffusion.methods.policy_gradient import GroupRelative, PolicyGradient
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.plan import SamplingPlan
-from genrl.mdp.tree import Tree
-from genrl.objectives.advantages.aggregation import LogTame, log_tame_advantages
+from genrl.mdp.tree import grow
 from genrl.objectives.advantages.credit import PromptHistory, branch_extremes, signed_advantage
-from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages, group_statistics
-from genrl.objectives.advantages.prompt_statistics import prompt_advantages
+from genrl.objectives.advantages.groups import group_statistics
 
 
 def estimate(
-    run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, plan: SamplingPlan, tree: Tree, meter: Meter
+    run: DiffusionRun,
+    settings: PolicyGradient,
+    rollouts: Rollouts,
+    plan: SamplingPlan,
+    advantages: Tensor,
+    meter: Meter,
+    *,
+    grouped: bool = True,
 ) -> Edges:
-    """Advantage and weight of every trained transition, from the rewards of the samples."""
-    config, iteration = run.config, run.iteration
-    advantages = advantages_of(run, settings, rollouts).clamp(-settings.advantage_clip, settings.advantage_clip)
+    """Advantage and weight of every trained transition, from the advantages of the samples, float64 [N].
+
+    grouped: whether these compare the samples of a prompt, whose spread is then logged.
+    """
+    config, iteration, tree = run.config, run.iteration, grow(plan)
+    advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
     meter.add_advantages(advantages, settings.advantage_clip)
-    if settings.variant.history is None:  # there no group is compared
+    if grouped:
         meter.add_spread(group_statistics(rollouts.total, rollouts.group))
     trained = trained_steps(config, settings, iteration)
     if settings.layout.tree is None:
@@ -52,29 +60,6 @@ def estimate(
             f"depths {', '.join(map(str, edges.skipped))} have fewer than 4 states: measured against the leaves"
         )
     return edges
-
-
-def advantages_of(run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts) -> Tensor:
-    """Of every sample, float64 [N]; 0 without a score, or in a group without spread."""
-    total, group, keep = rollouts.total, rollouts.group, settings.variant.history
-    if keep is not None:
-        seen = run.loop.memory.get("prompt_rewards", {})
-        advantages, run.loop.memory["prompt_rewards"] = prompt_advantages(
-            total, rollouts.prompts, seen, buffer_size=keep.size, min_count=keep.min_count
-        )
-        return advantages
-    assert isinstance(settings, GroupRelative)
-    scale = settings.advantage_scale
-    if settings.variant.aggregate == "sum":
-        return group_advantages(total, group, scale=scale)
-    weights = list(rollouts.weights.values())
-    if not any(weights):  # a schedule may have all of them at 0 for a while
-        return torch.zeros_like(total)
-    parts = [rollouts.parts[label] for label in rollouts.weights]
-    if settings.variant.aggregate == "gdpo":
-        return gdpo_advantages(parts, weights, group)
-    variant: LogTame = "paper" if settings.variant.aggregate == "log_tame" else "released"
-    return log_tame_advantages(parts, weights, group, variant=variant, scale=scale)
 
 
 def contrasted(run: DiffusionRun, tree: TreeSettings, contrast: Contrast, rollouts: Rollouts) -> Tensor:

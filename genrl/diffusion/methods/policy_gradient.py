@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.diffusion_method import AdvantageScale, Calls, Guided, Updating, no_true_cfg, too_few_steps
 from genrl.config.kernels import Kernel
@@ -20,8 +20,6 @@ from genrl.diffusion.methods.stochastic import Stochastic
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
-    from genrl.diffusion.methods.ddpo.settings import PromptHistory
-    from genrl.diffusion.methods.dynamic_tree_rpo.settings import LayerTuning
 
 ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity", "x_prediction", "k2"]
 
@@ -55,16 +53,6 @@ METRICS = {
     ),
     "window/size": MetricDoc("number of stochastic denoising steps that are trained on", "As configured.", "steps"),
 }
-
-
-class Variant(NamedTuple):
-    """What tells these methods apart in the code that they share."""
-
-    guard: bool = False
-    score_function: bool = False
-    layer_tuning: LayerTuning | None = None
-    history: PromptHistory | None = None
-    aggregate: str = "sum"
 
 
 class PolicyGradient(Stochastic, Updating):
@@ -102,11 +90,6 @@ class PolicyGradient(Stochastic, Updating):
     def layout(self) -> Layout:
         """Which steps are noisy, branch and are trained."""
         return Layout(self.noise_level)
-
-    @property
-    def variant(self) -> Variant:
-        """What tells this method from others in the code that they share."""
-        return Variant()
 
     @property
     def uses_reference(self) -> bool:

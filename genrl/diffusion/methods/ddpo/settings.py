@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.kernels import Kernel
 from genrl.config.method import Finding
 from genrl.config.section import Count, NonNegative, Section
-from genrl.diffusion.methods.policy_gradient import PolicyGradient, Variant
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
@@ -47,11 +47,6 @@ class DDPO(PolicyGradient):
     def stands_alone(self) -> bool:
         """Whether a sample has a use without others of its prompt."""
         return True
-
-    @property
-    def variant(self) -> Variant:
-        """What tells this method from others in the code that they share."""
-        return Variant(score_function=self.objective == "score_function", history=self.history)
 
     @property
     def reduction(self) -> Literal["mean", "sum"]:

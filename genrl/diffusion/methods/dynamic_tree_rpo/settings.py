@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import NonNegative, Section
 from genrl.diffusion.methods.layout import Branching, Layout, Round, Tree
-from genrl.diffusion.methods.policy_gradient import Variant, Windowed, mean_of
+from genrl.diffusion.methods.policy_gradient import Windowed, mean_of
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
@@ -57,11 +57,6 @@ class DynamicTreeRPO(Windowed):
         """Which steps are noisy, branch and are trained."""
         tree = Tree(ways=self.tree.ways, at=self.tree.at)
         return Layout(self.noise_level, self.window, tree, noise_growth=self.tree.noise_growth)
-
-    @property
-    def variant(self) -> Variant:
-        """What tells this method from others in the code that they share."""
-        return Variant(layer_tuning=self.layer_tuning)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         found = [*super().problems(config)]

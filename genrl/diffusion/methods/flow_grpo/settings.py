@@ -12,7 +12,7 @@ from genrl.config.method import Finding
 from genrl.config.section import Flag, Share
 from genrl.diffusion.methods.aggregation import plain_scores, sum_of_tree
 from genrl.diffusion.methods.layout import Layout, Tree
-from genrl.diffusion.methods.policy_gradient import Variant, Windowed
+from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
@@ -62,11 +62,6 @@ class FlowGRPO(Windowed):
             noise_outside_window=self.noise_outside_window,
             tail_ratio=self.tail_ratio,
         )
-
-    @property
-    def variant(self) -> Variant:
-        """What tells this method from others in the code that they share."""
-        return Variant(aggregate=self.aggregate)
 
     @property
     def reduction(self) -> Literal["mean", "sum"]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.method import Finding
 from genrl.config.section import Positive
 from genrl.diffusion.methods.layout import Round
-from genrl.diffusion.methods.policy_gradient import Variant, Windowed
+from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
@@ -25,11 +25,6 @@ class GRPOGuard(Windowed):
     clip_range: Positive | tuple[Positive, Positive] = 4e-6
     """Ratio kept in 1 - low .. 1 + high: one distance or [low, high], both positive (GRPO-Guard: 2e-6 to 4e-6 at
     65,536 numbers in a latent)."""
-
-    @property
-    def variant(self) -> Variant:
-        """What tells this method from others in the code that they share."""
-        return Variant(guard=True)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)

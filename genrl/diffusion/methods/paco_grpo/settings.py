@@ -9,7 +9,7 @@ import rewards
 from genrl.config.diffusion_method import FileFinding
 from genrl.config.method import Finding
 from genrl.diffusion.methods.aggregation import plain_scores
-from genrl.diffusion.methods.policy_gradient import Variant, Windowed
+from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
@@ -32,11 +32,6 @@ class PaCoGRPO(Windowed):
     def stands_alone(self) -> bool:
         """Whether a sample has a use without others of its prompt."""
         return self.aggregate == "log_tame_released"
-
-    @property
-    def variant(self) -> Variant:
-        """What tells this method from others in the code that they share."""
-        return Variant(aggregate=self.aggregate)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
