@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 Tree = dict[str, Any]
-Overrides = dict[str, float]
+Overrides = dict[str, float | str]
 
 SIMULATORS = ("metaworld", "libero")
 """Names of environments that need the package of that name."""
@@ -126,7 +126,7 @@ def _answers(tree: Tree, iterations: int) -> Overrides:
     if value(tree, "trainer.critic") is not None:
         small["trainer.critic.warmup"] = 0
     if value(tree, "trainer.preset") == "grpo_care":
-        small["trainer.reward_terms"] = [{"name": "consistency", "every": 1}]
+        small["trainer.reward_terms"] = "[{name: consistency, every: 1}]"
     stages = tree.get("stages") or ()
     for number in range(len(stages)):  # one iteration of each, the last one has what is left
         last = number == len(stages) - 1
