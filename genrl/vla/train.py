@@ -25,7 +25,7 @@ from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
 from genrl.runtime.signals import Stop, Watchdog
 from genrl.vla.data.videos import contact_sheet, write_clips
-from genrl.vla.evaluate import Judged, evaluate, success_rates
+from genrl.vla.evaluate import Candidate, Judged, evaluate, success_rates
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_first_steps, save_policy
 from genrl.vla.session import Session
 from genrl.vla.setup import (
@@ -177,12 +177,10 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
         stack.callback(env.close)
         progress.phase("evaluating", settings.episodes)
         return evaluate(
-            policy,
-            sampler_of(config, policy, config.iterations),
+            Candidate(policy, sampler_of(config, policy, config.iterations), _first_steps(config, model)),
             env,
             episodes=settings.episodes,
             seed=settings.seed,
-            frozen=_first_steps(config, model),
             clips=settings.videos,
             advance=progress.advance,
         )
@@ -276,13 +274,11 @@ class Judge:
             self.stack.callback(self.env.close)
         self.loop.phase("evaluating", settings.episodes)
         mine = evaluate(
-            self.policy,
-            sampler_of(config, self.policy, iteration),
+            Candidate(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
             self.env,
             episodes=shares[rank],
             seed=settings.seed,
             first=sum(shares[:rank]),
-            frozen=self.frozen,
             clips=settings.videos if rank == 0 else 0,
             advance=self.loop.advance_or_leave,
         )

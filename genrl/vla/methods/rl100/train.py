@@ -21,7 +21,7 @@ from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
 from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.vla.evaluate import evaluate
+from genrl.vla.evaluate import Candidate, evaluate
 from genrl.vla.methods.imitation import imitate
 from genrl.vla.methods.minibatches import minibatches
 from genrl.vla.methods.offline import (
@@ -381,7 +381,7 @@ def distilled(session: Session, settings: RL100, store: Store) -> dict[str, floa
     judge = config.evaluation
     env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
     # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
-    found = evaluate(student, LearnedNoise(steps=1), env, episodes=judge.episodes, seed=judge.seed)
+    found = evaluate(Candidate(student, LearnedNoise(steps=1)), env, episodes=judge.episodes, seed=judge.seed)
     env.close()
     return {"distil/error": error, "distil/success_mean": sum(found.success) / len(found.success)}
 
