@@ -20,12 +20,14 @@ import torch
 from build_tiny_vlm import colours_of, make_model, make_processor, make_tokenizer, save
 from PIL import Image, ImageDraw
 
+from genrl.config import plugins
+from genrl.config.vlm_names import TASKS
 from genrl.data.world import SIZE, caption, draw
 from genrl.mdp.noise import derive_seed
 from genrl.vlm import tasks
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.tasks import clips, scenes, series, shapes
+from genrl.vlm.tasks import clips, quality, scenes, series, shapes
 from genrl.vlm.tasks.rows import Split
 from rewards.scorers.objects.shapes import find
 from rewards.scorers.texts.verifiable import exact
@@ -56,7 +58,7 @@ def lesson(name: str, number: int) -> tuple[list[Image.Image], str, str]:
         scene = scenes.scene(rng, "train")
         return [Image.fromarray(draw(scene, SIZE))], DESCRIBE, caption(scene)
     if name == "harm":
-        drawn = tasks.DRAW["quality"](rng, "train")
+        drawn = quality.rated(rng, "train")
         return [drawn.parts[0]], "what was done to this picture ?", drawn.columns["harm"]
     if name == "heights":
         (plot, _) = series.which(rng, "train").parts
@@ -66,7 +68,7 @@ def lesson(name: str, number: int) -> tuple[list[Image.Image], str, str]:
         *frames, _ = clips.keys(rng, "train").parts
         seen = [find(np.array(frame))[0].colour for frame in frames]
         return frames, "list the colours of the frames .", " ".join(seen)
-    drawn = tasks.DRAW[name](rng, "train")
+    drawn = plugins.find(name, TASKS)(rng, "train")
     (question,) = [part for part in drawn.parts if isinstance(part, str)]
     return [part for part in drawn.parts if not isinstance(part, str)], question, drawn.answer
 

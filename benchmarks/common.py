@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from genrl.diffusion.session import Session
 
 from genrl.cli.doctor import examine
 from genrl.config import Config
@@ -25,7 +26,6 @@ from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
-from genrl.diffusion.session import Session
 from genrl.diffusion.train import open_session
 from genrl.runtime.loop import make_accelerator
 from genrl.runtime.progress import Progress

@@ -21,7 +21,7 @@ from genrl.config.schema import Model
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy, Trajectory
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-t2i"
 STEPS = 4
@@ -69,7 +69,7 @@ def main() -> None:
     of.add_argument("--sizes", type=int, nargs="+", default=[1, 8], help="pictures at a time; default: 1 8")
     given = of.parse_args()
     policy = Policy(load_pipeline(Model(path=str(TINY))))
-    Weights(policy.denoisers, LoRA())
+    trainable(policy.denoisers, LoRA())
     forwards = {"eager": {name: denoiser.forward for name, denoiser in policy.denoisers.items()}}
     compile_denoisers(policy.denoisers.values(), say=print)
     forwards["compiled"] = {name: denoiser.forward for name, denoiser in policy.denoisers.items()}

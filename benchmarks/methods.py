@@ -222,7 +222,7 @@ def complete(run: Run, command: list[str]) -> None:
 def run_genrl(arguments: list[str]) -> float:
     """`genrl ...` in a process of its own with one thread; the processor's seconds of it and of its own processes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    process = subprocess.Popen([sys.executable, "-m", "genrl.cli.app", *arguments], env=environment)
+    process = subprocess.Popen([sys.executable, "-m", "genrl", *arguments], env=environment)
     _, status, usage = os.wait4(process.pid, 0)
     if code := os.waitstatus_to_exitcode(status):
         raise SystemExit(f"genrl {' '.join(arguments)} ended with {code}")

@@ -1,7 +1,7 @@
-"""Score in one other thread while this one goes on drawing samples.
+"""Score in a second thread while this one goes on sampling.
 
-One thread and one queue: calls are made in the order in which they were handed in, so the results are those of making
-them on the spot, with the background on or off.
+There is one thread and one queue: calls run in the order in which they were submitted, so the results are the same
+with the background on or off.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Calls handed in by `submit` and their results, in that order, by `results`.
+    """Submit calls with `submit`, then get their results, in the same order, from `results`.
 
         with Background(enabled) as background:
             for ...:
                 background.submit(lambda: score(...))
-            found = background.results()
+            values = background.results()
 
-    enabled=False makes every call at once, in this thread. Where the block is left early, calls that have not begun are
-    dropped, and the running one is waited for: it may hold the device.
+    With enabled=False every call runs at once, in this thread. If the block is left early, calls that have not started
+    are dropped, and the running one is waited for, since it may hold the device.
     """
 
     def __init__(self, enabled: bool = True):
@@ -32,12 +32,11 @@ class Background(Generic[T]):
         if enabled:
             import torch
 
-            # torch keeps the number of threads per thread; sums over other pieces have other last bits.
-            threads = torch.get_num_threads()
-            self._thread = ThreadPoolExecutor(1, "scoring", torch.set_num_threads, (threads,))
+            # torch keeps its number of threads per thread; sums in other pieces have other last bits.
+            self._thread = ThreadPoolExecutor(1, "scoring", torch.set_num_threads, (torch.get_num_threads(),))
 
     def submit(self, call: Callable[[], T]) -> None:
-        """Hand in a call. What it raises is raised by `results`, or here where the background is off."""
+        """Submit a call. What it raises is raised by `results`, or here if the background is off."""
         if self._thread is not None:
             self._results.append(self._thread.submit(call))
             return
@@ -50,12 +49,12 @@ class Background(Generic[T]):
 
         `each` is called, in this thread, after every call that is done.
         """
-        found: list[T] = []
+        results: list[T] = []
         for future in self._results:
-            found.append(future.result())
+            results.append(future.result())
             each()
         self._results.clear()
-        return found
+        return results
 
     def __enter__(self) -> Background[T]:
         return self

@@ -1,7 +1,7 @@
-"""How a reward is called: in smaller batches, and once per different sample, by the content of the sample.
+"""Call a reward in smaller batches, and only once per distinct sample.
 
 Both are for pointwise rewards, whose scores depend on the sample alone. On most devices the last bits of a score depend
-on which samples share a batch, so results with and without them may differ there.
+on which samples share a batch, so there results with and without batching may differ in them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from rewards.contract import Reward, close, move, name_of, needs, read
+from rewards.contract import Reward, Scored, Scores, close, move, name_of, needs, read
+
+Row: TypeAlias = tuple[float, dict[str, float]]
+"""Score and parts of one sample."""
 
 
 class Calls:
-    """A reward that asks `reward` for at most `batch_size` samples at once, and for none of the last `cache` samples.
+    """A reward that passes at most `batch_size` samples at once to `reward`, and remembers the last `cache` samples.
 
-    A sample is the same where its pixels, their size and type, its prompt and its columns are. "No score" is not
+    Two samples are the same if their pixels (with size and type), prompts and columns are. "No score" is not
     remembered. Raises ValueError for a reward that is not pointwise.
     """
 
@@ -33,67 +36,65 @@ class Calls:
         self.reward, self.batch_size, self.cache = reward, batch_size, cache
         self.__signature__ = inspect.signature(reward)
         self.hits = self.misses = 0
-        self._kept: OrderedDict[bytes, _Row] = OrderedDict()
+        self._remembered: OrderedDict[bytes, Row] = OrderedDict()
 
-    def __call__(self, **arguments: Sequence[Any]) -> Any:
+    def __call__(self, **arguments: Sequence[Any]) -> Scored:
         count = len(next(iter(arguments.values())))
         if not self.cache:
-            return _columns(self._ask(arguments, list(range(count))))
+            return columns(self._score(arguments, list(range(count))))
         keys = [digest({name: values[row] for name, values in arguments.items()}) for row in range(count)]
-        known = {key: self._kept[key] for key in keys if key in self._kept}
-        rows = [row for row, key in enumerate(keys) if key not in known and key not in keys[:row]]
-        self.hits, self.misses = self.hits + count - len(rows), self.misses + len(rows)
-        known |= zip((keys[row] for row in rows), self._ask(arguments, rows), strict=True)
+        known = {key: self._remembered[key] for key in keys if key in self._remembered}
+        new = [row for row, key in enumerate(keys) if key not in known and key not in keys[:row]]
+        self.hits, self.misses = self.hits + count - len(new), self.misses + len(new)
+        known |= zip((keys[row] for row in new), self._score(arguments, new), strict=True)
         for key in keys:
             if not math.isnan(known[key][0]):
-                self._kept[key] = known[key]
-                self._kept.move_to_end(key)
-        while len(self._kept) > self.cache:
-            self._kept.popitem(last=False)
-        return _columns([known[key] for key in keys])
+                self._remembered[key] = known[key]
+                self._remembered.move_to_end(key)
+        while len(self._remembered) > self.cache:
+            self._remembered.popitem(last=False)
+        return columns([known[key] for key in keys])
 
     def to(self, device: str) -> None:
         """Move the model of the reward."""
         move(self.reward, device)
 
     def close(self) -> None:
-        """End what the reward has started."""
+        """Stop what the reward has started."""
         close(self.reward)
 
-    def _ask(self, arguments: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> list[_Row]:
-        size = self.batch_size or max(1, len(rows))
-        found: list[_Row] = []
-        for start in range(0, len(rows), size):
-            chosen = rows[start : start + size]
-            scores = read(
-                self.reward(**{name: _select(values, chosen) for name, values in arguments.items()}),
-                len(chosen),
-                name_of(self.reward),
-            )
-            parts = scores.parts.items()
-            found += [(value, {name: row[k] for name, row in parts}) for k, value in enumerate(scores.values)]
-        return found
-
-
-_Row = tuple[float, dict[str, float]]  # score and parts of one sample
+    def _score(self, arguments: Mapping[str, Sequence[Any]], chosen: Sequence[int]) -> list[Row]:
+        size = self.batch_size or max(1, len(chosen))
+        scored: list[Row] = []
+        for start in range(0, len(chosen), size):
+            batch = chosen[start : start + size]
+            result = self.reward(**{name: _select(values, batch) for name, values in arguments.items()})
+            scored += rows(read(result, len(batch), name_of(self.reward)))
+        return scored
 
 
 def inner(reward: Reward) -> Reward:
-    """The reward itself, where it is called in smaller batches or from a cache."""
+    """The reward itself, if it is wrapped in `Calls`."""
     return reward.reward if isinstance(reward, Calls) else reward
 
 
-def _columns(rows: Sequence[_Row]) -> tuple[list[float], dict[str, list[float]]]:
-    names = dict.fromkeys(name for _, parts in rows for name in parts)
-    return [value for value, _ in rows], {name: [parts.get(name, math.nan) for _, parts in rows] for name in names}
+def rows(scores: Scores) -> list[Row]:
+    """Scores and parts, sample by sample."""
+    return [(value, {name: part[k] for name, part in scores.parts.items()}) for k, value in enumerate(scores.values)]
 
 
-def _select(values: Sequence[Any], rows: Sequence[int]) -> Any:
-    return [values[row] for row in rows] if isinstance(values, list) else values[list(rows)]  # type: ignore[call-overload]
+def columns(scored: Sequence[Row]) -> Scored:
+    """The reverse of `rows`: what a reward returns. NaN for a part that a sample does not have."""
+    names = dict.fromkeys(name for _, parts in scored for name in parts)
+    return [value for value, _ in scored], {name: [parts.get(name, math.nan) for _, parts in scored] for name in names}
+
+
+def _select(values: Any, chosen: Sequence[int]) -> Any:
+    return [values[row] for row in chosen] if isinstance(values, list) else values[list(chosen)]
 
 
 def digest(sample: Mapping[str, Any]) -> bytes:
-    """SHA-256 of one sample: each value with its name, type and size. Raises ValueError for one of another type."""
+    """SHA-256 of one sample: each value with its name, type and size. Raises ValueError for values of other types."""
     hashed = hashlib.sha256()
     for name in sorted(sample):
         for piece in (name.encode(), *_pieces(name, sample[name])):
@@ -115,4 +116,6 @@ def _pieces(name: str, value: Any) -> list[bytes]:
     try:
         return [json.dumps(value, sort_keys=True).encode()]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"cache: the column {name!r} holds a {type(value).__name__}, which has no digest") from error
+        raise ValueError(
+            f"cache: the column {name!r} holds a {type(value).__name__}, which cannot be hashed; leave `cache` out"
+        ) from error

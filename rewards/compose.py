@@ -1,9 +1,9 @@
-"""From several scores per sample to the one that is trained on: gates, normalisation, weights and their schedules.
+"""Combine several scores per sample into the one that is trained on: gates, normalisation, weights and schedules.
 
     total_s = sum over rewards k of  weight_k(iteration) * normalise_k(gate_k(score_k,s))
 
-Scores are float64 [N], N samples of one iteration over all processes; NaN = no score. Everything here is a pure
-function: running statistics go in and come out.
+Scores are float64 [N], the N samples of one iteration over all processes; NaN = no score. Everything here is a pure
+function: running statistics are passed in and returned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rewards.contract import nearest, weighted_sum
+from rewards.contract import nearest
 
 Normalize = Literal["none", "group", "running"]
 
@@ -26,11 +26,11 @@ class Gate:
     """A reward counts only where another one is good enough."""
 
     reward: str
-    """Label of the other one, which may have weight 0."""
+    """Label of the other reward, which may have weight 0."""
     at_least: float
-    """Threshold, in the other one's own units."""
+    """Threshold, in the other reward's own units."""
     otherwise: float = 0.0
-    """What a sample below it scores instead, in the gated reward's own units, before normalisation."""
+    """What a sample below the threshold scores instead, in the gated reward's own units, before normalisation."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Component:
 
     weight: float = 1.0
     schedule: tuple[tuple[int, float], ...] = ()
-    """(iteration, factor on the weight), rising iterations; linear between them, constant outside. Empty: 1."""
+    """Points (iteration, factor on the weight), iterations rising; linear between, constant outside. Empty: 1."""
     normalize: Normalize = "none"
     gate: Gate | None = None
 
@@ -55,25 +55,25 @@ class Running:
 
     @property
     def std(self) -> float:
-        """Population standard deviation; 0 before anything was seen."""
+        """Population standard deviation; 0 before the first score."""
         return math.sqrt(self.sum_of_squares / self.count) if self.count else 0.0
 
 
 class Combined(NamedTuple):
-    """The total of one iteration, and what each reward put into it."""
+    """The total of one iteration, and what each reward contributed to it."""
 
     total: Tensor
-    """float64 [N]; NaN where one of the rewards that count has no score."""
+    """float64 [N]; NaN where a reward whose weight is not 0 has no score."""
     contributions: dict[str, Tensor]
-    """Label -> weight times gated and normalised score, float64 [N]."""
+    """Label -> weight times the gated and normalised score, float64 [N]."""
     weights: dict[str, float]
     """Label -> weight at this iteration."""
     gated: dict[str, Tensor]
     """Label -> whether the gate closed, bool [N]; gated rewards only."""
     running: dict[str, Running]
-    """Label -> statistics with this iteration's scores; rewards with `normalize: running` only."""
+    """Label -> statistics including this iteration's scores; rewards with `normalize: running` only."""
     values: dict[str, Tensor]
-    """Label -> gated and normalised score, before its weight, float64 [N]."""
+    """Label -> gated and normalised score without its weight, float64 [N]."""
 
 
 def combine(
@@ -86,12 +86,12 @@ def combine(
 ) -> Combined:
     """The total of one iteration.
 
-    scores: label -> float64 [N]. group: int64 [N], equal numbers mark the samples of one group. iteration: 0-based.
-    running: statistics of the iterations before. A reward whose weight is 0 now is not asked for a score.
-    Raises ValueError for labels that differ, and for a gate on a reward that is not there.
+    scores: label -> float64 [N]. group: int64 [N], equal numbers mark the samples of one group. iteration: counted
+    from 0. running: statistics of the iterations before. Where a reward has weight 0 now, its score may be missing.
+    Raises ValueError if the labels differ, or if a gate names a reward that is not there.
     """
     if set(scores) != set(components):
-        raise ValueError(f"scores are of the rewards {sorted(scores)}, components of {sorted(components)}")
+        raise ValueError(f"the scores are of the rewards {sorted(scores)}, the components of {sorted(components)}")
     weights = {
         label: component.weight * factor(component.schedule, iteration) for label, component in components.items()
     }
@@ -116,7 +116,7 @@ def combine(
 def evaluate(scores: Mapping[str, Tensor], components: Mapping[str, Component]) -> Tensor:
     """The total of held-out samples, float64 [N]: gates and weights, without schedules and normalisation.
 
-    There is one sample per prompt, so no group to normalise in; and a curve over a run needs one measure.
+    There is one sample per prompt, so there is no group to normalise in; and a curve over a run needs one measure.
     """
     plain = {k: Component(c.weight, (), "none", c.gate) for k, c in components.items()}
     lengths = {len(values) for values in scores.values()}
@@ -138,7 +138,7 @@ def factor(schedule: Sequence[tuple[int, float]], iteration: int) -> float:
 def gate(values: Tensor, other: Tensor, rule: Gate) -> tuple[Tensor, Tensor]:
     """(gated scores, whether the gate closed), both [N]: `otherwise` where `other` is below the threshold.
 
-    Where `other` has no score nobody can say, so there is none; where the gated reward has none, it stays so.
+    Where `other` has no score, there is none, since it cannot be judged; where the gated reward has none, it stays so.
     """
     closed = other < rule.at_least
     replaced = torch.where(closed & ~values.isnan(), torch.full_like(values, rule.otherwise), values)
@@ -148,20 +148,21 @@ def gate(values: Tensor, other: Tensor, rule: Gate) -> tuple[Tensor, Tensor]:
 def normalize_in_groups(values: Tensor, group: Tensor) -> Tensor:
     """(score - mean) / population standard deviation of its group's scores, float64 [N].
 
-    0 for a group with a single score, or whose spread is within a millionth of its scores (rounding of float32, which
-    would be blown up to a verdict): there is nothing to prefer. NaN stays NaN.
+    0 for a group with a single score, or with a range of at most a millionth of its scores (that is float32 rounding,
+    which dividing would turn into a preference). NaN stays NaN.
     """
-    found = torch.full_like(values, math.nan)
+    normalised = torch.full_like(values, math.nan)
     for number in set(group.tolist()):
         rows = torch.nonzero((group == number) & ~values.isnan()).flatten()
         members = values[rows]
         spread = len(members) > 1 and bool(members.max() - members.min() > 1e-6 * members.abs().max())
-        found[rows] = (members - members.mean()) / members.std(correction=0) if spread else torch.zeros_like(members)
-    return found
+        centred = members - members.mean()
+        normalised[rows] = centred / members.std(correction=0) if spread else torch.zeros_like(members)
+    return normalised
 
 
 def update(running: Running, values: Tensor) -> Running:
-    """Statistics with this iteration's scores [N] added; NaN is left out."""
+    """The statistics with this iteration's scores [N] added; NaN is left out."""
     new = values[~values.isnan()].double()
     if len(new) == 0:
         return running
@@ -176,7 +177,7 @@ def update(running: Running, values: Tensor) -> Running:
 
 
 def normalize_by(values: Tensor, running: Running) -> Tensor:
-    """(score - running mean) / running standard deviation, [N]; 0 while all scores so far were equal."""
+    """(score - running mean) / running standard deviation, [N]; 0 while all scores so far are equal."""
     if running.std == 0:
         return torch.where(values.isnan(), values, torch.zeros_like(values))
     return (values - running.mean) / running.std
@@ -185,25 +186,25 @@ def normalize_by(values: Tensor, running: Running) -> Tensor:
 def metrics(combined: Combined, components: Mapping[str, Component]) -> dict[str, float]:
     """What to log of an iteration beside the plain scores, by metric name: each component as it entered the total.
 
-    Nothing for one that enters as it is.
+    Components that enter unchanged are left out.
     """
-    found: dict[str, float] = {}
+    logged: dict[str, float] = {}
     for label, component in components.items():
         if component == Component():
             continue
         values = combined.contributions[label]
         kept = values[~values.isnan()]
-        found[f"used/{label}_mean"] = float(kept.mean()) if len(kept) else math.nan
-        found[f"used/{label}_std"] = float(kept.std(correction=0)) if len(kept) else math.nan
+        logged[f"used/{label}_mean"] = float(kept.mean()) if len(kept) else math.nan
+        logged[f"used/{label}_std"] = float(kept.std(correction=0)) if len(kept) else math.nan
         if component.schedule:
-            found[f"used/{label}_weight"] = combined.weights[label]
+            logged[f"used/{label}_weight"] = combined.weights[label]
         if label in combined.gated:
-            found[f"used/{label}_gated"] = float(combined.gated[label].double().mean())
-    return found
+            logged[f"used/{label}_gated"] = float(combined.gated[label].double().mean())
+    return logged
 
 
 def check_gate(label: str, rule: Gate, labels: Iterable[str]) -> None:
-    """Raise ValueError where a gate names a reward that is not there, or the gated one itself."""
+    """Raise ValueError if a gate names a reward that is not there, or the gated one itself."""
     known = [other for other in labels if other != label]
     if rule.reward not in known:
         others = f"The others are: {', '.join(known)}" if known else "There is no other reward"
@@ -214,7 +215,11 @@ def check_gate(label: str, rule: Gate, labels: Iterable[str]) -> None:
 
 
 def _sum(contributions: Mapping[str, Tensor], weights: Mapping[str, float], count: int) -> Tensor:
-    counted = {label: values.tolist() for label, values in contributions.items() if weights[label] != 0}
-    if not counted:  # a schedule may have all weights at 0 for a while: nothing to prefer
+    """The sum over rewards whose weight is not 0, float64 [count]; weights are not divided by their sum.
+
+    NaN in any of them makes the sum NaN: a sample that lacks one of its scores has no total.
+    """
+    counted = [values.tolist() for label, values in contributions.items() if weights[label] != 0]
+    if not counted:  # a schedule may set all weights to 0 for a while: nothing to prefer
         return torch.zeros(count, dtype=torch.float64)
-    return torch.tensor(weighted_sum(counted, dict.fromkeys(counted, 1.0)), dtype=torch.float64)
+    return torch.tensor([math.fsum(row) for row in zip(*counted, strict=True)], dtype=torch.float64)

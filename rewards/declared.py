@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
 
-from rewards.contract import FROM_SAMPLER, IMAGE_COLUMNS
+from rewards.contract import FROM_SAMPLER, columns_of
 
 
 class Declared(NamedTuple):
@@ -21,45 +21,47 @@ class Declared(NamedTuple):
     range: str = ""
     """The class attribute `range`."""
     doc: str = ""
-    """First line of the docstring."""
+    """The first line of the docstring."""
     gradients: bool | None = None
-    """The attribute `differentiable`; None where the source cannot tell (a class that inherits)."""
+    """The attribute `differentiable`; None if the source cannot tell (a class that inherits, a decorated function)."""
     trainable: bool = False
     """Whether it is a class with `logits` (see `rewards.scorers.preference.adversary`)."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of the prompt file that it asks for."""
-        return tuple(IMAGE_COLUMNS.get(n, n) for n in self.takes if n in IMAGE_COLUMNS or n not in FROM_SAMPLER)
+        """The columns of the prompt file that it needs."""
+        return columns_of(self.takes)
 
 
 def declared(file: Path | None, attribute: str) -> Declared:
-    """What the function or class `attribute` (a dotted path) of a source file declares; None: nothing."""
+    """What the function or class `attribute` (a dotted path) of a source file declares; nothing without a file."""
     module: list[ast.stmt] = ast.parse(file.read_bytes(), filename=str(file)).body if file is not None else []
     body = module
-    found: ast.FunctionDef | ast.ClassDef | None = None
+    node: ast.FunctionDef | ast.ClassDef | None = None
     for part in attribute.split("."):
-        found = _definition(body, part)
-        body = found.body if found is not None else []
-    if found is None:
+        node = _definition(body, part)
+        body = node.body if node is not None else []
+    if node is None:
         return Declared()
-    doc = (ast.get_docstring(found) or "").partition("\n")[0]
-    if isinstance(found, ast.FunctionDef):
-        marked = None if found.decorator_list else _marked(module, f"{attribute}.differentiable")
-        return Declared(_taken(found.args), "", doc, gradients=marked)
-    call = _definition(found.body, "__call__")
+    doc = (ast.get_docstring(node) or "").partition("\n")[0]
+    if isinstance(node, ast.FunctionDef):
+        marked = constants(module).get(f"{attribute}.differentiable") is True
+        return Declared(_taken(node.args), "", doc, gradients=None if node.decorator_list else marked)
+    call = _definition(node.body, "__call__")
     takes = _taken(call.args)[1:] if isinstance(call, ast.FunctionDef) else ()
-    marked = _marked(found.body, "differentiable") or (None if found.bases else False)
-    trainable = _definition(found.body, "logits") is not None
-    return Declared(takes, _text(found, "range"), doc, gradients=marked, trainable=trainable)
+    own = constants(node.body)
+    gradients = own.get("differentiable") is True or (None if node.bases else False)
+    trainable = _definition(node.body, "logits") is not None
+    return Declared(takes, str(own.get("range") or ""), doc, gradients=gradients, trainable=trainable)
 
 
 def lower_end(text: str) -> float | None:
-    """The least score to expect by a `range` in words: of what is `usually` so, else of all; None = it does not say."""
+    """The least score to expect, from a `range` in words: the lower end of what is `usually` scored if it says that,
+    otherwise of the whole range; -inf if that is `unbounded`; None if the words do not say."""
     number = r"(-?(?:\d+\.?\d*|\.\d+))"
-    found = re.search(f"usually {number}", text) or re.match(f"(?:about )?{number}", text)
-    if found is not None:
-        return float(found[1])
+    match = re.search(f"usually {number}", text) or re.match(f"(?:about )?{number}", text)
+    if match is not None:
+        return float(match[1])
     return -math.inf if text.startswith("unbounded") else None
 
 
@@ -69,31 +71,33 @@ def _definition(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassD
 
 
 def _taken(arguments: ast.arguments) -> tuple[str, ...]:
-    """Parameters without a default, and those that the sampler fills; `self` included."""
+    """Parameters without a default, and those that the sampler fills; including `self`."""
     plain = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
     both = [*zip(plain, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
     return tuple(p.arg for p, default in both if default is None or p.arg in FROM_SAMPLER)
 
 
-def _marked(body: list[ast.stmt], name: str) -> bool:
-    """Whether these statements assign True to `name`."""
-    found = (node for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)
-    return any(isinstance(node.value, ast.Constant) and node.value.value is True for node in found)
+def constants(body: list[ast.stmt]) -> dict[str, object]:
+    """The constants that these statements assign, by the names to which they assign them."""
+    assigned: dict[str, object] = {}
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            assigned |= dict.fromkeys(map(ast.unparse, targets), node.value.value)
+    return assigned
 
 
-def _text(node: ast.ClassDef, name: str) -> str:
-    for statement in node.body:
-        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        named = any(isinstance(target, ast.Name) and target.id == name for target in targets)
-        if named and isinstance(value, ast.Constant) and isinstance(value.value, str):
-            return value.value
-    return ""
+def parse(source: str | bytes, path: str, what: str) -> ast.Module:
+    """The syntax tree of a source file. Raises ValueError, with path and line, if it has a syntax error."""
+    try:
+        return ast.parse(source, filename=path)
+    except SyntaxError as error:
+        raise ValueError(f"{what} {path}, line {error.lineno}: {error.msg}") from error
 
 
 def source_of(module: str) -> Path | None:
-    """The source file of a module; unlike importlib's own `find_spec`, this imports no parent package either."""
+    """The source file of a module. Unlike importlib's own `find_spec`, this imports no parent package."""
     places: list[str] | None = None
     name, spec = "", None
     for part in module.split("."):
@@ -107,5 +111,5 @@ def source_of(module: str) -> Path | None:
 
 
 def _find(name: str, places: list[str] | None) -> ModuleSpec | None:
-    found = (finder.find_spec(name, places) for finder in sys.meta_path)
-    return next((spec for spec in found if spec is not None), None)
+    specs = (finder.find_spec(name, places) for finder in sys.meta_path)
+    return next((spec for spec in specs if spec is not None), None)

@@ -1,6 +1,6 @@
-"""From a name in the configuration to a reward: a built-in, an installed entry point, or a file of your own.
+"""From a name in the configuration to a reward: a built-in one, an installed entry point, or a file of your own.
 
-`resolve` says where a name leads without importing anything; `load` imports and builds it.
+`resolve` says where a name leads without importing anything; `load` imports and builds the reward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from rewards.built_in import BUILT_IN, BuiltIn
 from rewards.contract import Reward, nearest
-from rewards.declared import Declared, declared, source_of
+from rewards.declared import Declared, declared, parse, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ EMPTY: Mapping[str, object] = MappingProxyType({})
 
 
 class Origin(NamedTuple):
-    """Where a reward's name leads: `where` is a module's name or a file's path."""
+    """Where a reward's name leads: `where` is the name of a module or the path of a file."""
 
     name: str
     kind: Literal["built-in", "entry point", "file"]
@@ -49,32 +49,32 @@ class Listed(NamedTuple):
 
 
 def listing() -> list[Listed]:
-    """Every reward that can be named: built-ins, then the installed entry points. Imports none of them."""
+    """Every reward that can be named: the built-in ones, then the installed entry points. Imports none of them."""
     rows = []
     for name, entry in BUILT_IN.items():
-        takes = entry.needs or ", ".join(declared(source_of(entry.module), entry.attribute).takes)
-        rows.append(Listed(name, "built-in", entry.doc, entry.range, takes))
+        says = declared(source_of(entry.module), entry.attribute)
+        rows.append(Listed(name, "built-in", says.doc, entry.range, entry.needs or ", ".join(says.takes)))
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
         package = point.dist.name if point.dist is not None else point.module
-        found = declared(source_of(point.module), point.attr)
-        takes = ", ".join(found.takes)
-        rows.append(Listed(point.name, f"entry point of {package}", found.doc or point.value, found.range, takes))
+        says = declared(source_of(point.module), point.attr)
+        takes = ", ".join(says.takes)
+        rows.append(Listed(point.name, f"entry point of {package}", says.doc or point.value, says.range, takes))
     return rows
 
 
 def declaration(origin: Origin) -> Declared:
-    """What a reward's source declares, without importing it; nothing where the source is not found or does not say."""
-    found = declared(Path(origin.where) if origin.kind == "file" else source_of(origin.where), origin.attribute)
-    listed = BUILT_IN.get(origin.name) if origin.kind == "built-in" else None
-    return found if listed is None else found._replace(range=listed.range)
+    """What a reward's source declares, without importing it; empty if the source is not found or does not say."""
+    says = declared(Path(origin.where) if origin.kind == "file" else source_of(origin.where), origin.attribute)
+    entry = BUILT_IN.get(origin.name) if origin.kind == "built-in" else None
+    return says if entry is None else says._replace(range=entry.range)
 
 
 def resolve(name: str) -> Origin:
     """Find what a reward's name leads to, without importing it (and so without torch).
 
-    `name` is a built-in, an entry point of the group `genrl.rewards`, or `path/to/file.py:Name`, relative to
-    the current directory. Raises ValueError for an unknown name (with the nearest), a missing file, a name
-    that is not in the file, and a name that two installed packages claim.
+    `name` is a built-in reward, an entry point of the group `genrl.rewards`, or `path/to/file.py:Name`, relative to
+    the current directory. Raises ValueError for an unknown name (with the nearest one), a missing file, a name that is
+    not defined in the file, and a name that two installed packages claim.
     """
     if ".py" in name:
         return _resolve_file(name)
@@ -92,7 +92,7 @@ def resolve(name: str) -> Origin:
     known = sorted({*BUILT_IN, *points})
     raise ValueError(
         f"unknown reward {name!r}.{nearest(name, known)} Known: {', '.join(known)}; "
-        "or a file of your own as path/to/file.py:Name"
+        "or name a file of your own as path/to/file.py:Name"
     )
 
 
@@ -106,11 +106,7 @@ def _resolve_file(name: str) -> Origin:
             raise ValueError(f"reward file {path!r}: there is no folder {str(file.parent)!r} in {Path.cwd()}")
         beside = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
         raise ValueError(f"reward file {path!r} does not exist (looked from {Path.cwd()}).{beside}")
-    try:
-        tree = ast.parse(file.read_bytes(), filename=path)
-    except SyntaxError as error:
-        raise ValueError(f"reward file {path}, line {error.lineno}: {error.msg}") from error
-    own, imported = _names(tree)
+    own, imported = _names(parse(file.read_bytes(), path, "reward file"))
     defines = f"It defines: {', '.join(n for n in own if not n.startswith('_')) or 'nothing'}"
     if not attribute:
         raise ValueError(f"say which reward of {path!r} is meant: {path}:Name. {defines}")
@@ -120,7 +116,7 @@ def _resolve_file(name: str) -> Origin:
 
 
 def _names(tree: ast.Module) -> tuple[list[str], set[str]]:
-    """Names that a module's top level may define itself, in order, and names that it imports."""
+    """The names that a module's top level may define itself, in order, and the names that it imports."""
     own: dict[str, None] = {}
     imported: set[str] = set()
     for statement in tree.body:
@@ -138,11 +134,11 @@ def _names(tree: ast.Module) -> tuple[list[str], set[str]]:
 def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu", dtype: str | None = None) -> Reward:
     """Import and build a reward.
 
-    A class is constructed with `args`, and with `device` and `dtype` (`float32`, `bfloat16`, `float16`; None: its
-    own default) where its constructor has these parameters and `args` does not say otherwise. A function gets
-    `args` as its options (its parameters with a default).
-    Raises ValueError as `resolve` does, and for a missing extra (with the pip command), for something that
-    is not callable, for arguments that do not fit, and for a dtype where the reward has no such parameter.
+    A class is constructed with `args`, and with `device` and `dtype` (`float32`, `bfloat16`, `float16`; None: its own
+    default) if its constructor has these parameters and `args` does not set them. A function gets `args` as its
+    options (its parameters with a default).
+    Raises ValueError as `resolve` does, and for a missing extra (with the pip command), for something that is neither
+    a function nor a class, for arguments that do not fit, and for a dtype if the reward has no such parameter.
     """
     origin = resolve(name)
     if origin.kind == "built-in":
@@ -161,17 +157,21 @@ def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu", 
     return with_options(target, name, args) if args else target
 
 
+def missing_packages(packages: tuple[str, ...]) -> str:
+    """Those of the packages (import names) that are not installed, separated by commas."""
+    return ", ".join(package for package in packages if importlib.util.find_spec(package) is None)
+
+
 def _require_extra(entry: BuiltIn, name: str) -> None:
-    missing = [package for package in entry.packages if importlib.util.find_spec(package) is None]
+    missing = missing_packages(entry.packages)
     if missing:
         raise ValueError(
-            f"reward {name!r} needs {', '.join(missing)}, which is not installed here: "
-            f"pip install 'genrl[{entry.extra}]'"
+            f"reward {name!r} needs {missing}, which is not installed here: pip install 'genrl[{entry.extra}]'"
         )
 
 
 def _import_file(origin: Origin) -> ModuleType:
-    """Run the user's file as a module of its own. It is said in the log, with the file's hash."""
+    """Run the user's file as a module of its own, and log its path and hash."""
     path = Path(origin.where)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     logger.info("reward %s runs the code of %s (sha256 %s)", origin.name, path, digest)
@@ -191,24 +191,24 @@ def _no_dtype(name: str, dtype: str) -> str:
 def _construct(target: type, name: str, args: Mapping[str, object], device: str, dtype: str | None) -> Reward:
     if "__call__" not in dir(target):
         raise ValueError(f"reward {name!r} is a class without __call__(self, images, prompts)")
-    parameters = inspect.signature(target).parameters
+    signature = inspect.signature(target)
     arguments = dict(args)
-    if "device" in parameters:
+    if "device" in signature.parameters:
         arguments.setdefault("device", device)
     if dtype is not None:
-        if "dtype" not in parameters:
+        if "dtype" not in signature.parameters:
             raise ValueError(_no_dtype(name, dtype))
         arguments.setdefault("dtype", dtype)
     try:
-        inspect.signature(target).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
-        raise ValueError(_misfit(name, error, args, list(parameters))) from error
+        raise ValueError(_misfit(name, error, args, list(signature.parameters))) from error
     reward: Reward = target(**arguments)
     return reward
 
 
 def with_options(function: Reward, name: str, args: Mapping[str, object]) -> Reward:
-    """A function with some of its options set. Raises ValueError for what is no option of it."""
+    """A function with some of its options set. Raises ValueError for a name that is not an option of it."""
     parameters = inspect.signature(function).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty]
     if not set(args) <= set(options):

@@ -1,4 +1,4 @@
-"""Where a reward runs: here, in a process of its own, or on a server. One call opens any of them."""
+"""Where a reward runs: in this process, in a process of its own, or on a server. One call opens any of them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def open_reward(
     outage: Outage | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reward:
-    """A reward, ready to score; `rewards.close` ends it.
+    """Open a reward for scoring; `rewards.close` closes it.
 
-    remote: URL of a `genrl serve` of the reward `name`; its token is that of the environment variable
-    GENRL_REWARD_TOKEN, which may be missing.
-    isolate: true for a process of its own, or the folder of a virtual environment to run it in. Neither: loaded here.
-    batch_size: samples per call. cache: samples whose scores are remembered; 0 = none.
-    outage and stopped: as of `rewards.service.remote`.
+    remote: URL of a server started by `genrl serve NAME`; the token is read from the environment variable
+    GENRL_REWARD_TOKEN, which may be unset. isolate: true for a process of its own, or the folder of a virtual
+    environment to run it in. With neither, the reward is loaded here.
+    batch_size: most samples per call. cache: how many samples' scores are remembered; 0 = none.
+    outage and stopped: see `rewards.service.remote`.
     Raises ValueError as `rewards.load`, `Remote` and `Isolated` do, and for settings that contradict each other.
     """
     from rewards.calls import Calls
     from rewards.service.isolation import Isolated
 
     if remote is not None and (isolate or args or dtype is not None):
-        raise ValueError(f"reward {name!r} is remote: args, dtype and isolate are matters of its server")
+        raise ValueError(f"reward {name!r} is remote: set args, dtype and isolate on its server")
     reward: Reward
     if remote is not None:
         reward = Remote(remote, name, token=os.environ.get(TOKEN_VARIABLE, ""), outage=outage, stopped=stopped)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 Finding = dict[str, str | int | float | bool | None]
 Report = dict[str, Finding]
@@ -28,6 +33,44 @@ OPTIONAL = {
 TRACKERS = ("tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive")
 
 
+def add_to(app: typer.Typer) -> None:
+    """Add this command to the `genrl` command."""
+    app.command()(doctor)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
+) -> None:
+    """Report versions, devices and back-ends, and what looks wrong with them.
+
+    Example: `genrl doctor --json > doctor.json`
+    """
+    report = examine()
+    if as_json:
+        typer.echo(json.dumps(report | {"advice": advice(report)}, indent=1))
+    else:
+        _print(report, advice(report))
+
+
+def _print(report: Report, advice: Sequence[str]) -> None:
+    """One table per section, then the advice."""
+    from rich.table import Table
+
+    from genrl.cli.tables import console, safe
+
+    for section, findings in report.items():
+        table = Table(title=section, title_justify="left", show_header=False)
+        for name, value in findings.items():
+            purpose = f" ({OPTIONAL[name]})" if section == "optional" and name in OPTIONAL else ""
+            shown = "-" if value is None else ("yes" if value else "no") if isinstance(value, bool) else str(value)
+            table.add_row(safe(name + purpose), safe(shown))
+        console.print(table)
+    for line in advice:
+        console.print(f"[yellow]{safe(line)}[/yellow]")
+    if not advice:
+        console.print("[green]nothing looks wrong[/green]")
+
+
 def examine() -> Report:
     """Everything, as section -> name -> value. Imports torch; a broken torchvision is reported, not raised."""
     return {
@@ -44,22 +87,22 @@ def examine() -> Report:
 
 def advice(report: Report) -> list[str]:
     """What to do about the findings, one line each; empty where all is well."""
-    found = [f"{name} is missing: pip install {name}" for name, v in report["packages"].items() if v is None]
+    lines = [f"{name} is missing: pip install {name}" for name, v in report["packages"].items() if v is None]
     if report["torch"]["torchvision"] == "declared":
-        found.append(
+        lines.append(
             "torchvision does not fit this torch: genrl works around it; other programs need the torchvision built "
             "for this torch (same index), or none"
         )
     threads, cores = report["threads"]["torch_threads"], report["threads"]["usable_cores"]
     if report["torch"]["device"] == "cpu" and isinstance(threads, int) and threads > 1:
-        found.append(
+        lines.append(
             f"{threads} torch threads on {cores} cores: on a busy machine one thread per process is much faster; "
             "set OMP_NUM_THREADS=1 and start more processes by --nproc"
         )
     free = report["system"]["free_disk_gb"]
     if isinstance(free, float) and free < 5:
-        found.append(f"only {free:g} GB of disk are free here: checkpoints and pictures need room")
-    return found
+        lines.append(f"only {free:g} GB of disk are free here: checkpoints and pictures need room")
+    return lines
 
 
 def _version(package: str) -> str | None:
@@ -85,7 +128,7 @@ def _torch() -> Finding:
     from rewards.models.torchvision_compat import ensure
 
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    found: Finding = {
+    finding: Finding = {
         "device": "cuda" if cuda else "mps" if mps else "cpu",
         "cuda_build": torch.version.cuda,
         "torchvision": ensure(),
@@ -95,8 +138,8 @@ def _torch() -> Finding:
     for index in range(torch.cuda.device_count() if cuda else 0):
         properties = torch.cuda.get_device_properties(index)
         text = f"{properties.name}, {properties.total_memory / 2**30:.1f} GB, bfloat16 {torch.cuda.is_bf16_supported()}"
-        found[f"cuda:{index}"] = text
-    return found
+        finding[f"cuda:{index}"] = text
+    return finding
 
 
 def _kernels() -> Finding:

@@ -1,20 +1,29 @@
-"""The commands `genrl score` and `genrl serve`. No torch before a reward is loaded."""
+"""`genrl rewards`, `genrl score` and `genrl serve`. No torch before a reward is loaded."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from genrl.cli.arguments import default_device, key_values
+
+if TYPE_CHECKING:
+    from genrl.data.picture_rows import Row
+    from genrl.data.scoring import Result
 
 RewardName = Annotated[
     str, typer.Argument(metavar="REWARD", help="A name that `genrl rewards` lists, or path/to/file.py:Name.")
 ]
 RewardArgs = Annotated[
-    list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the reward; several times.")
+    list[str] | None,
+    typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the reward; may be given several times."),
 ]
 Device = Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")]
 Precision = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the reward's own.")]
@@ -22,8 +31,32 @@ Precision = Annotated[str | None, typer.Option(help="float32, bfloat16 or float1
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the `genrl` command."""
+    app.command("rewards")(list_rewards)
     app.command()(score)
     app.command()(serve)
+
+
+def list_rewards() -> None:
+    """List the rewards that can be named in a configuration, built in and installed.
+
+    Example: `genrl rewards`
+    """
+    from rich.table import Table
+
+    import rewards
+    from genrl.cli.tables import console, safe
+    from rewards.scorers.texts.completions import listing_texts
+
+    for title, rows in (("of pictures", rewards.listing()), ("of texts (section `vlm`)", listing_texts())):
+        table = Table(title=title, title_justify="left")
+        for column in ("name", "origin", "takes", "range", "what it scores"):
+            table.add_column(column, overflow="fold")  # a name that is cut cannot be written into a configuration
+        for row in rows:
+            table.add_row(*map(safe, (row.name, row.origin, row.needs, row.range, row.doc)))
+        console.print(table)
+    console.print(
+        "your own: name: path/to/file.py:function_or_class (a function of images or completions, and of columns)"
+    )
 
 
 def score(
@@ -31,12 +64,14 @@ def score(
     images: Annotated[
         list[Path], typer.Argument(metavar="IMAGES...", help="Pictures, folders of them, or .jsonl files.")
     ],
-    prompt: Annotated[str | None, typer.Option(help="The prompt of all pictures that come without one.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt of all pictures that have none.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write, .jsonl or .csv; default: JSONL on stdout.")] = None,
     arg: RewardArgs = None,
-    remote: Annotated[str | None, typer.Option(metavar="URL", help="Score by a `genrl serve` of this reward.")] = None,
-    isolate: Annotated[bool, typer.Option("--isolate", help="Score in a process of its own.")] = False,
-    venv: Annotated[str | None, typer.Option(help="Score in the Python of this virtual environment.")] = None,
+    remote: Annotated[
+        str | None, typer.Option(metavar="URL", help="Let the `genrl serve` of this reward score.")
+    ] = None,
+    isolate: Annotated[bool, typer.Option("--isolate", help="Score in a separate process.")] = False,
+    venv: Annotated[str | None, typer.Option(help="Score with the Python of this virtual environment.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures per call of the reward.")] = 16,
     device: Device = None,
     dtype: Precision = None,
@@ -47,7 +82,8 @@ def score(
     """
     import rewards
     from genrl.cli.tables import printable
-    from genrl.data import scoring
+    from genrl.data.picture_rows import rows_of
+    from genrl.data.scoring import score_rows
 
     if out is not None and out.suffix not in (".jsonl", ".csv"):
         raise typer.BadParameter(f"{out} must end in .jsonl or .csv", param_hint="--out")
@@ -57,8 +93,8 @@ def score(
         skipped.append(problem)
         typer.secho(printable(f"skipped: {problem}"), fg=typer.colors.YELLOW, err=True)
 
-    rows = []
-    for row in scoring.rows_of(images, prompt):
+    rows: list[Row] = []
+    for row in rows_of(images, prompt):
         if isinstance(row, str):
             skip(row)
         else:
@@ -68,24 +104,28 @@ def score(
 
     where: dict[str, Any] = {"remote": remote} if remote else {"isolate": venv or isolate, "dtype": dtype}
     with ExitStack() as stack:
-        opened = open_reward(reward, _arguments(arg), device=device or _device(), **where)
+        opened = open_reward(reward, key_values(arg, "crop=ink", "--arg"), device=device or default_device(), **where)
         stack.callback(rewards.close, opened)
-        results = scoring.score_rows(opened, rows, name=reward, batch_size=batch_size, skip=skip)
-    write = scoring.write_csv if out is not None and out.suffix == ".csv" else scoring.write_jsonl
-    if out is None:
-        write(results, sys.stdout)
-    else:
-        half = out.with_name(out.name + ".tmp")
-        with half.open("w", encoding="utf-8", newline="") as stream:
-            write(results, stream)
-        half.replace(out)
-    kept = [result.score for result in results if result.score == result.score]
-    mean = f"; mean {sum(kept) / len(kept):.4f}" if kept else ""
-    typer.secho(
-        f"{len(kept)} scored, {len(results) - len(kept)} without a score, {len(skipped)} skipped{mean}", err=True
-    )
+        results = score_rows(opened, rows, name=reward, batch_size=batch_size, skip=skip)
+    _write(results, out)
+    scores = [result.score for result in results if result.score == result.score]
+    mean = f"; mean {sum(scores) / len(scores):.4f}" if scores else ""
+    without = len(results) - len(scores)
+    typer.secho(f"{len(scores)} scored, {without} without a score, {len(skipped)} skipped{mean}", err=True)
     if not results:
         raise typer.Exit(1)
+
+
+def _write(results: Sequence[Result], out: Path | None) -> None:
+    """Write a file by its suffix, whole or not at all; without a name JSONL on stdout."""
+    from genrl.data.scoring import write_csv, write_jsonl
+    from genrl.runtime.run import write_atomic
+
+    if out is None:
+        return write_jsonl(results, sys.stdout)
+    content = StringIO(newline="")
+    (write_csv if out.suffix == ".csv" else write_jsonl)(results, content)
+    write_atomic(out, content.getvalue())
 
 
 def serve(
@@ -116,7 +156,7 @@ def serve(
     server.require_extra()
     resolve(reward)
     bound = server.listen(host, port)
-    loaded = load(reward, _arguments(arg), device=device or _device(), dtype=dtype)
+    loaded = load(reward, key_values(arg, "crop=ink", "--arg"), device=device or default_device(), dtype=dtype)
 
     from rewards.service.http_app import app
 
@@ -125,24 +165,3 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     typer.echo(f"{reward} is served at http://{shown}:{bound.getsockname()[1]}", err=True)
     server.run(app(loaded, reward, token=token, limits=limits), bound)
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _arguments(given: list[str] | None) -> dict[str, Any]:
-    from genrl.config.yaml_source import SourceError, parse
-
-    found: dict[str, Any] = {}
-    for text in given or []:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise typer.BadParameter(f"{text!r} is not key=value, for example crop=ink", param_hint="--arg")
-        try:
-            found[name] = parse(value).value
-        except SourceError as error:
-            raise typer.BadParameter(f"{text!r}: the value is not YAML: {error}", param_hint="--arg") from None
-    return found

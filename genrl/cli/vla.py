@@ -1,103 +1,81 @@
-"""What `genrl check`, `eval` and `export` do with a policy's run. No torch before a policy is loaded."""
+"""What `genrl check`, `eval` and `export` do with a policy in simulation. No torch before a policy is loaded."""
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.table import Table
+
+from genrl.cli.tables import add_course, console, safe, scores_table, write_scores
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from genrl.cli.evaluate import Options
     from genrl.config import VLAConfig
     from genrl.vla.evaluate import Judged
 
 
-def print_check(config: VLAConfig, notes: list[str]) -> None:
-    """Remarks, and what an iteration does."""
-    from rich.table import Table
-
-    from genrl.cli.tables import console, safe
-
-    console.print("[green]valid[/green]")
-    for note in notes:
-        console.print(f"[yellow]{safe(note)}[/yellow]")
+def summary(config: VLAConfig) -> list[RenderableType]:
+    """What an iteration does."""
     table = Table(title="one iteration", show_header=False)
     for row in config.trainer.plan(config, config.environment.chunk or _horizon(config)):
         table.add_row(*row)
-    table.add_row("iterations", f"{config.iterations:,}", "")
-    every = config.evaluation.every
-    number = 1 + math.ceil(config.iterations / every) if every else 0
-    table.add_row("evaluations", f"{number:,}", f"of {config.evaluation.episodes:,} episodes" if every else "off")
-    console.print(table)
+    add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.episodes:,} episodes")
+    return [table]
 
 
 def _horizon(config: VLAConfig) -> int | None:
-    """Actions of a chunk, as the policy's folder says."""
+    """Actions in a chunk, as the policy's folder says."""
+    from genrl.config.files import read_json
+
     if config.policy.new is not None:
         return config.policy.new.horizon
     path = Path(config.policy.path or "")
-    file = next((f for f in (path / "config.json", path / "policy" / "config.json") if f.is_file()), None)
-    found = json.loads(file.read_text(encoding="utf-8")) if file else {}
-    return found.get("chunk_size") or found.get("horizon")
+    settings = read_json(path / "config.json") or read_json(path / "policy" / "config.json")
+    return settings.get("chunk_size") or settings.get("horizon")
 
 
-def is_policy(path: Path) -> bool:
-    """Whether a folder holds a policy in LeRobot's layout."""
-    file = path / "config.json"
-    if not file.is_file():
-        return False
-    try:
-        return "output_features" in json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-
-
-def evaluate(
-    model: Path, config: VLAConfig, *, episodes: int | None, seed: int | None, out: Path | None, videos: Path | None
-) -> None:
-    """Success of a policy (a run's newest, or a folder's) over seeded episodes, per instruction, with intervals."""
-    from genrl.cli.tables import console
+def evaluate(model: Path, config: VLAConfig, options: Options) -> None:
+    """Print the success of a policy (a run's newest, or a folder's) over seeded episodes, per instruction."""
     from genrl.runtime.progress import Progress
     from genrl.vla.data.videos import write_clips
     from genrl.vla.evaluate import success_rates
     from genrl.vla.train import judge_policy
 
-    changes: dict[str, object] = {} if episodes is None else {"episodes": episodes}
-    changes |= {} if seed is None else {"seed": seed}
-    changes |= {"videos": config.evaluation.videos if videos else 0}
+    given = {"episodes": options.episodes, "seed": options.seed}
+    changes = {name: value for name, value in given.items() if value is not None}
+    changes["videos"] = config.evaluation.videos if options.videos else 0
     settings = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     with Progress(1, unit="episodes") as progress:
-        found = judge_policy(settings, model, progress)
-    console.print(_table(found, f"{model}, {len(found.success)} episodes of {config.environment.name}"))
-    if videos:
-        written = write_clips(videos, found.clips, fps=4)
-        typer.echo(f"{len(written)} films and pictures in {videos}")
-    if out:
-        from genrl.runtime.run import write_atomic
-
-        record: dict[str, object] = {"policy": str(model), "environment": config.environment.model_dump(mode="json")}
-        record |= {"seed": settings.evaluation.seed, "episodes": len(found.success), "scores": success_rates(found)}
-        write_atomic(out, json.dumps(record, indent=1) + "\n")
+        judged = judge_policy(settings, model, progress)
+    episodes = len(judged.success)
+    console.print(_by_instruction(judged, f"{model}, {episodes} episodes of {config.environment.name}"))
+    if options.videos:
+        written = write_clips(options.videos, judged.clips, fps=4)
+        typer.echo(f"{len(written)} films and pictures in {options.videos}")
+    record: dict[str, object] = {"policy": str(model), "environment": config.environment.model_dump(mode="json")}
+    record |= {"seed": settings.evaluation.seed, "episodes": episodes}
+    write_scores(options.out, record, success_rates(judged))
 
 
-def _table(found: Judged, title: str) -> object:
-    from rich.table import Table
-
-    from genrl.cli.tables import safe
+def _by_instruction(judged: Judged, title: str) -> Table:
     from genrl.runtime.intervals import wilson
     from genrl.vla.evaluate import by_task
 
-    table = Table("instruction", "success", "95 % interval", "episodes", title=safe(title), title_justify="left")
-    for text, (rate, number) in by_task(found).items():
-        low, high = wilson(round(rate * number), number)
-        table.add_row(safe(text), f"{rate:.3f}", f"{low:.3f} to {high:.3f}", f"{number:,}")
+    table = scores_table(title, "instruction", "success", "95 % interval", "episodes")
+
+    def add(name: str, rate: float, episodes: int) -> None:
+        low, high = wilson(round(rate * episodes), episodes)
+        table.add_row(safe(name), f"{rate:.3f}", f"{low:.3f} to {high:.3f}", f"{episodes:,}")
+
+    for name, (rate, episodes) in by_task(judged).items():
+        add(name, rate, episodes)
     table.add_section()
-    low, high = wilson(sum(found.success), len(found.success))
-    rate = sum(found.success) / len(found.success)
-    table.add_row("all", f"{rate:.3f}", f"{low:.3f} to {high:.3f}", f"{len(found.success):,}")
+    add("all", sum(judged.success) / len(judged.success), len(judged.success))
     return table
 
 
@@ -106,8 +84,6 @@ def export(run: Path, out: Path, step: int | None) -> Path:
     from genrl.vla.policies.folder import FIRST_STEPS, save_policy
     from genrl.vla.setup import load_trained
 
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty: give a new folder")
     save_policy(load_trained(run, step=step), out)
     if (run / "policy" / FIRST_STEPS).is_dir():
         shutil.copytree(run / "policy" / FIRST_STEPS, out / FIRST_STEPS)

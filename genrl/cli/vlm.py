@@ -1,191 +1,133 @@
-"""What `genrl check`, `eval` and `export` do with a vision-language model's run."""
+"""What `genrl check` and `eval` do with a vision-language model: one that answers questions, or an agent."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from pydantic import BaseModel
+from rich.table import Table
+
+from genrl.cli.arguments import default_device
+from genrl.cli.tables import add_course, console, safe, scores_table, write_scores
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from genrl.cli.evaluate import Options
     from genrl.config import VLMConfig
-    from genrl.config.errors import Origins
 
 
-def print_check(config: VLMConfig, origins: Origins, notes: list[str]) -> None:
-    """Remarks, what an iteration does, and what the method is made of. Raises ConfigError as `preset_of`."""
-    from rich.table import Table
-
-    from genrl.cli.tables import console, safe
-    from genrl.vlm.methods.compose import preset_of
-    from genrl.vlm.methods.recipe import CriticAdvantage, extra_forwards
-
-    preset = preset_of(config, origins)
-    console.print("[green]valid[/green]")
-    for note in notes:
-        console.print(f"[yellow]{safe(note)}[/yellow]")
-    generation, trainer, table = config.generation, config.trainer, Table(title="one iteration", show_header=False)
-    answers, place = generation.prompts_per_iteration * generation.group_size, config.environment
-    if place is not None:
+def summary(config: VLMConfig) -> list[RenderableType]:
+    """What an iteration does, and what the method is made of. Raises ValueError for an environment that cannot be
+    opened."""
+    if config.environment is not None:
         from genrl.vlm.environments.opening import open_environment
 
-        open_environment(place).close()  # raises for what cannot be opened
-    if place is not None and isinstance(preset.advantage, CriticAdvantage):
-        answers = place.parallel * place.steps
-        table.add_row("steps", f"{answers:,}", f"{place.parallel} episodes side by side x {place.steps}, {place.name}")
-    elif place is not None:
-        starts = generation.prompts_per_iteration
-        table.add_row("episodes", f"{answers:,}", f"{starts} starts x {generation.group_size}, {place.name}")
-    else:
-        table.add_row(
-            "answers", f"{answers:,}", f"{generation.prompts_per_iteration} questions x {generation.group_size}"
-        )
-    table.add_row("tokens", f"{answers * generation.max_new_tokens:,} at most", f"{generation.max_new_tokens} of each")
-    table.add_row("updates", f"{trainer.updates * trainer.epochs:,}", f"{trainer.epochs} passes")
-    for forward in extra_forwards(preset):
-        table.add_row("further forward", forward.extra, f"picture: {forward.image}, model: {forward.model}")
-    table.add_row("iterations", f"{config.iterations:,}", "")
-    every = config.evaluation.every
-    number = 1 + math.ceil(config.iterations / every) if every else 0
-    asked = "questions" if place is None else "episodes"
-    table.add_row("evaluations", f"{number:,}", f"of {config.evaluation.questions:,} {asked}" if every else "off")
-    console.print(table)
-    method = Table(title=f"the method ({trainer.preset})", title_justify="left", show_header=False)
-    for field in dataclasses.fields(preset):
-        value = getattr(preset, field.name)
+        open_environment(config.environment).close()
+    method, table = config.trainer, Table(title="one iteration", show_header=False)
+    for row in method.iteration(config):
+        table.add_row(*map(safe, row))
+    asked = "episodes" if method.acts else "questions"
+    add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.questions:,} {asked}")
+    functions = Table(title=f"the method ({safe(method.name)})", title_justify="left", show_header=False)
+    recipe = method.recipe(config)
+    for name, value in vars(recipe).items() if recipe is not None else ():
         if value not in ((), None, False, ""):
-            method.add_row(field.name, safe(written(value)))
-    console.print(method)
+            functions.add_row(name, safe(_choice(value)))
+    return [table, functions] if functions.row_count else [table]
 
 
-def written(value: Any) -> str:
-    """A choice as YAML has it."""
+def _choice(value: Any) -> str:
+    """A function of the method, or several, as YAML has them."""
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(written, value)) + "]"
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return "[" + ", ".join(map(_choice, value)) + "]"
+    if not isinstance(value, BaseModel):
         return str(value)
-    found = dataclasses.asdict(value)
-    constants = [f"{key}: {one}" for key, one in found.items() if key != "name" and one is not None]
-    return "{" + ", ".join([f"name: {found['name']}", *constants]) + "}"
+    constants = value.model_dump(mode="json").items()
+    return "{" + ", ".join(f"{key}: {constant}" for key, constant in constants if constant is not None) + "}"
 
 
-def evaluate(model: Path, config: VLMConfig, *, questions: int | None, out: Path | None) -> None:
-    """Accuracy of a model (a run's newest, or a folder's) on held-out questions, with its interval."""
-    import torch
-    from rich.table import Table
-
-    from genrl.cli.tables import console, safe
+def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
+    """Print the accuracy of a model (a run's newest, or a folder's) on held-out questions, with its interval."""
     from genrl.runtime.progress import Progress
     from genrl.vlm.evaluate import figures, judge, shows_pictures
+    from genrl.vlm.policies.contract import SequencePolicy
     from genrl.vlm.policies.folder import load_trained, open_policy
     from genrl.vlm.rollout import artefacts
     from genrl.vlm.rollout.data import Questions
     from genrl.vlm.rollout.rollout import open_rewards
 
-    if questions is not None:
-        config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"questions": questions})})
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.num_prompts is not None:
+        evaluation = config.evaluation.model_copy(update={"questions": options.num_prompts})
+        config = config.model_copy(update={"evaluation": evaluation})
+    device = default_device()
     is_run = (model / "config.yaml").is_file()
     policy = load_trained(config, model, device=device) if is_run else open_policy(config, device, str(model))
     asked = Questions(config, "eval")
-    opened = open_rewards(config)
-    blind = config.evaluation.blind and config.vlm.output == "text" and shows_pictures(asked)
+    rewards = open_rewards(config)
+    blind = config.evaluation.blind and shows_pictures(asked) and not isinstance(policy, SequencePolicy)
     with Progress(1, unit="answers") as progress:
         progress.phase("evaluating", len(asked) * (1 + blind))
-        ask = judge if config.vlm.output == "text" else artefacts.judge
-        found = ask(policy, config, opened, asked, range(len(asked)), advance=progress.advance)
-        scores = figures(config, found)
+        numbers = range(len(asked))
+        if isinstance(policy, SequencePolicy):
+            judged = artefacts.judge(policy, config, rewards, asked, numbers, advance=progress.advance)
+        else:
+            judged = judge(policy, config, rewards, asked, numbers, advance=progress.advance)
+        scores = figures(config, judged)
         if blind:
-            unseen = judge(policy, config, opened, asked, range(len(asked)), blind=True, advance=progress.advance)
+            unseen = judge(policy, config, rewards, asked, range(len(asked)), blind=True, advance=progress.advance)
             scores["eval/accuracy_blind"] = figures(config, unseen)["eval/accuracy_mean"]
-    table = Table("", "mean", "95 % interval", title=safe(f"{model}, {len(asked)} questions"), title_justify="left")
-    low, high = scores["eval/accuracy_low"], scores["eval/accuracy_high"]
-    table.add_row("right answers", f"{scores['eval/accuracy_mean']:.3f}", f"{low:.3f} to {high:.3f}")
+    table = _table_of("right answers", "eval/accuracy", scores, f"{model}, {len(asked)} questions")
     if blind:
         table.add_row("with black pictures", f"{scores['eval/accuracy_blind']:.3f}", "")
     for label in (*config.reward_labels, "total"):
         table.add_row(safe(label), f"{scores[f'eval/{label}_mean']:.3f}", "")
     console.print(table)
-    if out:
-        from genrl.runtime.run import write_atomic
-
-        record = {"model": str(model), "task": config.task.model_dump(mode="json"), "questions": len(asked)}
-        finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
-        write_atomic(out, json.dumps(record | {"scores": finite}, indent=1) + "\n")
+    record = {"model": str(model), "task": config.task.model_dump(mode="json"), "questions": len(asked)}
+    write_scores(options.out, record, scores)
 
 
-def evaluate_agent(
-    model: Path, config: VLMConfig, *, episodes: int | None, out: Path | None, films: Path | None
-) -> None:
-    """Success of a model (a run's newest, or a folder's) in held-out episodes, with its interval; strips of pictures of
-    the first ones go into the folder `films`."""
-    import torch
-    from rich.table import Table
-
-    from genrl.cli.tables import console, safe
+def evaluate_agent(model: Path, config: VLMConfig, options: Options) -> None:
+    """Print the success of a model (a run's newest, or a folder's) in held-out episodes, with its interval; strips of
+    pictures of the first ones go into the folder `options.videos`."""
     from genrl.runtime.pictures import save_png
     from genrl.runtime.progress import Progress
     from genrl.vlm.environments.hosts import open_host
-    from genrl.vlm.methods.agents.episodes import Table as Slots
-    from genrl.vlm.methods.agents.evaluate import FILMED, figures_of, judge
-    from genrl.vlm.methods.agents.train import settings_of
+    from genrl.vlm.episodes.episodes import Table as Slots
+    from genrl.vlm.episodes.evaluate import FILMED, figures_of, judge
+    from genrl.vlm.episodes.opening import settings_of
     from genrl.vlm.policies.folder import load_trained
     from genrl.vlm.policies.policy import Policy
 
-    settings, number = settings_of(config), episodes or config.evaluation.questions
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings, number, films = settings_of(config), options.episodes or config.evaluation.questions, options.videos
+    device = default_device()
     is_run = (model / "config.yaml").is_file()
     policy = load_trained(config, model, device=device) if is_run else Policy(str(model), device=device)
-    host = open_host(settings)
-    try:
-        with Progress(1, unit="episodes") as progress:
-            progress.phase("acting", number)
-            shown = FILMED if films else 0
-            slots = Slots(settings, host)
-            found = judge(policy, config, slots, range(number), films=shown, advance=progress.advance)
-    finally:
-        host.close()
-    scores = figures_of(found)
-    table = Table("", "mean", "95 % interval", title=safe(f"{model}, {number} episodes"), title_justify="left")
-    table.add_row(
-        "success",
-        f"{scores['eval/success_mean']:.3f}",
-        f"{scores['eval/success_low']:.3f} to {scores['eval/success_high']:.3f}",
-    )
+    with closing(open_host(settings)) as host, Progress(1, unit="episodes") as progress:
+        progress.phase("acting", number)
+        shown = FILMED if films else 0
+        slots = Slots(settings, host)
+        judged = judge(policy, config, slots, range(number), films=shown, advance=progress.advance)
+    scores = figures_of(judged)
+    table = _table_of("success", "eval/success", scores, f"{model}, {number} episodes")
     for name, value in scores.items():
         if name.endswith("_mean") and name != "eval/success_mean":
             table.add_row(safe(name.removeprefix("eval/").removesuffix("_mean")), f"{value:.3f}", "")
     console.print(table)
     if films:
         films.mkdir(parents=True, exist_ok=True)
-        for place, (film, _) in enumerate(found.films):
+        for place, (film, _) in enumerate(judged.films):
             save_png(film, films / f"episode-{place:02d}.png")
-        typer.echo(f"{len(found.films)} strips of episodes in {films}")
-    if out:
-        from genrl.runtime.run import write_atomic
-
-        record = {"model": str(model), "environment": settings.model_dump(mode="json"), "episodes": number}
-        write_atomic(out, json.dumps(record | {"scores": scores}, indent=1) + "\n")
+        typer.echo(f"{len(judged.films)} strips of episodes in {films}")
+    record = {"model": str(model), "environment": settings.model_dump(mode="json"), "episodes": number}
+    write_scores(options.out, record, scores)
 
 
-def is_model(path: Path) -> bool:
-    """Whether a folder holds a vision-language model as transformers saves it."""
-    file = path / "config.json"
-    if not file.is_file():
-        return False
-    try:
-        return "vision_config" in json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-
-
-def export(run: Path, config: VLMConfig, out: Path, step: int | None, *, full: bool) -> Path:
-    """The model of a run's checkpoint as transformers saves it; of a LoRA the adapter, or with `full` merged."""
-    from genrl.vlm.policies.folder import load_trained, save_model
-
-    if out.exists() and any(out.iterdir()):
-        raise typer.BadParameter(f"{out} is not empty: give a new folder", param_hint="--out")
-    return save_model(load_trained(config, run, step), config.vlm.path, out, full=full)
+def _table_of(what: str, name: str, scores: dict[str, float], title: str) -> Table:
+    """A table of scores that begins with a share and its interval."""
+    table = scores_table(title, "", "mean", "95 % interval")
+    table.add_row(what, f"{scores[f'{name}_mean']:.3f}", f"{scores[f'{name}_low']:.3f} to {scores[f'{name}_high']:.3f}")
+    return table

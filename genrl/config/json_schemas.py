@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from genrl.config.errors import dotted
 from genrl.config.method import Method, built_in, installed, outside
 from genrl.config.yaml_source import KeyPath
 
@@ -40,7 +41,7 @@ def definitions(methods: tuple[type[Method], ...] = ()) -> dict[str, Any]:
     for method in methods:
         ref = refs[method, "validation"]
         for union in _unions(found, set(built_in(method.kind))):
-            union["oneOf"].append(ref)
+            union["oneOf" if "oneOf" in union else "anyOf"].append(ref)
             union["discriminator"]["mapping"][method.model_fields["algorithm"].default] = ref["$ref"]
     return found
 
@@ -79,28 +80,41 @@ def _resolved(root: str, methods: tuple[type[Method], ...] = ()) -> Schema:
     return schema
 
 
-def schema_of(data: Any) -> Schema:
-    """Schema of the file that says `data`."""
-    root = root_of(data)
+def method_of(data: Any) -> type[Method] | None:
+    """The method that a file names; None where it names none, or an unknown one (which is told where it is named)."""
     trainer = data.get("trainer") if isinstance(data, Mapping) else None
     name = trainer.get("algorithm") if isinstance(trainer, Mapping) else None
-    known = tag_values(_resolved(root)["properties"]["trainer"])
-    if not isinstance(name, str) or not known or name in known:
-        return _resolved(root)
+    kind = roots()[root_of(data)].kind
+    if not isinstance(name, str):
+        return None
     try:
-        return _resolved(root, (outside(name, roots()[root].kind),))
-    except ValueError:  # told where it is named
-        return _resolved(root)
+        return built_in(kind).get(name) or outside(name, kind)
+    except ValueError:
+        return None
+
+
+def schema_of(data: Any) -> Schema:
+    """Schema of the file that says `data`."""
+    root, method = root_of(data), method_of(data)
+    known = method is None or method in built_in(roots()[root].kind).values()
+    return _resolved(root) if known else _resolved(root, (method,))
 
 
 def tag_of(section: Schema) -> str | None:
     """The key that says which of several kinds a section is, such as trainer.algorithm; None where there is one."""
-    name: str | None = section.get("discriminator", {}).get("propertyName")
+    name: str | None = _union(section).get("discriminator", {}).get("propertyName")
     return name
 
 
+def _union(section: Schema) -> Schema:
+    """Of a section that may be null, or that may not be written whole, what it is else."""
+    if "discriminator" in section:
+        return section
+    return next((kind for kind in section.get("anyOf", ()) if "discriminator" in kind), section)
+
+
 def _tags(section: Schema) -> Mapping[str, str]:
-    found = section.get("discriminator")
+    found = _union(section).get("discriminator")
     tags: Mapping[str, str] = found.get("mapping", {}) if isinstance(found, Mapping) else {}
     return tags
 
@@ -118,7 +132,8 @@ def branches(node: Schema, value: Any = None) -> list[Schema]:
     tag = tag_of(node)
     named = value.get(tag) if isinstance(value, Mapping) else None
     if tag is not None:
-        found = [branch for branch in found if branch["properties"][tag].get("const") == named] or found
+        kinds = [(branch, branch.get("properties", {}).get(tag, {})) for branch in found]
+        found = [branch for branch, kind in kinds if named is not None and kind.get("const") == named] or found
     return [inner for branch in found for inner in branches(branch, value)]
 
 
@@ -137,7 +152,7 @@ def node_at(path: KeyPath, data: Any) -> Schema | None:
         if node is None:
             return None
         if part == (tag := tag_of(node)):
-            return {"enum": tag_values(node), "description": f"Which {path[depth - 1]}.", "tag": tag}
+            return {"enum": tag_values(node), "description": f"Which of {dotted(path[:depth])}.", "tag": tag}
         node = next((child for branch in branches(node, value) if (child := _child(branch, part)) is not None), None)
         value = value_at((part,), value)
     return node

@@ -17,6 +17,7 @@ from genrl.config.messages import explain
 from genrl.config.schema import Config
 from genrl.config.vla import VLAConfig
 from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_method import completed
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
 
 AnyConfig = Config | VLAConfig | VLMConfig
@@ -52,10 +53,12 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
     if problems:
         raise ConfigError(problems)
     tree.value.setdefault("output", str(_default_output(path)))
+    root = ROOTS[root_of(tree.value)]
+    value = completed(tree.value) if root is VLMConfig else tree.value
     try:
-        return ROOTS[root_of(tree.value)].model_validate(tree.value), tree.origins
+        return root.model_validate(value), tree.origins
     except ValidationError as error:
-        raise ConfigError(explain(error, tree.value, tree.origins)) from None
+        raise ConfigError(explain(error, value, tree.origins)) from None
 
 
 def dump(config: AnyConfig) -> str:

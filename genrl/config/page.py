@@ -20,6 +20,7 @@ the line, the key and the nearest legal value.
 ```bash
 genrl check configs/quickstart.yaml             # validate, count model calls, estimate memory; no weights are read
 genrl check configs/quickstart.yaml --explain   # every key with its value, default and meaning
+genrl check configs mine.yaml                   # folders and files: a line for each, all problems, exit code 2 for any
 genrl train configs/quickstart.yaml optimizer.lr=1e-4 ema=null rewards.0.weight=2
 genrl config schema > genrl.schema.json         # completion in editors
 ```
@@ -49,31 +50,56 @@ def markdown() -> str:
     lines = [HEAD.rstrip("\n")]
     for root, title in TITLES.items():
         lines += ["", f"# {title}", "", " ".join((ROOTS[root].__doc__ or "").split())]
-        _section(ROOTS[root], "", lines)
+        _section(ROOTS[root], "", lines, {})
     return "\n".join(lines) + "\n"
 
 
-def _section(section: type[BaseModel], name: str, lines: list[str]) -> None:
-    """A heading, the section's meaning, a table of its own keys, then its subsections."""
+def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[type[BaseModel], str]) -> None:
+    """A heading, the section's meaning, a table of its own keys, then its subsections. known: where the sections stand
+    that are on the page; they are not written again."""
+    known[section] = name
     if name:
         lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split())]
     lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     below: list[tuple[type[BaseModel], str]] = []
+    functions: list[tuple[str, list[type[BaseModel]]]] = []
     for key, field in section.model_fields.items():
-        inner = _models(field.annotation)
+        models = _models(field.annotation)
+        inner = [model for model in models if model not in known]
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
         meaning = " ".join((field.description or "").replace("|", "/").split())  # a row of a table is a line
+        meaning += "".join(f" As `{known[model]}`." for model in models[:1] if model in known)
         lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |")
         prefix = f"{name}.{key}" if name else key
-        below += [(m, f"{prefix} ({_kind(m)})" if len(inner) > 1 else prefix) for m in inner]
+        if len(inner) > 1 and all("name" in model.model_fields for model in inner):
+            functions += [(prefix, inner)]
+            known |= dict.fromkeys(inner, prefix)
+        else:
+            below += [(m, f"{prefix} ({_kind(m)})" if len(inner) > 1 else prefix) for m in inner]
+    for prefix, models in functions:
+        _functions(models, prefix, lines)
     for model, prefix in below:
-        _section(model, prefix, lines)
+        if model not in known:
+            _section(model, prefix, lines, known)
+
+
+def _functions(models: list[type[BaseModel]], name: str, lines: list[str]) -> None:
+    """A heading, and a table of functions by name with their constants."""
+    lines += ["", f"## {name}", "", "| name | meaning | constants |", "| --- | --- | --- |"]
+    for model in models:
+        constants = [
+            f"`{key}` {'required' if field.is_required() else f'`{_shown(field.default)}`'}: {field.description}"
+            for key, field in model.model_fields.items()
+            if key != "name"
+        ]
+        cells = [f"`{_kind(model)}`", model.__doc__ or "", " ".join(constants)]
+        lines.append("| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |")
 
 
 def _kind(section: type[BaseModel]) -> str:
     """What tells a section from the others that may stand in its place."""
     fields = section.model_fields
-    return str(next(fields[key].default for key in ("algorithm", "kind") if key in fields))
+    return str(next(fields[key].default for key in ("algorithm", "kind", "name") if key in fields))
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

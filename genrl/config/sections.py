@@ -50,10 +50,11 @@ class EMA(Section):
 
 
 class Monitor(Section):
-    """When a held-out scorer says that training has gone too far (reward hacking)."""
+    """When a held-out figure says that training has gone too far (reward hacking)."""
 
     reward: Text
-    """A reward of weight 0, as it is named in the log: it is evaluated and never trained on."""
+    """The name of the log's `eval/<name>_mean`. Pictures: a reward of weight 0, never trained on; answers: a reward, or
+    accuracy; robots and episodes: success."""
     tolerance: NonNegative
     """How far below its best evaluation it may lie, in its own units."""
     patience: Count = 2

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from genrl.config.method import Finding, Kind, union_of
 from genrl.config.section import Count, Flag, NonNegative, Positive, Section, Text, Ways, Whole
-from genrl.config.sections import Checkpoint, Distributed, Optimizer, Tracker
+from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker
 from genrl.config.vla_method import VLAMethod
 from genrl.config.vla_rules import refuse_impossible
 
@@ -250,6 +250,8 @@ class Evaluation(Section):
     """Seed of the episodes and of the initial noise."""
     videos: Whole = 4
     """Episodes that are filmed, successes and failures; 0 = none."""
+    monitor: Monitor | None = None
+    """End training when a held-out figure falls; null = never."""
 
 
 class VLAConfig(Section):
@@ -272,6 +274,8 @@ class VLAConfig(Section):
     """Which algorithm, and its settings."""
     optimizer: PolicyOptimizer = PolicyOptimizer()
     """AdamW and its schedule."""
+    ema: EMA | None = None
+    """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: Evaluation = Evaluation()
     """When and how the policy is judged."""
     checkpoint: Checkpoint = Checkpoint()

@@ -31,6 +31,11 @@ class VLAMethod(Method):
     """It trains every denoising step without sampling any: it needs no noise head, and no frozen policy that does the
     first steps of DPPO's chain."""
 
+    @property
+    def retries(self) -> bool:
+        """Whether an iteration in which memory runs out is done again in smaller passes of the policy."""
+        return False
+
     def critic_values(self, horizon: int) -> int:
         """How many values the critic gives of an observation, for chunks of `horizon` actions; 0: there is none."""
         return 0

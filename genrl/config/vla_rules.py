@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from genrl.config.combinations import ImpossibleConfig
+from genrl.config.combinations import ImpossibleConfig, monitor_problems
 from genrl.config.method import Finding
 from genrl.config.plugins import names
 from genrl.config.vla_names import EMBEDDED, POLICIES, PUBLISHED
@@ -23,6 +23,7 @@ def refuse_impossible(config: VLAConfig) -> None:
         *_rest(config),
         *config.sampler.problems(),
         *config.trainer.problems(config),
+        *monitor_problems(config, ("success",), "held-out figure"),
     ]
     if found:
         raise ImpossibleConfig(found)

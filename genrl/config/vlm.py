@@ -1,37 +1,28 @@
 """The typed configuration of a run that trains a vision-language model: a YAML file with the section `vlm`.
 
-As in `schema`, the text under each field is its description. The five functions of a loss (advantage, transforms,
-weights, surrogate, aggregation) are those of `genrl.vlm.methods.recipe`; `genrl.vlm.methods.compose` checks what is
-written of them.
+As in `schema`, the text under each field is its description. The section `trainer` is that of a method
+(`genrl.vlm.methods`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from genrl.config.method import Kind
+from genrl.config.method import Kind, union_of
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
-from genrl.config.sections import Checkpoint, Distributed, Optimizer, Tracker
-from genrl.config.vlm_agents import Critic, Environment
+from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker
+from genrl.config.unions import AnyOf
+from genrl.config.vlm_agents import Environment
+from genrl.config.vlm_method import VLMMethod, completed, default_method
+from genrl.config.vlm_names import OUTPUTS, TASKS
 from genrl.config.vlm_rules import refuse_impossible
 
-PresetName = Literal[
-    "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "luspo", "cispo", "sapo", "vespo", "rloo",
-    "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
-    "off_policy_mask", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine", "para_grpo",
-    "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan", "vrag_rl",
-    "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo", "music_rl",
-]  # fmt: skip
-
-TaskName = Literal[
-    "count", "colour", "shapes", "jigsaw", "jigsaw_pair", "box", "point", "quality", "better", "series", "key_frames",
-    "what", "scenes", "sums", "captions", "bodies", "tunes",
-]  # fmt: skip
-
-Choice = Text | dict[str, Any]
-"""A function by its name, `sapo`, or with constants, `{name: clip, high: 0.28}`; without a name: the preset's own."""
+if TYPE_CHECKING:
+    Trainer = VLMMethod
+else:
+    Trainer = Annotated[union_of("vlm"), AnyOf()]
 
 
 class VLMLoRA(Section):
@@ -51,9 +42,10 @@ class VLM(Section):
     path: Text
     """Folder or hub id of a transformers image-text-to-text model with its processor; for other outputs as
     docs/sequence_policies.md says."""
-    output: Literal["text", "image", "masked_text", "voxels", "audio"] = "text"
-    """What it answers: text about pictures; a picture by tokens (Janus); text, as a masked diffusion model; a shape or
-    music, by the codes of a causal language model with a codec."""
+    output: Annotated[Text, Field(examples=sorted(OUTPUTS.built_in))] = "text"
+    """What it answers: text about pictures; image, by tokens (Janus); masked_text, as a masked diffusion model; voxels
+    or audio, by the codes of a causal language model with a codec; or a policy of your own, path/file.py:Name
+    (genrl/vlm/policies/contract.py says what it is)."""
     lora: VLMLoRA | None = None
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -61,6 +53,11 @@ class VLM(Section):
     prefix_attention: Literal["auto", "sdpa", "flex", "triton"] | None = None
     """Back-end by which answers attend to one copy of their prompt's keys in training (docs/kernels.md), text only;
     null = a copy per answer, in the model's own attention."""
+
+    @property
+    def makes(self) -> str | None:
+        """What it is known to answer that is no text about a picture; None = that, or what an outside policy does."""
+        return self.output if self.output in OUTPUTS.built_in and self.output != "text" else None
 
 
 class Curriculum(Section):
@@ -77,8 +74,9 @@ class Curriculum(Section):
 class Task(Section):
     """The questions: a generated task, or data."""
 
-    name: TaskName | None = None
-    """A task that needs no download (`genrl.vlm.tasks`); null = `train`."""
+    name: Annotated[Text, Field(examples=sorted(TASKS.built_in))] | None = None
+    """A task that needs no download (docs/vlm_tasks.md), or one of your own, path/file.py:Name (genrl/vlm/tasks says
+    what it is); null = `train`."""
     rows: Count = 4096
     """Training questions of a generated task."""
     train: Text | None = None
@@ -159,54 +157,6 @@ class VLMReward(Section):
     """Hand it prompts and completions as lists of messages, as TRL does for conversational data."""
 
 
-class VLMTrainer(Section):
-    """A published method by name, and what is changed of it."""
-
-    preset: PresetName = "grpo"
-    """The method; the others below are null = as it has them."""
-    advantage: Choice | None = None
-    """From rewards to advantages: group, leave_one_out, whitened_returns, virtual_reward, smoothed ..."""
-    transforms: tuple[Choice, ...] | None = None
-    """Changes of the advantages, in order: batch_normalise, clamp, positive_only, sigma_filter ..."""
-    weights: tuple[Choice, ...] | None = None
-    """Factors per token: top_entropy, top_dependency, divergence ..."""
-    surrogate: Choice | None = None
-    """Ratio and clip rule: clip, sequence_clip, cispo, sapo, reinforce ..."""
-    group_loss: Choice | None = None
-    """A loss of whole groups, in its place: preference (DPO), regression, classification, distribution_matching."""
-    aggregation: (
-        Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm", "balanced"] | None
-    ) = None
-    """From terms per token to one number."""
-    regularisers: tuple[Choice, ...] | None = None
-    """Added to the loss: kl, entropy_penalty, entropy_band ..."""
-    reward_terms: tuple[Choice, ...] | None = None
-    """Added to the rewards: length, overlong, kl_in_reward ..."""
-    updates: Count = 1
-    """Optimiser steps per pass over an iteration's answers, each on a part of the groups (GSPO: 4)."""
-    epochs: Count = 1
-    """Passes over an iteration's answers."""
-    micro_batch: Count | None = None
-    """Answers per pass of the model, to save memory; null = all of an update."""
-    filter: Literal["none", "spread", "not_all_right"] = "none"
-    """Groups that are trained on: all; those with two different rewards (DAPO); all but those whose first reward is
-    always 1 (NGRPO)."""
-    resample: Whole = 0
-    """Most further rounds of drawing while `filter` leaves too few groups (DAPO); 0 = train on what is left."""
-    critic: Critic | None = None
-    """The value function of vl_dac and poad; null = as its defaults."""
-    alpha: Share = 0.05
-    """MusicRL: share of the KL in the loss; the rest is the policy's."""
-    ema_decay: Share = 0.995
-    """GRPO-CARE: of the moving average that says how likely an answer is."""
-    ema_every: Count = 10
-    """GRPO-CARE: optimiser steps between updates of the average."""
-    mask_share: Share = 0.5
-    """VPPO: share of patches that are black in the masked picture."""
-    mask_patch: Count = 14
-    """VPPO: side of a patch, in pixels."""
-
-
 class VLMOptimizer(Optimizer):
     """AdamW and its schedule."""
 
@@ -227,6 +177,8 @@ class VLMEvaluation(Section):
     """An answer is right where the first reward is at least this."""
     blind: Flag = True
     """At the start and the end, ask with black pictures too: what is right then does not come from seeing."""
+    monitor: Monitor | None = None
+    """End training when a held-out figure falls; null = never."""
 
 
 class Stage(Section):
@@ -236,7 +188,7 @@ class Stage(Section):
     """How many of the run's iterations."""
     task: Task | None = None
     """Its questions to train on; null = those of the run. Evaluated are those of the run."""
-    trainer: VLMTrainer | None = None
+    trainer: Trainer | None = None
     """Its method; null = that of the run."""
 
 
@@ -268,8 +220,6 @@ class Synthesis(Section):
     """Questions of an iteration that are described, group_size times each."""
     delay: Count = 1
     """Iterations later, the pictures stand in for those of as many questions, and the descriptions are trained on."""
-    weight: Positive = 1.0
-    """What a description is worth: this times the diversity (normalised entropy) of the answers to its picture."""
     num_inference_steps: Count = 20
     """Denoising steps."""
     guidance_scale: NonNegative = 4.0
@@ -291,8 +241,8 @@ class VLMConfig(Section):
     """How answers are drawn."""
     rewards: tuple[VLMReward, ...] = ()
     """What answers are worth; the first one decides what is right in evaluation. An environment has its own."""
-    trainer: VLMTrainer = VLMTrainer()
-    """The method."""
+    trainer: Trainer = Field(default_factory=default_method)
+    """The method; null = groups of answers by grpo, or of episodes where there is an environment."""
     stages: tuple[Stage, ...] = ()
     """Parts of the run one after the other (LMM-R1), whose iterations add up to `iterations`; [] = one."""
     augmentation: Augmentation | None = None
@@ -301,6 +251,8 @@ class VLMConfig(Section):
     """New pictures during the run (Syn-GRPO); null = none."""
     optimizer: VLMOptimizer = VLMOptimizer()
     """AdamW and its schedule."""
+    ema: EMA | None = None
+    """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: VLMEvaluation = VLMEvaluation()
     """When and how the model is judged."""
     checkpoint: Checkpoint = Checkpoint()
@@ -341,6 +293,11 @@ class VLMConfig(Section):
         """The run as each of its stages has it; without stages, itself."""
         starts = [sum(stage.iterations for stage in self.stages[:k]) for k in range(max(1, len(self.stages)))]
         return [self.at(start)[1] for start in starts]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, written: Any) -> Any:
+        return completed(written)
 
     @model_validator(mode="after")
     def _possible(self) -> VLMConfig:

@@ -1,4 +1,4 @@
-"""The sections of a vision-language model's run that learns from episodes: where it acts, and its critic."""
+"""Where a vision-language model acts, in runs that learn from episodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from genrl.config.section import Count, Flag, Number, Positive, Section, Text, Whole
+from genrl.config.section import Count, Flag, Number, Positive, Section, Text
 
 
 class Environment(Section):
@@ -43,18 +43,3 @@ class Environment(Section):
     """Each environment in a process of its own, which is killed and begun anew where it hangs."""
     timeout_s: Positive = 60.0
     """With `processes`: longest that a step may take."""
-
-
-class Critic(Section):
-    """The value function of vl_dac and poad: a small network on the language model's last state, which it does not
-    train."""
-
-    hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (3072, 2048)
-    """Widths of its hidden layers (VL-DAC: 3072 and 2048)."""
-    lr: Positive = 1e-4
-    """Its learning rate; the schedule is the optimiser's."""
-    warmup: Whole | None = None
-    """Iterations at the start that train nothing but the critic; null = the method's (vl_dac: 2, poad: 0)."""
-    kl_stop: Positive | None = None
-    """Leave an iteration's updates once the mean of l_old - l exceeds this; null = the method's (poad: .02, vl_dac:
-    never)."""

@@ -9,8 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import rewards
-from genrl.config.combinations import looks_local
+from genrl.config.folders import looks_local
+from genrl.config.plugins import find
 from genrl.config.vlm import Synthesis, VLMConfig
+from genrl.config.vlm_names import OUTPUTS, TASKS
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
@@ -50,11 +52,14 @@ def vlm_files(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
 def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     columns: list[tuple[str, list[str]]] = []
     if config.task.name:
-        columns.append(("name", [*GENERATED, *FURTHER.get(config.task.name, ())]))
+        try:
+            columns.append(("name", [*GENERATED, *_further(config.task.name, notes)]))
+        except ValueError as error:
+            yield ("task", "name"), str(error)
     for name, source in (("train", config.task.train), ("eval", config.task.eval)):
         if source is None:
             continue
-        if Path(source).suffix == ".jsonl" or (Path(source).suffix == ".txt" and config.vlm.output != "text"):
+        if Path(source).suffix == ".jsonl" or (Path(source).suffix == ".txt" and config.vlm.makes):
             try:
                 found = read_prompts(source, config.task.prompt)
             except PromptError as error:
@@ -62,7 +67,7 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
                 continue
             notes += [f"task.{name}: skipped {row}" for row in found.skipped[:10]]
             columns.append((name, found.column_names))
-            if config.vlm.output == "text" and config.task.image is not None:
+            if not config.vlm.makes and config.task.image is not None:
                 yield from _images(config, name, source, found)
         elif ":" in source:
             notes.append(f"task.{name}: {source} is a data set; it is read when training starts")
@@ -73,6 +78,24 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         if "answer" not in known:
             asks = "augmentation tells hard questions their answer, from the column answer"
             yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest('answer', known)}"
+
+
+def _further(task: str, notes: list[str]) -> tuple[str, ...]:
+    """Columns of a task's rows beside those of every task. Raises ValueError for one that gives no questions."""
+    if task in TASKS.built_in:
+        return FURTHER.get(task, ())
+    from numpy.random import default_rng
+
+    made = find(task, TASKS)
+    if ".py" in task:
+        notes.append(f"task.name: training runs the code of {task}")
+    try:
+        found = made("train")[0] if isinstance(made, type) else made(default_rng(0), "train")
+    except Exception as error:  # a user's code
+        raise ValueError(f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks") from error
+    if not isinstance(found, tuple) or len(found) not in (3, 4):
+        raise ValueError(f"{task} gives no question but a {type(found).__name__}; see genrl/vlm/tasks")
+    return tuple(found[3]) if len(found) == 4 else ()
 
 
 def _synthesis(settings: Synthesis) -> Iterator[Finding]:
@@ -87,6 +110,13 @@ def _synthesis(settings: Synthesis) -> Iterator[Finding]:
 
 def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
     key: KeyPath = ("vlm", "path")
+    if config.vlm.output not in OUTPUTS.built_in:  # it says itself what it reads from the path
+        notes.append(f"vlm.output: training runs the code of {config.vlm.output}")
+        try:
+            find(config.vlm.output, OUTPUTS)
+        except ValueError as error:
+            yield ("vlm", "output"), str(error)
+        return
     path = Path(config.vlm.path).expanduser()
     if not path.is_dir():
         if looks_local(config.vlm.path):
@@ -99,7 +129,7 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[Finding]:
         return
     if not (path / "config.json").is_file() or "model_type" not in json.loads((path / "config.json").read_text()):
         yield key, f"{path} has no config.json with a model_type, so it is no saved transformers model"
-    elif config.vlm.output in ("voxels", "audio") and not (path / CODEC).is_file():
+    elif config.vlm.makes in ("voxels", "audio") and not (path / CODEC).is_file():
         yield key, f"{path} has no {CODEC}, by which codes are decoded; docs/sequence_policies.md says what is in it"
     elif config.vlm.output in ("text", "image") and not any((path / name).is_file() for name in PROCESSORS):
         text = f"{path} has no image processor ({' or '.join(PROCESSORS)})"
@@ -135,9 +165,11 @@ def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: lis
             continue
         if origin.kind == "file":
             notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+        if config.vlm.output not in OUTPUTS.built_in:
+            continue  # what it makes is known when training starts
         declared = rewards.declaration(origin)
         pictures = [name for name in declared.takes if name in ("images", "pil_images", "pairs")]
-        if config.vlm.output in ("image", "voxels"):
+        if config.vlm.makes in ("image", "voxels"):
             if not pictures:
                 yield (
                     ("rewards", index, "name"),
@@ -149,7 +181,7 @@ def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: lis
             yield ("rewards", index, "name"), f"{text}; write exact, numeric, choice or a function of your own"
             continue
         for name, known in columns:
-            made = ("audio", "rate") if config.vlm.output == "audio" else ()
+            made = ("audio", "rate") if config.vlm.makes == "audio" else ()
             missing = [c for c in declared.columns if c not in known and c not in (*GIVEN, *made)]
             if missing:
                 asks = (

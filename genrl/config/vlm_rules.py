@@ -6,24 +6,21 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.combinations import Finding, ImpossibleConfig
+from genrl.config.combinations import Finding, ImpossibleConfig, monitor_problems
+from genrl.config.plugins import Group, find
+from genrl.config.vlm_names import OUTPUTS, TASKS
 
 if TYPE_CHECKING:
     from genrl.config.vlm import VLMConfig
-
-MASKED = ("bgpo", "just_grpo")
-"""Presets of masked diffusion language models."""
-FUNCTIONS = {"advantage", "transforms", "weights", "surrogate", "group_loss", "aggregation", "regularisers"}
-FUNCTIONS |= {"reward_terms", "updates", "epochs"}
-"""What MusicRL, which has a trainer of its own, has as it is."""
-CRITICS = ("vl_dac", "poad")
-"""Presets that learn from episodes, with a critic."""
 
 
 def refuse_impossible(config: VLMConfig) -> None:
     """Raise ImpossibleConfig with everything that cannot work together."""
     asked = _questions(config) if config.environment is None else _episodes(config)
-    found = [*asked, *_outputs(config), *_updates(config), *_groups(config), *_strategies(config)]
+    shared = [*asked, *_outputs(config), *_generation(config), *_strategies(config)]
+    found = [*shared, *config.trainer.problems(config)]
+    watchable = (*config.reward_labels, "accuracy") if config.environment is None else ("success",)
+    found += monitor_problems(config, watchable, "held-out figure")
     if found:
         raise ImpossibleConfig(found)
 
@@ -32,6 +29,8 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
     task = config.task
     if (task.name is None) == (task.train is None):
         yield ("task.name", "task.train"), "write one of them: a generated task, or data"
+    if task.name is not None and (wrong := _unknown(task.name, TASKS)):
+        yield ("task.name",), wrong
     if task.name is not None and task.eval is not None:
         yield ("task.eval", "task.name"), "a generated task has held-out questions of its own; leave eval out"
     if task.train is not None and task.eval is None and config.evaluation.every:
@@ -40,71 +39,57 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.eval", "task.train"), "held-out questions must be others than those trained on"
     if not config.rewards:
         yield ("rewards",), "answers are worth nothing: write at least one, such as [{name: exact}]"
-    if config.trainer.preset in CRITICS:
-        text = f"{config.trainer.preset} learns from episodes: write environment in place of task; nearest here: grpo"
-        yield ("trainer.preset", "task"), text
+    if all(reward.weight == 0 for reward in config.rewards) and config.rewards:
+        yield ("rewards",), "all weights are 0: nothing is trained"
+    if config.trainer.acts:
+        text = f"{config.trainer.algorithm} learns from episodes: write environment in place of task"
+        yield ("trainer.algorithm", "task"), text
 
 
 def _episodes(config: VLMConfig) -> Iterator[Finding]:
-    trainer, critic, place = config.trainer, config.trainer.preset in CRITICS, config.environment
     if config.task != type(config.task)():
         yield ("task", "environment"), "write one of them: questions, or an environment to act in"
     if config.rewards:
         yield ("rewards", "environment"), "an environment has a reward of its own; leave rewards out"
-    if trainer.filter != "none" or trainer.resample:
-        yield ("trainer.filter", "environment"), "groups of episodes are not left out; write filter: none, resample: 0"
+    if not config.trainer.acts:
+        yield ("trainer.algorithm", "environment"), f"{config.trainer.algorithm} learns from answers to questions"
     if config.vlm.prefix_attention is not None:
         yield ("vlm.prefix_attention", "environment"), "turns of an episode share no prompt; write null"
-    if trainer.critic is not None and not critic:
-        yield ("trainer.critic", "trainer.preset"), f"{trainer.preset} has no critic; leave it out, or write vl_dac"
-    if critic and place is not None and trainer.updates > place.parallel * place.steps:
-        yield ("trainer.updates", "environment.steps"), "an update needs a step; write fewer updates or more steps"
 
 
 def _outputs(config: VLMConfig) -> Iterator[Finding]:
-    output, preset = config.vlm.output, config.trainer.preset
-    if output != "text" and config.vlm.prefix_attention is not None:
-        yield ("vlm.prefix_attention", "vlm.output"), f"{output} is computed without shared prompts; write null"
-    if output != "text" and config.environment is not None:
-        yield ("vlm.output", "environment"), f"a model whose output is {output} does not act; write text"
-    if output != "masked_text" and preset in MASKED:
-        text = f"{preset} is of masked diffusion language models; write output: masked_text, or preset: grpo"
-        yield ("trainer.preset", "vlm.output"), text
-    for method, made in (("hi_grpo", "voxels"), ("music_rl", "audio")):
-        if preset == method and output != made:
-            yield ("trainer.preset", "vlm.output"), f"{method} is of models whose output is {made}; write it, or grpo"
-    if preset == "music_rl":
-        plain = type(config.trainer)()  # a resolved configuration has every field written
-        written = {name for name in FUNCTIONS if getattr(config.trainer, name) != getattr(plain, name)}
-        if written:
-            yield (f"trainer.{min(written)}",), "music_rl has a trainer of its own, with alpha alone; leave it out"
-    if config.vlm.lora is not None and (output == "masked_text" or preset == "music_rl"):
-        yield ("vlm.lora",), "all weights of this model are trained (preset, output); leave it out"
-    if config.generation.engine == "vllm" and (output != "text" or config.environment is not None):
-        yield ("generation.engine",), "vLLM draws answers to questions, as text; write transformers"
+    output, makes = config.vlm.output, config.vlm.makes
+    if wrong := _unknown(output, OUTPUTS):
+        yield ("vlm.output",), wrong
+    if makes and config.vlm.prefix_attention is not None:
+        yield ("vlm.prefix_attention", "vlm.output"), f"{makes} is computed without shared prompts; write null"
+    if makes and config.environment is not None:
+        yield ("vlm.output", "environment"), f"a model whose output is {makes} does not act; write text"
+    if config.vlm.lora is not None and makes == "masked_text":
+        yield ("vlm.lora",), "all weights of this model are trained (output); leave it out"
+    if config.generation.engine == "vllm" and (makes or config.environment is not None):
+        yield ("generation.engine",), "vLLM samples answers to questions, as text; write transformers"
     if config.generation.engine == "transformers" and config.generation.vllm != type(config.generation.vllm)():
         yield ("generation.vllm", "generation.engine"), "these settings are read with engine: vllm; write it, or none"
-    if output != "image" and config.generation.guidance_scale is not None:
-        yield ("generation.guidance_scale", "vlm.output"), "only pictures are drawn with guidance; leave it out"
+    if (output == "text" or makes not in (None, "image")) and config.generation.guidance_scale is not None:
+        yield ("generation.guidance_scale", "vlm.output"), "only pictures are sampled with guidance; leave it out"
 
 
-def _updates(config: VLMConfig) -> Iterator[Finding]:
-    trainer, generation = config.trainer, config.generation
-    if trainer.updates > generation.prompts_per_iteration and trainer.preset not in CRITICS:
-        text = f"{trainer.updates} updates need a group each; there are {generation.prompts_per_iteration}"
-        yield ("trainer.updates", "generation.prompts_per_iteration"), text
-    if trainer.resample and trainer.filter == "none":
-        yield ("trainer.resample", "trainer.filter"), "without a filter no group is missing; write filter: spread"
+def _unknown(name: str, group: Group) -> str:
+    """What is wrong with a name that is no file's; "" where it is known. Files are looked at with the data."""
+    if ".py" not in name and name not in group.built_in:
+        try:
+            find(name, group)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def _generation(config: VLMConfig) -> Iterator[Finding]:
+    generation = config.generation
     if generation.batch_size is not None and generation.batch_size < generation.group_size:
-        text = "answers to a question are drawn together; write group_size or more"
+        text = "answers to a question are sampled together; write group_size or more"
         yield ("generation.batch_size", "generation.group_size"), text
-
-
-def _groups(config: VLMConfig) -> Iterator[Finding]:
-    if config.rewards and all(reward.weight == 0 for reward in config.rewards):
-        yield ("rewards",), "all weights are 0: nothing is trained"
-    if config.generation.group_size < 2 and config.trainer.filter == "spread":
-        yield ("trainer.filter", "generation.group_size"), "one answer has no spread; write 2 or more (8 is usual)"
     if config.distributed.fsdp:
         yield ("distributed.fsdp",), "vision-language models are not sharded; write false"
 
@@ -116,12 +101,12 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         if total != config.iterations:
             yield ("iterations", "stages"), f"the stages have {total} iterations together; write iterations: {total}"
         for number, (stage, part) in enumerate(zip(config.stages, config.parts, strict=True)):
-            for keys, text in (*_questions(part), *_outputs(part), *_updates(part)):
+            for keys, text in (*_questions(part), *part.trainer.problems(part)):
                 section = keys[0].split(".")[0]
                 if getattr(stage, section, None) is not None:  # else it is the run's own, and said there
                     yield (f"stages.{number}.{keys[0]}", *keys[1:]), text
     for name in ("stages", "augmentation", "synthesis"):
-        if getattr(config, name) and (config.environment is not None or config.vlm.output != "text"):
+        if getattr(config, name) and (config.environment is not None or config.vlm.makes):
             yield (name,), "is for questions that are answered by text; leave it out"
     if config.augmentation is not None and sorted(re.findall(r"{.*?}", config.augmentation.truth)) != [
         "{answer}",
@@ -130,7 +115,7 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         yield ("augmentation.truth",), "write the places {question} and {answer} in it, and no others"
     if config.synthesis is not None and config.synthesis.questions > config.generation.prompts_per_iteration:
         yield ("synthesis.questions", "generation.prompts_per_iteration"), "there are not so many questions"
-    if config.synthesis is not None and (config.trainer.resample or config.augmentation is not None):
+    if config.synthesis is not None and (config.trainer.rounds > 1 or config.augmentation is not None):
         yield ("synthesis", "trainer.resample"), "questions are answered once; write resample: 0, augmentation: null"
     if config.synthesis is not None and config.generation.group_size < 2:
         yield ("synthesis", "generation.group_size"), "one answer has no diversity; write 2 or more"

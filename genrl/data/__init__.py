@@ -1,1 +1,1 @@
-"""Prompt files, preference sets, references, edits, and the embedded world. No torch."""
+"""Prompt files, preference sets, references, edits, and the embedded world. No torch when imported."""

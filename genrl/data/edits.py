@@ -6,7 +6,7 @@
     draw(edit.scene), draw(carry_out(rng, edit))
 
 The embedded editing model is trained on such pairs, `assets/edits` holds the instructions for reinforcement learning.
-`rewards.scorers.objects.spatial_edit` finds the shapes again and judges what became of them.
+`rewards.scorers.objects.spatial_edit` detects the shapes in the edited picture and judges their positions and sizes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Task = Literal["move", "scale"]
 
 WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 PHRASES = {"left": "to the left", "right": "to the right", "up": "up", "down": "down"}
-FACTORS = {"bigger": 1.4, "smaller": 0.7}  # what the prompt files ask for
-RANGES = {"bigger": (1.2, 1.6), "smaller": (0.6, 0.85)}  # what the pairs show
-SHORTEST, LONGEST = 10.0, 26.0  # pixels that a thing is moved by
+FACTORS = {"bigger": 1.4, "smaller": 0.7}  # that the prompt files ask for
+RANGES = {"bigger": (1.2, 1.6), "smaller": (0.6, 0.85)}  # of the factors in the training pairs
+SHORTEST, LONGEST = 10.0, 26.0  # pixels by which a thing is moved
 EDIT_WORDS = ("bigger", "down", "make", "move", "smaller", "up")
 
 
@@ -58,11 +58,11 @@ class Edit:
 
 
 def sample_edit(rng: np.random.Generator, task: Task, split: Split = "train") -> Edit:
-    """Draw an edit at random that can be carried out. Half of the pictures have a second thing, to be left alone."""
+    """Sample an edit that can be carried out. Half of the pictures have a second thing, which is to stay as it is."""
     while True:
         scene = sample_scene(rng, "single" if rng.random() < 0.5 else "two", split)
         if split == "eval" and not held_out(scene.groups[0]):
-            continue  # it is the other thing that training has not
+            continue  # the held-out combination is that of the second thing, which is not edited
         choices = list(WAYS if task == "move" else FACTORS)
         edit = Edit(scene, task, choices[rng.integers(len(choices))])
         if any(_ends(edit, edit.asked, amount) for amount in _amounts(task, edit.asked)):
@@ -70,8 +70,8 @@ def sample_edit(rng: np.random.Generator, task: Task, split: Split = "train") ->
 
 
 def carry_out(rng: np.random.Generator, edit: Edit, sloppiness: float = 0.0) -> Scene:
-    """The picture afterwards, how far or how much at random; with probability `sloppiness` another edit than asked,
-    of the same kind: another way, or the other change of size (as asked where no other is possible)."""
+    """The scene after the edit, its distance or factor sampled. With probability `sloppiness` it is another edit of the
+    same task than the one asked for (another direction, or the other change of size), where one is possible."""
     asked = edit.asked
     if rng.random() < sloppiness:
         others = [way for way in (WAYS if edit.task == "move" else FACTORS) if way != asked]
@@ -84,7 +84,7 @@ def carry_out(rng: np.random.Generator, edit: Edit, sloppiness: float = 0.0) -> 
 
 
 def _amounts(task: Task, asked: str) -> list[float]:
-    """Distances in pixels, or factors, that are tried."""
+    """The distances in pixels, or the factors, to choose from."""
     low, high = (SHORTEST, LONGEST) if task == "move" else RANGES[asked]
     return [float(amount) for amount in np.linspace(low, high, 17)]
 
@@ -104,13 +104,14 @@ def _ends(edit: Edit, asked: str, amount: float) -> Thing | None:
 
 
 def edits(task: Task, split: Split) -> list[Edit]:
-    """The edits of a prompt file: 160 to train on, 64 held out (of combinations that training has not), all asked-for
-    ways equally often."""
+    """The edits of a prompt file: 160 to train on, or 64 held out (of combinations absent from training), with each
+    direction or change of size equally often."""
     rng = np.random.default_rng([2026, task == "scale", split == "eval"])
     number, choices = (64 if split == "eval" else 160), list(WAYS if task == "move" else FACTORS)
-    found: dict[str, list[Edit]] = {way: [] for way in choices}
-    while any(len(some) < number // len(choices) for some in found.values()):
+    each = number // len(choices)
+    by_way: dict[str, list[Edit]] = {way: [] for way in choices}
+    while any(len(of_way) < each for of_way in by_way.values()):
         edit = sample_edit(rng, task, split)
-        if len(found[edit.asked]) < number // len(choices):
-            found[edit.asked].append(edit)
-    return [found[way][k] for k in range(number // len(choices)) for way in choices]
+        if len(by_way[edit.asked]) < each:
+            by_way[edit.asked].append(edit)
+    return [by_way[way][k] for k in range(each) for way in choices]

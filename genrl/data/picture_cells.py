@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
+from genrl.data.prompts import PromptError, open_data_set
+from genrl.data.rows import no_column
 from rewards.contract import check_header
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from PIL.Image import Image
 
 # Pillow is imported where a picture is opened: configurations are checked without it.
@@ -21,7 +24,7 @@ def unreadable() -> tuple[type[Exception], ...]:
 
 
 def opened(cell: Any) -> Image:
-    """What a cell holds, a path or what `datasets.Image(decode=False)` gives (bytes or a path), not decoded yet."""
+    """The picture of a cell, not decoded yet. cell: a path, or what `datasets.Image(decode=False)` gives."""
     from PIL.Image import open as open_image
 
     if isinstance(cell, dict) and cell.get("bytes") is not None:
@@ -38,3 +41,15 @@ def check_picture(cell: Any) -> None:
     with opened(cell) as image:
         check_header(image)
         image.verify()
+
+
+def open_picture_table(source: str, *columns: str) -> Dataset:
+    """The data set `id:split`, with undecoded pictures in these columns. Raises PromptError where one is missing."""
+    table = open_data_set(source)
+    from datasets import Image
+
+    for column in columns:
+        if column not in table.column_names:
+            raise PromptError(f"{source}: {no_column(column, table.column_names)}")
+        table = table.cast_column(column, Image(decode=False))
+    return table

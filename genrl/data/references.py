@@ -17,9 +17,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from genrl.data.picture_cells import check_picture, opened, unreadable
-from genrl.data.prompts import MAX_LINE_BYTES, Prompt, PromptError
+from genrl.data.picture_cells import check_picture, open_picture_table, opened, unreadable
+from genrl.data.prompts import Prompt, PromptError, is_data_set, nearest_beside
 from genrl.data.prompts import load as load_prompts
+from genrl.data.rows import MAX_LINE_BYTES, no_column
 from rewards.contract import open_picture
 
 if TYPE_CHECKING:
@@ -81,11 +82,6 @@ class References:
         )
 
 
-def is_data_set(source: str) -> bool:
-    """Whether `source` is written as a data set, which may have to be downloaded."""
-    return Path(source).suffix != ".jsonl" and ":" in source and not Path(source).exists()
-
-
 def read(source: str) -> References:
     """The reference pictures of a source. Raises PromptError where there is none, or a picture has no prompt."""
     path = Path(source)
@@ -95,13 +91,11 @@ def read(source: str) -> References:
         return _of_rows(source)
     if path.is_dir():
         return _of_folder(path)
-    what = "is a file" if path.exists() else "does not exist"
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-    hint = f" (did you mean {path.parent / close[0]}?)" if close and not path.exists() else ""
+    problem = "is a file" if path.exists() else "does not exist"
+    hint = "" if path.exists() else nearest_beside(path)
     raise PromptError(
-        f"{source} {what}{hint}; references are a folder of pictures with their prompts in .txt files, a .jsonl file "
-        f"with the columns prompt and {COLUMN}, or a data set id:split with these columns"
+        f"{source} {problem}; references are a folder of pictures with their prompts in .txt files, a .jsonl file with "
+        f"the columns prompt and {COLUMN}, or a data set id:split with these columns{hint}"
     )
 
 
@@ -127,21 +121,14 @@ def _of_rows(source: str) -> References:
     places: dict[str, list[str]] = {}
     for row in load_prompts(source):
         if row.columns.get(COLUMN) is None:
-            found = ", ".join(map(repr, row.columns)) or "none beside the prompt"
-            raise PromptError(f"{source}:{row.line}: no column {COLUMN!r}, found {found}")
+            raise PromptError(f"{source}:{row.line}: {no_column(COLUMN, row.columns)}")
         places.setdefault(row.text, []).append(row.columns[COLUMN])
     return References(source, places)
 
 
 def _of_data_set(source: str) -> References:
-    import datasets
-
-    rows = load_prompts(source)
-    name, _, split = source.partition(":")
-    table = datasets.load_dataset(name, split=split)
-    if COLUMN not in table.column_names:
-        raise PromptError(f"{source}: no column {COLUMN!r}, found {', '.join(table.column_names)}")
+    rows, table = load_prompts(source), open_picture_table(source, COLUMN)
     places: dict[str, list[int]] = {}
     for row in rows:
         places.setdefault(row.text, []).append(row.line - 1)
-    return References(source, places, table.cast_column(COLUMN, datasets.Image(decode=False)))
+    return References(source, places, table)

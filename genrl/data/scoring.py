@@ -1,39 +1,21 @@
-"""`genrl score`: pictures from files, scored by one reward, one row each.
-
-A row that cannot be read (no such file, not a picture, broken JSON) is named, skipped and counted, never a zero.
-"""
+"""`genrl score`: pictures from files, scored by one reward, one row each. What has no score is never a zero."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import rewards
+from genrl.data.picture_rows import IMAGE, PROMPT, Row
 
 if TYPE_CHECKING:
     import torch
 
-DRAWN, GRID = "prompts.json", "grid.png"
-"""What `genrl sample` writes beside its pictures: their list, and all of them in one."""
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-IMAGE, PROMPT, GROUP = "image", "prompt", "group"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A picture to score."""
-
-    image: str
-    """Its path as it was given."""
-    path: Path
-    prompt: str | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
+GROUP = "group"
 
 
 @dataclass(frozen=True)
@@ -45,72 +27,6 @@ class Result:
     parts: Mapping[str, float]
 
 
-def rows_of(sources: Sequence[Path], prompt: str | None) -> Iterator[Row | str]:
-    """The rows of picture files, folders of them (not of folders within, nor the grid of `genrl sample`) and .jsonl
-    files; a text for one that is none.
-
-    A .jsonl row is `{"image": path, "prompt": text, ...}`; further keys are columns. Its paths are relative to the file
-    and stay inside its folder. `prompt` is that of rows that have none. Raises ValueError for a source that does not
-    exist, and for a folder or file without pictures.
-    """
-    for source in sources:
-        if source.suffix == ".jsonl" and source.is_file():
-            yield from _of_lines(source, prompt)
-        elif source.is_dir():
-            sheet = source / GRID if drawn_in(source) else None  # not a picture of any one prompt
-            files = sorted(p for p in source.iterdir() if p.suffix.lower() in SUFFIXES and p != sheet)
-            if not files:
-                raise ValueError(f"{source}: no pictures in this folder ({', '.join(SUFFIXES)})")
-            yield from (Row(str(file), file, prompt) for file in files)
-        elif source.is_file():
-            yield Row(str(source), source, prompt)
-        else:
-            raise ValueError(f"{source}: no such file or folder")
-
-
-def drawn_in(folder: Path) -> list[Path]:
-    """The pictures that `genrl sample` says it drew into this folder; none where it did not."""
-    try:
-        record = json.loads((folder / DRAWN).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # no such file, or another program's
-        return []
-    names = [row.get("file") for row in record if isinstance(row, dict)] if isinstance(record, list) else []
-    return [folder / name for name in names if isinstance(name, str) and re.fullmatch(r"\d{5,}\.png", name)]
-
-
-def _of_lines(file: Path, prompt: str | None) -> Iterator[Row | str]:
-    folder = file.parent.resolve()
-    number = 0
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                yield _of_line(json.loads(line), folder, prompt)
-            except (ValueError, RecursionError) as error:
-                yield f"{file}:{number}: {error}"
-    if number == 0:
-        raise ValueError(f'{file}: no rows in this file; a row is {{"image": "a.png", "prompt": "..."}}')
-
-
-def _of_line(value: Any, folder: Path, prompt: str | None) -> Row:
-    if not isinstance(value, dict) or not isinstance(value.get(IMAGE), str):
-        raise ValueError('a row is an object with the path of a picture: {"image": "a.png", "prompt": "..."}')
-    text = value.get(PROMPT, prompt)
-    if text is not None and not isinstance(text, str):
-        raise ValueError("the prompt must be text")
-    columns = {name: item for name, item in value.items() if name not in (IMAGE, PROMPT)}
-    for name, item in columns.items():
-        if name.endswith(("_path", "image")) and isinstance(item, str):
-            columns[name] = str(_inside(item, folder))
-    return Row(value[IMAGE], _inside(value[IMAGE], folder), text, columns)
-
-
-def _inside(path: str, folder: Path) -> Path:
-    resolved = (folder / path).resolve()
-    if not resolved.is_relative_to(folder):
-        raise ValueError(f"{path!r} is outside the folder of the file; write it relative to it, without ..")
-    return resolved
-
-
 def score_rows(
     reward: rewards.Reward,
     rows: Sequence[Row],
@@ -119,7 +35,7 @@ def score_rows(
     batch_size: int,
     skip: Callable[[str], None],
 ) -> list[Result]:
-    """Score rows in their order; those whose picture cannot be read are left out and told to `skip`.
+    """Score rows in their order; those whose picture cannot be read are left out, and `skip` is told why.
 
     Pointwise rewards get pictures of one size, at most `batch_size` together. Others get a whole group: the rows with
     the same value in the column `group`, or else with the same prompt. Raises ValueError for rows that lack a prompt or
@@ -137,19 +53,19 @@ def score_rows(
     failures: list[rewards.Failure] = []
     scored = 0
     for batch in _batches(rows, needed, batch_size, skip):
-        picked = [rows[k] for k, _ in batch]
-        found = rewards.score(
+        members = [rows[k] for k, _ in batch]
+        scores = rewards.score(
             reward,
             images=_stack([image for _, image in batch]),
-            prompts=[row.prompt or "" for row in picked],
-            columns={c: [row.columns[c] for row in picked] for c in needed.columns},
-            group=[0] * len(picked) if needed.kind != "pointwise" else None,
+            prompts=[row.prompt or "" for row in members],
+            columns={c: [row.columns[c] for row in members] for c in needed.columns},
+            group=[0] * len(members) if needed.kind != "pointwise" else None,
             name=name,
         )
-        failures += found.failures
-        scored += len(picked)
+        failures += scores.failures
+        scored += len(members)
         for j, (k, _) in enumerate(batch):
-            results[k] = Result(rows[k], found.values[j], {part: values[j] for part, values in found.parts.items()})
+            results[k] = Result(rows[k], scores.values[j], {part: values[j] for part, values in scores.parts.items()})
     first = rewards.first_failure(failures)
     rewards.check_failures(name, sum(f.samples for f in failures), scored, first)
     for failure in failures:

@@ -1,8 +1,7 @@
 """A small world of captioned pictures: coloured shapes, and words on a sign. NumPy and Pillow only.
 
 The embedded models are trained on it, prompt files and references come from it, and `rewards.scorers.objects.shapes`
-checks it.
-Everything is a pure function of an explicit `numpy.random.Generator`.
+recognises it. Everything is a pure function of an explicit `numpy.random.Generator`.
 
     rng = numpy.random.default_rng(0)
     scene = sample_scene(rng)
@@ -101,7 +100,7 @@ def words(split: Split) -> tuple[str, ...]:
 def sample_scene(
     rng: np.random.Generator, kind: Kind | None = None, split: Split = "train", word_share: float = WORD_SHARE
 ) -> Scene:
-    """Draw a scene at random; without `kind`, a share of words, and shapes in the proportions of `SHAPE_KINDS`."""
+    """Sample a scene; without `kind`, `word_share` of them are signs, the rest shapes in proportions `SHAPE_KINDS`."""
     if kind is None:
         weights = np.array(list(SHAPE_KINDS.values()))
         shape_kind = list(SHAPE_KINDS)[rng.choice(len(weights), p=weights / weights.sum())]
@@ -126,7 +125,7 @@ def _word(rng: np.random.Generator, split: Split) -> str:
 
 
 def _sample_groups(rng: np.random.Generator, kind: Kind, split: Split) -> tuple[tuple[Group, ...], str | None]:
-    """Combinations of one kind that suit the split, and the relation where the kind has one."""
+    """Combinations of one kind that belong to the split, and the relation where the kind has one."""
     while True:
         if kind == "single":
             counts: tuple[int, ...] = (1,)
@@ -188,7 +187,7 @@ def _phrase(group: Group) -> str:
 
 
 def draw(scene: Scene, size: int = SIZE) -> np.ndarray:
-    """The picture, uint8 [size, size, 3]: drawn at twice the size, then box-filtered."""
+    """The rendered picture, uint8 [size, size, 3]: at twice the size, then box-filtered."""
     canvas = Image.new("RGB", (2 * size, 2 * size), BACKGROUND)
     scale = 2 * size / SIZE
     pen = ImageDraw.Draw(canvas)
@@ -214,7 +213,7 @@ def _draw_sign(canvas: Image.Image, pen: ImageDraw.ImageDraw, sign: Sign, scale:
 
 @lru_cache(maxsize=256)
 def _glyph(letter: str, cell: int, height: int) -> Image.Image:
-    """A capital of Pillow's own font, bold, every one of the same height and squeezed to the cell if wider."""
+    """A capital of Pillow's own font, bold, always of the same height; one wider than the cell is squeezed into it."""
     font = ImageFont.load_default(64)
     canvas = Image.new("L", (160, 160))
     ImageDraw.Draw(canvas).text((48, 32), letter, font=font, fill=255, stroke_width=3)

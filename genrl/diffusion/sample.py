@@ -16,8 +16,8 @@ import torch
 
 import rewards
 from genrl.config import Model
+from genrl.data.picture_rows import SAMPLE_GRID, SAMPLE_LIST, sampled_pictures
 from genrl.data.prompts import Prompt
-from genrl.data.scoring import DRAWN, GRID, drawn_in
 from genrl.diffusion.evaluate import Evaluated, evaluate
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom
 from genrl.diffusion.policy.export import load_lora
@@ -61,13 +61,13 @@ def sample(
         fits = TextRoom(pipe, arguments or {})
         texts = [rewriter.rewrite(prompt, (seed + k,), fits) for k, prompt in enumerate(prompts)]
     out.mkdir(parents=True, exist_ok=True)
-    for old in drawn_in(out):
+    for old in sampled_pictures(out):
         old.unlink(missing_ok=True)
     record = [{"file": f"{k:05d}.png", "prompt": prompt, "seed": seed + k} for k, prompt in enumerate(prompts)]
     if rewriter is not None:
         record = [{**row, "drawn": text} for row, text in zip(record, texts, strict=True)]
     # Before the pictures, so that those of a call that is cut short are listed, too, and removed by the next.
-    write_atomic(out / DRAWN, json.dumps(record, indent=1, ensure_ascii=False))
+    write_atomic(out / SAMPLE_LIST, json.dumps(record, indent=1, ensure_ascii=False))
     paths, pictures = [], []
     for k, prompt in enumerate(texts):
         generator = torch.Generator().manual_seed(seed + k)
@@ -75,7 +75,7 @@ def sample(
         picture = to_pil(made.cpu())
         paths.append(save_png(picture, out / f"{k:05d}.png"))
         pictures.append(picture)
-    save_png(grid(pictures[:64], texts[:64]), out / GRID)
+    save_png(grid(pictures[:64], texts[:64]), out / SAMPLE_GRID)
     return paths
 
 

@@ -21,7 +21,7 @@ from genrl.kernels.backend import Backend, choose
 def adaln_torch(
     x: Tensor, branch: Tensor | None, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The definition: (h, y), float32 (float64) between the roundings of h and y."""
+    """The definition: (h, y), [B, S, W] each, float32 (float64) between their roundings. Arguments as `adaln`."""
     h, wide = x, torch.promote_types(x.dtype, torch.float32)
     if branch is not None and gate is not None:
         h = (x.to(wide) + gate.to(wide) * branch.to(wide)).to(x.dtype)

@@ -78,13 +78,17 @@ def backward_kernel(
 
 
 def shape(width: int) -> dict[str, int]:
+    """Constants of a program for tokens of `width` numbers: one block, a power of two."""
     block = triton.next_power_of_2(width)
     return {"W": width, "BLOCK": block, "num_warps": min(16, max(1, block // 512)), **FUSION}
 
 
 class AdaLN(torch.autograd.Function):
+    """(h, y) of `adaln`, [B, S, W] each; without a branch h is an empty tensor, as x itself is h."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Any, gate: Any, scale: Tensor, shift: Tensor, eps: float) -> Any:
+        """Arguments as `adaln`: x, branch [B, S, W], the modulations [B, 1 or S, W]."""
         x, tokens = x.contiguous(), x.shape[1]
         gate, scale, shift = (t if t is None or t.stride(2) == 1 else t.contiguous() for t in (gate, scale, shift))
         branch = None if branch is None else branch.contiguous()
@@ -104,6 +108,7 @@ class AdaLN(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor | None, dy: Tensor | None) -> Any:
+        """dh, dy [B, S, W], None where nothing depends on them; each gradient has the shape of its input."""
         h, branch, gate, scale = ctx.saved_tensors
         batch, tokens, width = h.shape
         dy = torch.zeros_like(h) if dy is None else dy.contiguous()

@@ -1,4 +1,4 @@
-"""`python -m genrl.kernels.aot`: compile every kernel for four GPUs, none of which need be at hand.
+"""`python -m genrl.kernels.aot`: compile every kernel for four GPUs, none of which need be present.
 
 Per kernel and target: registers of a thread, spilled bytes and shared memory. A spill or more shared memory than the
 device has is a fault (exit code 1). Sizes are those of SD3.5, FLUX, Wan and a language model in bfloat16.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Backend = Literal["auto", "torch", "triton"]
-"""auto: the best that can run on the tensors at hand; the others: that one, or a ValueError."""
+"""auto: the best that can run on the given tensors; the others: that one, or a ValueError."""
 
 KERNELS = ("prefix_attention", "qk_norm_rope", "adaln", "sde_step")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +54,8 @@ def compile_problem(device: torch.device) -> str | None:
 
 
 def choose(kernel: str, x: Tensor, backend: Backend = "auto", *, instead: str = "torch") -> Literal["torch", "triton"]:
-    """What computes `kernel` on tensors like `x`; logged once per answer, as a warning where it is not Triton.
+    """What computes `kernel` on tensors like `x` (of any shape); logged once per answer, as a warning where it is not
+    Triton.
 
     auto on the CPU is always torch: the interpreter is for tests, which name it. instead: what the torch form is called
     in the log. Raises ValueError where triton is named and cannot run, or for an unknown name.
@@ -84,7 +85,7 @@ def _chosen(
     if problem is None and device.type == "cpu" and backend == "auto":
         problem = "its interpreter is for tests"
     if problem is None:
-        why = "interpreted" if interprets() else "asked for" if backend == "triton" else "best at hand"
+        why = "interpreted" if interprets() else "asked for" if backend == "triton" else "the best available"
         logger.info("kernel %s: triton (%s)", kernel, why)
         return "triton"
     if backend == "triton":

@@ -76,7 +76,7 @@ def joint_attention(
 
 
 def usable(like: Tensor, mask: Tensor | None = None) -> list[str]:
-    """Back-ends that can attend with tensors such as `like`."""
+    """Back-ends that can attend with tensors such as `like` [B, S, H, D]; mask as in `joint_attention`."""
     names = get_args(AttentionBackend)
     return [name for name in names if attention_problem(name, like.device, like.dtype, mask is not None) is None]
 

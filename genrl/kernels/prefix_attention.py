@@ -1,7 +1,7 @@
 """Attention of many rows that continue few prefixes, each prefix kept once: answers to one prompt, actions of one
 observation, cross-attention to one text.
 
-Row r of prefix n = row_of[r], its query q at place t:
+Row r of prefix n = row_of[r], its query q at position t:
 
     o = softmax(scale q [K_n ; K_r]^T) [V_n ; V_r]
 
@@ -34,7 +34,10 @@ def prefix_attention_torch(
     query: Tensor, key: Tensor | None, value: Tensor | None, prefix_key: Tensor, prefix_value: Tensor, row_of: Tensor,
     prefix_mask: Tensor | None, causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """The definition: every row with its own copy of its prefix, scores and weights in float32 (float64)."""
+    """The definition, [R, H, T, D]: every row with its own copy of its prefix, scores and weights in float32 (float64).
+
+    Arguments as `prefix_attention`.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     keys, values = prefix_key[row_of], prefix_value[row_of]
     rows, length = query.shape[0], query.shape[2]
@@ -111,7 +114,7 @@ class Slots(NamedTuple):
 
 
 def slots(row_of: Tensor, prefixes: int) -> Slots:
-    """Where each row stands among those of its prefix."""
+    """Where each row stands among those of its prefix. row_of: int64 [R], the prefix of each row."""
     order = row_of.argsort(stable=True)
     counts = torch.bincount(row_of, minlength=prefixes)
     first = counts.cumsum(0) - counts

@@ -210,7 +210,7 @@ def attend(
     query: Tensor, key: Tensor | None, value: Tensor | None, prefix_key: Tensor, prefix_value: Tensor, row_of: Tensor,
     prefix_mask: Tensor | None, causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """See `prefix_attention`."""
+    """Outputs [R, H, T, D]; arguments as `prefix_attention`."""
     found: Tensor = PrefixAttention.apply(
         query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal and key is not None, scale
     )
@@ -218,11 +218,14 @@ def attend(
 
 
 class PrefixAttention(torch.autograd.Function):
+    """Outputs [R, H, T, D] of `prefix_attention`, with gradients to queries, keys and values."""
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Any, value: Any, prefix_key: Tensor, prefix_value: Tensor, row_of: Tensor,
         prefix_mask: Any, causal: bool, scale: float,
     ) -> Tensor:  # fmt: skip
+        """Arguments as `prefix_attention`: query [R, H, T, D], prefixes [N, H', P, D]."""
         query, prefix_key, prefix_value = query.contiguous(), prefix_key.contiguous(), prefix_value.contiguous()
         # what is absent is never read: any tensor stands in for it
         own = (query, query) if key is None else (key.contiguous(), value.contiguous())
@@ -246,6 +249,7 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """grad [R, H, T, D]; each gradient has the shape of its input."""
         query, key, value, prefix_key, prefix_value, row_of, mask, output, lse = ctx.saved_tensors
         rows, heads, length, _ = query.shape
         prefixes, inner, prefix, _ = prefix_key.shape
@@ -275,5 +279,5 @@ class PrefixAttention(torch.autograd.Function):
 
 
 def offsets_of(row_of: Tensor, prefixes: int) -> Tensor:
-    """Where the rows of each prefix begin among the rows in order, [N + 1]."""
+    """Where the rows of each prefix begin among the rows in order, [N + 1]. row_of: int64 [R]."""
     return torch.nn.functional.pad(torch.bincount(row_of, minlength=prefixes).cumsum(0), (1, 0))

@@ -19,7 +19,10 @@ from genrl.kernels.backend import Backend, choose
 
 
 def qk_norm_rope_torch(x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
-    """The definition: float32 (float64) throughout, rounded to the dtype of x once, at the end."""
+    """The definition, [B, S, H, D]: float32 (float64) throughout, rounded to the dtype of x once, at the end.
+
+    Arguments as `qk_norm_rope`.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     over = (-2, -1) if weight is not None and weight.numel() != x.shape[-1] else (-1,)  # all heads, or each
     n = wide * torch.rsqrt(wide.square().mean(over, keepdim=True) + eps)

@@ -84,8 +84,11 @@ def shape(width: int) -> dict[str, int]:
 
 
 class QKNormRope(torch.autograd.Function):
+    """`qk_norm_rope` of x [B, S, H, D], with gradients to x and the weight."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, cos: Any, sin: Any, eps: float) -> Tensor:
+        """Arguments as `qk_norm_rope`: x [B, S, H, D]."""
         x = x.contiguous()
         y = torch.empty_like(x)
         ctx.save_for_backward(x, weight, cos, sin)
@@ -97,6 +100,7 @@ class QKNormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        """dy [B, S, H, D]; each gradient has the shape of its input."""
         x, weight, cos, sin = ctx.saved_tensors
         grid, numbers, tiles = _launch(x, weight, cos)
         dx, wanted = torch.empty_like(x), weight is not None and ctx.needs_input_grad[1]

@@ -39,7 +39,7 @@ def sde_step_torch(
     x: Tensor, velocity: Tensor, a: Tensor, b: Tensor, std: Tensor, noise: Tensor | None, taken: Tensor | None,
     reduction: Reduction,
 ) -> Scored:  # fmt: skip
-    """The definition: the arithmetic of `genrl.mdp`, to the bit."""
+    """The definition: the arithmetic of `genrl.mdp`, to the bit. x, velocity [B, ...]; arguments as `sde_step`."""
     wide = torch.promote_types(torch.promote_types(x.dtype, velocity.dtype), torch.float32)
     a, b, std = (t.to(x.device, wide).view(-1, *[1] * (x.dim() - 1)) for t in (a, b, std))
     mean = a * x.to(wide) + b * velocity.to(wide)
@@ -61,7 +61,7 @@ def sde_step(
     reduction: Reduction = "mean",
     backend: Backend = "auto",
 ) -> Scored:
-    """Draw x' by `noise` (sampling), or score the x' that was `taken` (replay): exactly one of the two is given.
+    """Sample x' by `noise`, or score the x' that was `taken` (replay): exactly one of the two is given.
 
     x, velocity, noise, taken [B, ...]; a, b, std [B], std > 0, on any device (the host spares a synchronisation).
     Gradients flow to `velocity` alone. The kernel takes a float32 x, noise and taken.

@@ -56,10 +56,13 @@ def backward_kernel(
 
 
 class SDEStep(torch.autograd.Function):
+    """(x' [B, ...], log-probability [B], mean [B, ...]) of `sde_step`, with a gradient to the velocity alone."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, velocity: Tensor, coefficients: Tensor, given: Tensor, sample: bool, reduction: str
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """x, velocity, given (the noise, or the x' that was taken) [B, ...]; coefficients [3, B]: a, b, std."""
         x, velocity, given = x.contiguous(), velocity.contiguous(), given.to(x.device, torch.float32).contiguous()
         coefficients = coefficients.to(x.device, torch.float32)
         batch, size = len(x), x[0].numel()
@@ -79,6 +82,7 @@ class SDEStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Any, dlogp: Tensor | None, dmean: Tensor | None) -> Any:
+        """dlogp [B] and dmean [B, ...], None where nothing depends on them."""
         mean, following, coefficients = ctx.saved_tensors
         batch, size = len(mean), mean[0].numel()
         dv = torch.empty_like(mean, dtype=ctx.dtype)

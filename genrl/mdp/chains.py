@@ -1,11 +1,11 @@
-"""Denoising chains of action chunks: which steps are drawn, what the chain's log-probability is, and at which level.
+"""Denoising chains of action chunks: which steps are sampled, what the chain's log-probability is, and at which level.
 
 A chain holds K + 1 states from noise (sigma = 1) to the action chunk (sigma = 0): states [B, K + 1, H, D] for a horizon
 of H actions of D numbers, its K transitions N(mean, std^2 I). The kernels are `kernels.flow_sde` (pi_RL's Flow-SDE),
 `kernels.flow_cps`, `learned_noise` (Flow-Noise, ReinFlow) and `ddpm.denoise` (DPPO). Policies are told sigma; those
-whose time runs from noise at 0 to action at 1 are turned round once, by `noise_at_zero`.
+whose time runs from noise at 0 to action at 1 are reversed once, by `noise_at_zero`.
 
-Two readings of a chain (pi_RL, arXiv 2510.25889, section 3): every drawn step is a decision with a ratio of its own
+Two readings of a chain (pi_RL, arXiv 2510.25889, section 3): every sampled step is a decision with a ratio of its own
 (two layers: Flow-SDE, DPPO), or the chain is one action whose log-probability is that of all its terms (one layer:
 Flow-Noise, ReinFlow). Log-probabilities here stay per element [B, ..., H, D] until `executed` and `aggregate`.
 """
@@ -25,28 +25,21 @@ from genrl.mdp.kernels import Scalar, Transition
 Velocity = Callable[[Tensor, Tensor], Tensor]
 Selection = Literal["all", "random_per_env", "random_per_batch", "last"]
 Level = Literal["chunk", "action", "element"]
-NoiseSchedule = Literal["vp", "lin", "const"]
 
 
 class Chain(NamedTuple):
-    """states [B, K + 1, ...], noisiest first; means [B, K, ...] and stds, broadcastable to them (0 = not drawn)."""
+    """states [B, K + 1, ...], noisiest first; means [B, K, ...] and stds, broadcastable to them (0 = deterministic)."""
 
     states: Tensor
     means: Tensor
     stds: Tensor
 
 
-class ChainStep(NamedTuple):
-    """One transition per row, at its own step: state and next_state [B, ...], sigma and sigma_next [B]."""
-
-    state: Tensor
-    next_state: Tensor
-    sigma: Tensor
-    sigma_next: Tensor
-
-
 def noise_at_zero(velocity: Velocity) -> Velocity:
-    """A policy with noise at time 0 and action at 1 (GR00T, ReinFlow) as one of ours: sigma = 1 - time, v -> -v."""
+    """A policy with noise at time 0 and action at 1 (GR00T, ReinFlow) as one of ours: sigma = 1 - time, v -> -v.
+
+    Both map x [B, ...] and a time (a float, [] or [B]) to a velocity [B, ...].
+    """
     return lambda x, sigma: -velocity(x, 1.0 - sigma)
 
 
@@ -55,8 +48,8 @@ def learned_noise(
 ) -> Transition:
     """The Euler step with a std that the policy learns: Flow-Noise of pi_RL (arXiv 2510.25889) and ReinFlow.
 
-    std [B, ...], see `bounded_std`: no factor of the step size, no drift correction. clip: the mean is clamped to
-    +-clip (1 in ReinFlow, arXiv 2505.22094, code; None in pi_RL).
+    x, velocity, std [B, ...]; for std see `bounded_std`: no factor of the step size, no drift correction. clip: the
+    mean is clamped to +-clip (1 in ReinFlow, arXiv 2505.22094, code; None in pi_RL).
     """
     mean = kernels.ode(x, velocity, sigma, sigma_next).mean
     return Transition(mean if clip is None else mean.clamp(-clip, clip), std.to(mean.dtype))
@@ -73,25 +66,10 @@ def bounded_std(raw: Tensor, low: float, high: float) -> Tensor:
     return torch.exp(0.5 * (lowest + (highest - lowest) * (torch.tanh(raw) + 1.0) / 2.0))
 
 
-def scheduled_std(sigma: Tensor, kind: NoiseSchedule, *, low: float) -> Tensor:
-    """ReinFlow's std for steps that its noise head does not set, shape of sigma: time = 1 - sigma.
-
-    "vp" sqrt(.2 time (1 - time)), "lin" .1 time, "const" `low` (its choice for the steps before the trained ones).
-    """
-    time = 1.0 - sigma
-    if kind == "vp":
-        return (0.2 * time * (1.0 - time)).sqrt()
-    if kind == "lin":
-        return 0.1 * time
-    if kind == "const":
-        return torch.full_like(sigma, low)
-    raise ValueError(f"kind must be 'vp', 'lin' or 'const', got {kind!r}")
-
-
 def annealed(start: float, end: float, steps: int, at: int) -> float:
     """`start` at global step 0, linearly to `end` at `steps`, `end` from there on: pi_RL's noise level over a run.
 
-    Keep the value with the rollout: the log-probability of a recorded step is that of the level it was drawn with.
+    Keep the value with the rollout: the log-probability of a recorded step is that of the level it was sampled with.
     """
     if steps < 1 or at < 0:
         raise ValueError(f"annealing needs at least one step and a step of 0 or more, got {steps} and {at}")
@@ -107,7 +85,7 @@ def noisy_steps(
     skip_last: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Which of the `steps` steps of each row are drawn (the others are ODE steps), bool [batch, steps].
+    """Which of the `steps` steps of each row are sampled (the others are ODE steps), bool [batch, steps].
 
     "all"; "random_per_env": one step, uniform, for each row of its own; "random_per_batch": one for all rows, as
     released by pi_RL, which makes the gradients of a batch correlated; "last": the last `count`, whose noise a unimodal
@@ -117,7 +95,7 @@ def noisy_steps(
     """
     eligible = steps - int(skip_last)
     if eligible < 1 or not 1 <= count <= eligible:
-        raise ValueError(f"{count} of {eligible} steps cannot be drawn ({steps} steps, skip_last {skip_last})")
+        raise ValueError(f"{count} of {eligible} steps cannot be stochastic ({steps} steps, skip_last {skip_last})")
     noisy = torch.zeros(batch, steps, dtype=torch.bool)
     if selection == "all":
         noisy[:, :eligible] = True
@@ -125,7 +103,7 @@ def noisy_steps(
         noisy[:, eligible - count : eligible] = True
     elif selection in ("random_per_env", "random_per_batch"):
         if generator is None:
-            raise ValueError(f"{selection!r} draws steps: pass a generator")
+            raise ValueError(f"{selection!r} chooses steps at random: pass a generator")
         rows = batch if selection == "random_per_env" else 1
         chosen = torch.randint(eligible, (rows, 1), generator=generator).expand(batch, 1)
         noisy.scatter_(1, chosen, True)
@@ -148,22 +126,16 @@ def sample_chain(
     take the sample off the density that scores it: consistent between old and new policy, but no use for a KL.
     """
     states, means, stds = [start], [], []
-    drawn = noise if noise_clip is None else noise.clamp(-noise_clip, noise_clip)
+    clipped = noise if noise_clip is None else noise.clamp(-noise_clip, noise_clip)
     for k in range(noise.shape[1]):
         step = transition(k, states[-1])
-        state = gaussian.sample(step.mean, step.std, drawn[:, k])
+        state = gaussian.sample(step.mean, step.std, clipped[:, k])
         if last_clip is not None and k == noise.shape[1] - 1:
             state = state.clamp(-last_clip, last_clip)
         states.append(state)
         means.append(step.mean)
         stds.append(step.std)
     return Chain(torch.stack(states, 1), torch.stack(means, 1), torch.stack(stds, 1))
-
-
-def step_of_chain(states: Tensor, sigmas: Tensor, index: Tensor) -> ChainStep:
-    """Transition `index` [B] of each row of states [B, K + 1, ...] on the grid sigmas [K + 1]: what is replayed."""
-    rows = torch.arange(states.shape[0], device=states.device)
-    return ChainStep(states[rows, index], states[rows, index + 1], sigmas[index], sigmas[index + 1])
 
 
 def element_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -176,7 +148,7 @@ def element_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def chain_log_prob(chain: Chain, *, initial: bool, reduction: gaussian.Reduction) -> Tensor:
-    """Joint log-density of a chain whose K steps were all drawn, per element [B, H, D].
+    """Joint log-density of a chain whose K steps were all sampled, per element [B, H, D].
 
     `sum_k ln N(x_{k+1}; mean_k, std_k^2)`, with `ln N(x_0; 0, 1)` where `initial` (it cancels in a ratio of sums).
     "sum" is the density, ReinFlow's; "mean" divides by the number of terms, K (+ 1), as pi_RL's Flow-Noise does: the

@@ -37,7 +37,8 @@ def cosine_alpha_bars(steps: int, *, offset: float = 0.008, largest_beta: float 
 
 
 def vp_alpha_bars(steps: int, *, lowest: float = 0.1, highest: float = 10.0) -> Tensor:
-    """Cumulative products of 1 - beta of the variance-preserving SDE cut into few steps, float64 [steps].
+    """Cumulative products of 1 - beta of the variance-preserving SDE cut into few steps (arXiv 2011.13456, eq. 11),
+    float64 [steps].
 
     `1 - beta_t = exp(-lowest / K - (highest - lowest) (2 t - 1) / (2 K^2))`, t = 1 .. K: arXiv 2112.07804 (appendix B)
     over [0, 1]; the product is `exp(-lowest t / K - (highest - lowest) t^2 / (2 K^2))`. K = 5 in FISOR.
@@ -47,12 +48,15 @@ def vp_alpha_bars(steps: int, *, lowest: float = 0.1, highest: float = 10.0) -> 
 
 
 def ddpm_grid(alpha_bars: Tensor) -> DenoisingGrid:
-    """All training timesteps, noisiest first; the step from 0 leads to alpha_bar = 1, the data."""
+    """All training timesteps of alpha_bars [N], noisiest first; the step from 0 leads to alpha_bar = 1, the data."""
     return _grid(alpha_bars, torch.arange(len(alpha_bars)))
 
 
 def ddim_grid(alpha_bars: Tensor, steps: int) -> DenoisingGrid:
-    """`steps` of the training timesteps, the "leading" ones 0, r, 2 r, .., r = K // steps, noisiest first."""
+    """`steps` of the K training timesteps, the "leading" ones 0, r, 2 r, .., r = K // steps, noisiest first.
+
+    alpha_bars [K]; the grid has `steps` entries. Raises ValueError unless 1 <= steps <= K.
+    """
     if not 1 <= steps <= len(alpha_bars):
         raise ValueError(f"{steps} steps cannot be taken of {len(alpha_bars)} timesteps")
     return _grid(alpha_bars, torch.arange(steps) * (len(alpha_bars) // steps))
@@ -70,7 +74,8 @@ def denoise(
     """The transition of position `index` (one, or one per row [B]) from x [B, ...]: `kernels.ddim` as DPPO has it.
 
     The predicted action is clamped to +-clip and the noise recomputed from it. eta = 1 on `ddpm_grid` is the posterior
-    of DDPM; eta = 0 and the last step are deterministic, until `with_floor` makes them a policy.
+    of DDPM (arXiv 2006.11239, eqs. 6 and 7); eta = 0 and the last step are deterministic, until `with_floor` makes them
+    a policy.
     """
     place = torch.as_tensor(index)
     return kernels.ddim(
@@ -86,7 +91,8 @@ def denoise(
 
 
 def with_floor(step: Transition, lowest: float) -> Transition:
-    """std = max(std, lowest): exploration that does not die out (DPPO: .1 to sample and to score; 1e-3 to evaluate).
+    """std = max(std, lowest), shapes as in `step`: exploration that persists (DPPO: .1 to sample and to score; 1e-3 to
+    evaluate).
 
     With two different floors the log-probability is that of another policy than the one which acted.
     """

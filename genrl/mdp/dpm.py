@@ -1,4 +1,4 @@
-"""DPM-Solver++ (arXiv 2211.01095) on the straight path: the multistep solver of deterministic tails.
+"""DPM-Solver++ (arXiv 2211.01095, alg. 2) on the straight path: the multistep solver of deterministic tails.
 
 With alpha = 1 - sigma, lambda = ln(alpha / sigma) and h = lambda' - lambda (a prime: the next level), a step is
 
@@ -34,7 +34,7 @@ class Prediction(NamedTuple):
 
 
 def predict(x: Tensor, velocity: Tensor, sigma: Tensor | float) -> Prediction:
-    """The prediction of x0 at this level, to be part of the history of later steps."""
+    """The prediction of x0 at this level, [B, ...], to be part of the history of later steps."""
     dtype = compute_dtype(x, velocity)
     return Prediction(x.to(dtype) - float(sigma) * velocity.to(dtype), float(sigma))
 
@@ -49,7 +49,7 @@ def dpm_solver(
     correction: Correction = "midpoint",
     stochastic: bool = False,
 ) -> Transition:
-    """One step of DPM-Solver++, of the order that the history gives: none 1, one prediction 2, two 3.
+    """One step of DPM-Solver++ from x [B, ...], of the order that the history gives: none 1, one prediction 2, two 3.
 
     history: predictions at the levels just before, oldest first, at most two. The step to sigma_next = 0 is of first
     order (its h is infinite): it returns x0_hat. First order is the Euler step of the ODE, exactly.
@@ -90,16 +90,17 @@ def solve(
     sigmas: Tensor,
     previous: Prediction | None = None,
 ) -> Tensor:
-    """Take x from sigmas[0] to sigmas[-1] by the second order, one call of `velocity(x, sigma)` per step.
+    """Take x [B, ...] from sigmas[0] to sigmas[-1] by the second order (alg. 2), one call of `velocity(x, sigma)` per
+    step.
 
-    sigmas: [n + 1], falling. previous: the prediction of the step before; None = begin with a first-order step.
+    sigmas: [n + 1], decreasing. previous: the prediction of the step before; None = begin with a first-order step.
     """
     history = [] if previous is None else [previous]
     for sigma, sigma_next in zip(sigmas[:-1], sigmas[1:], strict=True):
         predicted = velocity(x, sigma)
-        found = predict(x, predicted, sigma)
+        now = predict(x, predicted, sigma)
         x = dpm_solver(x, predicted, sigma, sigma_next, history).mean
-        history = [found]
+        history = [now]
     return x
 
 

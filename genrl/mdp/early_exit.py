@@ -1,8 +1,8 @@
 """Talk2Move's choice of the steps to train (arXiv 2601.02356): stochastic up to an exit step, then a shortcut.
 
 Off-policy step evaluation: of samples that leave the chain at each exit step, the step whose rewards differ most is
-where exploring pays. Active step sampling: only the steps before it are drawn and trained, and a few ODE steps from it
-finish the picture.
+where exploring pays. Active step sampling: only the steps before it are sampled and trained, and a few ODE steps from
+it finish the picture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def exit_variance(rewards: Tensor) -> Tensor:
 
 
 def exit_step(rewards: Tensor) -> int:
-    """The exit step of largest variance, the first of equals. As `exit_variance`."""
+    """The exit step of largest variance, the first of equals. rewards [prompts, T, samples], as in `exit_variance`."""
     return int(exit_variance(rewards).argmax())
 
 
@@ -50,8 +50,3 @@ def shortcut_sigmas(sigmas: Tensor, exit_step: int, steps: int) -> Tensor:
             f"{'no shortcut' if exit_step == length else 'a shortcut of at least one step'}, got {steps} steps"
         )
     return torch.linspace(1.0, 0.0, steps + 1, dtype=sigmas.dtype, device=sigmas.device) * sigmas[exit_step]
-
-
-def model_calls(num_steps: int, exit_step: int, shortcut: int) -> int:
-    """Model evaluations per picture: `exit_step + shortcut`, or num_steps where nothing is left out."""
-    return num_steps if exit_step == num_steps else exit_step + shortcut

@@ -15,29 +15,36 @@ Scalar = Tensor | float
 
 
 def flow_sample(clean: Tensor, noise: Tensor, sigma: Scalar) -> Tensor:
-    """`x_sigma = (1 - sigma) x0 + sigma noise`: the straight path; sigma in [0, 1], 1 = noise."""
+    """`x_sigma = (1 - sigma) x0 + sigma noise`, [B, ...]: the straight path (rectified flow, arXiv 2209.03003, eq. 1).
+
+    sigma in [0, 1], 1 = noise: a float, [] or [B].
+    """
     dtype = compute_dtype(clean, noise)
     level = per_sample(sigma, clean, dtype)
     return (1.0 - level) * clean.to(dtype) + level * noise.to(dtype)
 
 
 def flow_target(clean: Tensor, noise: Tensor) -> Tensor:
-    """The velocity `noise - x0`, the same at every level."""
+    """The velocity `noise - x0`, [B, ...], the same at every level (arXiv 2209.03003, eq. 1)."""
     dtype = compute_dtype(clean, noise)
     return noise.to(dtype) - clean.to(dtype)
 
 
 def diffusion_sample(clean: Tensor, noise: Tensor, alpha_bar: Scalar) -> Tensor:
-    """`x_t = sqrt(ab) x0 + sqrt(1 - ab) noise` (arXiv 2006.11239, eq. 4); ab = cumulative alpha of t, 0 = noise."""
+    """`x_t = sqrt(ab) x0 + sqrt(1 - ab) noise`, [B, ...] (arXiv 2006.11239, eq. 4).
+
+    ab is the cumulative alpha of t, a float, [] or [B]; 0 = noise.
+    """
     dtype = compute_dtype(clean, noise)
     level = per_sample(alpha_bar, clean, dtype)
     return level.sqrt() * clean.to(dtype) + (1.0 - level).sqrt() * noise.to(dtype)
 
 
 def diffusion_target(clean: Tensor, noise: Tensor, alpha_bar: Scalar, prediction_type: PredictionType) -> Tensor:
-    """What a network of this prediction type is to say at x_t: the noise, `sqrt(ab) noise - sqrt(1 - ab) x0`, or x0.
+    """What a network of this prediction type predicts at x_t: the noise, `sqrt(ab) noise - sqrt(1 - ab) x0`, or x0.
 
-    (epsilon, v_prediction (arXiv 2202.00512, appendix D), sample.) Raises ValueError for another name.
+    In this order: epsilon (arXiv 2006.11239, eq. 14), v_prediction (arXiv 2202.00512, appendix D), sample. [B, ...];
+    ab a float, [] or [B]. Raises ValueError for another name.
     """
     dtype = compute_dtype(clean, noise)
     level = per_sample(alpha_bar, clean, dtype)

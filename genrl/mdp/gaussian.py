@@ -1,6 +1,6 @@
 """The Gaussian transition: the only density formula of the project.
 
-Every stochastic denoising step is a draw `x' ~ N(mean, std^2 I)`. A step whose std is 0 is not an action: it has
+Every stochastic denoising step samples `x' ~ N(mean, std^2 I)`. A step whose std is 0 is not an action: it has
 no density, and asking for one is an error.
 """
 
@@ -50,7 +50,7 @@ def reduce_elements(elements: Tensor, reduction: Reduction) -> Tensor:
 
 
 def sample(mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
-    """`mean + std noise`, in the dtype of `mean`: the next state for a standard normal `noise` [B, ...]."""
+    """`mean + std noise`, [B, ...] in the dtype of `mean`: the next state for a standard normal `noise` [B, ...]."""
     return mean + std * noise.to(mean)
 
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.mdp.gaussian import Reduction, compute_dtype, per_sample, reduce_elements
+from genrl.mdp.gaussian import compute_dtype, per_sample
 
 Scalar = Tensor | float
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
@@ -41,7 +41,10 @@ class Transition(NamedTuple):
 
 
 def ode(x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar) -> Transition:
-    """Euler step of the probability-flow ODE, `x' = x - (sigma - sigma') v`: c1 = sigma', s = 0."""
+    """Euler step of the probability-flow ODE, `x' = x - (sigma - sigma') v`: c1 = sigma', s = 0.
+
+    The ODE is eq. 13 of arXiv 2011.13456. x, velocity [B, ...]; levels a float, [] or [B].
+    """
     t, t_next = _times(sigma, sigma_next)
     return _transition(x, velocity, t, t_next, c1=t_next, std=torch.zeros_like(t_next))
 
@@ -54,7 +57,7 @@ def flow_sde(
     b is the diffusion coefficient, a = noise_level (their default .7). At sigma = 1 the denominator is clamped to
     `1 - min(sigma, sigma_max)`, sigma_max being the *second* value of the full grid, which makes the first
     transition's std exactly a. (Their code tests sigma == 1; the minimum is the same there and also holds on grids that
-    start at 1 - 1e-6.)
+    start at 1 - 1e-6.) x, velocity [B, ...]; levels, noise_level and sigma_max a float, [] or [B].
     Raises ValueError unless 0 < sigma_max < 1.
     """
     t, t_next = _times(sigma, sigma_next)
@@ -68,7 +71,8 @@ def flow_sde(
 def dance_sde(x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar, *, noise_level: Scalar) -> Transition:
     """Dance-SDE of DanceGRPO (arXiv 2505.07818): the same SDE with a constant coefficient `b = eta = noise_level` (.3).
 
-    The score's 1/sigma makes the last step inject too much noise: leave it deterministic.
+    The score's 1/sigma makes the last step inject too much noise: leave it deterministic. x, velocity [B, ...]; the
+    rest a float, [] or [B].
     """
     t, t_next = _times(sigma, sigma_next)
     return _euler_maruyama(x, velocity, t, t_next, _host(noise_level))
@@ -79,7 +83,8 @@ def wan_sde(
 ) -> Transition:
     """The SDE of Flow-GRPO's Wan script: `b = sigma_last + (sigma_max - sigma_last) sigma`, no free noise level.
 
-    sigma_max is the second value of the full grid, sigma_last its final one.
+    sigma_max is the second value of the full grid, sigma_last its final one. x, velocity [B, ...]; the rest a float, []
+    or [B].
     """
     t, t_next = _times(sigma, sigma_next)
     last = _host(sigma_last)
@@ -89,7 +94,7 @@ def wan_sde(
 def flow_cps(x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar, *, noise_level: Scalar) -> Transition:
     """Coefficients-preserving sampling, Flow-CPS (arXiv 2509.05952): c1 = sigma' cos(a pi/2), s = sigma' sin(a pi/2).
 
-    a = noise_level in [0, 1]; 0 is the ODE, 1 redraws all noise. No sqrt(step): the noise of a step does not shrink as
+    a = noise_level in [0, 1]; 0 is the ODE, 1 replaces all noise. No sqrt(step): the noise of a step does not shrink as
     the grid gets finer, and the final marginal keeps a bias. The last step (sigma' = 0) is deterministic.
     """
     t, t_next = _times(sigma, sigma_next)
@@ -126,6 +131,7 @@ def ddim(
     `var = (1 - ab') / (1 - ab) (1 - ab / ab')`, s = eta sqrt(var), mean = sqrt(ab') x0_hat + sqrt(1 - ab' - s^2) e_hat;
     ab = alpha_bar at the present timestep, ab' = alpha_bar_next at the next one (0 <= ab <= ab' <= 1, ab < 1).
 
+    x, model_output [B, ...]; alpha_bars and eta a float, [] or [B]. x0_hat is eq. 9 for a prediction of the noise.
     clip_range: clamp x0_hat to +-clip_range. threshold (ratio, max): dynamic thresholding by the per-sample quantile,
     used instead of clip_range. e_hat is that of the unclipped prediction unless recompute_noise.
     Latent-diffusion models use none of the three.
@@ -153,18 +159,11 @@ def ddim(
     return Transition(mean, _std_column(std, x, dtype))
 
 
-def cps_log_prob(x: Tensor, mean: Tensor, reduction: Reduction = "mean") -> Tensor:
-    """`-(x - mean)^2` reduced to [B]: what the released CPS trainers use in place of a log-density (x detached).
-
-    Not a likelihood: variance and constants are dropped, so the log-ratio is 2 s^2 times too small, by a factor that
-    changes from step to step, and clip ranges do not compare with `gaussian.log_prob`'s.
-    """
-    dtype = compute_dtype(x, mean)
-    return reduce_elements(-((x.detach().to(dtype) - mean.to(dtype)) ** 2), reduction)
-
-
 def _euler_maruyama(x: Tensor, velocity: Tensor, t: Tensor, t_next: Tensor, b: Tensor) -> Transition:
-    """`dx = (v + b^2 x1_hat / (2 sigma)) dsigma + b dw` over one step: the score of the path is -x1_hat / sigma."""
+    """`dx = (v + b^2 x1_hat / (2 sigma)) dsigma + b dw` over one step: the score of the path is -x1_hat / sigma.
+
+    The reverse-time SDE of arXiv 2011.13456, eq. 6.
+    """
     step = t - t_next
     return _transition(x, velocity, t, t_next, c1=t_next - b**2 * step / (2.0 * t), std=b * step.sqrt())
 
@@ -175,6 +174,20 @@ def _transition(x: Tensor, velocity: Tensor, t: Tensor, t_next: Tensor, *, c1: T
     c0 = 1.0 - t_next
     on_x, on_velocity = per_sample(c0 + c1, x, dtype), per_sample((1.0 - t) * c1 - t * c0, x, dtype)
     return Transition(on_x * x.to(dtype) + on_velocity * velocity.to(dtype), _std_column(std, x, dtype))
+
+
+def transition_of(x: Tensor, mean: Tensor, std: Scalar) -> Transition:
+    """What a kernel of a user's own returned, as the others do. mean: as x [B, ...]; std: a float, [], [B] or
+    [B, 1, ..., 1]. Raises ValueError for other shapes, and for a std that is negative or not finite."""
+    if mean.shape != x.shape:
+        raise ValueError(f"the kernel's mean has the shape {tuple(mean.shape)} where the state has {tuple(x.shape)}")
+    dtype = compute_dtype(x, mean)
+    spread = torch.as_tensor(std).detach().to(x.device, dtype)
+    if spread.numel() not in (1, x.shape[0]):
+        raise ValueError(f"the kernel's std is one number per sample, [{x.shape[0]}], not {tuple(spread.shape)}")
+    if not bool(((spread >= 0) & spread.isfinite()).all()):
+        raise ValueError(f"the kernel's std must be 0 or more and finite, got {spread.flatten().tolist()}")
+    return Transition(mean.to(dtype), spread.reshape(-1, *[1] * (x.dim() - 1)).expand(x.shape[0], *[1] * (x.dim() - 1)))
 
 
 def _std_column(std: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

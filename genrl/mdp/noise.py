@@ -29,8 +29,8 @@ def derive_seed(*keys: int | str) -> int:
 def generator(*keys: int | str) -> torch.Generator:
     """A fresh CPU generator seeded by the keys.
 
-    torch's CPU generator keeps the low 32 bits of a seed only: among n draws two are the same with a probability of
-    about n^2 / 2^33 (1 % for 10 000). Two samples that share one draw do no harm; count on no more than that.
+    torch's CPU generator keeps the low 32 bits of a seed only: of n seeds two agree with a probability of about
+    n^2 / 2^33 (1 % for 10,000). Two samples with the same noise do no harm; do not rely on more than that.
     """
     return torch.Generator().manual_seed(derive_seed(*keys))
 

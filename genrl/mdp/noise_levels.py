@@ -2,7 +2,7 @@
 
 Stratified draws fall into one of `count` equal parts each, which lowers the variance of the loss and changes no mean.
 All are functions of the generator's state (see `noise.generator`), float32 on the CPU. A draw u of (0, 1) becomes a
-level by `sigma = low + (high - low) u`. AWM draws six per iteration, shared by a micro-batch (arXiv 2509.25050; code).
+level by `sigma = low + (high - low) u`. AWM takes six per iteration, shared by a micro-batch (arXiv 2509.25050; code).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def logit_normal_draws(
 ) -> Tensor:
     """`shift(sigmoid(z), factor)`, z standard normal, [count] in (.01, 1): Stable Diffusion 3's training levels.
 
-    (arXiv 2403.03206, section 3.1 with the shift of its eq. 23.) factor > 1 moves draws towards 1. Stratified draws
+    (arXiv 2403.03206, eq. 19 with the shift of its eq. 23.) factor > 1 moves draws towards 1. Stratified draws
     come in random order. Source of the floor of .01: Flow-Factory.
     """
     if stratified:
@@ -42,7 +42,7 @@ def stratified_steps(count: int, first: int, last: int, generator: torch.Generat
     Raises ValueError unless 0 <= first <= last and count >= 1.
     """
     if not 0 <= first <= last or count < 1:
-        raise ValueError(f"no {count} steps can be drawn from {first} .. {last}")
+        raise ValueError(f"{count} steps cannot be chosen from {first} .. {last}")
     edges = torch.linspace(first, last, count + 1)
     lower, upper = edges[:-1].long(), edges[1:].long()
     return lower + (torch.rand(count, generator=generator) * (upper - lower)).long()

@@ -1,7 +1,7 @@
 """The sampling plan of a rollout tree and what it costs, in closed form, before anything is run. No torch.
 
 A plan describes the rollouts of one prompt: from `roots` initial states, each node at depth i (a state x_i) gets
-`branching[i]` children, each drawn from the transition of step i. The children of one node share its model call. The
+`branching[i]` children, each sampled from the transition of step i. The children of one node share its model call. The
 systems of the field are plans (specs of the papers named):
 
 - independent chains (Flow-GRPO 2505.05470, DanceGRPO 2505.07818): G roots, branching 1, every step stochastic;
@@ -28,7 +28,7 @@ class Tail(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How the rollouts of one prompt are drawn. Raises ValueError, naming the field, for a plan that cannot be.
+    """How the rollouts of one prompt are sampled. Raises ValueError, naming the field, for a plan that cannot be.
 
     All counts are per prompt, and a model call is one evaluation of one state: guidance may double it.
     """
@@ -41,7 +41,7 @@ class SamplingPlan:
     """Noise level of step i, of its transition and of its log-probability alike; None = a deterministic step. (0 is for
     wan_sde, whose noise has no level.)"""
     continue_one: bool = False
-    """Of the candidates at a depth, one per root goes on (drawn uniformly); the others are ends."""
+    """Of the candidates at a depth, one per root continues (chosen uniformly); the others end there."""
     spread: float | None = None
     """Where a node branches: siblings' noises have correlation 1 / (1 + spread^2); None = independent."""
     tail: Tail | None = None
@@ -88,7 +88,7 @@ class SamplingPlan:
 
     @property
     def stochastic(self) -> tuple[int, ...]:
-        """Steps whose transitions are drawn, hence actions."""
+        """Steps whose transitions are sampled, hence actions."""
         return tuple(step for step, level in enumerate(self.noise_levels) if level is not None)
 
     @property
@@ -121,12 +121,6 @@ class SamplingPlan:
     def calls(self) -> int:
         """Model calls of sampling: one per node that is not finished; siblings share their parent's."""
         return sum(self.nodes[:-1])
-
-    @property
-    def copied_calls(self) -> int:
-        """Model calls where a node is copied before its split and each copy is evaluated (the released code)."""
-        nodes = self.nodes
-        return sum(nodes[step + 1] if ways > 1 else nodes[step] for step, ways in enumerate(self.branching))
 
     @property
     def independent_calls(self) -> int:
@@ -176,12 +170,13 @@ def make_plan(
 
 
 def caterpillar(steps: int, *, noise: Mapping[int, float], first: int, candidates: int) -> SamplingPlan:
-    """SPO's tree (arXiv 2406.04314): from step `first` on, `candidates` next states, of which a random one goes on.
+    """SPO's tree (arXiv 2406.04314): each stochastic step from `first` on has `candidates` next states, of which a
+    random one goes on.
 
-    Every candidate is evaluated (the step-aware scorer judges its prediction), so the calls are
+    All candidates but finished ones are evaluated, whether the last step is stochastic or not: the calls are
     `first + 1 + candidates (steps - first - 1)`.
     """
-    splits = dict.fromkeys(range(first, steps), candidates)
+    splits = dict.fromkeys((step for step in noise if step >= first), candidates)
     return replace(make_plan(steps, noise=noise, splits=splits), continue_one=True)
 
 
@@ -205,18 +200,6 @@ def compress_tail(plan: SamplingPlan, ratio: float) -> SamplingPlan:
         noise_levels=plan.noise_levels[:kept] + (None,) * steps,
         tail=Tail(steps, replaces),
     )
-
-
-def uniform_splits(count: int, steps: int) -> tuple[int, ...]:
-    """`count` split steps spread evenly over the schedule from step 0: floor(k steps / count) (BranchGRPO's code)."""
-    return tuple(k * steps // count for k in range(count))
-
-
-def repeated_windows(size: int, stride: int, steps: int) -> tuple[int, ...]:
-    """Steps i with i mod stride < size: windows that begin at every multiple of `stride` (BranchGRPO-Mix's code)."""
-    if not 1 <= size <= stride:
-        raise ValueError(f"size: a window of {size} steps every {stride} is not a window; use 1 .. {stride}")
-    return tuple(step for step in range(steps) if step % stride < size)
 
 
 def unpruned_steps(trained: Collection[int], depths: Collection[int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from genrl.mdp.windows import check_window, draw_start, geometric_start_probabil
 def shift(sigmas: Tensor, factor: float) -> Tensor:
     """`s u / (1 + (s - 1) u)`: the resolution shift of Stable Diffusion 3 (arXiv 2403.03206, eq. 23), s = factor > 0.
 
+    sigmas: any shape, in [0, 1]. Raises ValueError for a factor that is not positive.
     The dynamic shifts of FLUX and Qwen-Image are the same map: "exponential" has s = exp(mu), "linear" s = mu.
     """
     if factor <= 0:
@@ -23,60 +24,22 @@ def shift(sigmas: Tensor, factor: float) -> Tensor:
     return factor * sigmas / (1.0 + (factor - 1.0) * sigmas)
 
 
-def dynamic_mu(
-    tokens: int,
-    *,
-    base_shift: float = 0.5,
-    max_shift: float = 1.15,
-    base_tokens: int = 256,
-    max_tokens: int = 4096,
-) -> float:
-    """mu of the dynamic shift, linear in the packed latent tokens. Defaults: FLUX.1 (Qwen-Image: .9 at 8192)."""
-    return base_shift + (tokens - base_tokens) * (max_shift - base_shift) / (max_tokens - base_tokens)
+def linspace_grid(steps: int) -> Tensor:
+    """`1, (N-1)/N, ..., 1/N, 0`, float32 [steps + 1]: the unshifted grid of pi0 and of the embedded policies.
 
-
-def stretch_to_terminal(sigmas: Tensor, terminal: float) -> Tensor:
-    """Stretch a grid *without* its final 0 to end at `terminal`: q -> 1 - (1 - q)(1 - terminal) / (1 - q_last)."""
-    return 1.0 - (1.0 - sigmas) * (1.0 - terminal) / (1.0 - sigmas[-1])
-
-
-def linspace_grid(steps: int, factor: float = 1.0, *, terminal: float | None = None) -> Tensor:
-    """`shift(1, (N-1)/N, ..., 1/N), 0`: FLUX, Qwen-Image, Flow-Factory, DanceGRPO, MixGRPO; unshifted in pi0.
-
-    factor: static shift, exp(mu) or mu (see `shift`); terminal: stretch the last non-zero value to this one.
+    Raises ValueError for fewer than one step.
     """
-    sigmas = shift(torch.linspace(1.0, 1.0 / _steps(steps), steps, dtype=torch.float64), factor)
-    return _closed(sigmas if terminal is None else stretch_to_terminal(sigmas, terminal))
-
-
-def sd3_grid(steps: int, factor: float = 3.0, *, train_timesteps: int = 1000) -> Tensor:
-    """The grid of diffusers' flow-match Euler scheduler given only a number of steps (SD3, as in Flow-GRPO).
-
-    Its lower end is shifted twice (huggingface/diffusers issue 13243): the last non-zero value is .00893 for every N.
-    """
-    lowest = float(shift(torch.tensor(1.0 / train_timesteps, dtype=torch.float64), factor))
-    return _closed(shift(torch.linspace(1.0, lowest, _steps(steps), dtype=torch.float64), factor))
-
-
-def unipc_flow_grid(steps: int, factor: float = 3.0, *, train_timesteps: int = 1000) -> Tensor:
-    """diffusers' UniPC flow grid (Wan): N of N + 1 even values from 1 to 1/1000, shifted; starts at 1 - 1e-6."""
-    sigmas = shift(torch.linspace(1.0, 1.0 / train_timesteps, _steps(steps) + 1, dtype=torch.float64)[:-1], factor)
-    sigmas[0] -= 1e-6
-    return _closed(sigmas)
-
-
-def model_timesteps(sigmas: Tensor, *, integer: bool = False, train_timesteps: int = 1000) -> Tensor:
-    """Time fed to the denoiser for each value but the final 0: float `1000 sigma`, or truncated (int64) as UniPC,
-    DanceGRPO and MixGRPO do, which lies up to .001 away from the sigma of the step."""
-    times = sigmas[:-1] * train_timesteps
-    return times.to(torch.int64) if integer else times
+    if steps < 1:
+        raise ValueError(f"a grid needs at least one step, got {steps}")
+    sigmas = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64)
+    return torch.cat([sigmas, sigmas.new_zeros(1)]).float()
 
 
 def window_steps(size: int, low: int, high: int, *, seed: int, iteration: int) -> range:
     """The stochastic (trained) steps of one iteration: `size` consecutive ones inside [low, high).
 
-    Their start is uniform in low .. high - size. A pure function of its arguments: the same on every rank and for every
-    sample of a group, so that a group's advantages compare one exploration budget; never empty.
+    Their start is uniform in low .. high - size. A pure function of its arguments: the same on every process and for
+    every sample of a group, so that a group's advantages compare the same exploration; never empty.
     Source: the windows of MixGRPO (arXiv 2507.21802) and of Flow-GRPO-Fast (Flow-GRPO's repository).
     Raises ValueError unless 1 <= size <= high - low and low >= 0.
     """
@@ -121,13 +84,3 @@ def compressed_tail(sigmas: Tensor, start: int, steps: int, *, factor: float | N
         tail = shift(even, factor)
     tail[0], tail[-1] = grid[start], 0.0
     return tail.float()
-
-
-def _steps(steps: int) -> int:
-    if steps < 1:
-        raise ValueError(f"a grid needs at least one step, got {steps}")
-    return steps
-
-
-def _closed(sigmas: Tensor) -> Tensor:
-    return torch.cat([sigmas, sigmas.new_zeros(1)]).float()

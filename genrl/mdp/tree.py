@@ -1,10 +1,10 @@
 """The rollout tree of one prompt as flat arrays in level order (DESIGN 1.2).
 
-A node is a state x_i at depth i; the edge into it is the transition of step i - 1 that drew it; a leaf is a node
+A node is a state x_i at depth i; the edge into it is the transition of step i - 1 that sampled it; a leaf is a node
 without children. Roots come first, the nodes of one depth are contiguous, and so are the children of one node.
 
 Random numbers. Leaves are numbered in depth-first order; a node's slot is that of the first leaf below it. The edge
-into node c at step i draws its noise from `(seed, iteration, slot of c)` and "step", i: so siblings differ (their
+into node c at step i takes its noise from `(seed, iteration, slot of c)` and "step", i: so siblings differ (their
 leaves do), depths differ (the step does), a tree of branching 1 is independent rollouts bit for bit, and a leaf can be
 made again alone by walking its path.
 """
@@ -36,9 +36,9 @@ class Segment(NamedTuple):
     rows: Tensor
     """Nodes at depth `start`, int64 [R]: the states to resume from."""
     children: Tensor
-    """Nodes at depth `stop`, int64 [C]: what the last step draws."""
+    """Nodes at depth `stop`, int64 [C]: what the last step samples."""
     parent_row: Tensor
-    """Row whose last model output each child is drawn from, int64 [C]."""
+    """Row whose last model output each child is sampled from, int64 [C]."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,6 @@ class Tree:
         first = int(self.first_child[node])
         return range(first, first + int(self.num_children[node]))
 
-    def leaves_below(self, node: int) -> range:
-        """Slots of the leaves below the edge into `node`."""
-        first = int(self.first_leaf[node])
-        return range(first, first + int(self.num_leaves[node]))
-
     def path(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""
         found = [node]
@@ -121,7 +116,7 @@ class Tree:
 
 
 def from_parents(parent: Sequence[int] | Tensor) -> Tree:
-    """The tree of these parents (-1 for roots). Raises ValueError unless the nodes are in level order.
+    """The tree of the parents, integers [N] (-1 for roots). Raises ValueError unless the nodes are in level order.
 
     Level order: depths never fall, and the children of one node are contiguous, in the order of their parents.
     """
@@ -155,7 +150,10 @@ def from_parents(parent: Sequence[int] | Tensor) -> Tree:
 
 
 def grow(plan: SamplingPlan, *key: int | str) -> Tree:
-    """The tree of a plan. With `continue_one`, the key (run seed, iteration, prompt slot) draws who goes on."""
+    """The tree of a plan: arrays [N] of its `sum(plan.nodes)` nodes.
+
+    With `continue_one`, the key (run seed, iteration, prompt slot) decides which candidates continue.
+    """
     parents = [torch.full((plan.roots,), -1)]
     alive = torch.arange(plan.roots)
     total = plan.roots
@@ -193,6 +191,7 @@ def edge_noise(
 def correlated_noise(base: Tensor, own: Tensor, spread: float) -> Tensor:
     """`(base + s own) / sqrt(1 + s^2)`: BranchGRPO's branch noise (arXiv 2509.06040), standard normal for any s.
 
-    Siblings with one `base` have correlation 1 / (1 + s^2). s = 0 makes them equal.
+    base, own: tensors that broadcast, standard normal; the result has their common shape. Siblings with one `base` have
+    correlation 1 / (1 + s^2). s = 0 makes them equal.
     """
     return (base + spread * own) / math.sqrt(1.0 + spread**2)

@@ -1,7 +1,7 @@
 """Windows of steps that move with the iteration, and laws of their place. No torch.
 
-A window is a range of denoising steps inside [low, high), the same on every process, and never empty. What is drawn at
-random (`schedules.window_steps`, `schedules.geometric_window`) needs torch's generators.
+A window is a range of denoising steps inside [low, high), the same on every process, and never empty. Windows that
+are sampled (`schedules.window_steps`, `schedules.geometric_window`) need torch's generators.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def moving_window(
     """`size` steps inside [low, high) that move down the schedule: MixGRPO's windows (arXiv 2507.21802, section 3).
 
     Starts are low, low + stride, ... and, last, high - size, so that every window is full and every step is reached.
-    A window that starts at step l stays for hold(l) iterations (`constant_hold`, `linear_hold`, `exponential_hold`);
-    after the last one it stays there (the paper), or begins anew with `wrap`. stride 0 never moves.
+    A window that starts at step l stays for hold(l) iterations (`constant_hold`, `exponential_hold`);
+    after the last one it stays there (the paper), or starts again with `wrap`. stride 0 never moves.
     A pure function of its arguments, for any iteration >= 0. Raises ValueError where the window does not fit.
     """
     check_window(size, low, high)
@@ -48,14 +48,8 @@ def start_at(starts: Sequence[int], hold: Callable[[int], int], iteration: int, 
 
 
 def constant_hold(start: int, *, every: int) -> int:
-    """tau iterations at every start: MixGRPO's default."""
+    """`every` iterations (tau) at each start: MixGRPO's default."""
     return every
-
-
-def linear_hold(start: int, *, longest: int, shortest: int, steps: int) -> int:
-    """`max(shortest, floor(longest (1 - p) + shortest p))`, p = start / steps: MixGRPO's linear decay (code)."""
-    share = start / steps
-    return max(shortest, int(longest * (1.0 - share) + shortest * share))
 
 
 def exponential_hold(start: int, *, every: int, rate: float = 0.1, threshold: int = 13) -> int:
@@ -103,8 +97,8 @@ def backward_interval(steps: int, *, shortest: int, longest: int, stages: int, s
 def growing_noise(base: float, growth: float, depths: int) -> tuple[float, ...]:
     """`g_j = base (1 + growth j / (d - 1))`, j = 0 .. d - 1: the noise levels of a window tree of d branching steps.
 
-    Dynamic-TreeRPO (arXiv 2509.23352) lets the noise grow linearly with the normalised depth; this formula is our
-    reading of its abstract and reviews, the full text was not at hand.
+    Dynamic-TreeRPO (arXiv 2509.23352) lets the noise grow linearly with the normalised depth; this formula is
+    inferred from its abstract and reviews, as the full text was not available.
     """
     return tuple(base * (1.0 + growth * (j / (depths - 1) if depths > 1 else 0.0)) for j in range(depths))
 

@@ -1,4 +1,4 @@
-"""Reward hacking: when a scorer that nobody trains on says that training has gone too far."""
+"""Reward hacking: when a held-out scorer says that training has gone too far."""
 
 from __future__ import annotations
 

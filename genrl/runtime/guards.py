@@ -27,12 +27,13 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class Dump:
-    """A micro-batch as it was: `checked` and `batch` as given to `require_finite`, `info` its JSON."""
+    """A micro-batch as it was: `checked`, `batch` and `results` as given to `require_finite`, `info` its JSON."""
 
     step: int
     where: str
     checked: dict[str, Tensor]
     batch: dict[str, Tensor]
+    results: dict[str, Tensor]
     info: dict[str, Any]
 
 
@@ -66,14 +67,14 @@ def require_finite(
     dumps: Path,
     batch: Mapping[str, Tensor],
     info: Mapping[str, object],
+    results: Mapping[str, Tensor] | None = None,
     accelerator: Accelerator | None = None,
-    replays: bool = True,
 ) -> None:
     """Raise NonFiniteError on all ranks if `checked` is not finite on one. Call it before the optimiser step.
 
     where: the place in words ("loss", "gradient"). dumps: the run's dump folder. batch: the micro-batch's
-    tensors, enough to run it again; empty where no micro-batch of this rank is to blame. info: JSON: prompts, seeds,
-    settings. replays: whether `genrl replay` can run it again. A rank with a bad value dumps its own micro-batch into
+    tensors, enough to run it again; empty where no micro-batch of this rank is to blame. results: what came of it.
+    info: JSON: prompts, seeds, settings. A rank with a bad value dumps its own micro-batch into
     `dumps/step-<step>-<where>-rank-<r>/`; a rank without one says that another has it.
     """
     bad = non_finite(checked)
@@ -92,10 +93,9 @@ def require_finite(
     dump: Path | None = None
     if batch:
         try:
-            dump = _write_dump(folder, checked, batch, info, step, where)
-            evidence = f"The micro-batch is in {folder}: "
-            evidence += (
-                f"`genrl replay {folder}` runs it again and shows where it begins." if replays else "look there."
+            dump = _write_dump(folder, checked, batch, results or {}, info, step, where)
+            evidence = (
+                f"The micro-batch is in {folder}: `genrl replay {folder}` runs it again and shows where it begins."
             )
         except OSError as error:
             evidence = f"Its micro-batch could not be dumped: {error}."
@@ -116,11 +116,11 @@ def read_dump(folder: Path) -> Dump:
     """What `require_finite` wrote. Raises FileNotFoundError where there is no dump."""
     record = json.loads((folder / "dump.json").read_text(encoding="utf-8"))
     tensors = load_file(folder / "tensors.safetensors")
-    parts: dict[str, dict[str, Tensor]] = {"checked": {}, "batch": {}}
+    parts: dict[str, dict[str, Tensor]] = {"checked": {}, "batch": {}, "results": {}}
     for name, tensor in tensors.items():
         part, _, rest = name.partition("/")
         parts[part][rest] = tensor.clone()
-    return Dump(record["step"], record["where"], parts["checked"], parts["batch"], record["info"])
+    return Dump(record["step"], record["where"], parts["checked"], parts["batch"], parts["results"], record["info"])
 
 
 def statistics(tensor: Tensor) -> dict[str, object]:
@@ -147,12 +147,14 @@ def _write_dump(
     folder: Path,
     checked: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
+    results: Mapping[str, Tensor],
     info: Mapping[str, object],
     step: int,
     where: str,
 ) -> Path:
     named = {f"checked/{name}": tensor for name, tensor in checked.items()}
     named |= {f"batch/{name}": tensor for name, tensor in batch.items()}
+    named |= {f"results/{name}": tensor for name, tensor in results.items()}
     record = {
         "step": step,
         "where": where,

@@ -14,9 +14,9 @@ from torch import Tensor
 from genrl.mdp.noise import generator
 from genrl.runtime.intervals import wilson
 from genrl.vla.data.videos import Clip
-from genrl.vla.policies.policy import Batch, Policy
+from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.collect import observe
-from genrl.vla.rollout.sampling import Frozen, Sampler, act
+from genrl.vla.rollout.sampling import Acting, Frozen, act
 from genrl.vla.simulators.contract import Environment, Observation
 from genrl.vla.simulators.environments import evaluation_episodes
 
@@ -41,24 +41,9 @@ class Judged(NamedTuple):
         )
 
 
-class Candidate(NamedTuple):
-    """Who is judged: a policy with its sampler, and, of DPPO, who does the first denoising steps."""
-
-    policy: Policy
-    sampler: Sampler
-    frozen: Policy | None = None
-
-    def chunk(self, seen: Batch, noise: Tensor) -> Tensor:
-        """Actions [B, H, A] of the robot without exploration, from noise [B, H, A]."""
-        context = self.policy.encode(seen)
-        before = None if self.frozen is None else Frozen(self.frozen, self.frozen.encode(seen))
-        device = next(iter(context.values())).device
-        return self.policy.actions(act(self.policy, self.sampler, context, noise.to(device), frozen=before))
-
-
 @torch.no_grad()
 def evaluate(
-    who: Candidate,
+    who: Acting,
     env: Environment,
     *,
     episodes: int,
@@ -87,7 +72,7 @@ def evaluate(
 
 
 def _round(
-    who: Candidate,
+    who: Acting,
     env: Environment,
     raw: Observation,
     rngs: list[torch.Generator],
@@ -106,8 +91,8 @@ def _round(
         film(env, filmed, running, pictures)
         seen = observe(raw, env, policy, decision)
         noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rng) for rng in rngs])
-        chunk = who.chunk(seen, noise)[:, : env.chunk].cpu().numpy().astype(np.float32)
-        raw, _, terminated, truncated, info = env.step(chunk)
+        chunk = _chunk(who, seen, noise)[:, : env.chunk]
+        raw, _, terminated, truncated, info = env.step(chunk.cpu().numpy().astype(np.float32))
         success |= running & info["is_success"]
         steps += np.where(running, info["n_executed"], 0)
         returns += np.where(running, info["rewards"].sum(1), 0.0)
@@ -123,6 +108,15 @@ def _round(
     count = slice(0, wanted)
     told = instruction[count], success[count].tolist(), steps[count].tolist(), returns[count].tolist()
     return Judged(*told, balanced(clips, films))
+
+
+def _chunk(who: Acting, seen: Batch, noise: Tensor) -> Tensor:
+    """Actions [B, H, A] of the robot without exploration, from noise [B, H, A]."""
+    context = who.policy.encode(seen)
+    before = None if who.frozen is None else Frozen(who.frozen, who.frozen.encode(seen))
+    noise = noise.to(next(iter(context.values())).device)
+    actions: Tensor = who.policy.actions(act(who.policy, who.sampler, context, noise, frozen=before))
+    return actions
 
 
 def balanced(clips: list[Clip], most: int) -> list[Clip]:

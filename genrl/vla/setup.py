@@ -17,7 +17,7 @@ from genrl.config.vla import VLAConfig
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
-from genrl.runtime.loop import put_back
+from genrl.runtime.weights import put_back, result
 from genrl.vla.data.demonstrations import expert_demonstrations, minitable_episodes, minitable_rest
 from genrl.vla.data.frames import Rest, episode_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset
@@ -120,8 +120,9 @@ def policy_folder(path: Path) -> Path:
 
 
 def put_back_trained(policy: nn.Module, path: Path) -> None:
-    """Copy the weights that a checkpoint holds into a policy; it may lack some that were not trained."""
-    saved = checkpoint.load(path).tensors["weights"]
+    """Copy the weights that a checkpoint holds, their average where it has one, into a policy; it may lack some that
+    were not trained."""
+    saved = result(checkpoint.load(path).tensors)
     put_back({name: p for name, p in policy.named_parameters() if name in saved}, saved, path)
 
 

@@ -1,33 +1,29 @@
-"""`genrl train` for a policy in simulation: from a configuration to a trained policy in a run folder."""
+"""`genrl train` for a policy in simulation: what of the frame is its own."""
 
 from __future__ import annotations
 
 import copy
-import logging
-import shutil
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
 
 from genrl.config.plugins import beside
 from genrl.config.vla import Diffusion, VLAConfig
-from genrl.runtime.loop import Abandoned, Loop, begin, claim, make_accelerator, open_loop, say_end
-from genrl.runtime.metrics import check_trackers
-from genrl.runtime.pictures import save_png
+from genrl.runtime import frame
+from genrl.runtime.loop import Loop
+from genrl.runtime.optimization import Schedule, adamw
+from genrl.runtime.process import Process
 from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run
-from genrl.runtime.signals import Stop, Watchdog
-from genrl.vla.data.videos import contact_sheet, write_clips
-from genrl.vla.evaluate import Candidate, Judged, evaluate, success_rates
-from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_first_steps, save_policy
-from genrl.vla.session import Session
+from genrl.runtime.replay import Reopened
+from genrl.runtime.weights import Weights
+from genrl.vla.evaluate import Judged, evaluate
+from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps
+from genrl.vla.rollout.sampling import Acting
+from genrl.vla.run import VLARun
 from genrl.vla.setup import (
     critic_values,
     frames_of,
@@ -41,58 +37,12 @@ from genrl.vla.setup import (
     policy_folder,
     sampler_of,
     side_by_side,
-    untrained,
 )
-from genrl.vla.simulators.contract import Environment
-
-FPS = 4
-"""Of films, which have a frame for every decision."""
-
-logger = logging.getLogger(__name__)
 
 
 def train(config: VLAConfig, resume: Path | None = None) -> Path:
-    """Train as `config` says, into its run folder, or go on in the folder `resume`; returns the folder.
-
-    Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
-    starts, SystemExit (130, 143) where the process was asked to end and has saved.
-    """
-    check_trackers(config.trackers)
-    accelerator = make_accelerator(config.distributed.timeout_s)
-    check_processes(config, accelerator.num_processes)
-    set_seed(config.seed)
-    with ExitStack() as stack:
-        claimed = claim(stack, config.output, resume, accelerator)
-        run, found = claimed.run, claimed.found
-        policy, frames = open_policy(config)  # raises, before anything is written
-        stop, watchdog, progress = begin(stack, claimed, config, accelerator, unit="decisions")
-        session = open_session(config, accelerator, run, progress, watchdog, stop, policy.to(accelerator.device), stack)
-        session.frames = frames
-        begun = untrained(session.policy, session.frozen) if config.policy.path else None
-        if found:
-            session.loop.restore(found)
-            if session.loop.memory.get("untrained", begun) != begun:
-                raise ValueError(
-                    f"policy.path: {config.policy.path} is not what the run began with: the encoder that is not "
-                    "trained, the statistics, or the first denoising steps of DPPO are others, and checkpoints do not "
-                    "hold them. Put back what was there, or begin a new run"
-                )
-        elif accelerator.is_main_process:
-            save(session)  # what a checkpoint's weights belong to
-        session.loop.memory["untrained"] = begun
-        stack.enter_context(watchdog)
-        try:
-            _module(config).train(session, config.trainer)
-        except Abandoned:
-            logger.info("the running iteration is done again on resume")
-        except (ValueError, RuntimeError):
-            if accelerator.is_main_process and not found and not run.metrics.is_file():
-                shutil.rmtree(run.folder / "policy")  # that of before: else the command, put right, would be refused
-            raise
-        finish(session)
-    if stop.requested:
-        raise SystemExit(stop.exit_code)
-    return run.folder
+    """Train a policy in simulation (`runtime.frame.train`)."""
+    return frame.train(config, resume)
 
 
 def _module(config: VLAConfig) -> Any:
@@ -133,32 +83,37 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     return policy, frames
 
 
-def open_session(
-    config: VLAConfig,
-    accelerator: Accelerator,
-    run: Run,
-    progress: Progress,
-    watchdog: Watchdog,
-    stop: Stop,
-    policy: Any,
-    stack: ExitStack,
-) -> Session:
+def prepare(config: VLAConfig, accelerator: Accelerator) -> tuple[Any, Any]:
+    """The policy and the frames to imitate: what is wrong with them is said before anything is written."""
+    return open_policy(config)
+
+
+def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], stack: ExitStack) -> VLARun:
     """Environments, optimiser and log of one process; `stack` closes them."""
-    processes, rank = accelerator.num_processes, accelerator.process_index
+    policy, frames = prepared[0].to(process.accelerator.device), prepared[1]
+    processes = process.accelerator.num_processes
     own = config.environment.num_envs // processes
     acts_there = config.environment.workers == "ray" and config.trainer.acts_on_actors
     opened = open_rollouts if acts_there else open_tables
     env = opened(config, policy, num_envs=own, group_size=config.environment.group_size)
     stack.callback(env.close)
-    frozen = frozen_of(config, policy)
     settings, rates = config.optimizer, {"policy": config.optimizer.lr}
     if critic_values(config, policy):
         rates["critic"] = settings.critic_lr
-    loop = open_loop(
-        config, accelerator, policy, parameter_groups(policy, rates), rates, run, progress, watchdog, stop, stack
-    )
-    loop.evaluate = Judge(config, policy, frozen, loop, stack)
-    return Session(config, loop, policy, frozen, env, first_slot=rank * own)
+    run = VLARun(process, policy, frozen_of(config, policy), env, stack, process.rank * own, frames)
+    weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
+    optimizer = adamw(parameter_groups(policy, rates), settings)
+    schedule = Schedule(settings, rates, config.iterations)
+    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.retries)
+    return run
+
+
+def reopen(config: VLAConfig, device: str, iteration: int) -> Reopened:
+    """The policy as a run trains it, with the sampler of that iteration."""
+    policy = open_policy(config)[0].to(device)
+    weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
+    acting = Acting(policy, sampler_of(config, policy, iteration))
+    return Reopened(acting, weights, {"policy": policy}, lambda info, tensors: None)
 
 
 def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
@@ -177,7 +132,7 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
         stack.callback(env.close)
         progress.phase("evaluating", settings.episodes)
         return evaluate(
-            Candidate(policy, sampler_of(config, policy, config.iterations), _first_steps(config, model)),
+            Acting(policy, sampler_of(config, policy, config.iterations), _first_steps(config, model)),
             env,
             episodes=settings.episodes,
             seed=settings.seed,
@@ -238,70 +193,11 @@ def frozen_of(config: VLAConfig, policy: Any) -> Any:
     return begun.to(next(policy.parameters()).device).requires_grad_(False)
 
 
-def show(found: Judged, run: Run, iteration: int) -> None:
-    """Films of an evaluation in videos/step-..., and their contact sheet among the samples."""
-    if found.clips:
-        name = f"step-{iteration:06d}"
-        write_clips(run.videos / name, found.clips, fps=FPS)
-        save_png(contact_sheet(found.clips), run.samples / f"{name}.png")
-
-
-@dataclass
-class Judge:
-    """Evaluation of the policy as it is, shared out to the processes. The stack closes its environments."""
-
-    config: VLAConfig
-    policy: Any
-    frozen: Any
-    loop: Loop
-    stack: ExitStack
-    env: Environment | None = None
-    """Made when it is first needed, and kept."""
-
-    def __call__(self, iteration: int) -> dict[str, float]:
-        found = self.judge(iteration)
-        if self.loop.is_main:
-            show(found, self.loop.run, iteration)
-        return success_rates(found)
-
-    def judge(self, iteration: int) -> Judged:
-        """All episodes, in their order; the same in all processes."""
-        config, settings, accelerator = self.config, self.config.evaluation, self.loop.accelerator
-        processes, rank = accelerator.num_processes, accelerator.process_index
-        shares = [len(part) for part in np.array_split(np.arange(settings.episodes), processes)]
-        if self.env is None:
-            self.env = open_tables(config, self.policy, num_envs=side_by_side(config, shares[rank]))
-            self.stack.callback(self.env.close)
-        self.loop.phase("evaluating", settings.episodes)
-        mine = evaluate(
-            Candidate(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
-            self.env,
-            episodes=shares[rank],
-            seed=settings.seed,
-            first=sum(shares[:rank]),
-            clips=settings.videos if rank == 0 else 0,
-            advance=self.loop.advance_or_leave,
-        )
-        joined = Judged([], [], [], [], [])
-        for part in gather_object([mine]):
-            joined = joined.joined(part)
-        return joined
-
-
-def save(session: Session) -> Path:
-    """The policy's folder, with DPPO's frozen half."""
-    folder, sampler = session.loop.run.folder / "policy", session.config.sampler
-    save_policy(session.policy, folder)
-    if session.frozen is not None and isinstance(sampler, Diffusion):
-        save_first_steps(session.frozen, folder, sampler.steps, sampler.ft_denoising_steps)
-    return folder
-
-
-def finish(session: Session) -> None:
-    """The end of a run, complete or not: last checkpoint, the policy's folder, report, and where they are."""
-    loop = session.loop
-    loop.save()
-    if not loop.is_main:
-        return
-    folder = save(session)
-    say_end(loop, "success", pictures="curves and films", result=f"the policy, in LeRobot's layout: {folder}")
+KIND = frame.Kind(
+    "decisions",
+    check_processes,
+    prepare,
+    open_run,
+    reopen,
+    "lower trainer.microbatch, or environment.num_envs",
+)

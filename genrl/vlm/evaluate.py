@@ -15,6 +15,7 @@ from genrl.vlm.policies.pictures import black, with_pictures
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import score
+from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward
 
 TOGETHER = 64
@@ -40,6 +41,11 @@ def shows_pictures(questions: Questions) -> bool:
     return any(not isinstance(part, str) for part in questions[0].prompt.parts)
 
 
+def in_the_dark(rows: Sequence[Row]) -> list[Row]:
+    """The same questions about black pictures of the same size."""
+    return [replace(row, prompt=with_pictures(row.prompt, black, np.random.default_rng(0))) for row in rows]
+
+
 def judge(
     policy: Policy,
     config: VLMConfig,
@@ -56,7 +62,7 @@ def judge(
     for start in range(0, len(numbers), TOGETHER):
         rows = [questions[number] for number in numbers[start : start + TOGETHER]]
         if blind:
-            rows = [replace(row, prompt=with_pictures(row.prompt, black, np.random.default_rng(0))) for row in rows]
+            rows = in_the_dark(rows)
         made = generate(policy, [policy.encode(row.prompt) for row in rows], 1, sampling, [(row.name,) for row in rows])
         ids = [row[kept].tolist() for row, kept in zip(made.tokens, made.mask, strict=True)]
         scores = score(config, opened, rows, made.texts, list(range(len(rows))), ids)

@@ -1,40 +1,49 @@
-"""Pictures as tensors on their way into a model: resize, crop, pad, normalise, all differentiable.
+"""Pictures as tensors on their way into a model: frames and batches, and differentiable resizing, cropping, padding.
 
 Resizing is bicubic with antialiasing (Pillow's filter, on floats). Without antialiasing, shrinking 512 to 224 pixels
-moves the model's input by up to 2 standard deviations.
+would change the model's input by up to 2 standard deviations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from PIL.Image import Image
 
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def from_pil(picture: Image) -> torch.Tensor:
-    """A PIL RGB picture as float32 [1, 3, H, W] in [0, 1]."""
+    """A Pillow RGB picture as float32 [1, 3, H, W] in [0, 1]."""
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
 
 
 def frames(images: torch.Tensor) -> torch.Tensor:
-    """All frames as pictures: [N, 3, H, W] as it is, video [N, F, 3, H, W] as [N F, 3, H, W]."""
+    """All frames as pictures: [N, 3, H, W] unchanged, a video [N, F, 3, H, W] as [N F, 3, H, W]."""
     return images if images.ndim == 4 else images.flatten(0, 1)
 
 
+def once_per_frame(rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    """One row per sample, [N, ...], repeated to one per picture of `frames(images)`, [N F, ...]."""
+    return rows if images.ndim == 4 else rows.repeat_interleave(images.shape[1], 0)
+
+
 def mean_over_frames(per_frame: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    """[N F] scores of `frames(images)` to one per sample, [N]."""
+    """The scores [N F] of `frames(images)` as one per sample, [N]."""
     return per_frame.reshape(len(images), -1).mean(1)
 
 
+def in_batches(call: Callable[..., torch.Tensor], size: int, *rows: Sequence[Any] | torch.Tensor) -> torch.Tensor:
+    """The results of `call` on at most `size` rows at a time (of each of `rows`), concatenated."""
+    starts = range(0, len(rows[0]), size)
+    return torch.cat([call(*(values[start : start + size] for values in rows)) for start in starts])
+
+
 def wants_gradients(images: torch.Tensor) -> bool:
-    """Whether the caller will differentiate the score: then no PIL and no rounding may come in between."""
+    """Whether the caller will differentiate the score: then Pillow and rounding must be avoided."""
     return torch.is_grad_enabled() and images.requires_grad
 
 
@@ -58,7 +67,8 @@ def shortest_side(height: int, width: int, size: int) -> tuple[int, int]:
 
 def crop_to(images: torch.Tensor, size: int) -> torch.Tensor:
     """Shorter side to `size`, then the central square: CLIP's own preparation, [N, 3, size, size]."""
-    images = resize(images, *shortest_side(*images.shape[-2:], size)).clamp(0, 1)
+    height, width = images.shape[-2:]
+    images = resize(images, *shortest_side(height, width, size)).clamp(0, 1)
     top, left = (images.shape[-2] - size) // 2, (images.shape[-1] - size) // 2
     return images[..., top : top + size, left : left + size]
 
@@ -72,15 +82,15 @@ def longest_side(height: int, width: int, size: int) -> tuple[int, int]:
 def pad_to(images: torch.Tensor, size: int) -> torch.Tensor:
     """Longer side to `size`, then black borders left and right or above and below, [N, 3, size, size].
 
-    HPSv2's preparation. Its authors' code leaves a picture whose longer side is `size` already without borders,
+    This is HPSv2's preparation. Its authors' code adds no borders to a picture whose longer side is already `size`,
     which then is not square; here it gets them.
     """
-    height, width = longest_side(*images.shape[-2:], size)
+    height, width = longest_side(images.shape[-2], images.shape[-1], size)
     left, top = (size - width) // 2, (size - height) // 2
     return torch.nn.functional.pad(resize(images, height, width), (left, size - width - left, top, size - height - top))
 
 
 def normalise(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """(images - mean) / std by channel."""
+    """(images - mean) / std for each channel of [N, 3, H, W]."""
     shape = (1, 3, 1, 1)
     return (images - images.new_tensor(mean).view(shape)) / images.new_tensor(std).view(shape)

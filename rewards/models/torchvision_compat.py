@@ -1,10 +1,10 @@
 """Make a torchvision whose compiled operators do not fit this torch importable.
 
-The package index's torchvision beside a CPU-only torch fails at `import torchvision` with "operator
-torchvision::nms does not exist". transformers imports torchvision wherever it is installed, so its CLIP (and much
-else) fails too: a torchvision that cannot load is worse than none. Declaring the two operators whose shape
-functions torchvision registers on import lets it load. Transforms and box arithmetic then work; the operators
-themselves (`torchvision.ops.nms`, JPEG coding) stay unavailable and say so when called.
+Beside a CPU-only torch, the package index's torchvision fails at `import torchvision` with "operator torchvision::nms
+does not exist". transformers imports torchvision if it is installed, so its CLIP (and much else) fails too: a
+torchvision that cannot load is worse than none. Declaring the two operators whose shape functions torchvision registers
+on import lets it load. Transforms and box arithmetic then work; the operators themselves (`torchvision.ops.nms`, JPEG
+coding) stay unavailable and raise when they are called.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _libraries: list[torch.library.Library] = []  # a declaration lasts as long as i
 
 @cache
 def ensure() -> Literal["absent", "works", "declared"]:
-    """Call before the first import of transformers, diffusers or torchvision. The answer says what was found.
+    """Call this before the first import of transformers, diffusers or torchvision. Returns what it found or did.
 
-    Does nothing where torchvision is absent, is imported already, or can load its operators.
+    Does nothing if torchvision is absent, is already imported, or can load its operators.
     """
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
@@ -39,7 +39,7 @@ def ensure() -> Literal["absent", "works", "declared"]:
 
 
 def _loads(folder: Path) -> bool:
-    """Whether torchvision's compiled operators load, tried as torchvision itself does on import."""
+    """Whether torchvision's compiled operators load; tried as torchvision itself does on import."""
     compiled = [path for path in sorted(folder.glob("_C*")) if path.suffix in (".so", ".pyd", ".dylib")]
     try:
         for path in compiled:

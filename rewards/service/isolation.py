@@ -1,9 +1,8 @@
 """A reward in a process of its own, in this Python or in that of another virtual environment.
 
-The process runs `rewards.service.serve` on 127.0.0.1 with a token made for it, and ends when this one ends, however
-it ends.
-The other environment needs what the reward needs, and `fastapi`, `uvicorn`, `torch`, `numpy`, `pillow`, `safetensors`;
-genrl need not be installed there.
+The process runs `rewards.service.serve` on 127.0.0.1 with a token of its own. It ends when this process ends, whatever
+the reason. The other environment needs what the reward needs, and `fastapi`, `uvicorn`, `torch`, `numpy`, `pillow`,
+`safetensors`; genrl need not be installed there.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rewards.contract import RewardFailed
+from rewards.failures import RewardFailed
 from rewards.loading import EMPTY
+from rewards.service.http_client import never
 from rewards.service.remote import Outage, Remote
 from rewards.service.serve import TOKEN_VARIABLE
 
@@ -34,10 +34,11 @@ END_SECONDS = 5.0
 
 
 class Isolated(Remote):
-    """The reward `name`, loaded and scored by another process; `close` ends it.
+    """The reward `name`, loaded and run by another process; `close` ends it.
 
-    venv: folder of a virtual environment; None: this Python. Other arguments: as of `rewards.load`. A process that died
-    is started again, three times; then RewardFailed. Raises ValueError where it cannot be started, with what it said.
+    venv: folder of a virtual environment; None: this Python. start_s: seconds that starting may take. Other arguments
+    as of `rewards.load` and `Remote`. A process that dies is restarted, at most three times; then RewardFailed is
+    raised. Raises ValueError, with the error that it reported, if the process cannot be started.
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class Isolated(Remote):
         dtype: str | None = None,
         venv: str | None = None,
         outage: Outage | None = None,
-        stopped: Callable[[], bool] = lambda: False,
+        stopped: Callable[[], bool] = never,
         start_s: float = 600.0,
     ):
-        self._python = python_of(venv) if venv else sys.executable
         import torch
 
-        threads = torch.get_num_threads()  # as many there: sums over other pieces have other last bits
+        self._python = python_of(venv) if venv else sys.executable
+        threads = torch.get_num_threads()  # the same number there: sums in other pieces have other last bits
         asked = {"name": name, "args": dict(args), "device": device, "dtype": dtype, "threads": threads}
         self._asked = json.dumps(asked)
         self._name, self._start_s, self._restarts = name, start_s, 0
@@ -72,14 +73,14 @@ class Isolated(Remote):
         self._end()
 
     def url(self) -> str:
-        """Where the process serves; one that died is started again first."""
+        """Where the process serves; it is restarted first if it has died."""
         code = self._process.poll()
         if code is None or not self._end.alive:
             return self._url
         if self._restarts == MAX_RESTARTS:
             raise RewardFailed(f"the process of reward {self._name!r} ended {MAX_RESTARTS + 1} times (status {code})")
         self._restarts += 1
-        logger.warning("the process of reward %r ended (status %s) and is started again", self._name, code)
+        logger.warning("the process of reward %r ended (status %s); restarting it", self._name, code)
         self._end()
         try:
             self._process, self._url = self._start(self._name)
@@ -87,86 +88,62 @@ class Isolated(Remote):
             raise RewardFailed(str(error)) from error
         return self._url
 
-    def _start(self, name: str) -> tuple[subprocess.Popen[bytes], str]:
-        read_end, write_end = os.pipe()
+    def _start(self, name: str) -> tuple[subprocess.Popen[str], str]:
         folder = tempfile.TemporaryDirectory(prefix="genrl-reward-")
-        # The package alone on the path, not the folder around it: that may hold this environment's other packages.
+        # Put this package alone on the path: the folder around it may hold this environment's other packages.
         os.symlink(Path(__file__).resolve().parents[1], Path(folder.name) / "rewards")
         path = os.pathsep.join(filter(None, [folder.name, os.environ.get("PYTHONPATH", "")]))
         try:
             process = subprocess.Popen(
-                [self._python, "-m", "rewards.service.serve", str(write_end)],
+                [self._python, "-m", "rewards.service.serve"],
                 stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                pass_fds=(write_end,),
-                start_new_session=True,  # Ctrl-C is for the run, which may still want scores before it ends
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the run, which may still need scores before it ends
                 env=os.environ | {"PYTHONPATH": path, TOKEN_VARIABLE: self._secret},
             )
         except OSError as error:
-            os.close(read_end)
             folder.cleanup()
             raise ValueError(f"reward {name!r}: {self._python} cannot be started: {error.strerror}") from error
-        finally:
-            os.close(write_end)
         self._end = weakref.finalize(self, _stop, process, folder)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(self._asked.encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended; `_report` says so
-        try:
-            said = _report(read_end, self._start_s)
-        finally:
-            os.close(read_end)
-        if "port" not in said:
+        report = _ask(process, self._asked, self._start_s)
+        if "port" not in report:
             self._end()
-            ended = f"its process ended with status {process.returncode}; what it said is above"
-            raise ValueError(said.get("error") or f"reward {name!r} cannot be started by {self._python}: {ended}")
-        return process, f"http://127.0.0.1:{said['port']}"
+            ended = f"its process ended with status {process.returncode}; its output is above"
+            raise ValueError(report.get("error") or f"reward {name!r} cannot be started by {self._python}: {ended}")
+        return process, f"http://127.0.0.1:{report['port']}"
 
 
 def python_of(venv: str) -> str:
-    """The Python of a virtual environment. Raises ValueError for a folder that is none."""
+    """The Python of a virtual environment. Raises ValueError if the folder is not one."""
     python = Path(venv) / "bin" / "python"
     if not python.exists():
         raise ValueError(f"isolate: {venv!r} is not a virtual environment: there is no {python}")
     return str(python.absolute())
 
 
-def _report(read_end: int, seconds: float) -> dict[str, Any]:
-    """The line that the child writes when it is ready; {} where it ended without one."""
-    end = time.monotonic() + seconds
-    line = b""
-    while not line.endswith(b"\n"):
-        ready, _, _ = select.select([read_end], [], [], max(0.0, end - time.monotonic()))
-        if not ready:
-            return {"error": f"the process of the reward was not ready within {seconds:g} s"}
-        piece = os.read(read_end, 65536)
-        if not piece:
-            return {}
-        line += piece
-    said: dict[str, Any] = json.loads(line)
-    return said
+def _ask(process: subprocess.Popen[str], asked: str, seconds: float) -> dict[str, Any]:
+    """Send the child what to serve; it replies with its port or an error once it is ready. {} if it ends before."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(BrokenPipeError):  # it has ended, so it sends no line either
+        print(asked, file=process.stdin, flush=True)
+    with process.stdout as stream:
+        ready, _, _ = select.select([stream], [], [], seconds)
+        line = stream.readline() if ready else ""
+    if not ready:
+        return {"error": f"the process of the reward was not ready within {seconds:g} s"}
+    report: dict[str, Any] = json.loads(line) if line.endswith("\n") else {}
+    return report
 
 
-def _stop(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
-    """Close the child's input, which ends it; end it by force where it does not."""
+def _stop(process: subprocess.Popen[str], folder: tempfile.TemporaryDirectory[str]) -> None:
+    """Close the child's input, which ends it; kill it if that does not help."""
     if process.stdin is not None:
-        try:
+        with suppress(BrokenPipeError):  # it has ended already
             process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has ended already
     try:
         process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
     folder.cleanup()
-
-
-def _has_descriptor(stream: Any) -> bool:
-    try:
-        return int(stream.fileno()) >= 0
-    except (AttributeError, OSError, ValueError):
-        return False

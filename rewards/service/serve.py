@@ -1,6 +1,6 @@
-"""Serve one reward over HTTP, by itself (`genrl serve`) or for one other process (`rewards.service.isolation`).
+"""Serve one reward over HTTP, as a service (`genrl serve`) or for one parent process (`rewards.service.isolation`).
 
-The address is 127.0.0.1 unless another is asked for, and any other one needs a token.
+The default address is 127.0.0.1; any address that other machines can reach needs a token.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import threading
 import traceback
 from typing import IO, TYPE_CHECKING
 
+from rewards.loading import load, missing_packages
+
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 TOKEN_VARIABLE = "GENRL_REWARD_TOKEN"
-PACKAGES = ("fastapi", "uvicorn", "safetensors")  # what serving needs
+PACKAGES = ("fastapi", "uvicorn", "safetensors")
+"""What serving needs, by import name."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Whether an address can only be reached from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -31,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(host: str, token: str) -> None:
-    """Raise ValueError for an address that others can reach, without a token."""
+    """Raise ValueError for an address that other machines can reach without a token, and if a token is not ASCII."""
     if not is_loopback(host) and not token:
         raise ValueError(
             f"{host} can be reached from other machines: set a token in the environment variable {TOKEN_VARIABLE} "
@@ -42,7 +45,7 @@ def check_address(host: str, token: str) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises ValueError where the address cannot be used."""
+    """A bound socket; port 0 means any free one. Raises ValueError if the address cannot be used."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, socket.SOCK_STREAM)
@@ -72,28 +75,25 @@ def run(application: FastAPI, bound: socket.socket) -> None:
 
 
 def require_extra() -> None:
-    """Raise ValueError, with the pip command, where the packages of the extra `serve` are missing."""
-    from importlib.util import find_spec
-
-    missing = [package for package in PACKAGES if find_spec(package) is None]
+    """Raise ValueError, with the pip command, if packages of the extra `serve` are missing."""
+    missing = missing_packages(PACKAGES)
     if missing:
-        raise ValueError(f"serving needs {', '.join(missing)}, which is not installed here: pip install 'genrl[serve]'")
+        raise ValueError(f"serving needs {missing}, which is not installed here: pip install 'genrl[serve]'")
 
 
 def child(settings: IO[str], report: IO[str]) -> None:
-    """One isolated reward: read what to serve from `settings` (a line of JSON), write the port to `report`.
+    """Serve one isolated reward: read what to serve from `settings` (a line of JSON), write the port to `report`.
 
-    The process ends when `settings` is closed, which the system does when the parent ends, however it ends.
+    The process ends when `settings` is closed, which the system does when the parent ends, whatever the reason.
     """
     asked = json.loads(settings.readline())
     try:
         require_extra()
-        from rewards.loading import load
         from rewards.service.http_app import app
 
         reward = load(asked["name"], asked["args"], device=asked["device"], dtype=asked["dtype"])
         bound = listen("127.0.0.1", 0)
-    except Exception as error:  # noqa: BLE001  told to the parent, which raises it
+    except Exception as error:  # noqa: BLE001  reported to the parent, which raises it
         message = str(error) if isinstance(error, ValueError) else traceback.format_exc()
         print(json.dumps({"error": message}), file=report, flush=True)
         return
@@ -110,5 +110,6 @@ def child(settings: IO[str], report: IO[str]) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    with os.fdopen(int(sys.argv[1]), "w") as report_to:
+    with os.fdopen(os.dup(1), "w") as report_to:
+        os.dup2(2, 1)  # what the reward prints must not end up in the report
         child(sys.stdin, report_to)

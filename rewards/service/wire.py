@@ -3,13 +3,13 @@
 A request is `{"prompts": [N texts], "columns": {name: N values}, "group": [N ints] or null}` and pictures:
 
     safetensors  that object is the header's metadata `request`; a tensor `images` float32 [N, 3, H, W] or
-                 [N, F, 3, H, W] in [0, 1], or `pixels` uint8 [N, H, W, 3] or [N, F, H, W, 3]; where they are asked for,
-                 `reference_images.0`, `source_images.0`, ... uint8 [H, W, 3]
-    JSON         the object also has `images`: N files (PNG, JPEG, WebP) in base64, all of one size; and
-                 `reference_images`, `source_images` where they are asked for, in the same way
+                 [N, F, 3, H, W] in [0, 1], or `pixels` uint8 [N, H, W, 3] or [N, F, H, W, 3]; if the reward takes
+                 them, `reference_images.0`, `source_images.0`, ... uint8 [H, W, 3]
+    JSON         the object also has `images`: N files (PNG, JPEG, WebP) in base64, all of one size; if the reward takes
+                 them, also `reference_images` and `source_images`, in the same way
 
 A reply is `{"scores": [N numbers or null], "parts": {name: [N numbers or null]}}`; null = no score. An error is
-`{"error": text}` with a status that is not 200. Numbers survive both ways bit for bit.
+`{"error": text}` with a status that is not 200. Numbers arrive bit for bit in both directions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rewards.contract import IMAGE_COLUMNS, Scores
+from rewards.pictures import to_uint8
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
+
+Reply: TypeAlias = tuple[list[float | None], dict[str, list[float | None]]]
 
 PROTOCOL = 1
 SAFETENSORS, JSON = "application/x-safetensors", "application/json"
@@ -36,12 +39,12 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest request that is taken."""
+    """The largest request that is accepted."""
 
     bytes: int = 2**28
     """Of the body."""
     images: int = 1024
-    """Pictures, frames of videos and references included."""
+    """Pictures, including the frames of videos and references."""
     pixels: int = 2**26
     """Of all pictures together."""
 
@@ -58,7 +61,7 @@ class Request:
     """float32 [N, 3, H, W], video [N, F, 3, H, W], in [0, 1]."""
     prompts: list[str]
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    """Pictures that belong to samples are in the columns `reference_image` and `source_image`, as PIL RGB."""
+    """Pictures that belong to samples are in the columns `reference_image` and `source_image`, as Pillow RGB."""
     group: list[int] | None = None
 
 
@@ -71,12 +74,11 @@ def encode(
     *,
     eight_bit: bool,
 ) -> bytes:
-    """A request in safetensors. `eight_bit` sends pictures as rounded to 8 bit, a quarter of the bytes: enough for
-    rewards that take PIL pictures, which get the same pixels. Raises TypeError for column values that are not JSON."""
+    """A request in safetensors. `eight_bit` sends the images rounded to 8 bits, a quarter of the bytes: enough for
+    rewards that take Pillow pictures, which see the same pixels. Raises TypeError for column values that are not JSON.
+    """
     import numpy as np
     from safetensors.numpy import save
-
-    from rewards.contract import to_uint8
 
     tensors = {"pixels": to_uint8(images)} if eight_bit else {"images": images.detach().float().cpu().numpy()}
     for name, row in pictures.items():
@@ -86,7 +88,7 @@ def encode(
 
 
 def decode(body: bytes, content_type: str, limits: Limits) -> Request:
-    """Read a request of either kind. Raises BadRequest, with a text that may be sent back, for anything else."""
+    """Read a request of either kind. Raises BadRequest, with a message that may be sent back, for anything else."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == SAFETENSORS:
         return _from_safetensors(body, limits)
@@ -101,17 +103,17 @@ def encode_reply(scores: Scores) -> dict[str, Any]:
     return {"scores": _nullable(scores.values), "parts": parts}
 
 
-def decode_reply(body: bytes) -> tuple[Any, Mapping[str, Any]]:
-    """(scores, parts) of a reply, as a reward returns them; their lengths are checked by the contract.
-
-    Raises ValueError where the reply is not one.
-    """
+def decode_reply(body: bytes, count: int) -> Reply:
+    """Scores and parts of a reply about `count` samples, None for no score. Raises ValueError if it is not one."""
     reply = json.loads(body)
-    if not isinstance(reply, dict) or not isinstance(reply.get("scores"), list):
-        raise ValueError("the reply is not an object with a list `scores`")
-    parts = reply.get("parts") or {}
+    parts = (reply.get("parts") or {}) if isinstance(reply, dict) else None
     if not isinstance(parts, dict):
-        raise ValueError("`parts` of the reply is not an object")
+        raise ValueError("it is not an object with `scores` and `parts`")
+    for what, row in (("scores", reply.get("scores")), *parts.items()):
+        if not isinstance(row, list) or len(row) != count:
+            raise ValueError(f"it has {len(row) if isinstance(row, list) else 'no'} {what} for {count} samples")
+        if not all(value is None or type(value) in (int, float) for value in row):
+            raise ValueError(f"its {what} are not all numbers")
     return reply["scores"], parts
 
 
@@ -120,7 +122,7 @@ def _nullable(values: Sequence[float]) -> list[float | None]:
 
 
 def _from_safetensors(body: bytes, limits: Limits) -> Request:
-    import torch
+    from PIL import Image
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -134,14 +136,9 @@ def _from_safetensors(body: bytes, limits: Limits) -> Request:
     except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
         raise BadRequest("the body is not safetensors") from error
     fields = _json(header.get("__metadata__", {}).get("request", "").encode())
-    row = {name: tensor for name, tensor in tensors.items() if name in ("images", "pixels")}
-    if len(row) != 1:
+    if len({"images", "pixels"} & set(tensors)) != 1:
         raise BadRequest("the body must hold one tensor `images` or one tensor `pixels`")
-    ((name, tensor),) = row.items()
-    if name == "pixels":
-        images = tensor.movedim(-1, -3).to(torch.float32) / 255
-    else:
-        images = tensor
+    images = tensors["images"] if "images" in tensors else _floats(tensors["pixels"])
     pictures: dict[str, list[Any]] = {}
     for kind in IMAGE_COLUMNS:
         count = sum(key.startswith(f"{kind}.") for key in tensors)
@@ -149,12 +146,12 @@ def _from_safetensors(body: bytes, limits: Limits) -> Request:
         if not set(keys) <= set(tensors):
             raise BadRequest(f"the tensors of {kind} must be numbered 0 to {count - 1}")
         if keys:
-            pictures[kind] = [_picture(tensors[key]) for key in keys]
+            pictures[kind] = [Image.fromarray(tensors[key].numpy()) for key in keys]
     return _request(images, fields, pictures)
 
 
 def _check_header(header: Any, limits: Limits) -> None:
-    """Refuse by what the header says, before anything is copied: names, types, shapes, pictures and pixels."""
+    """Check names, types, shapes and the numbers of pictures and pixels in the header, before anything is copied."""
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise BadRequest("the header of the body is not an object")
     pictures = pixels = 0
@@ -165,24 +162,23 @@ def _check_header(header: Any, limits: Limits) -> None:
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise BadRequest("a tensor of the body has no shape")
         kind = name.partition(".")[0]
-        wanted = {"images": ("F32", -3), "pixels": ("U8", -1)} | dict.fromkeys(IMAGE_COLUMNS, ("U8", -1))
+        dtype, channels = ("F32", -3) if kind == "images" else ("U8", -1)
         ranks = (3,) if kind in IMAGE_COLUMNS else (4, 5)
-        if kind not in wanted or len(shape) not in ranks or shape[wanted[kind][1]] != 3 or 0 in shape:
+        known = kind in ("images", "pixels", *IMAGE_COLUMNS)
+        if not known or len(shape) not in ranks or shape[channels] != 3 or 0 in shape:
             raise BadRequest("a tensor of the body is none of images, pixels, reference_images.K, source_images.K")
-        if entry.get("dtype") != wanted[kind][0]:
-            raise BadRequest(f"the tensor {kind} must be of type {wanted[kind][0]}")
-        area = math.prod(shape) // 3
-        side = shape[-2] * shape[-1] if wanted[kind][1] == -3 else shape[-3] * shape[-2]
-        pixels += area
-        pictures += area // side
+        if entry.get("dtype") != dtype:
+            raise BadRequest(f"the tensor {kind} must be of type {dtype}")
+        pixels += math.prod(shape) // 3
+        pictures += math.prod(shape[:-3])
     _check_sizes(pictures, pixels, limits)
 
 
 def _check_sizes(pictures: int, pixels: int, limits: Limits) -> None:
     if pictures > limits.images:
-        raise BadRequest(f"{pictures} pictures; at most {limits.images} are taken at once")
+        raise BadRequest(f"{pictures} pictures; at most {limits.images} are accepted at once")
     if pixels > limits.pixels:
-        raise BadRequest(f"{pixels} pixels; at most {limits.pixels} are taken at once")
+        raise BadRequest(f"{pixels} pixels; at most {limits.pixels} are accepted at once")
 
 
 def _from_json(body: bytes, limits: Limits) -> Request:
@@ -192,7 +188,7 @@ def _from_json(body: bytes, limits: Limits) -> Request:
     fields = _json(body)
     if not isinstance(fields, dict):
         raise BadRequest("the body must be an object")
-    found: dict[str, list[Image]] = {}
+    pictures: dict[str, list[Image]] = {}
     opened: list[Image] = []
     for kind in ("images", *IMAGE_COLUMNS):
         if kind not in fields:
@@ -204,19 +200,24 @@ def _from_json(body: bytes, limits: Limits) -> Request:
         for k, file in enumerate(files):
             opened.append(_open(file, f"{kind} {k}"))
             _check_sizes(0, sum(picture.width * picture.height for picture in opened), limits)
-        found[kind] = opened[len(opened) - len(files) :]
-    if not found.get("images"):
+        pictures[kind] = opened[len(opened) - len(files) :]
+    if not pictures.get("images"):
         raise BadRequest("images must be a list of files in base64")
-    rows = [_decoded(picture, k) for k, picture in enumerate(found.pop("images"))]
-    if len({row.size for row in rows}) > 1:
+    pictures = {kind: [_decoded(picture, k) for k, picture in enumerate(row)] for kind, row in pictures.items()}
+    images = pictures.pop("images")
+    if len({image.size for image in images}) > 1:
         raise BadRequest("the images must be of one size")
-    pixels = torch.from_numpy(np.stack([np.asarray(row) for row in rows]))
-    pictures = {kind: [_decoded(picture, k) for k, picture in enumerate(row)] for kind, row in found.items()}
-    return _request(pixels.movedim(-1, -3).to(torch.float32) / 255, fields, pictures)
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+    return _request(_floats(pixels), fields, pictures)
+
+
+def _floats(pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., H, W, 3] as float32 [..., 3, H, W] in [0, 1]."""
+    return pixels.movedim(-1, -3).float() / 255
 
 
 def _open(file: str, where: str) -> Image:
-    """A picture whose size is known and which is not decoded yet."""
+    """A picture whose size is known but which is not decoded yet."""
     from PIL import Image
 
     try:
@@ -233,14 +234,8 @@ def _decoded(picture: Image, k: int) -> Image:
         raise BadRequest(f"picture {k} cannot be decoded") from error
 
 
-def _picture(tensor: torch.Tensor) -> Image:
-    from PIL import Image
-
-    return Image.fromarray(tensor.numpy())
-
-
 def _request(images: torch.Tensor, fields: Any, pictures: Mapping[str, list[Any]]) -> Request:
-    """Check the fields that both kinds of body share. Rows that do not fit together are told here."""
+    """Check the fields that both kinds of body share, and that all have one value per image."""
     if not isinstance(fields, dict):
         raise BadRequest("the request must be an object")
     prompts, columns, group = fields.get("prompts"), fields.get("columns") or {}, fields.get("group")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrl.data.prompts import MAX_CHARACTERS, MAX_LINE_BYTES, Prompt, PromptError, load, read
+from genrl.data.prompts import Prompt, PromptError, load, read
+from genrl.data.rows import MAX_CHARACTERS, MAX_LINE_BYTES
 
 GOOD_TXT = [b"a red circle"] * 150
 GOOD_JSONL = [b'{"prompt": "a red circle", "word": "RED"}'] * 150
@@ -46,7 +47,7 @@ BAD_JSONL: dict[str, tuple[bytes, str]] = {
     "null": (b"null", "found null"),
     "true": (b"true", "found true or false"),
     "empty object": (b"{}", "no column 'prompt'"),
-    "other column": (b'{"text": "a"}', "no column 'prompt', found 'text'; prompts.column names"),
+    "other column": (b'{"text": "a"}', "no column 'prompt', found 'text' (prompts.column names"),
     "misspelt column": (b'{"promt": "a"}', "did you mean 'promt'?"),
     "capital column": (b'{"Prompt": "a"}', "did you mean 'Prompt'?"),
     "prompt twice": (b'{"prompt": "a", "prompt": "b"}', "written twice"),
@@ -220,7 +221,9 @@ def test_data_set_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.rows[0] == Prompt("p0", {"word": "x"}, 1) and len(found.rows) == 120
     assert found.skipped[0].where == f"{data}:train:121"
     assert len(read(f"{data}:train[:50%]").rows) == 60
-    with pytest.raises(PromptError, match="no column 'Prompt'; it has"):
+    with pytest.raises(
+        PromptError, match="no column 'Prompt', found 'prompt', 'word', 'image_path'; did you mean 'prompt'"
+    ):
         read(f"{data}:train", "Prompt")
     with pytest.raises(PromptError, match="cannot be loaded"):
         read(f"{data}:test")

@@ -46,7 +46,7 @@ def test_every_layout_gives_the_pictures_of_a_prompt(tmp_path: Path, layout: int
 
 def test_sources_that_cannot_be_used(tmp_path: Path) -> None:
     layouts(tmp_path)
-    with pytest.raises(PromptError, match="does not exist .did you mean .*pictures"):
+    with pytest.raises(PromptError, match="does not exist; references are .*did you mean .*pictures"):
         read(str(tmp_path / "picturs"))
     with pytest.raises(PromptError, match="is a file; references are"):
         read(str(tmp_path / "pictures" / "0.txt"))

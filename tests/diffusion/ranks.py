@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from genrl.diffusion.methods.dpo import train as dpo
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.prdp import train as prdp
-from genrl.diffusion.policy.sharding import whole
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.sharding import whole
 from tests.diffusion import runs
 
-TRAINERS: dict[str, Callable[[Session, Any], None]] = {
+TRAINERS: dict[str, Callable[[DiffusionRun, Any], None]] = {
     "flow_grpo": flow_grpo.train,
     "diffusion_nft": diffusion_nft.train,
     "awm": awm.train,
@@ -43,20 +42,20 @@ TRAINERS: dict[str, Callable[[Session, Any], None]] = {
 }
 
 
-def trained(path: str, prepare: Callable[[Session], None]) -> None:
-    """Train the YAML file in a session that `prepare` has changed."""
+def trained(path: str, prepare: Callable[[DiffusionRun], None]) -> None:
+    """Train the YAML file in a run that `prepare` has changed."""
     config = load(Path(path))
-    with runs.session(config) as session:
-        prepare(session)
-        TRAINERS[config.trainer.algorithm](session, config.trainer)
+    with runs.opened(config) as run:
+        prepare(run)
+        TRAINERS[config.trainer.algorithm](run, config.trainer)
 
 
 def record(path: str, out: str) -> None:
     """Train, and write samples, scores and gradients of every iteration to `out`/rank-<r>-<iteration>.safetensors."""
 
-    def prepare(session: Session) -> None:
-        collect, step = session.collect, session.optimizer.step
-        rank, kept = session.accelerator.process_index, dict[str, Tensor]()
+    def prepare(run: DiffusionRun) -> None:
+        collect, step = run.collect, run.loop.optimizer.step
+        rank, kept = run.accelerator.process_index, dict[str, Tensor]()
 
         def watched_collect(draw: Any, **shape: Any) -> Rollouts:
             found = collect(draw, **shape)
@@ -64,13 +63,13 @@ def record(path: str, out: str) -> None:
             return found
 
         def watched_step() -> None:
-            kept.update({f"gradient/{k}": whole(p.grad).clone() for k, p in session.weights.named.items()})
-            save_file(kept, Path(out) / f"rank-{rank}-{session.iteration}.safetensors")
+            kept.update({f"gradient/{k}": whole(p.grad).clone() for k, p in run.weights.named.items()})
+            save_file(kept, Path(out) / f"rank-{rank}-{run.iteration}.safetensors")
             kept.clear()
             step()
 
-        session.collect = watched_collect  # type: ignore[method-assign]
-        session.optimizer.step = watched_step  # type: ignore[method-assign, assignment]
+        run.collect = watched_collect  # type: ignore[method-assign]
+        run.loop.optimizer.step = watched_step  # type: ignore[method-assign, assignment]
 
     trained(path, prepare)
 
@@ -91,19 +90,15 @@ def samples(found: Rollouts) -> dict[str, Tensor]:
 def planted(path: str, out: str, rank: int, call: int) -> None:
     """Train with a NaN in the loss of the `call`-th backward pass of process `rank`; the weights go to `out`."""
 
-    def prepare(session: Session) -> None:
-        backward, calls = session.backward, iter(range(1000))
-        here = session.accelerator.process_index
-
-        def broken(loss: Tensor, batch: Any, tensors: Any, **counts: int) -> None:
-            spoiled = here == rank and next(calls) == call
-            backward(loss * math.nan if spoiled else loss, batch, tensors, **counts)
+    def prepare(run: DiffusionRun) -> None:
+        here = run.accelerator.process_index
+        runs.spoil(run, lambda number: here == rank and number == call + 1)
 
         def keep(name: str) -> None:
-            values = {k: p.detach().clone() for k, p in session.weights.named.items()}
+            values = {k: p.detach().clone() for k, p in run.weights.named.items()}
             save_file(values, Path(out) / f"{name}-{here}.safetensors")
 
-        step = session.step
+        step = run.step
 
         def watched_step() -> float:
             keep("before")
@@ -113,7 +108,7 @@ def planted(path: str, out: str, rank: int, call: int) -> None:
                 keep("after")
                 raise
 
-        session.backward, session.step = broken, watched_step  # type: ignore[method-assign]
+        run.step = watched_step  # type: ignore[method-assign]
 
     trained(path, prepare)
 
@@ -127,17 +122,17 @@ def short(path: str, most: int, phase: str, rank: int) -> None:
 def running_out(most: int, phase: str, rank: int = 0) -> None:
     """From here on the denoiser of process `rank` has no room for more than `most` samples in this phase of the second
     iteration. On a CPU no such error comes of itself."""
-    settle = training.settle
+    begin = DiffusionRun.begin
 
-    def armed(session: Session) -> None:
-        settle(session)
+    def armed(run: DiffusionRun, found: Path | None) -> None:
+        begin(run, found)
 
         def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            here = session.iteration == 1 and session.progress.name == phase
+            here = run.iteration == 1 and run.process.progress.name == phase
             if here and len(kwargs["hidden_states"]) > most:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-        if session.accelerator.process_index == rank:
-            session.policy.denoiser.register_forward_pre_hook(check, with_kwargs=True)
+        if run.accelerator.process_index == rank:
+            run.policy.denoiser.register_forward_pre_hook(check, with_kwargs=True)
 
-    training.settle = armed
+    DiffusionRun.begin = armed  # type: ignore[method-assign]

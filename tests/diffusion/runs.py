@@ -5,21 +5,20 @@ An iteration takes well under a second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
+from torch import Tensor
 
 from genrl.config import Config, load
-from genrl.diffusion.session import Session
-from genrl.diffusion.train import open_session, train
-from genrl.runtime.loop import make_accelerator
-from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run
-from genrl.runtime.signals import Watchdog, catch_stop
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.train import KIND, train
+from genrl.runtime.recorded import Recorded
+from tests import opened as opening
 from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
 
 __all__ = ["differences", "last_state", "rows", "start", "start_ranks", "wait"]  # beside its own
@@ -131,12 +130,25 @@ def reward(folder: Path, name: str, **extra: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def session(config: Config) -> Iterator[Session]:
-    """The session of a new run, as `train` opens it: for tests that look at a trainer from inside."""
-    run = Run(Path(config.output))
-    torch.manual_seed(config.seed)
-    with catch_stop() as stop, Watchdog(run, 600) as watchdog, Progress(config.iterations) as progress:
-        yield open_session(config, make_accelerator(config.distributed.timeout_s), run, progress, watchdog, stop)
+def opened(config: Config) -> Iterator[DiffusionRun]:
+    """A new run, as `train` opens it: for tests that look at a method from inside."""
+    with opening.opened(config, KIND) as run:
+        yield run
+
+
+def spoil(run: DiffusionRun, when: Callable[[int], bool], factor: float = math.nan) -> list[Tensor]:
+    """From here on, losses are multiplied by `factor` in the micro-batches (from 1) for which `when` says so. Returns
+    the list that gets the losses as they were."""
+    losses: list[Tensor] = []
+    backward = run.backward
+
+    def spoilt(settings: Any, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float) -> None:
+        losses.append(results["loss"].detach().clone())
+        loss = results["loss"] * (factor if when(len(losses)) else 1.0)
+        backward(settings, {**results, "loss": loss}, recorded, divisor=divisor)
+
+    run.backward = spoilt  # type: ignore[method-assign]
+    return losses
 
 
 def train_file(path: str, resume: str | None = None) -> None:

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from genrl.config import Kernels
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
-from genrl.diffusion.policy.sharding import whole, whole_optimizer_state
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import use_kernels
+from genrl.runtime.sharding import whole, whole_optimizer_state
 from genrl.runtime.state import pack
+from genrl.runtime.weights import Weights
 from tests.diffusion.families import FAMILIES
 
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8}
@@ -36,7 +37,7 @@ def tiny(sharded: bool, kernels: Kernels | None = None, family: str = "sd3") -> 
     policy = Policy(FAMILIES[family]().pipe)
     if kernels is not None:
         use_kernels(policy, kernels)
-    return policy, Weights(policy.denoisers, None, sharded=sharded)
+    return policy, trainable(policy.denoisers, None, sharded=sharded)
 
 
 @torch.no_grad()

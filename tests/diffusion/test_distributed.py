@@ -161,8 +161,8 @@ def test_nan_on_one_rank_stops_all_before_the_step(folder: Path, model: Path, ra
     (folder / "nan.yaml").rename(folder / "tiny.yaml")
     config = runs.load(folder / "tiny.yaml", [f"output={folder}/again"])
     batch = Batch(dump.info["prompts"], [tuple(key) for key in dump.info["keys"]], call_arguments(config.sampling))
-    with runs.session(config) as session, torch.no_grad():
-        again = session.policy.roll_out(batch, Kernel("flow_sde", 0.7), (0, 1))
+    with runs.opened(config) as opened, torch.no_grad():
+        again = opened.policy.roll_out(batch, Kernel("flow_sde", 0.7), (0, 1))
     step = 3 % 2  # the fourth backward pass is of its second micro-batch's second step
     assert torch.equal(again.states[step], dump.batch["state"])
     assert torch.equal(again.log_probs[step], dump.batch["old_log_prob"])

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from genrl.diffusion import fit
+from genrl.diffusion import run as diffusion_run
 from genrl.diffusion import train as training
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
+from genrl.runtime.frame import shrink
 from genrl.runtime.run import read_metrics
 from tests.diffusion import ranks, runs
 
@@ -25,21 +27,13 @@ def room_for(most: int, tried: list[int]) -> Any:
     """A device that holds so many samples."""
     whole = fit.attempt
 
-    def attempt(session: Session, size: int) -> None:
+    def attempt(run: DiffusionRun, size: int) -> None:
         tried.append(size)
         if size > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        whole(session, size)
+        whole(run, size)
 
     return attempt
-
-
-@pytest.mark.parametrize(
-    ("most", "multiple", "sizes"),
-    [(8, 1, [8, 4, 2, 1]), (24, 1, [24, 12, 6, 3, 1]), (24, 6, [24, 12, 6]), (18, 6, [18, 6]), (5, 1, [5, 2, 1])],
-)
-def test_sizes_that_are_tried(most: int, multiple: int, sizes: list[int]) -> None:
-    assert fit.halvings(most, multiple) == sizes
 
 
 def test_the_largest_that_fits_in_all_processes() -> None:
@@ -90,13 +84,13 @@ def test_a_run_takes_what_fits_and_keeps_it(folder: Path, model: Path, monkeypat
 
 def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
     config = runs.config(folder, model, sampling={**SAMPLING, "batch_size": 4})
-    with runs.session(config) as session:
-        before = {key: p.detach().clone() for key, p in session.weights.named.items()}
-        calls = session.policy.model_calls
-        fit.settle(session)
-        assert session.config.sampling.batch_size == 4
-        assert all(torch.equal(p, before[key]) and p.grad is None for key, p in session.weights.named.items())
-        assert session.policy.model_calls == calls and not session.optimizer.state
+    with runs.opened(config) as run:
+        before = {key: p.detach().clone() for key, p in run.weights.named.items()}
+        calls = run.policy.model_calls
+        fit.settle(run)
+        assert run.config.sampling.batch_size == 4
+        assert all(torch.equal(p, before[key]) and p.grad is None for key, p in run.weights.named.items())
+        assert run.policy.model_calls == calls and not run.loop.optimizer.state
 
 
 @pytest.mark.parametrize(
@@ -114,12 +108,12 @@ def test_room_for_snapshots_that_the_trainer_takes(
 ) -> None:
     """As many copies as a run has, beside its weights and gradients, when it is done."""
     config = runs.config(folder, model, **{"sampling": {**SAMPLING, "batch_size": 4}, **changes})
-    with runs.session(config) as session:
-        before = len(session.weights.snapshots)
-        assert fit.copies_to_come(session) == copies
-    seen: list[Session] = []
+    with runs.opened(config) as run:
+        before = len(run.weights.snapshots)
+        assert fit.copies_to_come(run) == copies
+    seen: list[DiffusionRun] = []
     settle = fit.settle
-    monkeypatch.setattr("genrl.diffusion.train.settle", lambda session: (seen.append(session), settle(session)))
+    monkeypatch.setattr(diffusion_run, "settle", lambda run: (seen.append(run), settle(run)))
     train(config)
     assert len(seen[0].weights.snapshots) - before == copies - 2
 
@@ -156,10 +150,10 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
     """To the bit the run that has the smaller size from that iteration on."""
     changes = {**QUIET, "trainer": {"algorithm": algorithm}, "sampling": {**SAMPLING, "batch_size": 8}}
     wanted = train(runs.config(folder, model, **{**changes, "iterations": 1, "output": str(folder / "by-hand")}))
-    opened = training.settle
-    monkeypatch.setattr(training, "settle", lambda session: (session.memory.update(batch_size=2), fit.take(session, 2)))
-    train(runs.config(folder, model, **changes, output=str(wanted)), wanted)
-    monkeypatch.setattr(training, "settle", opened)
+    with monkeypatch.context() as by_hand:
+        by_hand.setattr(diffusion_run, "settle", lambda run: (run.loop.memory.update(batch_size=2), run.resize(2)))
+        train(runs.config(folder, model, **changes, output=str(wanted)), wanted)
+    monkeypatch.setattr(DiffusionRun, "begin", DiffusionRun.begin)  # put back in the end
     ranks.running_out(2, "training" if in_training else "sampling")
     found = train(runs.config(folder, model, **changes))
     said = capsys.readouterr().err
@@ -213,30 +207,30 @@ def test_the_error_of_any_algorithm_says_what_to_do(folder: Path, model: Path, m
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(training.spo, "train", full)
+    monkeypatch.setitem(training.METHODS, "spo", full)
     with pytest.raises(torch.OutOfMemoryError) as error:
         train(runs.config(folder, model, trainer={"algorithm": "spo", "first": 1}))
     assert "micro-batches of 2 samples do not fit: lower sampling.batch_size" in error.value.__notes__[0]
 
 
 def test_where_an_iteration_cannot_be_left(folder: Path, model: Path) -> None:
-    """Without the key; and where a full fine-tuning has changed its weights already, of which there is no copy."""
+    """Without the key; and where weights were changed of which there is no copy."""
     for fit_batch, updates in ((False, 0), (True, 1)):
         config = runs.config(folder, model, lora=None, sampling={**SAMPLING, "fit_batch": fit_batch})
-        with runs.session(config) as session:
-            session.updates = updates
-            with pytest.raises(torch.OutOfMemoryError), session.fitting():
+        with runs.opened(config) as run:
+            run.loop.optimization.updates = updates
+            with pytest.raises(torch.OutOfMemoryError), run.loop.fitting():
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_no_smaller_micro_batch(folder: Path, model: Path) -> None:
-    with runs.session(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 1})) as session:
+    with runs.opened(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 1})) as run:
         with pytest.raises(RuntimeError, match=r"micro-batch of 1 samples does not fit.*sampling\.batch_size"):
-            fit.shrink(session)
+            shrink(run.loop, fit.MEMORY_HINT)
 
 
 def test_replay_of_smaller_micro_batches_is_checked_anew(folder: Path, model: Path) -> None:
-    with runs.session(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8})) as session:
-        session.replays = True
-        fit.shrink(session)
-        assert session.config.sampling.batch_size == 4 and not session.replays
+    with runs.opened(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8})) as run:
+        run.replays = True
+        shrink(run.loop, fit.MEMORY_HINT)
+        assert run.config.sampling.batch_size == 4 and not run.replays

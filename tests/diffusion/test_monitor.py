@@ -12,8 +12,7 @@ from peft import load_peft_weights
 from safetensors.torch import load_file
 
 from genrl.config import Config, ConfigError
-from genrl.diffusion import monitor
-from genrl.diffusion import session as session_module
+from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
@@ -29,11 +28,12 @@ WATCH = {"reward": "redness", "tolerance": 0.05, "patience": 2}
 @pytest.fixture(autouse=True)
 def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations score as `SCORES` has it."""
+    evaluate = DiffusionRun.evaluate
 
-    def watch(session: Any, metrics: dict[str, float]) -> dict[str, float]:
-        return monitor.watch(session, metrics | {"eval/redness_mean": SCORES[session.iteration]})
+    def scripted(self: DiffusionRun, iteration: int) -> dict[str, float]:
+        return evaluate(self, iteration) | {"eval/redness_mean": SCORES[iteration]}
 
-    monkeypatch.setattr(session_module, "watch", watch)
+    monkeypatch.setattr(DiffusionRun, "evaluate", scripted)
 
 
 def config(folder: Path, model: Path, **changes: Any) -> Config:
@@ -62,15 +62,15 @@ def adapter(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tens
 
 def asked_at(stop: int, monkeypatch: pytest.MonkeyPatch, stopped: Config) -> None:
     """A run that is asked to end while it samples iteration `stop`."""
-    advance: Callable[..., None] = session_module.Session.advance
+    advance: Callable[..., None] = DiffusionRun.advance_together
 
-    def ask(self: session_module.Session, images: int) -> None:
-        if (self.progress.name, self.iteration) == ("sampling", stop):
-            self.stop.signal = 15
+    def ask(self: DiffusionRun, images: int) -> None:
+        if (self.process.progress.name, self.iteration) == ("sampling", stop):
+            self.process.stop.signal = 15
         advance(self, images)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(session_module.Session, "advance", ask)
+        patch.setattr(DiffusionRun, "advance_together", ask)
         train(stopped)
 
 

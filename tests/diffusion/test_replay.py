@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from genrl.cli.tables import print_replay, replay_verdict
+from genrl.cli.runs import print_replay, replay_verdict
 from genrl.config import Config, VLAConfig
 from genrl.config import dump as to_yaml
 from genrl.diffusion import replay as replaying
 from genrl.diffusion.methods.diffusion_nft.train import train as train_nft
 from genrl.diffusion.methods.flow_grpo.train import train as train_grpo
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.diffusion.replay import first_not_finite, replay
 from genrl.runtime.guards import NonFiniteError, non_finite, require_finite
+from genrl.runtime.replay import first_not_finite, replay
 from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
 
@@ -36,16 +36,9 @@ TRAINERS: dict[str, dict[str, Any]] = {
 def stopped(config: Config, call: int, spoil: float = math.nan) -> tuple[Path, torch.Tensor]:
     """The dump of a run whose `call`-th loss (from 0) is multiplied by `spoil`, and that loss as it was."""
     write_atomic(Run(Path(config.output)).config, to_yaml(config))
-    losses: list[torch.Tensor] = []
-    with runs.session(config) as session, pytest.raises(NonFiniteError) as error:
-        backward = session.backward
-
-        def broken(loss: torch.Tensor, *rest: Any, **counts: int) -> None:
-            losses.append(loss.detach().clone())
-            backward(loss * spoil if len(losses) == call + 1 else loss, *rest, **counts)
-
-        session.backward = broken  # type: ignore[method-assign, assignment]
-        (train_nft if config.trainer.algorithm == "diffusion_nft" else train_grpo)(session, config.trainer)  # type: ignore
+    with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
+        losses = runs.spoil(run, lambda number: number == call + 1, spoil)
+        (train_nft if config.trainer.algorithm == "diffusion_nft" else train_grpo)(run, config.trainer)  # type: ignore
     assert error.value.dump is not None
     return error.value.dump, losses[call]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from genrl.config import dump, load
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run
@@ -91,15 +91,15 @@ def test_stopped_in_the_middle_of_an_iteration(folder: Path, model: Path, call: 
 
 def stop_in(monkeypatch: pytest.MonkeyPatch, phase: str, iteration: int) -> None:
     """Let the process send itself SIGTERM in that phase of the run (after so many finished iterations), once."""
-    advance, armed = Session.advance, [True]
+    advance, armed = DiffusionRun.advance_together, [True]
 
-    def watched(self: Session, images: int) -> None:
-        if armed and (self.progress.name, self.iteration) == (phase, iteration):
+    def watched(self: DiffusionRun, images: int) -> None:
+        if armed and (self.process.progress.name, self.iteration) == (phase, iteration):
             armed.clear()
             signal.raise_signal(signal.SIGTERM)
         advance(self, images)
 
-    monkeypatch.setattr(Session, "advance", watched)
+    monkeypatch.setattr(DiffusionRun, "advance_together", watched)
 
 
 @pytest.mark.parametrize(
@@ -137,15 +137,15 @@ def test_stopped_before_the_first_update_of_an_iteration(
     common: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 4}, "iterations": 2}
     straight = train(runs.config(folder, model, output=str(folder / "straight"), **common))
     config = runs.config(folder, model, output=str(folder / "stopped"), **common)
-    backward, calls = Session.backward, iter(range(1000))
+    backward, calls = DiffusionRun.backward, iter(range(1000))
 
-    def watched(self: Session, *arguments: Any, **counts: int) -> None:
+    def watched(self: DiffusionRun, *arguments: Any, **counts: int) -> None:
         if next(calls) == 6:  # the third of the second iteration's four
             signal.raise_signal(signal.SIGTERM)
         backward(self, *arguments, **counts)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(Session, "backward", watched)
+        patch.setattr(DiffusionRun, "backward", watched)
         train(config)
     assert next(calls) == 7 and runs.last_state(folder / "stopped").step == 1
     train(config, folder / "stopped")
@@ -154,14 +154,14 @@ def test_stopped_before_the_first_update_of_an_iteration(
 
 def stop_in_backward(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Let the process send itself SIGTERM before its `call`-th backward pass (0-based)."""
-    backward, calls = Session.backward, iter(range(1000))
+    backward, calls = DiffusionRun.backward, iter(range(1000))
 
-    def watched(self: Session, *arguments: Any, **counts: int) -> None:
+    def watched(self: DiffusionRun, *arguments: Any, **counts: int) -> None:
         if next(calls) == call:
             signal.raise_signal(signal.SIGTERM)
         backward(self, *arguments, **counts)
 
-    monkeypatch.setattr(Session, "backward", watched)
+    monkeypatch.setattr(DiffusionRun, "backward", watched)
 
 
 @pytest.mark.parametrize("trainer", [{"algorithm": "flow_grpo", "inner_epochs": 2}, {**runs.NFT, "inner_epochs": 2}])
@@ -184,13 +184,18 @@ def test_stopped_between_two_updates_of_an_iteration(
     assert runs.differences(straight, folder / "stopped") == []
 
 
-def test_full_fine_tuning_ends_its_iteration_first(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "step"), [(10, 2), (10**9, 1)])
+def test_full_fine_tuning_ends_its_iteration_first_where_it_is_large(
+    folder: Path, model: Path, most: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is undone, too."""
+    monkeypatch.setattr("genrl.runtime.weights.LARGEST_COPY", most)
     common: dict[str, Any] = {"trainer": {"algorithm": "flow_grpo", "inner_epochs": 2}, "evaluation": {"every": 0}}
     config = runs.config(folder, model, lora=None, iterations=3, **common)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         stop_in_backward(patch, 8 + 5)
         train(config)
-    assert runs.last_state(Path(config.output)).step == 2
+    assert runs.last_state(Path(config.output)).step == step
 
 
 NOISY = '''\

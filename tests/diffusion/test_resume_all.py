@@ -14,10 +14,11 @@ from diffusers import DiffusionPipeline
 
 import genrl.diffusion.train as train_module
 from genrl.config import Config, Model, load
-from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
+from genrl.runtime.loop import Loop
 from genrl.runtime.run import Run
+from genrl.runtime.undo import Stateful
 from tests.diffusion import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # deprecations within diffusers
@@ -59,13 +60,13 @@ def shrunken(path: Path, output: Path) -> Config:
 def test_resume_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     kept: set[str] = set()
-    keep = Session.keep
+    keep = Loop.keep
 
-    def watched(self: Session, name: str, thing: object) -> None:
+    def watched(self: Loop, name: str, thing: Stateful, *, changes: bool = True) -> None:
         kept.add(name)
-        keep(self, name, thing)  # type: ignore[arg-type]
+        keep(self, name, thing, changes=changes)
 
-    monkeypatch.setattr(Session, "keep", watched)
+    monkeypatch.setattr(Loop, "keep", watched)
     loaded: list[str] = []
     load_pipeline = train_module.load_pipeline
 

@@ -18,7 +18,7 @@ from genrl.diffusion import train as training
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.train import train
 from genrl.runtime.guards import NonFiniteError, read_dump
-from genrl.runtime.loop import scheduled
+from genrl.runtime.optimization import scheduled
 from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
@@ -128,15 +128,15 @@ def test_low_precision_trains_on_policy(folder: Path, model: Path, precision: di
 def test_gradients_are_scaled_down_to_the_norm_and_never_up(folder: Path, model: Path, limit: float) -> None:
     config = runs.config(folder, model, optimizer={"max_grad_norm": limit}, iterations=1, **QUIET)
     norms: list[float] = []
-    with runs.session(config) as session:
-        step = session.optimizer.step
+    with runs.opened(config) as run:
+        step = run.loop.optimizer.step
 
         def watched() -> None:
-            norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in session.weights.parameters)))
+            norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in run.weights.parameters)))
             step()
 
-        session.optimizer.step = watched  # type: ignore[method-assign, assignment]
-        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+        run.loop.optimizer.step = watched  # type: ignore[method-assign, assignment]
+        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
     (row,) = runs.rows(Path(config.output))
     assert row["grad_norm"] > 1e-4  # as it was
     assert norms == pytest.approx([min(limit, row["grad_norm"])], rel=1e-2)
@@ -148,13 +148,12 @@ def test_gradients_are_scaled_down_to_the_norm_and_never_up(folder: Path, model:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops_before_the_step(folder: Path, model: Path, value: float) -> None:
     config = runs.config(folder, model, iterations=1, **QUIET)
-    with runs.session(config) as session:
-        backward = session.backward
-        session.backward = lambda loss, *rest, **counts: backward(loss * value, *rest, **counts)  # type: ignore
-        before = {key: p.detach().clone() for key, p in session.weights.named.items()}
+    with runs.opened(config) as run:
+        runs.spoil(run, lambda number: True, value)
+        before = {key: p.detach().clone() for key, p in run.weights.named.items()}
         with pytest.raises(NonFiniteError, match="stopped before the update of step 0") as stopped:
-            flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
-        assert all(torch.equal(p, before[key]) for key, p in session.weights.named.items())
+            flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
+        assert all(torch.equal(p, before[key]) for key, p in run.weights.named.items())
     assert stopped.value.dump is not None
     dump = read_dump(stopped.value.dump)
     assert dump.where == "loss" and not dump.checked["loss"].isfinite().any()
@@ -163,12 +162,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(folder: Path, model: Pa
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step(folder: Path, model: Path) -> None:
     config = runs.config(folder, model, iterations=1, **QUIET)
-    with runs.session(config) as session:
-        first = session.weights.parameters[0]
+    with runs.opened(config) as run:
+        first = run.weights.parameters[0]
         first.register_hook(lambda gradient: gradient * math.nan)
         before = first.detach().clone()
         with pytest.raises(NonFiniteError, match="gradient is not finite") as stopped:
-            flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+            flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
         assert torch.equal(first, before)
     assert stopped.value.dump is not None
     dump = read_dump(stopped.value.dump)

@@ -44,11 +44,9 @@ def test_replaying_the_drawn_step_gives_ratio_one(selection) -> None:
     index = noisy.int().argmax(1)
     rows = torch.arange(16)
     recorded = chains.element_log_prob(chain.states[rows, index + 1], chain.means[rows, index], chain.stds[rows, index])
-    at = chains.step_of_chain(chain.states, sigmas, index)
-    step = kernels.flow_sde(
-        at.state, velocity(at.state, at.sigma), at.sigma, at.sigma_next, noise_level=level, sigma_max=sigmas[1]
-    )
-    replayed = chains.element_log_prob(at.next_state, step.mean, step.std)
+    x, at = chain.states[rows, index], (sigmas[index], sigmas[index + 1])
+    step = kernels.flow_sde(x, velocity(x, at[0]), *at, noise_level=level, sigma_max=sigmas[1])
+    replayed = chains.element_log_prob(chain.states[rows, index + 1], step.mean, step.std)
     assert torch.equal(recorded, replayed)
     quiet = chain.stds[:, :, 0, 0] == 0
     assert torch.equal(quiet, ~noisy)
@@ -236,14 +234,13 @@ def test_entropy_is_that_of_the_normal() -> None:
     "call, message",
     [
         (lambda: chains.noisy_steps("random_per_env", 2, 3), "pass a generator"),
-        (lambda: chains.noisy_steps("last", 2, 3, count=4), "cannot be drawn"),
-        (lambda: chains.noisy_steps("all", 2, 1, skip_last=True), "cannot be drawn"),
+        (lambda: chains.noisy_steps("last", 2, 3, count=4), "cannot be stochastic"),
+        (lambda: chains.noisy_steps("all", 2, 1, skip_last=True), "cannot be stochastic"),
         (lambda: chains.noisy_steps("some", 2, 1), "selection must be"),
         (lambda: chains.bounded_std(torch.zeros(1), 0.2, 0.1), "0 < low <= high"),
         (lambda: chains.annealed(1.0, 0.0, 0, 1), "at least one step"),
         (lambda: chains.executed(torch.zeros(1, 2, 2), 3, 1), "cannot execute"),
         (lambda: chains.aggregate(torch.zeros(1, 2, 2), "token", "sum"), "level must be"),
-        (lambda: chains.scheduled_std(torch.ones(1), "cosine", low=0.1), "kind must be"),
     ],
 )
 def test_what_cannot_be_is_refused(call, message) -> None:

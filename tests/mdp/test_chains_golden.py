@@ -6,6 +6,8 @@ log-probabilities) and samplers_reinflow (chain, joint log-probabilities, noise 
 
 from __future__ import annotations
 
+import math
+import re
 from functools import partial
 
 import pytest
@@ -16,6 +18,8 @@ from genrl.mdp import chains, ddpm, kernels, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.kernels import Transition
 from tests.golden_cases import Case, check_all, error
+from tests.reference.cps import cps_log_prob
+from tests.reference.reinflow import scheduled_std
 
 Errors = dict[str, tuple[float, float]]
 
@@ -29,13 +33,16 @@ def grid_of(case: Case) -> Tensor:
     return schedules.linspace_grid(steps)
 
 
+LAYER = r"net_mlp_logvar_moduleList_(\d+)_linear_1_weight"
+
+
 def noise_head(case: Case) -> Tensor:
     """The exploration network: tanh layers, then the bounds."""
-    hidden, layers = case["features"], 3
-    for k in range(layers):
-        name = f"net_mlp_logvar_moduleList_{k}_linear_1"
-        hidden = hidden @ case[f"{name}_weight"].T + case[f"{name}_bias"]
-        hidden = hidden if k == layers - 1 else hidden.tanh()
+    layers = {int(found[1]): name for name in case.arrays if (found := re.fullmatch(LAYER, name))}
+    hidden = case["features"]
+    for k in sorted(layers):
+        hidden = hidden if k == 0 else hidden.tanh()
+        hidden = hidden @ case[layers[k]].T + case[layers[k].replace("weight", "bias")]
     low, high = ((0.5 * case[f"net_logvar_{end}"]).exp().item() for end in ("min", "max"))
     return chains.bounded_std(hidden, low, high)
 
@@ -87,7 +94,7 @@ def check_step(case: Case) -> Errors:
         result["logp"] = error(ours, case["logp_elem"]), 5e-8 if double else through(step.std)
     if "logp_elem_safe" in case:
         flat = (case[name].reshape(-1, 1) for name in ("x_next", "mean"))
-        result["logp_safe"] = error(kernels.cps_log_prob(*flat).view(step.mean.shape), case["logp_elem_safe"]), 1e-6
+        result["logp_safe"] = error(cps_log_prob(*flat).view(step.mean.shape), case["logp_elem_safe"]), 1e-6
     if "ode_next" in case:
         sigmas, index = grid_of(case), case.params["index"]
         ode = kernels.ode(case["x"], -case["v"], sigmas[index], sigmas[index + 1])
@@ -131,16 +138,10 @@ def check_rollout(case: Case) -> Errors:
             quiet = noisy[:, k] == 0
             if quiet.any():
                 result[f"ode {k}"] = error(step.mean[quiet], states[quiet, k + 1]), 1e-6
-        at = chains.step_of_chain(states, sigmas, index)
-        step = kernels.flow_sde(
-            at.state,
-            velocity(at.state, at.sigma),
-            at.sigma,
-            at.sigma_next,
-            noise_level=options["noise_level"],
-            sigma_max=sigmas[1],
-        )
-        elements = chains.element_log_prob(at.next_state, step.mean, step.std)
+        rows = torch.arange(len(index))
+        x, at = states[rows, index], (sigmas[index], sigmas[index + 1])
+        step = kernels.flow_sde(x, velocity(x, at[0]), *at, noise_level=options["noise_level"], sigma_max=sigmas[1])
+        elements = chains.element_log_prob(states[rows, index + 1], step.mean, step.std)
         tolerance = through(step.std)
     result["actions"] = error(states[:, -1], case["actions"]), 0.0
     kept = chains.executed(elements, options["action_chunk"], options["action_env_dim"])
@@ -174,7 +175,7 @@ DPPO_MEAN = 5e-6
 def dppo_actor(case: Case, x: Tensor, timestep: Tensor, copy: str) -> Tensor:
     state = case["state"].flatten(1)
     state = state if len(state) == len(x) else state.repeat_interleave(len(x) // len(state), 0)
-    time = timestep.view(-1, 1, 1) / 20
+    time = timestep.view(-1, 1, 1) / float(re.search(r"t/(\d+)", case.params["actor"])[1])
     return torch.tanh(x @ case[f"W_{copy}"] + case[f"b_{copy}"] * time + (state @ case[f"C_{copy}"])[:, None])
 
 
@@ -185,11 +186,11 @@ def dppo_chain(case: Case, grid: ddpm.DenoisingGrid) -> Chain:
     start = torch.randn(shape, generator=generator)
     noise = torch.stack([torch.randn(shape, generator=generator) for _ in range(steps)], 1)
     ft = case.params["ft_denoising_steps"]
-    eta = case.params.get("eta", 1.0)
+    eta, clip = case.params.get("eta", 1.0), case.params["denoised_clip_value"]
 
     def transition(k: int, x: Tensor) -> Transition:
         copy = "ft" if bool(ddpm.fine_tuned(torch.tensor(k), steps, ft)) else "base"
-        step = ddpm.denoise(x, dppo_actor(case, x, grid.timesteps[k], copy), grid, k, eta=eta)
+        step = ddpm.denoise(x, dppo_actor(case, x, grid.timesteps[k], copy), grid, k, eta=eta, clip=clip)
         return ddpm.with_floor(step, case.params["min_sampling_denoising_std"])
 
     last = case.params.get("final_action_clip_value")
@@ -206,10 +207,36 @@ def check_evaluation_chain(case: Case, grid: ddpm.DenoisingGrid) -> Errors:
         if k < ft - 1:
             drawn.append((states[:, k + 1] - step.mean) / ddpm.with_floor(step, 1e-3).std)
     assert (step.std == 0).all()
-    assert 0.8 < torch.stack(drawn).std() < 1.2 and torch.stack(drawn).abs().max() < 10
+    if drawn:
+        noise = torch.stack(drawn)
+        assert abs(noise.std() - 1) < 5 / math.sqrt(2 * noise.numel()) and noise.abs().max() < 10
     last = step.mean.clamp(-1.0, 1.0)
     result = {"evaluation": (error(last, states[:, -1]), DPPO_MEAN)}
     return result | {"evaluation actions": (error(last, case["actions"]), DPPO_MEAN)}
+
+
+def check_schedule(case: Case, alpha_bars: Tensor) -> Errors:
+    """Betas, posterior variance and the posterior's weights of the clean action and of the state, by timestep."""
+    full = ddpm.ddpm_grid(alpha_bars)
+    one, index = torch.ones(case.params["K"], 1, dtype=torch.float64), torch.arange(case.params["K"])
+    posterior = partial(
+        kernels.ddim,
+        alpha_bar=full.alpha_bar.flip(0),
+        alpha_bar_next=full.alpha_bar_next.flip(0),
+        eta=1.0,
+        prediction_type="sample",
+        recompute_noise=True,
+    )
+    variance = posterior(one, one).std[:, 0] ** 2
+    assert torch.equal(full.timesteps.flip(0), index)
+    return {
+        "betas": (error(1 - (full.alpha_bar / full.alpha_bar_next).flip(0), case["betas"]), 1e-6),
+        "alpha_bar": (error(alpha_bars, case["alphas_cumprod"]), 1e-6),
+        "var": (error(variance, case["ddpm_var"]), 1e-6),
+        "logvar": (error(variance.clamp(min=1e-20).log(), case["ddpm_logvar_clipped"]), 1e-4),
+        "on_clean": (error(posterior(0 * one, one).mean[:, 0], case["mu_coef1"]), DPPO_MEAN),
+        "on_state": (error(posterior(one, 0 * one).mean[:, 0], case["mu_coef2"]), 1e-6),
+    }
 
 
 def test_dppo(golden) -> None:
@@ -218,25 +245,7 @@ def test_dppo(golden) -> None:
         alpha_bars = ddpm.cosine_alpha_bars(options["K"])
         full = ddpm.ddpm_grid(alpha_bars)
         if kind == "schedule":
-            one, index = torch.ones(options["K"], 1, dtype=torch.float64), torch.arange(options["K"])
-            posterior = partial(
-                kernels.ddim,
-                alpha_bar=full.alpha_bar.flip(0),
-                alpha_bar_next=full.alpha_bar_next.flip(0),
-                eta=1.0,
-                prediction_type="sample",
-                recompute_noise=True,
-            )
-            variance = posterior(one, one).std[:, 0] ** 2
-            assert torch.equal(full.timesteps.flip(0), index)
-            return {
-                "betas": (error(1 - (full.alpha_bar / full.alpha_bar_next).flip(0), case["betas"]), 1e-6),
-                "alpha_bar": (error(alpha_bars, case["alphas_cumprod"]), 1e-6),
-                "var": (error(variance, case["ddpm_var"]), 1e-6),
-                "logvar": (error(variance.clamp(min=1e-20).log(), case["ddpm_logvar_clipped"]), 1e-4),
-                "on_clean": (error(posterior(0 * one, one).mean[:, 0], case["mu_coef1"]), DPPO_MEAN),
-                "on_state": (error(posterior(one, 0 * one).mean[:, 0], case["mu_coef2"]), 1e-6),
-            }
+            return check_schedule(case, alpha_bars)
         if kind == "ddpm_chain_deterministic":
             return check_evaluation_chain(case, full)
         grid = ddpm.ddim_grid(alpha_bars, options["ddim_steps"]) if kind == "ddim_chain" else full
@@ -256,7 +265,8 @@ def test_dppo(golden) -> None:
 
         def log_prob(x: Tensor, x_next: Tensor, index: Tensor) -> Tensor:
             prediction = dppo_actor(case, x, grid.timesteps[index], "ft")
-            step = ddpm.denoise(x, prediction, grid, index, eta=options.get("eta", 1.0))
+            clip = options["denoised_clip_value"]
+            step = ddpm.denoise(x, prediction, grid, index, eta=options.get("eta", 1.0), clip=clip)
             floored = ddpm.with_floor(step, options["min_logprob_denoising_std"])
             return chains.element_log_prob(x_next, floored.mean, floored.std)
 
@@ -267,7 +277,8 @@ def test_dppo(golden) -> None:
             result["sub_logp"] = error(log_prob(at, following, steps - ft + case["sub_inds"]), case["sub_logp"]), 1e-4
             place = steps - 1 - case["pmv_t"]
             copy = "ft" if bool(ddpm.fine_tuned(place, steps, ft).all()) else "base"
-            step = ddpm.denoise(case["pmv_x"], dppo_actor(case, case["pmv_x"], case["pmv_t"], copy), grid, place)
+            prediction = dppo_actor(case, case["pmv_x"], case["pmv_t"], copy)
+            step = ddpm.denoise(case["pmv_x"], prediction, grid, place, clip=options["denoised_clip_value"])
             result["pmv_mean"] = error(step.mean, case["pmv_mean"]), 1e-6
             result["pmv_logvar"] = error((step.std**2).clamp(min=1e-20).log(), case["pmv_logvar"]), 1e-4
         return result
@@ -281,7 +292,7 @@ def test_reinflow(golden) -> None:
         if kind == "noise_bounds":
             return {"std": (error(chains.bounded_std(case["raw"], *options["std_range"]), case["std"]), 1e-6)}
         if kind == "noise_schedule":
-            std = chains.scheduled_std(1.0 - case["t"], options["type"], low=options["min_std"])
+            std = scheduled_std(1.0 - case["t"], options["type"], low=options["min_std"])
             return {"std": (error(std, case["std"]), 1e-6)}
         states, steps = case["chain"], options["K"]
         sigmas = schedules.linspace_grid(steps)
@@ -293,7 +304,9 @@ def test_reinflow(golden) -> None:
                 x = states[:, k]
                 at = sigmas[k], sigmas[k + 1]
                 std = case["std"][:, k].view(x.shape)
-                moved.append(chains.learned_noise(x, turned(x, at[0]), *at, std=std, clip=1.0))
+                moved.append(
+                    chains.learned_noise(x, turned(x, at[0]), *at, std=std, clip=options["denoised_clip_value"])
+                )
             return Chain(states, torch.stack([m.mean for m in moved], 1), torch.stack([m.std for m in moved], 1))
 
         chain = joint(case["V_train"])

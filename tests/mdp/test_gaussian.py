@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributions import Independent, MultivariateNormal, Normal
 
-from genrl.mdp import gaussian, kernels, noise, schedules
+from genrl.mdp import gaussian, kernels, noise
+from tests.reference.grids import shifted_grid
 
 SHAPES = st.sampled_from([(1, 1), (3, 4), (2, 3, 5), (2, 4, 2, 3), (1, 2, 3, 2, 2)])
 STDS = st.floats(0.01, 90.0)
@@ -50,7 +51,7 @@ def test_no_gradient_reaches_the_action() -> None:
 @given(st.sampled_from(["flow_sde", "dance_sde", "flow_cps", "flow_ddim"]), st.integers(0, 8))
 def test_the_gradient_with_respect_to_the_velocity(kind: str, i: int) -> None:
     """Invariant 5: d log p / d v = -(y - mean) / s^2 (sigma c0 - (1 - sigma) c1), element by element."""
-    sigmas = schedules.linspace_grid(10, 3.0).double()
+    sigmas = shifted_grid(10, 3.0).double()
     x, y = draw((2, 3), "x"), draw((2, 3), "y")
     v = draw((2, 3), "v").requires_grad_()
     options = {"sigma_max": sigmas[1]} if kind == "flow_sde" else {}

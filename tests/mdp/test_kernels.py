@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from genrl.mdp import gaussian, kernels, noise, schedules
+from genrl.mdp import gaussian, kernels, noise
 from genrl.mdp.kernels import Transition
+from tests.reference.grids import sd3_grid, shifted_grid
 
 LEVELS = st.floats(0.0, 1.0)
 STEPS = st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 0.99)).map(lambda pair: (pair[0], pair[0] * pair[1]))
@@ -148,7 +149,7 @@ def test_the_other_direction_of_time(step: tuple[float, float], eta: float, seed
 @pytest.mark.parametrize("level", [0.3, 0.7, 1.0])
 def test_the_first_std_is_the_noise_level_and_none_explodes(start: float, steps: int, level: float) -> None:
     """Invariant 4. A clamp that asked for sigma == 1 gives 91 here on a grid that starts at 1 - 1e-6."""
-    sigmas = schedules.linspace_grid(steps, 3.0).double()
+    sigmas = shifted_grid(steps, 3.0).double()
     second = sigmas[1].item()
     sigmas[0] = start
     x, v = pair(0)
@@ -166,7 +167,7 @@ def test_the_first_std_is_the_noise_level_and_none_explodes(start: float, steps:
 @given(st.integers(0, 8), st.floats(0.1, 1.0), SEEDS)
 def test_the_exact_kl_of_the_sdes(i: int, level: float, seed: int) -> None:
     """Invariant 7: (delta / 2)(1 / b + b (1 - sigma) / (2 sigma))^2 mean((v - v_ref)^2)."""
-    sigmas = schedules.sd3_grid(10).double()
+    sigmas = sd3_grid(10).double()
     x, v = pair(seed)
     reference = v + 0.1 * noise.keyed_noise(v.shape, seed, "r")
     at = {"noise_level": level, "sigma_max": sigmas[1]}
@@ -197,7 +198,7 @@ def test_which_stds_are_a_diffusion_coefficient_times_the_root_of_the_step(sigma
 @BY_NAME
 def test_a_replayed_step_has_ratio_one_bit_for_bit(kernel, storage: torch.dtype) -> None:
     """Invariant 10: the next state is rounded to its storage type before it is scored."""
-    sigmas = schedules.sd3_grid(10)
+    sigmas = sd3_grid(10)
     x, v = noise.keyed_noise((3, 4, 8, 8), "x").to(storage), noise.keyed_noise((3, 4, 8, 8), "v")
     step = kernel(x, v, sigmas[4], sigmas[5], 0.7)
     action = gaussian.sample(step.mean, step.std, noise.keyed_noise((3, 4, 8, 8), "n")).to(storage)
@@ -209,7 +210,7 @@ def test_a_replayed_step_has_ratio_one_bit_for_bit(kernel, storage: torch.dtype)
 
 @BY_NAME
 def test_samples_at_different_steps_share_a_batch(kernel) -> None:
-    sigmas = schedules.sd3_grid(10)
+    sigmas = sd3_grid(10)
     index = torch.tensor([0, 7, 3, 8])
     x, v, y = (noise.keyed_noise((4, 3, 5, 5), name) for name in "xvy")
     together = kernel(x, v, sigmas[index], sigmas[index + 1], 0.7)
@@ -374,7 +375,7 @@ def test_no_float64_leaves_the_host(times: str) -> None:
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_a_step_on_the_device_is_the_step_on_the_host(where: str) -> None:
     """States on the device, times on either: same transition, same density."""
-    sigmas, index = schedules.sd3_grid(10).to(where), torch.tensor([0, 4, 8], device=where)
+    sigmas, index = sd3_grid(10).to(where), torch.tensor([0, 4, 8], device=where)
     x, v, y = (noise.keyed_noise((3, 4, 16, 16), name) for name in "xvy")
     for name, kernel in STOCHASTIC.items():
         host = kernel(x, v, sigmas.cpu()[index.cpu()], sigmas.cpu()[index.cpu() + 1], 0.7)

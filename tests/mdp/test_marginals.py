@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.mdp import gaussian, kernels, noise, schedules
+from genrl.mdp import gaussian, kernels, noise
 from genrl.mdp.kernels import Transition
+from tests.reference.grids import shifted_grid
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Transition]  # x, v, sigma, sigma', the grid's second value
 
@@ -53,7 +54,7 @@ def std_errors(kernel: Kernel, steps: int, data_std: float = 0.5) -> Tensor:
 
     All steps at once: one sample of the batch per step of the grid.
     """
-    grid = schedules.linspace_grid(steps, 3.0).double()
+    grid = shifted_grid(steps, 3.0).double()
     sigma, sigma_next = grid[:-1], grid[1:]
     true = ((1 - grid) ** 2 * data_std**2 + grid**2).sqrt()
     slope = (sigma - (1 - sigma) * data_std**2) / true[:-1] ** 2
@@ -146,7 +147,7 @@ def mixture_quantiles(count: int) -> Tensor:
 
 def distance_to_data(kernel: Kernel, key: str) -> tuple[float, float]:
     """(Wasserstein-1 distance, share of the right-hand component) of 40 000 samples made in 200 steps."""
-    count, grid = 40_000, schedules.linspace_grid(200, 3.0).double()
+    count, grid = 40_000, shifted_grid(200, 3.0).double()
     x = noise.keyed_noise((count, 1), "mixture", key, "start").double()
     for i in range(200):
         step = kernel(x, mixture_velocity(x, grid[i]), grid[i], grid[i + 1], grid[1])

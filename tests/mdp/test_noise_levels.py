@@ -44,7 +44,7 @@ def test_golden_times(golden) -> None:
             else:
                 check(name, grid[noise_levels.stratified_steps(count, int(found[1] == "_wo_init"), last, source())])
     times = {name for name in data.files if re.match("out_ff_(discrete|logit_normal|uniform)", name)}
-    assert compared == times and len(times) > 5
+    assert times and compared == times
 
 
 @given(st.integers(1, 20), st.integers(0, 999))
@@ -101,5 +101,5 @@ def test_no_draw_is_refused() -> None:
     source = torch.Generator()
     with pytest.raises(ValueError, match="at least one draw"):
         noise_levels.uniform_draws(0, source)
-    with pytest.raises(ValueError, match="no 2 steps can be drawn from 3 .. 1"):
+    with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
         noise_levels.stratified_steps(2, 3, 1, source)

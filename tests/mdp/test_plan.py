@@ -18,11 +18,10 @@ from genrl.mdp.plan import (
     extreme_count,
     make_plan,
     pruning_is_on,
-    repeated_windows,
     sliding_depths,
-    uniform_splits,
     unpruned_steps,
 )
+from tests.reference.branchgrpo import copied_calls
 
 ALL = dict.fromkeys(range(100), 0.7)
 
@@ -75,7 +74,7 @@ def test_counts_are_those_of_the_walked_tree(plan: SamplingPlan, data) -> None:
     trained = set(data.draw(st.lists(st.sampled_from(plan.stochastic or (0,))))) & set(plan.stochastic)
     walked = Walked(plan, trained)
     assert plan.calls == walked.calls and plan.edges == walked.edges and plan.leaves == walked.leaves
-    assert plan.copied_calls == walked.copied >= plan.calls * (not plan.continue_one)
+    assert copied_calls(plan) == walked.copied >= plan.calls * (not plan.continue_one)
     assert plan.trained_edges(trained) == walked.trained
     assert plan.training_calls(trained) == walked.training_calls
     assert plan.independent_calls == plan.leaves * plan.steps
@@ -148,13 +147,6 @@ def test_pruning_that_leaves_nothing_is_refused_before_anything_is_run() -> None
     for rate in (0.0, 0.1, -1.0, 1.5):
         with pytest.raises(ValueError, match="rate: keeping a share of"):
             extreme_count(16, rate)
-
-
-def test_places_of_splits_and_windows() -> None:
-    assert uniform_splits(4, 20) == (0, 5, 10, 15) and uniform_splits(0, 20) == ()
-    assert repeated_windows(2, 5, 12) == (0, 1, 5, 6, 10, 11)
-    with pytest.raises(ValueError, match="size: a window of 3 steps every 2"):
-        repeated_windows(3, 2, 12)
 
 
 def test_the_text_has_the_numbers_of_the_plan() -> None:

@@ -17,6 +17,12 @@ KEY = (5, 2)  # run seed, iteration
 SHAPE = (3,)
 
 
+def slots_below(tree: Tree, node: int) -> range:
+    """Slots of the leaves below the edge into `node`."""
+    first = int(tree.first_leaf[node])
+    return range(first, first + int(tree.num_leaves[node]))
+
+
 @given(plans())
 def test_the_arrays_agree_with_each_other_and_with_the_plan(plan: SamplingPlan) -> None:
     tree = grow(plan, *KEY)
@@ -27,7 +33,7 @@ def test_the_arrays_agree_with_each_other_and_with_the_plan(plan: SamplingPlan) 
         children = tree.children(node)
         assert (tree.parent == node).nonzero()[:, 0].tolist() == list(children)
         assert all(tree.depth[child] == tree.depth[node] + 1 for child in children)
-        own = set(tree.leaves_below(node))
+        own = set(slots_below(tree, node))
         if children:
             assert own == set().union(*(spans[child] for child in children))
             assert tree.first_leaf[children[0]] == tree.first_leaf[node]
@@ -41,7 +47,7 @@ def test_the_arrays_agree_with_each_other_and_with_the_plan(plan: SamplingPlan) 
     for node in tree.leaves.tolist():
         path = tree.path(node)
         assert tree.parent[path[0]] == -1 and path[-1] == node and len(path) == tree.depth[node] + 1
-        assert all(tree.first_leaf[node] in tree.leaves_below(step) for step in path)
+        assert all(tree.first_leaf[node] in slots_below(tree, step) for step in path)
 
 
 @given(plans())

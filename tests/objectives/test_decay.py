@@ -32,11 +32,12 @@ def test_golden_decays(golden) -> None:
     shape = {"initial": 0.9, "final": 0.999, "total_steps": 1000}
     check("out_ff_cosine", [decay.cosine(n, **shape) for n in steps])
     check("out_ff_warmup_cosine", [decay.cosine(n, **shape, warmup_steps=100) for n in steps])
-    check("out_awm_dgpo_linear_min_0p3", [decay.ramp(n, slope=0.001, maximum=0.3) for n in steps])
     for name in data.files:
         if found := re.fullmatch(r"out_ff_linear(\d+)_to_(.*)", name):
             top = number(found[2])
             check(name, [decay.ramp(n, slope=top / int(found[1]), maximum=top) for n in steps])
+        elif found := re.fullmatch(r"out_awm_dgpo_linear_min_(.*)", name):
+            check(name, [decay.ramp(n, slope=0.001, maximum=number(found[1])) for n in steps])
         elif found := re.fullmatch(r"out_ff_piecewise_(\d+)_(.*)_(.*)", name):
             slope, top = number(found[2]), number(found[3])
             check(name, [decay.ramp(n, slope=slope, maximum=top, start_step=int(found[1])) for n in steps])

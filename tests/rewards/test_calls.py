@@ -13,7 +13,7 @@ from PIL import Image
 
 import rewards
 from rewards.calls import Calls, digest
-from tests.rewards import scorers
+from tests.rewards import plain_rewards
 
 IMAGES = torch.rand(6, 3, 5, 4, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "b", "a", "b", "a", "b"]
@@ -58,7 +58,7 @@ def test_scores_are_those_of_the_plain_reward(rows: list[int], batch_size: int, 
 def test_pictures_and_references_are_cut_and_remembered() -> None:
     references = [Image.new("RGB", (2, 2), (k, 0, 0)) for k in range(6)]
     columns = {"reference_image": references, "style": PROMPTS}
-    for reward in (scorers.like, scorers.eight_bit):
+    for reward in (plain_rewards.like, plain_rewards.eight_bit):
         plain = rewards.score(reward, images=IMAGES, prompts=PROMPTS, columns=columns)
         calls = Calls(reward, batch_size=4, cache=10)
         for _ in range(2):
@@ -103,7 +103,7 @@ def test_samples_that_differ_have_other_digests(other: dict[str, Any]) -> None:
 def test_what_cannot_be_digested_or_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="cache: the column 'style' holds a object"):
         digest({"style": object()})
-    for reward in (scorers.wins, scorers.spread):
+    for reward in (plain_rewards.wins, plain_rewards.spread):
         with pytest.raises(ValueError, match="compares samples with each other"):
             Calls(reward, batch_size=2)
 
@@ -117,6 +117,6 @@ def test_moving_and_ending_reach_the_reward() -> None:
 
 
 def test_a_reward_that_raises_has_no_scores_and_is_asked_again() -> None:
-    calls = Calls(scorers.Moody(), cache=10)
+    calls = Calls(plain_rewards.Moody(), cache=10)
     assert rewards.score(calls, images=IMAGES[:1], prompts=["raise"]).failed == 1
     assert rewards.score(calls, images=IMAGES[:1], prompts=["fine"]).failed == 0

@@ -10,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import rewards
 from rewards import compose
 from rewards.compose import Component, Gate, Running
 
@@ -32,9 +31,17 @@ def values(*numbers: float) -> Tensor:
 @given(scores_of_two_groups, scores_of_two_groups, st.floats(-3, 3), st.floats(0.1, 3))
 def test_plain_components_are_the_weighted_sum(a: Tensor, b: Tensor, first: float, second: float) -> None:
     found = compose.combine({"a": a, "b": b}, {"a": Component(first), "b": Component(second)}, GROUP, iteration=3)
-    plain = rewards.weighted_sum({"a": a.tolist(), "b": b.tolist()}, {"a": first, "b": second})
+    pairs = zip(a.tolist(), b.tolist(), strict=True)
+    plain = [math.fsum(w * x for w, x in ((first, x), (second, y)) if w != 0) for x, y in pairs]
     assert torch.equal(found.total.nan_to_num(nan=1e9), values(*plain).nan_to_num(nan=1e9))
     assert found.weights == {"a": first, "b": second} and not found.gated and not found.running
+
+
+def test_a_sample_without_one_of_the_scores_that_count_has_no_total() -> None:
+    scores = {"a": values(1, 2, NAN), "b": values(10, NAN, 1), "log": values(NAN, NAN, NAN)}
+    components = {"a": Component(0.5), "b": Component(2.0), "log": Component(0.0)}
+    total = compose.combine(scores, components, torch.zeros(3), iteration=0).total
+    assert total[0] == 20.5 and total[1:].isnan().all()
 
 
 def test_schedule_is_linear_between_its_points_and_constant_outside() -> None:

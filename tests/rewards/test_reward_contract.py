@@ -39,7 +39,7 @@ def score(reward: rewards.Reward, **changes: Any) -> rewards.Scores:
 
 
 def test_a_plain_function_is_a_reward() -> None:
-    assert rewards.needs(brightness) == rewards.Needs(True, False, False, False, ())
+    assert rewards.needs(brightness) == rewards.Needs(("images",))
     scores = score(brightness)
     assert scores.values == pytest.approx(IMAGES.mean((1, 2, 3)).tolist())
     assert scores.parts == {} and scores.failed == 0 and scores.unscored == 0
@@ -47,7 +47,9 @@ def test_a_plain_function_is_a_reward() -> None:
 
 @pytest.mark.parametrize("reward", [Everything, Everything(), Everything().__call__])
 def test_parameter_names_are_the_declaration(reward: Any) -> None:
-    assert rewards.needs(reward) == rewards.Needs(True, True, True, True, ("style", "weight"))
+    needed = rewards.needs(reward)
+    assert needed == rewards.Needs(("images", "pil_images", "prompts", "group", "style", "weight"))
+    assert needed.images and needed.prompts and needed.columns == ("style", "weight")
 
 
 def test_a_class_gets_what_it_declares() -> None:
@@ -229,26 +231,6 @@ def test_scores_do_not_depend_on_the_layout_in_memory() -> None:
     other = images.to(memory_format=torch.channels_last)
     assert other.stride() != images.stride()
     assert score(brightness, images=other, prompts=["a", "b"]) == score(brightness, images=images, prompts=["a", "b"])
-
-
-def test_weighted_sum() -> None:
-    values = {"a": [1.0, 2.0, math.nan], "b": [10.0, math.nan, 1.0], "log": [math.nan, math.nan, math.nan]}
-    sums = rewards.weighted_sum(values, {"a": 0.5, "b": 2.0, "log": 0.0})
-    assert sums[0] == 20.5 and math.isnan(sums[1]) and math.isnan(sums[2])
-    assert rewards.weighted_sum({"a": [1.0], "b": [math.nan]}, {"a": -1.0, "b": 0}) == [-1.0]
-
-
-@pytest.mark.parametrize(
-    ("values", "weights", "words"),
-    [
-        ({"a": [1.0]}, {"b": 1.0}, r"\['a'\].*\['b'\]"),
-        ({"a": [1.0]}, {"a": 0.0}, "every reward has weight 0"),
-        ({"a": [1.0], "b": [1.0, 2.0]}, {"a": 1.0, "b": 1.0}, "unequal"),
-    ],
-)
-def test_weighted_sum_refuses(values: Any, weights: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        rewards.weighted_sum(values, weights)
 
 
 def test_rounding_to_eight_bits(golden: Callable[[str], np.lib.npyio.NpzFile]) -> None:

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rewards.models.clip_model import (
-    _pil_image_processor,  # first: it makes transformers importable beside any torchvision
-)
-
-from transformers import CLIPConfig, CLIPModel, CLIPTokenizer  # isort: skip
+from rewards.models.checkpoints import transformers  # it makes transformers importable beside any torchvision
 
 SIDE = 16
 
@@ -25,18 +21,20 @@ def save_tiny_clip(folder: Path, seed: int = 0) -> Path:
     symbols = byte_symbols()
     tokens = [*symbols, *(s + "</w>" for s in symbols), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = CLIPTokenizer(vocab=vocabulary, merges=[])
+    tokenizer = transformers.CLIPTokenizer(vocab=vocabulary, merges=[])
     tokenizer.model_max_length = 77
     torch.manual_seed(seed)
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
     special = {"bos_token_id": len(tokens) - 2, "eos_token_id": len(tokens) - 1, "pad_token_id": len(tokens) - 1}
-    config = CLIPConfig(
+    config = transformers.CLIPConfig(
         text_config={**layers, **special, "vocab_size": len(tokens), "max_position_embeddings": 77},
         vision_config={**layers, "image_size": SIDE, "patch_size": 8},
         projection_dim=16,
     )
-    CLIPModel(config).save_pretrained(folder)
+    transformers.CLIPModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    processor = _pil_image_processor()(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    processor = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
+    )
     processor.save_pretrained(folder)
     return folder

@@ -1,235 +1,25 @@
-"""What every training loop does: steps of named groups, guards, schedule, evaluations, saving and going on."""
+"""What every training loop does: evaluations, saving and going on, leaving, undoing, smaller micro-batches."""
 
 from __future__ import annotations
 
-import math
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from genrl.config.sections import Checkpoint, Optimizer
-from genrl.runtime import checkpoint
-from genrl.runtime.guards import NonFiniteError, read_dump
-from genrl.runtime.loop import Abandoned, Loop, make_accelerator, put_back, scheduled
-from genrl.runtime.metrics import MetricLogger
-from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run, read_metrics
-from genrl.runtime.signals import Stop, Watchdog
+from genrl.config.sections import EMA, Checkpoint, Monitor, Optimizer
+from genrl.runtime import checkpoint, frame
+from genrl.runtime import weights as runtime_weights
+from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
+from genrl.runtime.run import read_metrics
+from genrl.runtime.weights import put_back
+from tests.runtime.loops import Evaluation, Settings, backward, loop, model, moved, values
 
-RATES = {"policy": 0.1, "critic": 0.5}
-
-
-@dataclass
-class Settings:
-    iterations: int = 4
-    seed: int = 0
-    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=0.1, weight_decay=0.0, max_grad_norm=1e9))
-    checkpoint: Checkpoint = field(default_factory=lambda: Checkpoint(every=100, keep=2))
-
-
-class Two(nn.Module):
-    """Two parameters that are trained, in groups of their own, and one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
-        self.critic = nn.Parameter(torch.tensor([[4.0, 5.0]]))
-        self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
-
-
-class Quiet(Watchdog):
-    """One that bites nobody."""
-
-    def beat(self, phase: str, step: int) -> None:
-        self.phase, self.step = phase, step
-
-
-def loop(
-    folder: Path,
-    settings: Settings | None = None,
-    *,
-    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
-    every: int = 0,
-    evaluate: Callable[[int], dict[str, float]] = lambda iteration: {},
-    **options: Any,
-) -> Loop:
-    settings = settings or Settings()
-    run, model = Run(folder / "run"), Two()
-    groups = [{"name": "policy", "params": [model.policy]}, {"name": "critic", "params": [model.critic]}]
-    return Loop(
-        settings=settings,
-        accelerator=make_accelerator(60),
-        model=model,
-        optimizer=kind(groups, lr=1.0, **options),
-        rates=RATES,
-        run=run,
-        log=MetricLogger(run),
-        progress=Progress(settings.iterations, enabled=False),
-        watchdog=Quiet(run, 600),
-        stop=Stop(),
-        every=every,
-        evaluate=evaluate,
-    )
-
-
-def backward(one: Loop, *, policy: float = 0.0, critic: float = 0.0) -> None:
-    """A loss with these gradients, the same for every number of a group."""
-    loss = policy * one.model.policy.sum() + critic * one.model.critic.sum()
-    one.backward(loss, evidence={"advantage": torch.ones(2)}, info={"why": "test"})
-
-
-def weights(one: Loop) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in one.model.named_parameters()}
-
-
-def moved(one: Loop, before: dict[str, Tensor]) -> set[str]:
-    return {name for name, value in weights(one).items() if not torch.equal(value, before[name])}
-
-
-class TestStep:
-    def test_moves_by_the_rate_of_its_group_and_sums_what_was_added(self, tmp_path: Path) -> None:
-        one = loop(tmp_path)
-        backward(one, policy=1.0)
-        backward(one, policy=0.5, critic=2.0)
-        norms = one.step(["policy", "critic"])
-        assert norms == pytest.approx({"policy": 1.5 * math.sqrt(3), "critic": 2 * math.sqrt(2)})
-        torch.testing.assert_close(one.model.policy.data, torch.tensor([1.0, -2.0, 3.0]) - 0.1 * 1.5)
-        torch.testing.assert_close(one.model.critic.data, torch.tensor([[4.0, 5.0]]) - 0.5 * 2.0)
-        assert one.updates == one.optimizer_steps == 1
-        assert one.model.policy.grad is None and one.model.critic.grad is None
-
-    @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-    def test_only_the_named_groups(self, tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
-        """What the others had been given is forgotten: it does not come back with the next step."""
-        one = loop(tmp_path, kind=kind, weight_decay=0.1)
-        before = weights(one)
-        backward(one, policy=1.0, critic=1.0)
-        assert set(one.step(["critic"])) == {"critic"}
-        assert moved(one, before) == {"critic"} and one.model.policy.grad is None
-        assert "policy" not in {
-            name for name, p in one.model.named_parameters() if p in one.optimizer.state and one.optimizer.state[p]
-        }
-        backward(one, policy=1.0)
-        assert one.step(["policy"]) == pytest.approx({"policy": math.sqrt(3)})
-
-    def test_each_group_warms_up_by_its_own_steps(self, tmp_path: Path) -> None:
-        """A critic that is trained alone at first does not use up the policy's warm-up; a checkpoint knows both."""
-        settings = Settings(optimizer=Optimizer(lr=0.1, warmup_steps=4))
-        one = loop(tmp_path, settings)
-        for groups in (["critic"], ["critic"], ["policy", "critic"]):
-            backward(one, policy=1.0, critic=1.0)
-            one.step(groups)
-        rates = [group["lr"] for group in one.optimizer.param_groups]
-        assert rates == pytest.approx([RATES["policy"] / 4, RATES["critic"] * 3 / 4])
-        one.save()
-        again = loop(tmp_path, settings)
-        again.restore(one.run.checkpoints / "step-000000")
-        assert [group["steps"] for group in again.optimizer.param_groups] == [1, 3]
-
-    def test_each_group_is_clipped_by_itself(self, tmp_path: Path) -> None:
-        settings = Settings(optimizer=Optimizer(lr=0.1, max_grad_norm=1.0))
-        one = loop(tmp_path, settings)
-        start = weights(one)
-        backward(one, policy=10.0, critic=0.1)
-        norms = one.step(["policy", "critic"])
-        assert norms == pytest.approx({"policy": 10 * math.sqrt(3), "critic": 0.1 * math.sqrt(2)})  # as they were
-        steps = {name: (start[name] - value) / RATES.get(name, 1.0) for name, value in weights(one).items()}
-        assert float(steps["policy"].norm()) == pytest.approx(1.0, rel=1e-5)
-        torch.testing.assert_close(steps["critic"], torch.full((1, 2), 0.1))  # never up
-
-    @pytest.mark.parametrize(
-        ("kind", "options"),
-        [
-            (torch.optim.AdamW, {"weight_decay": 0.1}),
-            (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
-        ],
-    )
-    def test_nothing_moves_without_a_gradient(self, tmp_path: Path, kind: Any, options: dict[str, Any]) -> None:
-        """Neither by momentum nor by decay: a minibatch in which no decision counted."""
-        one = loop(tmp_path, kind=kind, **options)
-        backward(one, policy=1.0, critic=1.0)
-        one.step(["policy", "critic"])
-        before = weights(one)
-        backward(one, critic=1.0)
-        assert one.step(["policy", "critic"])["policy"] == 0.0
-        assert moved(one, before) == {"critic"}
-        before = weights(one)
-        one.backward(torch.zeros(()), evidence={}, info={})  # a loss that hangs on nothing
-        assert one.step(["policy", "critic"]) == {"policy": 0.0, "critic": 0.0}
-        assert moved(one, before) == set() and one.updates == 3
-
-    def test_what_is_not_trained_is_not_the_loops(self, tmp_path: Path) -> None:
-        assert set(loop(tmp_path).trained) == {"policy", "critic"}
-
-
-class TestSchedule:
-    def test_follows_the_iterations_and_warms_up_by_steps(self, tmp_path: Path) -> None:
-        """Warm-up 3 of the first steps, then linear over the 4 iterations, whatever number of steps they have."""
-        settings = Settings(optimizer=Optimizer(lr=0.1, schedule="linear", warmup_steps=3))
-        one, seen = loop(tmp_path, settings), []
-        for iteration in one.iterations():
-            for _ in range(2 + iteration):
-                backward(one, policy=1.0, critic=1.0)
-                one.step(["policy", "critic"])
-                seen.append({group["name"]: group["lr"] for group in one.optimizer.param_groups})
-            one.finish({})
-        shares = [1 / 3, 2 / 3, 1.0, 0.75, 0.75, *[0.5] * 4, *[0.25] * 5]
-        assert [row["policy"] for row in seen] == pytest.approx([0.1 * share for share in shares])
-        assert [row["critic"] for row in seen] == pytest.approx([0.5 * share for share in shares])
-
-    def test_cosine(self, tmp_path: Path) -> None:
-        one, seen = loop(tmp_path, Settings(optimizer=Optimizer(lr=0.1, schedule="cosine"))), []
-        for _ in one.iterations():
-            backward(one, policy=1.0)
-            one.step(["policy"])
-            seen.append(one.optimizer.param_groups[0]["lr"])
-            one.finish({})
-        assert seen == pytest.approx([0.05 * (1 + math.cos(math.pi * k / 4)) for k in range(4)])
-
-    def test_never_below_zero(self) -> None:
-        assert scheduled(1.0, Optimizer(lr=1.0, schedule="linear"), 12, 10) == 0.0
-
-
-class TestGuards:
-    @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_a_loss_that_is_not_finite(self, tmp_path: Path, value: float) -> None:
-        one = loop(tmp_path)
-        before = weights(one)
-        with pytest.raises(NonFiniteError, match="stopped before the update of step 0") as stopped:
-            backward(one, policy=value)
-        assert moved(one, before) == set() and one.updates == 0
-        assert stopped.value.dump is not None
-        dump = read_dump(stopped.value.dump)
-        assert dump.where == "loss" and not dump.checked["loss"].isfinite()
-        assert torch.equal(dump.batch["advantage"], torch.ones(2)) and dump.info["why"] == "test"
-        assert str(stopped.value.dump) in str(stopped.value) and "genrl replay" not in str(stopped.value)
-
-    def test_a_gradient_that_is_not_finite(self, tmp_path: Path) -> None:
-        """The loss was: its last decisions are what is looked at."""
-        one = loop(tmp_path)
-        before = weights(one)
-        one.model.critic.register_hook(lambda gradient: gradient * math.nan)
-        backward(one, policy=1.0, critic=1.0)
-        with pytest.raises(NonFiniteError, match="gradient is not finite") as stopped:
-            one.step(["policy", "critic"])
-        assert moved(one, before) == set() and one.updates == one.optimizer_steps == 0
-        assert "critic: 1 NaN" in str(stopped.value) and "policy:" not in str(stopped.value)
-        assert stopped.value.dump is not None
-        dump = read_dump(stopped.value.dump)
-        assert dump.where == "gradient" and torch.equal(dump.batch["advantage"], torch.ones(2))
-
-    def test_a_group_that_is_not_stepped_is_not_looked_at(self, tmp_path: Path) -> None:
-        one = loop(tmp_path)
-        one.model.policy.register_hook(lambda gradient: gradient * math.nan)
-        backward(one, policy=1.0, critic=1.0)
-        assert set(one.step(["critic"])) == {"critic"}
-        assert bool(one.model.policy.isfinite().all())
+ADAMW: dict[str, Any] = {"kind": torch.optim.AdamW}
 
 
 @dataclass
@@ -248,57 +38,76 @@ class Counter:
 
 def train(one: Loop, counter: Counter, *, until: int = 10**9) -> None:
     """Adam on gradients that depend on the iteration, a thing beside the model, and a memory."""
-    for iteration in one.iterations():
-        backward(one, policy=1.0 + iteration, critic=0.5 * iteration)
-        one.step(["policy", "critic"])
-        counter.mean, counter.seen = counter.mean + 0.1 * iteration, counter.seen + 1
-        one.memory["sum"] = one.memory.get("sum", 0) + iteration
-        one.finish({"loss": float(one.model.policy.detach().sum())})
+    for _ in one.iterations():
+        learn(one, counter)
         if one.iteration == until:
-            one.stop.signal = signal.SIGTERM
+            one.process.stop.signal = signal.SIGTERM
+
+
+def learn(one: Loop, counter: Counter, *, leave: bool = False) -> None:
+    """One iteration. leave: after its first update, as a process does that is asked to end."""
+    iteration = one.iteration
+    backward(one, policy=1.0 + iteration, critic=0.5 * iteration)
+    one.step(["policy", "critic"])
+    counter.mean, counter.seen = counter.mean + 0.1 * iteration, counter.seen + 1
+    one.memory["sum"] = one.memory.get("sum", 0) + iteration
+    if leave:
+        one.process.stop.signal = signal.SIGTERM
+    backward(one, critic=1.0)
+    one.step(["critic"])
+    one.finish({"loss": float(model(one).policy.detach().sum())})
+
+
+def same_end(one: Loop, other: Loop) -> None:
+    """Weights, optimiser and all else of the newest checkpoints, and the metrics, to the bit."""
+    first, second = (checkpoint.load(checkpoint.latest(x.process.run.checkpoints)) for x in (one, other))  # type: ignore
+    assert first.step == second.step and first.state == second.state
+    assert first.tensors.keys() == second.tensors.keys()
+    for stem, tensors in first.tensors.items():
+        assert all(torch.equal(value, second.tensors[stem][name]) for name, value in tensors.items()), stem
+    rows = [[(row["step"], row["loss"]) for row in read_metrics(x.process.run.metrics)] for x in (one, other)]
+    assert rows[0] == rows[1]
 
 
 class TestSaving:
     def test_going_on_is_as_if_nothing_had_been(self, tmp_path: Path) -> None:
-        settings = Settings(optimizer=Optimizer(lr=0.1, schedule="cosine", warmup_steps=2))
-        straight, counted = loop(tmp_path / "a", settings, kind=torch.optim.AdamW), Counter()
+        settings = Settings(optimizer=Optimizer(lr=0.1, schedule="cosine", warmup_steps=2), ema=EMA(decay=0.5))
+        straight, counted = loop(tmp_path / "a", settings, **ADAMW), Counter()
         straight.keep("counter", counted)
         train(straight, counted)
 
-        first, before = loop(tmp_path / "b", settings, kind=torch.optim.AdamW), Counter()
+        first, before = loop(tmp_path / "b", settings, **ADAMW), Counter()
         first.keep("counter", before)
         train(first, before, until=2)
         first.save()
-        saved = checkpoint.latest(first.run.checkpoints)
+        saved = checkpoint.latest(first.process.run.checkpoints)
         assert saved is not None and saved.name == "step-000002"
+        assert (saved / "exported").read_text() == str(model(first).policy.tolist())
 
-        second, after = loop(tmp_path / "b", settings, kind=torch.optim.AdamW), Counter()
+        second, after = loop(tmp_path / "b", settings, **ADAMW), Counter()
         with torch.no_grad():
-            second.model.policy += 100.0
+            model(second).policy += 100.0
         second.restore(saved)
         second.keep("counter", after)
-        assert (after.seen, second.iteration, second.optimizer_steps) == (2, 2, 2)
-        assert second.memory == {"sum": 1} and moved(second, weights(first)) == set()
+        assert (after.seen, second.iteration, second.optimizer_steps) == (2, 2, 4)
+        assert second.memory == {"sum": 1} and moved(second, values(first)) == set()
         train(second, after)
-        assert moved(second, weights(straight)) == set()
+        assert moved(second, values(straight)) == set()
         assert torch.equal(after.mean, counted.mean) and second.memory == straight.memory
-        rows = [[(row["step"], row["loss"]) for row in read_metrics(one.run.metrics)] for one in (straight, second)]
-        assert rows[0] == rows[1] and [step for step, _ in rows[0]] == [1, 2, 3, 4]
-        last = [checkpoint.load(checkpoint.latest(one.run.checkpoints)) for one in (straight, second)]  # type: ignore
-        assert last[0].step == last[1].step == 4
-        assert last[0].tensors.keys() == last[1].tensors.keys() == {"weights", "optimizer", "kept-counter"}
-        for stem, tensors in last[0].tensors.items():
-            assert all(torch.equal(value, last[1].tensors[stem][name]) for name, value in tensors.items())
+        assert [row["step"] for row in read_metrics(second.process.run.metrics)] == [1, 2, 3, 4]
+        same_end(straight, second)
+        kept = checkpoint.load(checkpoint.latest(second.process.run.checkpoints)).tensors  # type: ignore[arg-type]
+        assert kept.keys() == {"weights", "optimizer", "kept-counter", "snapshot-average"}
 
     def test_weights_of_another_model_are_named(self, tmp_path: Path) -> None:
         one = loop(tmp_path)
         with pytest.raises(ValueError, match=r"where holds the weights of another model: critic, policy"):
-            put_back(one.trained, {}, Path("where"))
+            put_back(one.weights.named, {}, Path("where"))
 
     def test_only_when_due_and_at_the_end(self, tmp_path: Path) -> None:
         one = loop(tmp_path, Settings(iterations=5, checkpoint=Checkpoint(every=2, keep=9)))
         train(one, Counter())
-        steps = sorted(path.name for path in one.run.checkpoints.glob("step-*"))
+        steps = sorted(path.name for path in one.process.run.checkpoints.glob("step-*"))
         assert steps == ["step-000002", "step-000004", "step-000005"]
 
 
@@ -310,13 +119,32 @@ class TestEvaluation:
             asked.append(iteration)
             return {"eval/success_mean": iteration / 10}
 
-        one = loop(tmp_path, Settings(iterations=5), every=2, evaluate=judge)
+        one = loop(tmp_path, Settings(iterations=5, evaluation=Evaluation(2)), evaluate=judge)
         train(one, Counter())
         assert asked == [0, 2, 4, 5]
-        rows = {row["step"]: row for row in read_metrics(one.run.metrics)}
+        rows = {row["step"]: row for row in read_metrics(one.process.run.metrics)}
         assert list(rows) == [0, 1, 2, 3, 4, 5]
         assert {step for step, row in rows.items() if "eval/success_mean" in row} == {0, 2, 4, 5}
-        assert rows[4]["eval/success_mean"] == 0.4 and rows[4]["updates"] == 1 and "timing/eval_s" in rows[4]
+        assert rows[4]["eval/success_mean"] == 0.4 and rows[4]["updates"] == 2 and "timing/eval_s" in rows[4]
+
+    def test_it_is_of_the_average_where_the_run_keeps_one(self, tmp_path: Path) -> None:
+        seen: list[dict[str, Tensor]] = []
+
+        def judge(iteration: int) -> dict[str, float]:
+            seen.append(values(one))
+            return {"eval/success_mean": 0.0}
+
+        one = loop(tmp_path, Settings(iterations=1, ema=EMA(decay=0.75), evaluation=Evaluation(1)), evaluate=judge)
+        start = values(one)
+        for _ in one.iterations():
+            backward(one, policy=1.0, critic=1.0)
+            one.step()
+            one.finish({})
+        end = values(one)
+        assert all(torch.equal(seen[0][name], value) for name, value in start.items())
+        for name, value in start.items():
+            torch.testing.assert_close(seen[1][name], 0.75 * value + 0.25 * end[name])
+        assert moved(one, start) == {"policy", "critic"}
 
     def test_one_that_was_left_is_done_again_and_its_row_is_written_once(self, tmp_path: Path) -> None:
         armed = [True]
@@ -324,20 +152,21 @@ class TestEvaluation:
         def judge(iteration: int) -> dict[str, float]:
             if iteration == 2 and armed:
                 armed.clear()
-                one.stop.signal = signal.SIGTERM
-            one.leave_if_asked()
+                one.process.stop.signal = signal.SIGTERM
+            one.check_stop()
             return {"eval/success_mean": iteration / 10}
 
-        one = loop(tmp_path, every=2, evaluate=judge)
+        settings = Settings(evaluation=Evaluation(2))
+        one = loop(tmp_path, settings, evaluate=judge)
         train(one, Counter())
-        assert [row["step"] for row in read_metrics(one.run.metrics)] == [0, 1]
+        assert [row["step"] for row in read_metrics(one.process.run.metrics)] == [0, 1]
         assert one.iteration == 2 and one.unfinished_row is not None
-        saved = checkpoint.latest(one.run.checkpoints)
+        saved = checkpoint.latest(one.process.run.checkpoints)
         assert saved is not None and saved.name == "step-000002"
-        one = loop(tmp_path, every=2, evaluate=judge)
+        one = loop(tmp_path, settings, evaluate=judge)
         one.restore(saved)
         train(one, Counter())
-        rows = read_metrics(one.run.metrics)
+        rows = read_metrics(one.process.run.metrics)
         assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
         assert rows[2]["eval/success_mean"] == 0.2 and "loss" in rows[2]
 
@@ -345,22 +174,95 @@ class TestEvaluation:
         def judge(iteration: int) -> dict[str, float]:
             raise AssertionError("evaluated")
 
-        one = loop(tmp_path, every=0, evaluate=judge)
+        one = loop(tmp_path, evaluate=judge)
         train(one, Counter())
-        assert [row["step"] for row in read_metrics(one.run.metrics)] == [1, 2, 3, 4]
+        assert [row["step"] for row in read_metrics(one.process.run.metrics)] == [1, 2, 3, 4]
 
 
-class TestStopping:
-    def test_an_iteration_that_has_changed_something_is_finished(self, tmp_path: Path) -> None:
-        one = loop(tmp_path)
-        one.stop.signal = signal.SIGTERM
-        with pytest.raises(Abandoned):
-            one.leave_if_asked()
-        backward(one, policy=1.0)
-        one.step(["policy"])
-        one.leave_if_asked()
-        one.finish({})
+SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
+
+
+class TestMonitor:
+    @pytest.mark.parametrize("action", ["stop", "roll_back"])
+    def test_the_run_ends_where_the_figure_falls(self, tmp_path: Path, action: Any) -> None:
+        """What is kept beside the model goes back with it."""
+        watched = Monitor(reward="success", tolerance=0.05, patience=2, action=action)
+        settings = Settings(iterations=9, ema=EMA(decay=0.5), evaluation=Evaluation(1, watched))
+        found: list[dict[str, Tensor]] = []
+
+        def judge(iteration: int) -> dict[str, float]:
+            found.append(values(one))
+            return {"eval/success_mean": SCORES[iteration]}
+
+        one, counter = loop(tmp_path, settings, evaluate=judge), Counter()
+        one.keep("counter", counter)
+        train(one, counter)
+        assert one.is_complete and one.iteration == 3
+        drops = [row["eval/monitor_drop"] for row in read_metrics(one.process.run.metrics)]
+        assert drops == pytest.approx([0.0, 0.0, 0.3, 0.4])
+        best = found[1]  # the average, as it was evaluated
+        if action == "roll_back":
+            assert moved(one, best) == set() and counter.seen == 1
+            assert all(torch.equal(value, best[name]) for name, value in one.weights.snapshots["average"].items())
+        else:
+            assert moved(one, best) == {"policy", "critic"} and counter.seen == 3
         assert list(one.iterations()) == []
+
+
+class TestLeaving:
+    def test_before_anything_was_changed(self, tmp_path: Path) -> None:
+        one = loop(tmp_path)
+        one.process.stop.signal = signal.SIGTERM
+        with pytest.raises(Interrupted):
+            one.check_stop()
+        with pytest.raises(Interrupted):
+            backward(one, policy=1.0)
+        with pytest.raises(Interrupted):
+            one.step()
+
+    def test_an_iteration_that_cannot_be_undone_is_finished(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where weights are too large for a copy of them in every iteration."""
+        monkeypatch.setattr(runtime_weights, "LARGEST_COPY", 4)
+        one, counter = loop(tmp_path), Counter()
+        for _ in one.iterations():
+            learn(one, counter, leave=True)
+        assert one.iteration == 1 and counter.seen == 1
+
+    def test_one_that_was_left_after_an_update_is_undone_and_done_again(self, tmp_path: Path) -> None:
+        """Weights, average, optimiser, memory what is kept beside them, to the bit; data made once is not copied."""
+        settings = Settings(optimizer=Optimizer(lr=0.1, schedule="cosine", warmup_steps=5), ema=EMA(decay=0.5))
+        straight, counted = loop(tmp_path / "a", settings, **ADAMW), Counter()
+        straight.keep("counter", counted)
+        straight.keep("data", Counter(seen=7), changes=False)
+        train(straight, counted)
+
+        first, counter, data = loop(tmp_path / "b", settings, **ADAMW), Counter(), Counter(seen=7)
+        first.keep("counter", counter)
+        first.keep("data", data, changes=False)
+        left = False
+        for iteration in first.iterations():
+            if iteration == 2:
+                before, memory = values(first), dict(first.memory)
+                with pytest.raises(Interrupted):
+                    learn(first, counter, leave=True)
+                data.load_state_dict = None  # type: ignore[assignment, method-assign]  # it is not put back
+                first.undo()
+                left = True
+                assert moved(first, before) == set() and first.memory == memory and counter.seen == 2
+                assert first.updates == 0 and first.optimizer_steps == 4 and model(first).forgotten == 1
+                break
+            learn(first, counter)
+        assert left
+        first.save()
+
+        second, after = loop(tmp_path / "b", settings, **ADAMW), Counter()
+        second.restore(first.process.run.checkpoints / "step-000002")
+        second.keep("counter", after)
+        second.keep("data", Counter(), changes=False)
+        train(second, after)
+        same_end(straight, second)
 
     def test_global_generators_are_seeded_by_the_iteration(self, tmp_path: Path) -> None:
         """A user's simulator may draw from them; the same iteration draws the same numbers in a resumed run."""
@@ -375,3 +277,50 @@ class TestStopping:
 
         whole = drawn(0)
         assert len(set(whole)) == 4 and drawn(2) == whole[2:]
+
+
+def full(one: Loop) -> None:
+    """A pass in which memory runs out."""
+    with one.fitting():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class TestMemory:
+    def test_the_iteration_is_left_where_the_run_retries(self, tmp_path: Path) -> None:
+        """After an update too: it is undone."""
+        one = loop(tmp_path, retries=True)
+        for _ in one.iterations():
+            backward(one, policy=1.0)
+            one.step()
+            with pytest.raises(MemoryRanOut):
+                full(one)
+            break
+
+    def test_the_error_stays_what_it_is_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the run does not retry, and where an update cannot be undone."""
+        with pytest.raises(torch.OutOfMemoryError):
+            full(loop(tmp_path))
+        monkeypatch.setattr(runtime_weights, "LARGEST_COPY", 4)
+        one = loop(tmp_path, retries=True)
+        for _ in one.iterations():
+            backward(one, policy=1.0)
+            one.step()
+            with pytest.raises(torch.OutOfMemoryError):
+                full(one)
+            break
+
+    def test_shrinking_forgets_gradients_and_is_remembered(self, tmp_path: Path) -> None:
+        one = loop(tmp_path)
+        backward(one, policy=1.0)
+        frame.shrink(one, "lower this")
+        assert model(one).size == one.memory["batch_size"] == 4 and model(one).policy.grad is None
+        model(one).size = 1
+        with pytest.raises(RuntimeError, match="micro-batch of 1 samples does not fit .*: lower this"):
+            frame.shrink(one, "lower this")
+
+    @pytest.mark.parametrize(
+        ("most", "multiple", "sizes"),
+        [(8, 1, [8, 4, 2, 1]), (24, 1, [24, 12, 6, 3, 1]), (24, 6, [24, 12, 6]), (18, 6, [18, 6]), (5, 1, [5, 2, 1])],
+    )
+    def test_sizes_that_are_tried(self, most: int, multiple: int, sizes: list[int]) -> None:
+        assert frame.halvings(most, multiple) == sizes

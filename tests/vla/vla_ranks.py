@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.session import Session
+from genrl.vla.run import VLARun
 from tests.vla import vla_runs
 
 
@@ -18,9 +18,9 @@ def record(path: str, out: str, teaching: int | None = None) -> None:
 
     teaching: slots from this one on always fail, of those before it every fourth one succeeds.
     """
-    collect = Session.collect
+    collect = VLARun.collect
 
-    def watched(self: Session, settings: Any) -> ChunkRollout:
+    def watched(self: VLARun, settings: Any) -> ChunkRollout:
         found = collect(self, settings)
         if teaching is not None:
             slots = self.first_slot + torch.arange(found.rewards.shape[1])
@@ -32,5 +32,5 @@ def record(path: str, out: str, teaching: int | None = None) -> None:
         save_file({key: value.contiguous().clone() for key, value in kept.items()}, Path(out) / name)
         return found
 
-    Session.collect = watched  # type: ignore[method-assign]
+    VLARun.collect = watched  # type: ignore[method-assign]
     vla_runs.train_file(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,13 @@ import yaml
 from torch import Tensor
 
 from genrl.config import VLAConfig, load
-from genrl.runtime.loop import make_accelerator
-from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run
-from genrl.runtime.signals import Watchdog, catch_stop
 from genrl.vla.data.demonstrations import expert_demonstrations, minitable_frames
 from genrl.vla.methods.imitation import imitate
 from genrl.vla.policies.folder import load_policy, save_policy
-from genrl.vla.session import Session
+from genrl.vla.run import VLARun
 from genrl.vla.simulators.minitable.task import task_numbers
-from genrl.vla.train import open_policy, open_session, train
+from genrl.vla.train import KIND, train
+from tests import opened as opening
 from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
 from tests.vla.tiny_policies import WORDS, diffusion, flow
 
@@ -105,17 +102,10 @@ def config(place: Path, *, sampler: str = "flow_sde", **changes: Any) -> VLAConf
 
 
 @contextmanager
-def session(settings: VLAConfig) -> Iterator[Session]:
-    """The session of a new run, as `train` opens it: for tests that look at a trainer from inside."""
-    run = Run(Path(settings.output))
-    torch.manual_seed(settings.seed)
-    with ExitStack() as stack:
-        stop = stack.enter_context(catch_stop())
-        progress = stack.enter_context(Progress(settings.iterations, enabled=False))
-        watchdog = stack.enter_context(Watchdog(run, 600))
-        policy, _ = open_policy(settings)
-        accelerator = make_accelerator(settings.distributed.timeout_s)
-        yield open_session(settings, accelerator, run, progress, watchdog, stop, policy, stack)
+def opened(settings: VLAConfig) -> Iterator[VLARun]:
+    """A new run, as `train` opens it: for tests that look at a method from inside."""
+    with opening.opened(settings, KIND) as run:
+        yield run
 
 
 def weights(policy: torch.nn.Module) -> dict[str, Tensor]:
@@ -127,7 +117,7 @@ def moved(policy: torch.nn.Module, before: Mapping[str, Tensor]) -> set[str]:
     return {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
 
 
-def gradients(one: Session) -> dict[str, Tensor]:
+def gradients(one: VLARun) -> dict[str, Tensor]:
     """What a backward pass left."""
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()

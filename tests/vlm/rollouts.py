@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from genrl.vlm.methods import recipe
-from genrl.vlm.methods.presets import PRESETS
-from genrl.vlm.methods.recipe import Preset
+from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.token_batch import TokenBatch
 
 GROUPS, SIZE, LENGTH = 3, 4, 7
@@ -81,7 +81,7 @@ def rollout(seed: int = 0, *, junk: float = 0.0, pad: int = 0, masked: bool = Tr
 def for_preset(name: str, batch: TokenBatch) -> TokenBatch:
     """What a preset reads in another shape: credit and values per token or per row, ELBO samples."""
     chosen, extra = PRESETS[name], dict(batch.extra)
-    if isinstance(chosen.advantage, recipe.CriticAdvantage):
+    if isinstance(chosen.advantage, CriticAdvantage):
         if chosen.advantage.level == "token":
             extra["credit"] = extra["returns"]
         else:

@@ -16,8 +16,8 @@ from genrl.cli.app import app
 from genrl.objectives.preferences.preference import dpo_loss
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss
-from genrl.vlm.methods.presets import PRESETS
 from genrl.vlm.policies.folder import load_trained
+from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout import artefacts
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.train import train
@@ -111,9 +111,9 @@ def test_tunes_are_kept_and_the_policy_alone_is_loaded(tmp_path: Path) -> None:
 
 def test_a_shape_has_one_score_of_its_views_for_each_step(tmp_path: Path) -> None:
     settings = config(tmp_path, "voxels", "hi_grpo")
-    with vlm_runs.session(settings) as session:
-        answers, _ = session.draw()
-        ready = session.estimate(answers)
+    with vlm_runs.opened(settings) as run:
+        answers, _ = run.draw()
+        ready = run.estimate(answers)
     assert set(answers.scores) == {"shapes", "shapes/coarse", "shapes-2", "shapes-2/coarse"}
     best, total = answers.scores["shapes"], answers.scores["shapes-2"]
     assert bool((total <= 6 * best + 1e-9).all()) and bool((total >= best - 1e-9).all())
@@ -163,9 +163,9 @@ class TestLosses:
     def test_one_mask_at_a_time_has_the_gradient_of_all(self, tmp_path: Path) -> None:
         """BGPO on a real model: the estimates' gradient, column by column, is that of the exact loss on policy."""
         settings = config(tmp_path, "masked_text", "bgpo")
-        with vlm_runs.session(settings) as session:
-            policy: Any = session.policy
-            answers = artefacts.draw(policy, settings, session.opened, [session.questions[0]], (0, "x"))
+        with vlm_runs.opened(settings) as run:
+            policy: Any = run.policy
+            answers = artefacts.draw(policy, settings, run.opened, [run.questions[0]], (0, "x"))
             advantage = torch.tensor([1.0, -1.0, 0.5])
             arguments = (answers.prompts, answers.tokens, answers.mask)
             elbo = policy.log_probs(*arguments, group=answers.group).log_prob

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from genrl.config import VLMConfig, load
-from genrl.runtime.loop import make_accelerator
-from genrl.runtime.progress import Progress
-from genrl.runtime.run import Run
-from genrl.runtime.signals import Watchdog, catch_stop
-from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.session import Session
-from genrl.vlm.train import open_session
+from genrl.vlm.run import AnswersRun
+from genrl.vlm.train import KIND
+from tests import opened as opening
 
 MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-vlm"
 
@@ -54,16 +50,10 @@ def config(place: Path, **changes: Any) -> VLMConfig:
 
 
 @contextmanager
-def session(settings: VLMConfig) -> Iterator[Session]:
-    """The session of a new run, as `train` opens it: for tests that look at a trainer from inside."""
-    run = Run(Path(settings.output))
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        accelerator = make_accelerator(settings.distributed.timeout_s)
-        progress = stack.enter_context(Progress(settings.iterations, enabled=False))
-        watchdog, stop = stack.enter_context(Watchdog(run, 600.0, rank=0)), stack.enter_context(catch_stop())
-        policy = open_policy(settings)
-        yield open_session(settings, accelerator, run, progress, watchdog, stop, policy, stack)
+def opened(settings: VLMConfig) -> Iterator[AnswersRun]:
+    """A new run, as `train` opens it: for tests that look at a method from inside."""
+    with opening.opened(settings, KIND) as run:
+        yield run
 
 
 def first_question(settings: VLMConfig) -> Prompt:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.config.plans import pruned_depths
-from genrl.diffusion.methods.flow_grpo.settings import Prune, Tree
+from genrl.diffusion.methods.layout import Prune, Tree, pruned_depths
 from genrl.mdp import tree as trees
 from genrl.mdp.plan import SamplingPlan, extreme_count, pruning_is_on
 from genrl.objectives.advantages.credit import (
-    leaves_below,
+    edge_weights,
+    leaf_counts,
     level_softmax,
     mean_of_leaves,
     normalise_per_depth,
@@ -79,16 +79,15 @@ def tree_edges(
         values, skipped = normalise_per_depth(values, tree.depth)
         values = values.clamp(-clip, clip)
         skipped = [depth for depth in skipped if depth - 1 in trained]
-    counts = (leaves_below(parent) & scored.view(-1, 1, leaves)).sum(-1)
+    counts = leaf_counts(parent, scored.view(-1, leaves))
     kept = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
     if settings.prune is not None and pruning_is_on(iteration, iterations, settings.prune.until):
         rewards = rewards.view(-1, leaves)
         kept = kept & unpruned(settings.prune, tree, plan, rewards, iteration=iteration, iterations=iterations)
-    moves = (leaves_below(parent) & (advantages != 0).view(-1, 1, leaves)).any(-1)
-    weight = kept * (counts.double() if settings.weight == "leaf_multiplicity" else 1.0)
+    moves = leaf_counts(parent, (advantages != 0).view(-1, leaves)) > 0
     return Edges(
         to_table(values.nan_to_num(0.0) * kept, tree).to(advantages.dtype),
-        to_table(weight, tree).to(advantages.dtype),
+        to_table(edge_weights(kept, counts, settings.weight), tree).to(advantages.dtype),
         to_table(moves, tree),
         skipped,
     )

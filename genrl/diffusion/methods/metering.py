@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from accelerate.utils import gather_object
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from genrl.objectives.advantages.groups import GroupStatistics
 from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+
+EVIDENCE = ("model_output", "log_prob", "mean", "std")
+"""What losses return for dumps and no metric."""
 
 
 class Meter:
@@ -31,6 +35,12 @@ class Meter:
         counted = weight > 0
         self._values[name].append(kept[counted])
         self._weights[name].append(weight[counted])
+
+    def add_all(self, results: Mapping[str, Tensor]) -> None:
+        """What a loss found, by name, without what it keeps for dumps alone (`EVIDENCE`)."""
+        for name, values in results.items():
+            if name not in EVIDENCE:
+                self.add(name, values)
 
     def add_groups(self, statistics: GroupStatistics, advantages: Tensor, clip: float) -> None:
         """What all processes know alike."""

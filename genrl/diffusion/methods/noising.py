@@ -1,37 +1,41 @@
 """What the trainers on the forward process share: finished samples noised to drawn levels, and the updates.
 
-A method is what it draws (`prepare`) and what it makes of the model's answer (`objective`): see `diffusion_nft.py`,
-`awm.py`, `dgpo.py`, `crd.py` and `dpo.py`. Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
+A method is what it noises (`prepare`) and its `loss`: see diffusion_nft, awm, dgpo, crd and dpo.
+Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from genrl.config.diffusion_method import Updating
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.forward import flow_sample, flow_target
 from genrl.mdp.noise import keyed_noise
+from genrl.runtime.recorded import Recorded
 
 Tensors = dict[str, Tensor]
-Given = Mapping[str, Tensor]
+Loss = Callable[[Any, Policy, Recorded], Tensors]
+"""(settings, policy, what was recorded) -> "loss" [B], metrics by name, and the model's output."""
 
 REFERENCE = "reference"
 
 
-def require_flow(session: Session) -> None:
+def require_flow(run: DiffusionRun) -> None:
     """Raise ValueError where the model predicts something else than a velocity."""
-    if session.policy.head.parametrisation != "flow":
+    if run.policy.head.parametrisation != "flow":
         raise ValueError(
-            f"trainer.algorithm: {session.config.trainer.algorithm} needs a flow-matching model; "
-            f"{session.config.model.path} predicts {session.policy.prediction_type}. Use flow_grpo with kernel: ddim"
+            f"trainer.algorithm: {run.config.trainer.algorithm} needs a flow-matching model; "
+            f"{run.config.model.path} predicts {run.policy.prediction_type}. Use flow_grpo with kernel: ddim"
         )
 
 
@@ -75,54 +79,51 @@ def without_guidance(policy: Policy, batch: Batch) -> Batch:
     return batch if policy.embeds_guidance else guided(batch, 1.0)
 
 
-def check_reference_guidance(session: Session, scale: float | None) -> None:
+def check_reference_guidance(run: DiffusionRun, scale: float | None) -> None:
     """Raise ValueError where the reference is to have its own guidance, and guidance is an input of the network."""
-    if scale is not None and session.policy.embeds_guidance:
+    if scale is not None and run.policy.embeds_guidance:
         raise ValueError(
-            f"trainer.reference_guidance: {session.config.model.path} takes guidance as an input of its network, so "
+            f"trainer.reference_guidance: {run.config.model.path} takes guidance as an input of its network, so "
             f"at {scale:g} the starting model would be judged under another condition than the policy; write null"
         )
 
 
 @torch.no_grad()
-def under(session: Session, snapshot: str, batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
+def under(run: DiffusionRun, snapshot: str, batch: Batch, state: Tensor, sigma: Tensor) -> Tensor:
     """The model's output under a snapshot ("reference": the model before training), [B, ...], without gradient."""
-    weights = session.weights
+    weights = run.weights
     with weights.reference() if snapshot == REFERENCE else weights.use(snapshot):
-        return session.policy.velocity(batch, state, sigma)
+        return run.policy.velocity(batch, state, sigma)
 
 
 def update(
-    session: Session,
+    run: DiffusionRun,
+    settings: Updating,
     rollouts: Rollouts,
     num_draws: int,
     prepare: Callable[[MicroBatch, int, int], tuple[Batch, Tensors] | None],
-    objective: Callable[[Tensor, Given], Tensors],
+    loss: Loss,
     meter: Meter,
     count: Callable[[list[int]], int] = len,
 ) -> None:
     """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels, per inner epoch.
 
     prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of, `noisy` and `sigma` among
-    it; None = nothing to train; `counts` false = evaluated with the other processes, but in no metric.
-    objective(velocity, what was given) gives "loss" [B] and metrics by name. count(slots): losses that the samples of
-    an update have at one draw, over all processes.
+    it; None = nothing to train; `counts` false = evaluated with the other processes, but in no metric. loss: the
+    method's. count(slots): losses that the samples of an update have at one draw, over all processes.
     """
-    settings, policy = session.config.trainer, session.policy
-    session.start_training(settings.epochs * num_draws * len(rollouts.mine))
+    run.start_training(settings.epochs * num_draws * len(rollouts.mine))
     for epoch in range(settings.epochs):
         for micro_batches, slots in rollouts.updates(settings.updates):
-            divisor = count(slots) * num_draws
+            divisor = max(count(slots) * num_draws, 1)
             for micro_batch, k in product(micro_batches, range(num_draws)):
-                with session.fitting():
+                with run.loop.fitting():
                     found = prepare(micro_batch, epoch, k)
                     if found is None:
                         continue
-                    batch, given = found
-                    output = policy.velocity(batch, given["noisy"], given["sigma"])
-                    terms = objective(output, given)
-                    session.backward(terms["loss"], batch, given | {"model_output": output}, divisor=max(divisor, 1))
-                if bool(given.get("counts", True)):
-                    for name, values in terms.items():
-                        meter.add(name, values)
-            meter.add("grad_norm", torch.tensor([session.step()]))
+                    recorded = Recorded(*found)
+                    results = loss(settings, run.policy, recorded)
+                    run.backward(settings, results, recorded, divisor=divisor)
+                if "counts" not in recorded or bool(recorded["counts"]):
+                    meter.add_all(results)
+            meter.add("grad_norm", torch.tensor([run.step()]))

@@ -28,6 +28,7 @@ from genrl.diffusion.policy.weights import ADAPTER
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.weights import result
 
 _RELOADED = "genrl_reloaded"
 _SECOND = "_2"
@@ -181,7 +182,7 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
             pipe.fuse_lora(components=adapted)  # by default not the second expert
             pipe.unload_lora_weights()
         else:
-            _fill(pipe, loaded.tensors.get("snapshot-average", loaded.tensors["weights"]))
+            _fill(pipe, result(loaded.tensors))
         pipe.save_pretrained(out)
     rows = [row for row in read_metrics(Run(run).metrics) if row["step"] <= loaded.step and "eval/total_mean" in row]
     prompts = prompt_files.load(config.prompts.eval or config.prompts.train, config.prompts.column)[:5]

@@ -18,16 +18,18 @@ import functools
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 from torch import Tensor, nn
 
+from genrl.config.kernels import find_kernel
 from genrl.diffusion.policy.blocks import Switches
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
-from genrl.diffusion.policy.sharding import is_sharded
 from genrl.kernels.backend import Backend, TooManyGraphs
 from genrl.kernels.sde_step import sde_step
 from genrl.mdp import kernels
@@ -35,6 +37,7 @@ from genrl.mdp.gaussian import Reduction, log_prob, sample
 from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import derive_seed, keyed_noise
 from genrl.mdp.tree import edge_noise
+from genrl.runtime.sharding import is_sharded
 
 DENOISERS = ("transformer", "unet", "transformer_2")
 NoiseKey = tuple[int | str, ...]
@@ -67,10 +70,44 @@ class Batch:
             inputs={name: [values[r] for r in rows] for name, values in self.inputs.items()},
         )
 
+    def dumped(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(JSON, its pictures as uint8 [H, W, 3]): what `from_dump` makes it from."""
+        info = {
+            "prompts": self.prompts,
+            "keys": self.keys,
+            "initial_keys": self.initial_keys,
+            "sampling": dict(self.sampling),
+            "inputs": list(self.inputs),
+        }
+        pictures = {
+            f"inputs/{name}/{k}": torch.from_numpy(np.array(picture))
+            for name, row in self.inputs.items()
+            for k, picture in enumerate(row)
+        }
+        return info, pictures
+
+    @classmethod
+    def from_dump(cls, info: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        """The reverse of `dumped`."""
+        initial = info["initial_keys"]
+        return cls(
+            prompts=info["prompts"],
+            keys=[tuple(key) for key in info["keys"]],
+            sampling=info["sampling"],
+            initial_keys=None if initial is None else [tuple(key) for key in initial],
+            inputs={
+                name: [Image.fromarray(tensors[f"inputs/{name}/{k}"].numpy()) for k in range(len(info["prompts"]))]
+                for name in info["inputs"]
+            },
+        )
+
 
 @dataclass(frozen=True)
 class Kernel:
-    """Which Gaussian transition a stochastic step is, by name (`genrl.mdp.kernels`), and its noise level (a or eta)."""
+    """Which Gaussian transition a stochastic step is, by name (`genrl.config.kernels`), and its noise level (a or eta).
+
+    Raises ValueError for a name that is none, and for what a kernel from outside returns if it is no transition.
+    """
 
     name: str
     noise_level: float
@@ -111,7 +148,8 @@ class Kernel:
             return kernels.flow_cps(x, out, sigma, sigma_next, noise_level=a)
         if self.name == "flow_ddim":
             return kernels.flow_ddim(x, out, sigma, sigma_next, noise_level=a)
-        raise ValueError(f"unknown kernel {self.name!r}; one of {', '.join(kernels.FLOW_KERNELS)}, ddim")
+        mean, std = find_kernel(self.name)(x, out, sigma, sigma_next, noise_level=a)
+        return kernels.transition_of(x, mean, std)
 
 
 ODE = Kernel("ode", 0.0)

@@ -20,13 +20,13 @@ Threshold = Literal["mean", "median"] | float
 
 
 def coefficient_of_variation(reward: Tensor, *, eps: float = 1e-6) -> float:
-    """`h = std / (mean + eps)` over all scores of the iteration (population std): what log-tame compares."""
+    """`h = std / (mean + eps)` over all scores [N] of the iteration (population std): what log-tame compares."""
     scores = reward[~reward.isnan()].double()
     return float(scores.std(unbiased=False) / (scores.mean() + eps))
 
 
 def log_tame(rewards: Sequence[Tensor], weights: Sequence[float], *, threshold: Threshold = "mean") -> Tensor:
-    """`sum_k w_k t(r_k)`, t(r) = ln(1 + r) for a reward whose h is above the threshold, else r: aggregated *rewards*.
+    """`sum_k w_k t(r_k)`, t(r) = ln(1 + r) for a reward whose h exceeds the threshold, else r: one *reward*, [N].
 
     threshold: the mean or median of all h (with one reward, and for the median of equals, nothing is tamed), or a
     number. Raises ValueError where a reward to be tamed is -1 or less.
@@ -66,10 +66,10 @@ def log_tame_advantages(
     scale: Scale = "group",
     eps: float = 1e-6,
 ) -> Tensor:
-    """PaCo-GRPO's advantages under log-tame: of the tamed rewards, normalised in their group ("paper").
+    """PaCo-GRPO's advantages under log-tame: of the tamed rewards, normalised in their group ("paper"), [N].
 
     "released" is what its tracker does with the function: the aggregated rewards *are* the advantages, without mean or
-    std, so that rewards that are never negative push every sample up. Without a score: 0.
+    std, so that rewards that are never negative reinforce every sample. Without a score: 0.
     """
     tamed = log_tame(rewards, weights, threshold=threshold)
     if variant == "paper":
@@ -77,35 +77,3 @@ def log_tame_advantages(
     if variant == "released":
         return tamed.nan_to_num(nan=0.0)
     raise ValueError(f"variant must be 'paper' or 'released', got {variant!r}")
-
-
-def sum_of_advantages(
-    rewards: Sequence[Tensor], weights: Sequence[float], group: Tensor, *, scale: Scale, eps: float = 1e-6
-) -> Tensor:
-    """`sum_k w_k A_k`, each reward normalised by itself (`max(std, eps)`): PaCo-RL's weighted advantage sum.
-
-    GDPO without its last whitening: rewards of any scale take part by their weights.
-    """
-    parts = complete_rewards(rewards, weights)
-    total = torch.zeros_like(parts[0])
-    for part, weight in zip(parts, weights, strict=True):
-        total += weight * group_advantages(part, group, scale=scale, eps=eps, eps_mode="floor")
-    return total
-
-
-def geometric_mean(rewards: Sequence[Tensor]) -> Tensor:
-    """`(prod_k r_k)^(1/K)`: a sample must do well in every reward. Raises ValueError for a negative score."""
-    return _not_negative(rewards).log().mean(dim=0).exp()
-
-
-def harmonic_mean(rewards: Sequence[Tensor]) -> Tensor:
-    """`K / sum_k (1 / r_k)`: nearly the worst reward alone. Raises ValueError for a negative score."""
-    return _not_negative(rewards).reciprocal().mean(dim=0).reciprocal()
-
-
-def _not_negative(rewards: Sequence[Tensor]) -> Tensor:
-    parts = torch.stack(complete_rewards(rewards, [1.0] * len(rewards)))
-    if bool((parts < 0).any()):
-        worst = int(parts.nan_to_num(nan=0.0).min(dim=1).values.argmin())
-        raise ValueError(f"this mean needs scores of 0 or more; reward {worst} has negative ones")
-    return parts

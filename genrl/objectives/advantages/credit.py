@@ -5,7 +5,7 @@ into node n, and roots have none. Values may have leading dimensions, [..., N] (
 leaf values are [..., L], one per node without children, in level order. All is computed in float64.
 
 NaN is a leaf without a score: backups leave it out, a node with no scored leaf has no value (NaN), its advantage is 0.
-Among log-probabilities NaN is a deterministic edge: it was not drawn and weighs nothing in a softmax.
+Among log-probabilities NaN is a deterministic edge: it was not sampled and has no weight in a softmax.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def leaves_below(parent: Tensor) -> Tensor:
     return below
 
 
-def leaf_counts(parent: Tensor) -> Tensor:
-    """m_e: leaves below each node, int64 [N]; 1 for a leaf."""
-    return leaves_below(parent).sum(-1)
+def leaf_counts(parent: Tensor, counted: Tensor | None = None) -> Tensor:
+    """m_e: leaves below each node, itself included if it is one, int64 [..., N]. counted: bool [..., L]; None = all."""
+    below = leaves_below(parent)
+    return (below if counted is None else below & counted[..., None, :]).sum(-1)
 
 
 def edges_to(parent: Tensor, leaves: Tensor) -> Tensor:
@@ -84,29 +85,6 @@ def level_softmax(parent: Tensor, leaf_values: Tensor, edge_log_prob: Tensor, al
     return _softmax_mean(parent, leaf_values, path[..., leaf_nodes(parent)])
 
 
-def sibling_weights(parent: Tensor, edge_log_prob: Tensor, alpha: float = 1.0) -> Tensor:
-    """softmax(alpha l) of each edge among the children of its parent, float64 [..., N]; 1 for roots."""
-    return _log_sibling_weights(parent, alpha * _drawn(edge_log_prob)).exp()
-
-
-def log_partition(parent: Tensor, edge_log_prob: Tensor) -> Tensor:
-    """Z(n) = log of the sum over leaves below n of exp(sum of l_e on the path down), [..., N]; 0 for a leaf."""
-    path = _along_path(parent, _drawn(edge_log_prob))
-    leaves = torch.where(leaves_below(parent), path[..., None, leaf_nodes(parent)], -torch.inf)
-    return leaves.logsumexp(-1) - path
-
-
-def leaf_weights(parent: Tensor, edge_log_prob: Tensor, alpha: float = 1.0) -> Tensor:
-    """Weight of each leaf in its root's `level_softmax`, [..., L]: the product of `sibling_weights` on its path."""
-    weights = _log_sibling_weights(parent, alpha * _drawn(edge_log_prob))
-    return _along_path(parent, weights)[..., leaf_nodes(parent)].exp()
-
-
-def effective_sample_size(weights: Tensor) -> Tensor:
-    """`(sum w)^2 / sum w^2` over the last dimension: how many equally weighted leaves they are worth."""
-    return weights.sum(-1) ** 2 / weights.square().sum(-1)
-
-
 def normalise_per_depth(
     values: Tensor, depth: Tensor, *, min_nodes: int = 4, eps: float = 1e-8, flat: float = 1e-6
 ) -> DepthNormalised:
@@ -134,26 +112,28 @@ def normalise_per_depth(
     return DepthNormalised(found, skipped)
 
 
-def edge_weights(parent: Tensor, trained: Tensor, weighting: EdgeWeighting) -> Tensor:
+def edge_weights(trained: Tensor, counts: Tensor, weighting: EdgeWeighting) -> Tensor:
     """Weights of the trained edges, float64 [..., N], 0 for the others: the loss of an update is
     `sum of weight x edge loss / sum of weights` over all its edges, of all prompts and processes.
 
     "per_edge": 1 each, which favours deep edges by 1 / m_e against independent rollouts (BranchGRPO, TreeGRPO).
-    "leaf_multiplicity": m_e, the leaves below (pruned ones included): with `mean_of_leaves` of leaf advantages the
-    gradient is then, on policy, exactly that of the paths as separate rollouts, for which a tree is an unbiased
-    stand-in. trained: bool [..., N]; roots must be False. A sum of 0 is an update to be skipped (no branch was chosen).
+    "leaf_multiplicity": m_e, the scored leaves below (pruned ones included): with `mean_of_leaves` of leaf advantages
+    the gradient is then, on policy, exactly that of the paths as separate rollouts, for which a tree is an unbiased
+    stand-in. trained: bool [..., N], False for roots; counts: `leaf_counts` of the scored leaves, int64 [..., N].
+    A sum of 0 is an update to be skipped (no branch was chosen). Raises ValueError for another weighting.
     """
-    if bool(trained[..., parent < 0].any()):
-        raise ValueError("trained: a root has no edge and cannot be trained")
     if weighting == "per_edge":
         return trained.double()
     if weighting == "leaf_multiplicity":
-        return trained * leaf_counts(parent).double()
+        return trained * counts.double()
     raise ValueError(f"edge weighting must be per_edge or leaf_multiplicity, got {weighting!r}")
 
 
 def signed_advantage(scores: Tensor, *, clip: float = 5.0, positive: float = 1.0, negative: float = 1.0) -> Tensor:
-    """`clamp(score, +-clip)` times `positive` above 0, else `negative`: B2-DiffuRL's advantage (arXiv 2503.11240)."""
+    """`clamp(score, +-clip)` times `positive` above 0, else `negative`: B2-DiffuRL's advantage (arXiv 2503.11240).
+
+    Elementwise, any shape.
+    """
     clipped = scores.detach().clamp(-clip, clip)
     return torch.where(scores > 0, positive * clipped, negative * clipped)
 

@@ -29,11 +29,6 @@ def first_episode_steps(done: Tensor) -> Tensor:
     return ~ended_before.view(done.shape[0], done.shape[2], done.shape[1]).transpose(1, 2)
 
 
-def episode_lengths(valid: Tensor) -> Tensor:
-    """Number of valid actions of each column, int64 [B], of valid [T, B, C]."""
-    return valid.sum((0, 2))
-
-
 def first_episode_returns(rewards: Tensor, done: Tensor) -> Tensor:
     """Sum of the rewards of the first episode of each column, undiscounted: rewards and done [T, B, C] -> [B]."""
     return torch.where(first_episode_steps(done), rewards.double(), 0.0).sum((0, 2))
@@ -59,10 +54,3 @@ def informative_groups(returns: Tensor, group: Tensor, *, low: float, high: floa
     mean = empty.index_add(0, index, returns.double()) / count
     slack = 1e-6  # a mean of float32 rewards that equals a bound counts as inside
     return ((mean >= low - slack) & (mean <= high + slack))[index]
-
-
-def epochs_side_by_side(rows: Tensor, epochs: int) -> Tensor:
-    """[epochs T, B, ...] -> [T, epochs B, ...]: several rollouts of the same environments as one wide one."""
-    if len(rows) % epochs:
-        raise ValueError(f"{len(rows)} rows are not {epochs} rollouts of one length")
-    return rows.reshape(epochs, len(rows) // epochs, *rows.shape[1:]).transpose(0, 1).flatten(1, 2)

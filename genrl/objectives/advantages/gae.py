@@ -31,15 +31,6 @@ class ChunkReward(NamedTuple):
     discount: Tensor
 
 
-class ReturnScale(NamedTuple):
-    """Running variance of discounted returns: mean, variance, weight (float64 []), and the open returns [B]."""
-
-    mean: Tensor
-    variance: Tensor
-    weight: Tensor
-    open_returns: Tensor
-
-
 def gae(
     rewards: Tensor,
     terminated: Tensor,
@@ -72,7 +63,7 @@ def gae(
 
 
 def executed_mask(n_executed: Tensor, size: int) -> Tensor:
-    """Which actions of chunks of `size` were executed, bool [..., size]: a chunk stops where its episode ends.
+    """Which actions of chunks of `size` were executed, bool [..., size]: the first n_executed [...] of each.
 
     The mask of action-level losses, and all false for a row that only resets (n_executed 0).
     """
@@ -151,20 +142,6 @@ def action_gae(
     return Estimate(advantages, torch.where(there, advantages + now, 0.0))
 
 
-def fold_bootstrap(
-    rewards: Tensor, terminated: Tensor, truncated: Tensor, final_values: Tensor, *, gamma: float, always: bool
-) -> Tensor:
-    """`r_last += gamma V(final observation)` for chunks that cut an episode: rewards [B, C], flags and values [B].
-
-    How pi_RL bootstraps under auto-reset: its GAE then treats every done as an end. always: after success, too, which
-    keeps finishing from being worth less than going on. Returns [B, C] float64.
-    """
-    ended = truncated.bool() | terminated.bool() if always else truncated.bool()
-    folded = rewards.double().clone()
-    folded[..., -1] += torch.where(ended, gamma * final_values.detach().double(), 0.0)
-    return folded
-
-
 def normalise_advantages(advantages: Tensor, valid: Tensor | None = None, *, eps: float, ddof: int = 1) -> Tensor:
     """`(A - mean) / (std + eps)` with the statistics of the valid entries, applied to all: any shape, float64.
 
@@ -178,34 +155,6 @@ def normalise_advantages(advantages: Tensor, valid: Tensor | None = None, *, eps
         raise ValueError("an advantage of a valid entry is NaN: look for a NaN reward or value")
     spread = kept.std(correction=ddof) if kept.numel() > ddof else kept.new_zeros(())
     return (advantages.double() - kept.mean()) / (spread + eps)
-
-
-def new_return_scale(batch: int) -> ReturnScale:
-    """Before the first reward: mean 0, variance 1, with a weight of 1e-4 of one return."""
-    zero = torch.zeros((), dtype=torch.float64)
-    return ReturnScale(zero, zero + 1.0, zero + 1e-4, torch.zeros(batch, dtype=torch.float64))
-
-
-def scale_rewards(
-    rewards: Tensor, first: Tensor, scale: ReturnScale, *, gamma: float, clip: float
-) -> tuple[Tensor, ReturnScale]:
-    """`r / std of the discounted return so far`, clamped to +-clip (DPPO: 10): [T, B] float64, and the next scale.
-
-    first [T, B]: the row begins an episode. The return up to a row is `R = r + gamma (1 - first) R_before`; its
-    variance is merged over calls from counts and moments (over count - 1, as released), so that what came before keeps
-    its weight.
-    """
-    returns = torch.zeros_like(rewards, dtype=torch.float64)
-    running = scale.open_returns
-    for t in range(len(rewards)):
-        running = rewards[t].double() + torch.where(first[t].bool(), 0.0, gamma * running)
-        returns[t] = running
-    before, new = scale.weight, returns.numel()
-    total = before + new
-    shift = returns.mean() - scale.mean
-    squares = scale.variance * before + returns.var(correction=0) * new + shift**2 * before * new / total
-    merged = ReturnScale(scale.mean + shift * new / total, squares / (total - 1.0), total, running)
-    return (rewards.double() / (merged.variance + 1e-8).sqrt()).clamp(-clip, clip), merged
 
 
 def _executed(rewards: Tensor, n_executed: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def group_advantages(
     ddof: int = 0,
     clip: float | None = None,
 ) -> Tensor:
-    """`(r - mean of its group) / std`: the group-relative advantage of GRPO (arXiv 2402.03300, section 4.1.2).
+    """`(r - mean of its group) / std`, [N]: the group-relative advantage of GRPO (arXiv 2402.03300, section 4.1.2).
 
     scale: "group" divides by the group's own std (Flow-GRPO, arXiv 2505.05470); "global" keeps
     the group's mean and divides by the std of all rewards of the iteration, so that groups with a small spread keep
@@ -59,7 +59,7 @@ def group_advantages(
 
 
 def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
-    """Spreads to log beside the advantages."""
+    """Spreads of rewards [N] by group [N], to be logged beside the advantages."""
     values, index, scored = _checked(rewards, group)
     _, std = _moments(values, index, scored, ddof=0)
     _, spread = _informative(values, index, scored)
@@ -70,15 +70,8 @@ def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
     )
 
 
-def best_of_group(rewards: Tensor, group: Tensor) -> Tensor:
-    """1 for every sample that reaches its group's maximum, else 0 ("sft" mode of Flow-GRPO's tracker)."""
-    values, index, scored = _checked(rewards, group)
-    _, highest = _range(values, index, scored)
-    return (scored & (values == highest[index])).double()
-
-
 def best_and_worst(rewards: Tensor, group: Tensor, *, pair_in_ties: bool = False) -> Tensor:
-    """+1 for the first maximum of a group, -1 for its first minimum, else 0 ("dpo" mode of Flow-GRPO's tracker).
+    """+1 for the first maximum of a group, -1 for its first minimum, else 0, [N] ("dpo" mode of Flow-GRPO's tracker).
 
     A group without spread gives no pair. pair_in_ties makes one of it as the released tracker does: +1 for its second
     sample and -1 for its first, which prefers nothing.
@@ -114,47 +107,6 @@ def gdpo_advantages(rewards: Sequence[Tensor], weights: Sequence[float], group: 
     return group_advantages(total, torch.zeros_like(group), scale="group", eps=eps, eps_mode="floor")
 
 
-def aggregated_advantages(
-    rewards: Sequence[Tensor],
-    weights: Sequence[float],
-    group: Tensor,
-    *,
-    trim_ratio: float = 0.0,
-    eps: float = 1e-8,
-) -> Tensor:
-    """`sum_k w_k / (sum w) (r_k - mean_g) / (std_g + eps)`, sample std: MixGRPO's aggregation (arXiv 2507.21802, code).
-
-    trim_ratio t leaves the lowest floor(t K) scores of a group of K out of its mean and std; they keep an advantage.
-    """
-    parts = complete_rewards(rewards, weights)
-    result = torch.zeros_like(parts[0])
-    for part, weight in zip(parts, weights, strict=True):
-        values, index, scored = _checked(part, group)
-        kept = scored & ~_lowest(values, index, scored, trim_ratio)
-        mean, std = _moments(values, index, kept, ddof=1)
-        centred = torch.where(_informative(values, index, kept)[1][index] & scored, values - mean[index], 0.0)
-        result += weight / sum(weights) * centred / (std[index] + eps)
-    return result
-
-
-def group_ranks(rewards: Tensor, group: Tensor, *, ties_by_position: bool = False) -> Tensor:
-    """Rank of each score in its group, 0 (worst) to 1 (best), to feed to `group_advantages`: PaCo-RL's rank GRPO.
-
-    Equal scores share their mean rank, so a group without spread stays without. ties_by_position ranks them in order
-    of appearance as the released code does, which prefers the later sample for no reason. NaN stays NaN.
-    """
-    values, index, scored = _checked(rewards, group)
-    peers = (index[:, None] == index[None, :]) & scored[:, None] & scored[None, :]
-    below = (peers & (values[None, :] < values[:, None])).sum(1)
-    equal = peers & (values[None, :] == values[:, None])
-    if ties_by_position:
-        position = torch.arange(values.numel(), device=values.device)
-        rank = below + (equal & (position[None, :] < position[:, None])).sum(1)
-    else:
-        rank = below + (equal.sum(1) - 1) / 2.0
-    return torch.where(scored, rank.double() / (peers.sum(1) - 1).clamp(min=1), torch.nan)
-
-
 def _checked(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards in float64 (0 where unscored), the dense group index of each, and the mask of the scored ones."""
     if rewards.dim() != 1 or rewards.shape != group.shape or rewards.numel() == 0:
@@ -173,7 +125,7 @@ def _checked(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def complete_rewards(rewards: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
-    """The rewards in float64, NaN in all where any of weight other than 0 is: the same samples in every statistic.
+    """K rewards [N] in float64, NaN in all where any of weight other than 0 is: the same samples in every statistic.
 
     Raises ValueError for no reward, another number of weights, or no weight other than 0.
     """
@@ -212,16 +164,6 @@ def _informative(values: Tensor, index: Tensor, kept: Tensor) -> tuple[Tensor, T
     low, high = _range(values, index, kept)
     groups = high > low
     return groups[index] & kept, groups
-
-
-def _lowest(values: Tensor, index: Tensor, scored: Tensor, ratio: float) -> Tensor:
-    """Mask of the lowest floor(ratio K) scored samples of each group."""
-    chosen = torch.zeros_like(scored)
-    for slot in range(int(index.max()) + 1):
-        members = ((index == slot) & scored).nonzero()[:, 0]
-        drop = int(ratio * members.numel())
-        chosen[members[values[members].argsort(stable=True)[:drop]]] = True
-    return chosen
 
 
 def _regularised(std: Tensor, eps: float, eps_mode: Literal["add", "floor"]) -> Tensor:

@@ -1,4 +1,5 @@
-"""PromptRL (arXiv 2602.01382): a language model that rewrites prompts and a flow model that draws them learn jointly.
+"""PromptRL (arXiv 2602.01382): joint training of a language model that rewrites prompts and the flow model
+that renders them.
 
 Of the n pictures of a prompt n - m are of refinements, in front, and m of the prompt as it is: the retained ones keep
 the flow model good at plain prompts. Advantages are over all n (`advantages.group_advantages(scale="group", eps=1e-4,
@@ -48,15 +49,9 @@ def joint_rewards(
 def tagged_rewards(rewards: Sequence[Tensor], tags: Tensor) -> Tensor:
     """Each sample's reward by its tag, [N] from K rewards [N] and tags int64 [N] in 0 .. K - 1.
 
-    Rewards of different scales share a run without weights: normalise within `tagged_groups`.
+    Rewards of different scales share a run without weights where each group has one tag.
     """
     return torch.stack(list(rewards))[tags, torch.arange(tags.numel(), device=tags.device)]
-
-
-def tagged_groups(group: Tensor, tags: Tensor) -> Tensor:
-    """Groups of one prompt slot and one tag, int64 [N]."""
-    inverse: Tensor = torch.unique(torch.stack([group, tags]), dim=1, return_inverse=True)[1]
-    return inverse
 
 
 def completion_mask(tokens: Tensor, end: int) -> Tensor:

@@ -1,6 +1,6 @@
 """DDPO's advantages: each reward against the recent rewards of its prompt (arXiv 2305.13301, section 4.3; code).
 
-For sampling without groups: a prompt drawn now and then is compared with what it got in earlier iterations.
+For sampling without groups: a prompt that comes up now and then is compared with its rewards in earlier iterations.
 """
 
 from __future__ import annotations

@@ -69,14 +69,9 @@ def consistency_bonus(
     return bonus
 
 
-def score_reward(scores: Tensor, truth: Tensor, *, scale: float = 0.3, low: float = 1.0, high: float = 5.0) -> Tensor:
-    """`exp(-|score - truth| / scale)`, both clipped to [low, high]; 0 for an unparsable score (NaN): Q-Hawkeye, [N]."""
-    error = (scores.clamp(low, high) - truth.clamp(low, high)).abs()
-    return torch.exp(-error / scale).nan_to_num(nan=0.0)
-
-
 def with_kl(token_rewards: Tensor, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, *, beta: float) -> Tensor:
-    """`r_t - beta (l - l_ref)` per token, [N, T], no gradient: the KL in the reward of REINFORCE++ and R1-Reward."""
+    """`r_t - beta (l - l_ref)` per token, [N, T], no gradient: the KL in the reward of InstructGPT (arXiv 2203.02155,
+    eq. 2), REINFORCE++ and R1-Reward."""
     penalty = kl_k1(masked(log_prob.detach(), mask), masked(ref_log_prob, mask))
     return masked(token_rewards - beta * penalty, mask)
 

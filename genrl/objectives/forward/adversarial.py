@@ -44,7 +44,7 @@ def patch_discriminator_loss(
 ) -> DiscriminatorOutput:
     """Loss on whole images + patch_weight x loss on patches: one head on the class token and on patches of each image.
 
-    real, fake [B]; patches [B, P], P of them drawn per image (64, with replacement, in the released code).
+    real, fake [B]; patches [B, P], P of them sampled per image (64, with replacement, in the released code).
     """
     loss = discriminator_loss(real, fake, kind=kind)
     loss = loss + patch_weight * discriminator_loss(real_patches, fake_patches, kind=kind)
@@ -54,11 +54,6 @@ def patch_discriminator_loss(
 def accuracy(real: Tensor, fake: Tensor) -> float:
     """Mean of the shares of real images above 0 and of fake ones below, in [0, 1]."""
     return float((real.detach() > 0).double().mean() + (fake.detach() < 0).double().mean()) / 2.0
-
-
-def adversarial_reward(image: Tensor, patches: Tensor, *, patch_weight: float = 0.3) -> Tensor:
-    """`(1 - patch_weight) h(class token) + patch_weight <h(patches)>`, [B]: the reward of image [B], patches [B, P]."""
-    return (1.0 - patch_weight) * image + patch_weight * patches.mean(dim=1)
 
 
 def top_patches_reward(layers: Sequence[Tensor], *, share: float = 0.2, temperature: float = 0.2) -> Tensor:
@@ -73,21 +68,15 @@ def top_patches_reward(layers: Sequence[Tensor], *, share: float = 0.2, temperat
     return torch.stack(rewards).mean(dim=0)
 
 
-def preference_criterion(
-    text: Tensor, reference: Tensor, generated: Tensor, logit_scale: Tensor | float, *, ties: bool = False
-) -> Tensor:
-    """`-log softmax over (s_ref, s_gen)` of the reference, [B], s = scale <text, image>: a CLIP preference loss.
-
-    The reference image is to be preferred to the sample for its prompt. Features [B, D] of unit length; logit_scale is
-    the multiplier itself (exp of the stored parameter). ties: neither is preferred, the cross-entropy with (1/2, 1/2)
-    less log 2, so that it is 0 where both score the same.
-    """
-    scored = (logit_scale * (text * image).sum(dim=-1) for image in (reference, generated))
-    return preference_loss(*scored, ties=ties)
-
-
 def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False) -> Tensor:
-    """`preference_criterion` of the scores s_ref and s_gen themselves, [B] each."""
+    """`-log softmax over (s_ref, s_gen)` of the reference, [B]: what a CLIP reward is trained by.
+
+    The Bradley-Terry loss of a reward model (arXiv 2305.18290, eq. 2).
+
+    The reference image is to be preferred to the sample for its prompt. Scores [B] are `exp(logit scale) <text, image>`
+    of unit features. ties: neither is preferred, the cross-entropy with (1/2, 1/2) less log 2, so that it is 0 where
+    both score the same.
+    """
     log_prob = torch.stack([reference, generated], dim=1).log_softmax(dim=1)
     if not ties:
         return -log_prob[:, 0]
@@ -98,6 +87,6 @@ def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False)
 def reward_model_lags(reference_rewards: Tensor, rewards: Tensor) -> bool:
     """The other schedule: the reward model is trained while it rates the samples above the references on average.
 
-    Rewards of all processes, any lengths; missing scores (NaN) are left out.
+    Rewards [R] of the references and [N] of the samples, of all processes; missing scores (NaN) are left out.
     """
     return bool(reference_rewards.nanmean() < rewards.nanmean())

@@ -20,13 +20,14 @@ Scalar = Tensor | float
 
 
 def score_from_velocity(noisy: Tensor, velocity: Tensor, sigma: Scalar) -> Tensor:
-    """`s = -(x + (1 - sigma) v) / sigma`: the score of a flow model, whose noise prediction is `x + (1 - sigma) v`."""
+    """`s = -(x + (1 - sigma) v) / sigma`, [B, ...]: the score of a flow model, `x + (1 - sigma) v` being the noise."""
     time = _column(sigma, noisy)
     return -(noisy + (1.0 - time) * velocity) / time
 
 
 def score_from_noise(prediction: Tensor, sigma: Scalar) -> Tensor:
-    """`s = -eps / sigma`: the score of a noise prediction; of the noise itself, the conditional score of x_t given x_0.
+    """`s = -eps / sigma`, [B, ...]: the score of a noise prediction; of the noise itself, the conditional score of x_t
+    given x_0.
 
     sigma is the std of the noise in x_t: sqrt(1 - alpha_bar) for models of that kind.
     """
@@ -34,7 +35,10 @@ def score_from_noise(prediction: Tensor, sigma: Scalar) -> Tensor:
 
 
 def guided_score(unconditional: Tensor, conditional: Tensor, guidance_scale: float) -> Tensor:
-    """`s_0 + g (s_c - s_0)`: in place of the reference score, it makes guidance an implicit reward (the inner form)."""
+    """`s_0 + g (s_c - s_0)`: in place of the reference score, it makes guidance an implicit reward (the inner form).
+
+    [B, ...]; classifier-free guidance (arXiv 2207.12598, eq. 6).
+    """
     return unconditional + guidance_scale * (conditional - unconditional)
 
 
@@ -44,7 +48,7 @@ def huber_constant(elements: int) -> float:
 
 
 def score_divergence(score: Tensor, ref_score: Tensor, *, weight: Scalar, huber_c: float) -> Tensor:
-    """`w (sqrt(|s_phi - s_ref|^2 + c^2) - c)`: the divergence itself, to be logged; the loss below is not it."""
+    """`w (sqrt(|s_phi - s_ref|^2 + c^2) - c)`: the divergence itself, [B], to be logged; the loss below is not it."""
     norm = (score - ref_score).flatten(1).square().sum(dim=1)
     return _row(weight, norm) * ((norm + huber_c**2).sqrt() - huber_c)
 
@@ -52,7 +56,7 @@ def score_divergence(score: Tensor, ref_score: Tensor, *, weight: Scalar, huber_
 def diff_instruct_star_loss(
     score: Tensor, ref_score: Tensor, conditional_score: Tensor, *, weight: Scalar, huber_c: float
 ) -> Tensor:
-    """`-w d'(y)^T (s_phi - grad log q(x_t | x_0))`, y = s_phi - s_ref, d'(y) = y / sqrt(|y|^2 + c^2).
+    """`-w d'(y)^T (s_phi - grad log q(x_t | x_0))`, [B], y = s_phi - s_ref, d'(y) = y / sqrt(|y|^2 + c^2).
 
     Its gradient in the generator's parameters is that of the divergence (score-projection identity, arXiv 2410.16794);
     its value is not: it is 0 on average where s_phi is exact. All three scores must carry their graph through x_t.
@@ -66,20 +70,21 @@ def diff_instruct_star_loss(
 
 
 def diff_instruct_loss(noisy: Tensor, score: Tensor, ref_score: Tensor, *, weight: Scalar) -> Tensor:
-    """`w sg(s_phi - s_ref)^T x_t`: the gradient of the Kullback-Leibler divergence instead (Diff-Instruct,
+    """`w sg(s_phi - s_ref)^T x_t`, [B]: the gradient of the Kullback-Leibler divergence instead (Diff-Instruct,
     arXiv 2305.18455; DI++, arXiv 2410.18881). Scores are taken as constants; the graph runs through x_t alone."""
     product = ((score - ref_score).detach() * noisy).flatten(1).sum(dim=1)
     return _row(weight, product) * product
 
 
 def outer_guidance_loss(noisy: Tensor, unconditional: Tensor, conditional: Tensor, *, weight: Scalar) -> Tensor:
-    """`-w sg(s_ref(x_t | c) - s_ref(x_t | 0))^T x_t`: guidance as an explicit reward, times its own alpha (7.5)."""
+    """`-w sg(s_ref(x_t | c) - s_ref(x_t | 0))^T x_t`, [B]: guidance as an explicit reward, with its own alpha (7.5)."""
     product = ((conditional - unconditional).detach() * noisy).flatten(1).sum(dim=1)
     return -_row(weight, product) * product
 
 
 def score_matching_loss(score: Tensor, conditional_score: Tensor, *, weight: Scalar) -> Tensor:
-    """`w |s_phi - grad log q(x_t | x_0)|^2`: denoising score matching, by which s_phi follows the generator.
+    """`w |s_phi - grad log q(x_t | x_0)|^2`, [B]: denoising score matching (arXiv 2011.13456, eq. 7), by which s_phi
+    follows the generator.
 
     x_t is data here (no gradient to the generator). With weight sigma^2 it is the usual squared error of the noise.
     """

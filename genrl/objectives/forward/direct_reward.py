@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-
-
-def predicted_clean(state: Tensor, velocity: Tensor, sigma: Tensor | float) -> Tensor:
-    """`x0_hat = x - sigma v`, [B, ...]: what ReFL decodes at a step that is not the last (arXiv 2304.05977, alg. 1).
-
-    Flow models; sigma a float, [] or [B] in [0, 1]. Differentiable in state and velocity.
-    """
-    time = torch.as_tensor(sigma, dtype=state.dtype, device=state.device)
-    return state - time.reshape(-1, *[1] * (state.dim() - 1)) * velocity
 
 
 def reward_loss(rewards: Tensor, *, margin: float | None = None) -> Tensor:
     """`-r`, [B]: DRaFT (arXiv 2309.17400) and AlignProp. With a margin `max(0, margin - r)`: ReFL's map of rewards to
-    losses (margin 2), which leaves samples above it alone.
+    losses (arXiv 2304.05977, alg. 1; margin 2), which leaves samples above it alone.
 
     Raises ValueError where no gradient can come of it: the reward, or the pictures it saw, are detached.
     """

@@ -39,7 +39,7 @@ def awm_log_prob(
 
     weighting: uniform -m, sigma -m sigma, sigma_squared -m sigma^2, huber -(sqrt(m + 1e-10) - 1e-5) sigma,
     ghuber (the released default) -((m + 1e-10)^p - 1e-10^p) sigma / p with p = power. It goes into
-    `policy_losses.clipped_surrogate`, per draw of noise ("exp_first") or averaged over a sample's draws ("sum_first").
+    `policy_losses.clipped_surrogate`, for each noise ("exp_first") or averaged over a sample's noises ("sum_first").
     """
     error = matching_error(velocity, target)
     time = torch.as_tensor(sigma, dtype=error.dtype, device=error.device)
@@ -57,7 +57,7 @@ def awm_log_prob(
 
 
 def awm_advantage(advantage: Tensor, *, clip: float = 5.0, maximum: float = 1.0) -> Tensor:
-    """`clamp(A, -clip, clip) / clip * maximum`: AWM rescales advantages to +-maximum. (Flow-Factory clamps them there.)
+    """`clamp(A, -clip, clip) / clip * maximum`, [B]: AWM rescales advantages to +-maximum, Flow-Factory clamps them.
 
     Raises ValueError for clip <= 0.
     """
@@ -168,10 +168,10 @@ def crd_loss(
 
 
 def reward_adaptive_weight(target: Tensor, kl_weight: float, *, minimum: float = 1e-4) -> Tensor:
-    """`m + a (kl_weight - m)`: the KL weight of each sample, [B]; good ones are held more tightly.
+    """`m + a (kl_weight - m)`: the KL weight of each sample, [B]; good ones are kept closer to the reference.
 
     With `policy_losses.kl_velocity` to the pretrained model (under its guidance) it is CRD's reward-adaptive KL. m is
-    `minimum`, or a kl_weight below it: then all are held alike, where the formula would hold good ones less.
+    `minimum`, or a kl_weight below it: then all have the same weight, where the formula would give good ones less.
     """
     least = min(minimum, kl_weight)
     return least + target.detach() * (kl_weight - least)

@@ -96,7 +96,8 @@ def prdp_loss(
     reduction: Reduction = "sum",
     pairs: Pairs = "all",
 ) -> PRDPOutput:
-    """Mean over pairs of `max(l, l_clip)`; 0, with a gradient of 0, where there is no pair. As `pair_errors`."""
+    """Mean over pairs of `max(l, l_clip)`; 0, with a gradient of 0, where there is no pair. Arguments as `pair_errors`:
+    log-probabilities [N, B, T], rewards [N, B]."""
     errors = pair_errors(
         log_prob, ref_log_prob, old_log_prob, rewards, beta=beta, clip=clip, reduction=reduction, pairs=pairs
     )

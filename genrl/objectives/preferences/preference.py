@@ -35,7 +35,7 @@ def diffusion_dpo_loss(
 ) -> PreferenceOutput:
     """`-log sigmoid(-beta/2 d)`, d = (e_w - e_l) - (e_w^ref - e_l^ref): Diffusion-DPO (arXiv 2311.12908, eq. 14).
 
-    e are squared errors of the network at one noise and level for both samples of the pair, averaged over elements
+    e [P] are squared errors of the network at one noise and level for both samples of the pair, averaged over elements
     (`forward_process.matching_error` for flows; of the noise prediction for others). beta takes the place of the
     paper's beta T weight(t): 5000 in its code for SDXL, 100 in Flow-GRPO's.
     half: False drops the 1/2, the convention of diffusers' SD 1.5 script (its 2500 is the same loss as 5000 with it).
@@ -70,9 +70,9 @@ def step_preference_loss(
 ) -> PreferenceOutput:
     """`-log sigmoid(beta h (log rho_a - log rho_b))`, rho = p_theta / p_ref of one step, clipped to 1 +- clip.
 
-    D3PO (arXiv 2311.13231; code): both chains of a pair inherit the preference h of their images, +1 for a, -1 for b
-    (0, a tie, costs log 2 and teaches nothing); beta .1. SPO (arXiv 2406.04314): a and b are two candidates drawn from
-    one state and compared at that step; beta 10. The reference is fixed. A clipped side has no gradient.
+    All [P]. D3PO (arXiv 2311.13231; code): both chains of a pair inherit the preference h of their images, +1 for a, -1
+    for b (0, a tie, costs log 2 and teaches nothing); beta .1. SPO (arXiv 2406.04314): a and b are two candidates
+    sampled from one state and compared at that step; beta 10. The reference is fixed. A clipped side has no gradient.
     Log-probabilities are element means in both. Raises ValueError unless beta > 0 and 0 <= clip < 1.
     """
     if beta <= 0 or not 0 <= clip < 1:
@@ -88,30 +88,11 @@ def step_preference_loss(
 def dpo_loss(
     log_prob_win: Tensor, log_prob_lose: Tensor, ref_log_prob_win: Tensor, ref_log_prob_lose: Tensor, *, beta: float
 ) -> PreferenceOutput:
-    """`-log sigmoid(beta [(l_w - l_w^ref) - (l_l - l_l^ref)])`, l of whole sequences: DPO (arXiv 2305.18290, eq. 7)."""
+    """`-log sigmoid(beta [(l_w - l_w^ref) - (l_l - l_l^ref)])`: DPO (arXiv 2305.18290, eq. 7), l [P] of sequences."""
     if beta <= 0:
         raise ValueError(f"beta must be positive, got {beta}")
     logit = beta * ((log_prob_win - ref_log_prob_win.detach()) - (log_prob_lose - ref_log_prob_lose.detach()))
     return PreferenceOutput(-F.logsigmoid(logit), logit, (logit > 0).detach())
-
-
-def masked_token_log_prob(
-    logits: Tensor, labels: Tensor, *, first: int = 0, reduction: Literal["sum", "mean"] = "sum", ignore: int = -100
-) -> Tensor:
-    """Log-probability of the labelled tokens at positions >= first of each sequence, [B], in masked-token image models.
-
-    logits [B, L, V] at the very positions of labels [B, L] (nothing is shifted: such models predict in place); label
-    `ignore` = not counted. "mean" over the counted tokens (0 where there is none).
-    """
-    kept = labels[:, first:] != ignore
-    tokens = labels[:, first:].clamp(min=0)
-    log_probs = logits[:, first:].log_softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
-    total = torch.where(kept, log_probs, 0.0).sum(dim=1)
-    if reduction == "sum":
-        return total
-    if reduction == "mean":
-        return total / kept.sum(dim=1).clamp(min=1)
-    raise ValueError(f"reduction must be 'sum' or 'mean', got {reduction!r}")
 
 
 def preference_pairs(rewards: Tensor, group: Tensor, *, ties: bool = False) -> Tensor:

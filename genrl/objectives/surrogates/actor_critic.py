@@ -25,7 +25,7 @@ class DecoupledOutput(NamedTuple):
 def dual_clip(loss: Tensor, advantage: Tensor, bound: float) -> Tensor:
     """`min(loss, c |A|)`: a surrogate loss bounded where A < 0 and the ratio explodes (arXiv 1912.09729, eq. 5).
 
-    bound c > 1 (3 is usual). For A > 0 the loss is never positive and the bound never binds.
+    Elementwise, any shape. bound c > 1 (3 is usual). For A > 0 the loss is never positive and the bound never binds.
     """
     if bound <= 1:
         raise ValueError(f"the bound of a dual clip must exceed 1, got {bound}")
@@ -41,15 +41,15 @@ def decoupled_surrogate(
     *,
     largest_weight: float | None = None,
 ) -> DecoupledOutput:
-    """PPO whose clip is round another policy than the one that acted (arXiv 2110.00641, eq. 3): for stale rollouts.
+    """PPO whose clip is around another policy than the one that acted (arXiv 2110.00641, eq. 3): for stale rollouts.
 
     `w max(-A r, -A clip(r, 1 -+ clip))`, r = pi / pi_proximal, w = pi_proximal / pi_behaviour without gradient.
-    largest_weight: samples with a greater w are not kept (5 in pi_RL's asynchronous recipe).
+    Elementwise, any shape. largest_weight: samples with a greater w are not kept (5 in pi_RL's asynchronous recipe).
     """
     ratio = importance_ratio(log_prob, proximal_log_prob)
     weight = torch.exp(proximal_log_prob.detach() - behaviour_log_prob.detach())
-    pull = -advantage.detach().to(ratio.dtype)
-    loss = weight * torch.maximum(pull * ratio, pull * ratio.clamp(1.0 - clip, 1.0 + clip))
+    gain = -advantage.detach().to(ratio.dtype)
+    loss = weight * torch.maximum(gain * ratio, gain * ratio.clamp(1.0 - clip, 1.0 + clip))
     kept = torch.ones_like(weight, dtype=torch.bool) if largest_weight is None else weight <= largest_weight
     return DecoupledOutput(loss, kept)
 
@@ -87,22 +87,6 @@ def value_loss(
     return torch.maximum(plain, _half_square(returns - near, huber_delta))
 
 
-def episode_weighted_mean(elements: Tensor, valid: Tensor, length: Tensor, longest: int) -> Tensor:
-    """Mean over *all* slots of `x valid longest / length`: every episode weighs the same, whatever its length. [].
-
-    length: number of valid steps of the episode a slot belongs to; longest: the time limit (pi_RL, with a loss mask).
-    elements [B, ...]; valid and length broadcastable to it.
-    """
-    weight = torch.where(valid.bool(), longest / length.to(elements.dtype).clamp(min=1.0), 0.0)
-    return (torch.where(valid.bool(), elements, 0.0) * weight).mean()
-
-
-def masked_mean(elements: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid elements, [] (0 where none is): elements and valid of one shape, or broadcastable."""
-    mask = valid.bool().expand(elements.shape)
-    return torch.where(mask, elements, 0.0).sum() / mask.sum().clamp(min=1)
-
-
 def approximate_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """`r - 1 - ln r`, r = pi / pi_old, elementwise: never negative, its mean under pi_old is KL(pi_old || pi).
 
@@ -113,12 +97,15 @@ def approximate_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 
 
 def denoising_discount(index: Tensor, steps: int, gamma: float) -> Tensor:
-    """`gamma^(K' - 1 - i)`: DPPO's weight of the advantage at fine-tuned step i, 0 the noisiest (arXiv 2409.00588)."""
+    """`gamma^(K' - 1 - i)`, shape of index: DPPO's weight of the advantage at fine-tuned step i (arXiv 2409.00588).
+
+    Step 0 is the noisiest.
+    """
     return gamma ** (steps - 1 - index.double())
 
 
 def denoising_clip(index: Tensor, steps: int, *, clip: float, base: float, rate: float = 3.0) -> Tensor:
-    """DPPO's clip range at fine-tuned step i: from base at the noisiest to clip at the last, exponentially.
+    """DPPO's clip range at fine-tuned step i, shape of index: from base at the noisiest to clip at the last.
 
     `base + (clip - base) (e^(rate t) - 1) / (e^rate - 1)`, t = i / (K' - 1); with one step (K' = 1, where the released
     code divides 0 by 0) it is clip.
@@ -127,11 +114,6 @@ def denoising_clip(index: Tensor, steps: int, *, clip: float, base: float, rate:
         return torch.full(index.shape, clip, dtype=torch.float64)
     place = index.double() / (steps - 1)
     return base + (clip - base) * torch.expm1(rate * place) / math.expm1(rate)
-
-
-def quantile_clip(advantages: Tensor, low: float, high: float) -> Tensor:
-    """Advantages clamped to their own quantiles: DPPO's guard against outliers (0 and 1 change nothing)."""
-    return advantages.clamp(advantages.quantile(low), advantages.quantile(high))
 
 
 def _half_square(error: Tensor, huber_delta: float | None) -> Tensor:

@@ -13,19 +13,14 @@ from torch import Tensor
 from genrl.objectives.surrogates.iql import expectile_loss
 
 
-def reward_target(rewards: Tensor, next_values: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """`r + gamma mask V_r(s')`: the target of the reward critics (IQL, arXiv 2110.06169, eq. 6)."""
-    return rewards + gamma * mask * next_values.detach()
-
-
 def feasibility_target(violation: Tensor, next_values: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """`(1 - gamma) h + gamma max(h, V_h(s'))`, h at a terminal state: the reachability target of Q_h."""
+    """`(1 - gamma) h + gamma max(h, V_h(s'))`, h at a terminal state: the reachability target of Q_h, [N]."""
     ahead = (1.0 - gamma) * violation + gamma * torch.maximum(violation, next_values.detach())
     return torch.where(mask.bool(), ahead, violation)
 
 
 def reversed_expectile_loss(difference: Tensor, expectile: float) -> Tensor:
-    """`|expectile - 1[d > 0]| d^2`: above .5 V leans to the lowest Q, the least violation."""
+    """`|expectile - 1[d > 0]| d^2`, [N]: above .5 V leans to the lowest Q, the least violation (IQL, eq. 5, of -d)."""
     return expectile_loss(-difference, expectile)
 
 

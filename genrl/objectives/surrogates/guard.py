@@ -1,7 +1,7 @@
 """GRPO-Guard: importance ratios that are comparable between the steps of a chain (arXiv 2510.22319).
 
 The log-ratio of a Gaussian step under the policy that sampled it has the mean -KL, and a spread that changes from step
-to step with 1 / s: an upper clip bound is hardly ever reached. The guarded log-ratio removes the mean and multiplies
+to step with 1 / s: the upper clip bound is rarely reached. The guarded log-ratio removes the mean and multiplies
 by s (ratio normalisation); the loss is then divided by the step size (gradient reweighting).
 Shapes: states and means [B, ...], std [B, 1, ...], delta a float, [] or [B]; log-ratios and advantages [B].
 """
@@ -39,11 +39,11 @@ def guard_surrogate(
     clip_low: Tensor | float,
     clip_high: Tensor | float,
 ) -> SurrogateOutput:
-    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) / delta`, r = exp(`guard_log_ratio`), delta = sigma - sigma'.
+    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) / delta`, [B]; r = exp(`guard_log_ratio`).
 
-    The mean of a Flow-SDE step moves by delta per unit of velocity: dividing by it weights the velocity error of all
-    steps alike. Released clip ranges: 2e-6 (OCR, GenEval), 4e-6 (PickScore).
-    Raises ValueError for a negative clip range or a step that does not denoise.
+    delta = sigma - sigma': the mean of a Flow-SDE step moves by delta per unit of velocity: dividing by it weights the
+    velocity error of all steps alike. Released clip ranges: 2e-6 (OCR, GenEval), 4e-6 (PickScore). Raises ValueError
+    for a negative clip range or a step that does not denoise.
     """
     step = torch.as_tensor(delta, dtype=log_ratio.dtype, device=log_ratio.device)
     if not bool((step > 0).all()):

@@ -25,7 +25,7 @@ def q_target(rewards: Tensor, next_values: Tensor, terminated: Tensor, discount:
 
 
 def advantage_weights(q: Tensor, values: Tensor, *, temperature: float, largest: float) -> Tensor:
-    """`min(exp(temperature (Q - V)), largest)`: weight of a data action in the policy's regression (eq. 7).
+    """`min(exp(temperature (Q - V)), largest)`: weight [N] of a data action in the policy's regression (eq. 7).
 
     Advantage-weighted regression (arXiv 1910.00177) with IQL's critics. 0 clones the data; IQL has temperatures of .5
     to 10 and largest 100. Raises ValueError for a negative temperature.

@@ -1,6 +1,6 @@
 """LayerTuning-RL of Dynamic-TreeRPO (arXiv 2509.23352): supervised learning as a weighted progress reward.
 
-The paper's text was not at hand: what is known from its abstract and reviews is the shape (the supervised target is the
+The paper's text was not available: its abstract and reviews give the shape (the supervised target is the
 velocity on the best path of the group, weighted by how far a sample falls short; clip bounds that follow the reward).
 The formulas are this project's definition of it.
 """

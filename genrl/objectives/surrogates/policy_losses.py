@@ -24,7 +24,7 @@ class SurrogateOutput(NamedTuple):
 
 
 def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """`exp(l - l_old)`: 1 on policy, gradient through `log_prob` only."""
+    """`exp(l - l_old)`, elementwise: 1 on policy, gradient through `log_prob` only."""
     return torch.exp(log_prob - old_log_prob.detach())
 
 
@@ -54,7 +54,7 @@ def clipped_surrogate(
 
 
 def score_function_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
-    """`-A l`, whose gradient is the policy gradient itself: DDPO-SF (arXiv 2305.13301), REINFORCE for each step.
+    """`-A l`, elementwise; its gradient is the policy gradient: DDPO-SF (arXiv 2305.13301), REINFORCE for each step.
 
     Unbiased for one update of the policy that sampled; later updates of one iteration need `clipped_surrogate`.
     """
@@ -64,7 +64,8 @@ def score_function_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
 def kl_gaussian(
     mean: Tensor, ref_mean: Tensor, std: Tensor, *, eps: float = 0.0, reduction: Reduction = "mean"
 ) -> Tensor:
-    """`(mu - mu_ref)^2 / (2 s^2 + eps)`: the exact KL of two transitions of std s from one state (eps = 0).
+    """`(mu - mu_ref)^2 / (2 s^2 + eps)`: the exact KL of two transitions of std s from one state (eps = 0), as in
+    DDPM's bound (arXiv 2006.11239, eq. 8).
 
     s is the transition std, [B, 1, ..., 1]. Per dimension ("mean") or of the whole step ("sum"); Flow-GRPO's Wan path
     and TempFlow-GRPO use it. Returns [B]; gradient through `mean` only.

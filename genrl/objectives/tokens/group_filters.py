@@ -1,4 +1,4 @@
-"""Which groups of a rollout are worth an update, and how hard a prompt is at present: pure tensors.
+"""Which groups of a rollout are worth an update: pure tensors.
 
 rewards or accuracies [N] (NaN = no score, left out), group [N] integers.
 """
@@ -24,20 +24,11 @@ def within(accuracy: Tensor, group: Tensor, *, low: float = 0.01, high: float = 
 
 
 def with_spread(rewards: Tensor, group: Tensor) -> Tensor:
-    """Rows of groups with two different rewards at least, bool [N]: DAPO's dynamic sampling (arXiv 2503.14476)."""
+    """Rows of groups with two different rewards or more, [N]: DAPO's dynamic sampling (arXiv 2503.14476, eq. 11)."""
     centred = group_advantages(rewards, group, scale="none").abs()
     index = torch.unique(group, return_inverse=True)[1].to(centred.device)
     total = centred.new_zeros(int(index.max()) + 1).index_add(0, index, centred)
     return total[index] > 0
-
-
-def difficulty(rewards: Tensor, group: Tensor, recent_mean: float) -> Tensor:
-    """`recent_mean - mean of the group`, float64 [N]: above 0 for a prompt harder than of late. DeepVideo-R1.
-
-    recent_mean: of all rewards of the last W steps. Where the result is negative (easy), frames get noise, where it is
-    positive (hard) the prompt gets a hint, both in proportion (arXiv 2506.07464). NaN for a group without scores.
-    """
-    return recent_mean - group_means(rewards, group)
 
 
 def group_means(values: Tensor, group: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def rank_quantiles(rewards: Tensor, group: Tensor) -> Tensor:
 def smoothed_advantages(
     rewards: Tensor, group: Tensor, prompts: Sequence[str], visits: Mapping[str, tuple[int, float, float]]
 ) -> SmoothedAdvantages:
-    """DCPO's smooth advantage standardisation (arXiv 2509.02333): this visit's statistics and all visits'.
+    """DCPO's smooth advantage standardisation (arXiv 2509.02333), [N]: this visit's statistics and all visits'.
 
     With i the number of this visit: `A_new = (r - m_new) / s_new` of this group, `A_tot` the same with mean
     and std over visits 1 .. i; of `((i-1) A_new + A_tot) / i` and `(A_new + (i-1) A_tot) / i` the one closer to 0 (the
@@ -170,20 +170,6 @@ def whitened(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     if not bool(kept.any()) or bool((chosen[kept] == chosen[kept][0]).all()):
         return torch.zeros_like(centred)
     return centred / ((centred**2).sum() / count + eps).sqrt()
-
-
-def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Whitened returns of token rewards, [N, T]: REINFORCE++ (arXiv 2501.03262), no groups."""
-    return whitened(token_returns(token_rewards, mask, gamma=gamma), mask)
-
-
-def reinforce_plus_plus_baseline(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """Reward minus its group's mean, on every token, whitened over the batch: REINFORCE++-baseline, [N, T].
-
-    LMM-R1's estimator: no group's std, so that hard and easy prompts keep their weight.
-    """
-    centred = group_advantages(rewards, group, scale="none")
-    return whitened(centred[:, None].expand(mask.shape), mask)
 
 
 def sigma_filtered(scores: Tensor, *, limit: float = 3.0) -> Tensor:

@@ -34,7 +34,7 @@ def aggregate(
 
         seq_mean            1/B sum_b (sum_t term / n_b)     GRPO (arXiv 2402.03300), GSPO, SAPO
         token_mean          sum term / tokens of the call    BNPO, TW-GRPO, VPPO's code; times (rows of the call) / B
-        token_mean_global   sum term / N                     DAPO (arXiv 2503.14476, eq. 8), CISPO
+        token_mean_global   sum term / N                     DAPO (arXiv 2503.14476, eq. 8, eq. 12), CISPO
         const               sum term / (B length)            Dr. GRPO (arXiv 2503.20783): length = longest allowed
         seq_sum             1/B sum_b sum_t term             LUSPO (with GSPO's term), verl's seq-mean-token-sum
         otm                 sum_b (sum_t term / n_b)         DCPO (arXiv 2509.02333): not divided by B

@@ -28,7 +28,7 @@ def step_gae(
     gamma: float,
     lam: float = 0.95,
 ) -> StepCredit:
-    """GAE over environment steps (arXiv 1506.02438, eq. 16), cut at time limits: VL-DAC's storage.
+    """GAE over environment steps (arXiv 1506.02438, eq. 16; PPO, eqs. 11 and 12), cut at time limits, as in VL-DAC.
 
     `d_k = r_k + gamma V_k+1 (1 - done_k) - V_k`, `A_k = d_k + gamma lam (1 - done_k) A_k+1`, returns `A_k + V_k`.
     rewards, values, done, truncated [K] or [K, E] (E environments side by side); done: the episode ended with step k;
@@ -58,7 +58,8 @@ def token_gae(
     lam: float = 0.95,
     gamma_within: float = 1.0,
 ) -> Tensor:
-    """GAE over the tokens of actions: POAD's Bellman backup with action decomposition (BAD, arXiv 2405.15821), [S, L].
+    """GAE (arXiv 1506.02438, eq. 16) over the tokens of actions: POAD's Bellman backup with action decomposition (BAD,
+    arXiv 2405.15821), [S, L].
 
     Within an action time stands still (gamma_within = 1): `d = V_j+1 - V_j`, `A_j = d + lam A_j+1`. Its last token gets
     the reward: `d = r + gamma V(next action's first token)(1 - done) - V`, `A = d + gamma lam (1 - done) A_next`.

@@ -23,7 +23,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 def kl_k3_clamped(
     log_prob: Tensor, ref_log_prob: Tensor, *, difference_limit: float = 20.0, limit: float = 10.0
 ) -> Tensor:
-    """`min(kl_k3, limit)` of `d = clip(l_ref - l, -+difference_limit)`, elementwise: verl's and EasyR1's k3.
+    """`min(kl_k3, limit)` of `d = clip(l_ref - l, -+difference_limit)`, elementwise: k3 (GRPO, eq. 4) of verl, EasyR1.
 
     No gradient outside of the limits.
     """

@@ -36,7 +36,8 @@ def clip_surrogate(
     dual: float | None = None,
     drop_above: float | None = None,
 ) -> SurrogateOutput:
-    """`-min(rho A, clip(rho, 1 - low, 1 + high) A)` per token: GRPO (arXiv 2402.03300, eq. 3), with DAPO's two widths.
+    """`-min(rho A, clip(rho, 1 - low, 1 + high) A)` per token: GRPO (arXiv 2402.03300, eq. 3), with two widths as in
+    DAPO (arXiv 2503.14476, eq. 10).
 
     low, high: numbers, or both tensors [B, 1] or [B, T] (a width per row: ETR).
     cap: rho is at most this also where the clip does not bind (A < 0): INTELLECT-2's two-sided clip, cap > 1 + high.
@@ -78,7 +79,8 @@ def log_clamp_surrogate(
     low: float = 0.2,
     high: float = 0.2,
 ) -> SurrogateOutput:
-    """`clip_surrogate` of `rho = exp(clip(l - l_old, -log delta, log delta))`: StableReinforce (arXiv 2505.02835).
+    """`clip_surrogate` of `rho = exp(clip(l - l_old, -log delta, log delta))`, [B, T]: StableReinforce's ratio
+    (arXiv 2505.02835).
 
     The ratio cannot overflow. Outside the clamp there is no gradient, also where PPO's minimum would keep one.
     """
@@ -113,7 +115,7 @@ def dynamic_clip_surrogate(
     maximum: float = 10.0,
     dual: float = 10.0,
 ) -> SurrogateOutput:
-    """PPO's clip at `dynamic_clip_bounds`, with a dual clip: DCPO. Widths .16, .2 in the paper, .2, .28 in scripts."""
+    """PPO's clip at `dynamic_clip_bounds`, with a dual clip, [B, T]: DCPO. The scripts have widths of .2 and .28."""
     old = masked(old_log_prob.detach(), mask)
     lowest, highest = dynamic_clip_bounds(old, low=low, high=high, maximum=maximum)
     difference = log_ratio(log_prob, old_log_prob, mask)
@@ -182,7 +184,7 @@ def sapo_surrogate(
     positive: float = 1.0,
     negative: float = 1.05,
 ) -> SurrogateOutput:
-    """`-(4 / tau) sigmoid(tau (rho - 1)) A`: SAPO's soft gate (arXiv 2511.20347) instead of a clip.
+    """`-(4 / tau) sigmoid(tau (rho - 1)) A`, [B, T]: SAPO's soft gate (arXiv 2511.20347) instead of a clip.
 
     tau is `positive` where A > 0, else `negative`. The gate's derivative is 1 at rho = 1; nothing is ever clipped.
     """
@@ -194,7 +196,7 @@ def sapo_surrogate(
 
 
 def reinforce_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> SurrogateOutput:
-    """`-A l` per token, the policy gradient itself; `old_log_prob` is used for the reported ratio only."""
+    """`-A l` per token, [B, T], the policy gradient itself; `old_log_prob` is used for the reported ratio only."""
     ratio = log_ratio(log_prob, old_log_prob, mask).detach().exp()
     loss = score_function_loss(masked(log_prob, mask), per_token(advantage, mask))
     return SurrogateOutput(loss, ratio, torch.zeros_like(ratio, dtype=torch.bool))

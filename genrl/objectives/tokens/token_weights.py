@@ -132,7 +132,7 @@ def off_policy_mask(
 ) -> Tensor:
     """0 for rows with A < 0 that the policy has moved away from, `mean_t (l_sampler - l) > threshold`, else 1: [B, 1].
 
-    DeepSeek-V3.2's off-policy sequence mask, as in TRL. Of the *current* log_prob, so for each update anew.
+    DeepSeek-V3.2's off-policy sequence mask, as in TRL. Each update computes it again from its *current* log_prob.
     advantage [B].
     """
     drift = -row_mean(log_ratio(log_prob.detach(), sampler_log_prob, mask), mask)

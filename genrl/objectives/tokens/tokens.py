@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """values with 0 where the mask is 0, whatever stood there (NaN and infinity included; no gradient to it)."""
+    """values [B, T] with 0 where the mask is 0, whatever stood there (NaN and infinity included; no gradient to it)."""
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
+from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.policies.policy import ACTION, Batch, Policy, PredictsNoise, PredictsVelocity, rows
 
@@ -49,35 +50,56 @@ def noise_matching_loss(
     return _mean_square(policy.noise(context, x, timestep) - noise, valid)
 
 
-def imitation_loss(
+def recorded_frames(
     policy: Policy,
     frames: Batch,
     index: Tensor,
     rng: torch.Generator,
     alpha_bars: Tensor,
     mine: slice = slice(None),
-) -> Tensor:
-    """The part [] that the frames `index[mine]` have in the mean loss of all of index: the parts add up to it.
+) -> Recorded:
+    """All that `imitation_loss` reads of the frames `index[mine]`, whose share of the mean over all of index it is.
 
-    Flow matching, or noise matching with the levels alpha_bars. Noise and times are drawn by rng for all of index, so
-    they do not depend on how a batch is shared out. What `ACTION_IS_PAD` marks does not count. Raises TypeError for a
-    policy that predicts neither velocity nor noise.
+    Noise and times are drawn by rng for all of index, so they do not depend on how a batch is shared out. What
+    `ACTION_IS_PAD` marks does not count. Raises TypeError for a policy that predicts neither velocity nor noise.
     """
     here = index[mine]
-    context = policy.encode(rows({name: frames[name] for name in policy.inputs}, here))
-    device = next(iter(context.values())).device
-    actions = policy.normalised(frames[ACTION][here].to(device))
-    noise = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine].to(device)
+    actions = policy.normalised(frames[ACTION][here])
+    noise = torch.randn((len(index), *actions.shape[1:]), generator=rng)[mine]
     padded = frames[ACTION_IS_PAD][index] if ACTION_IS_PAD in frames else torch.zeros(len(index), 1, dtype=torch.bool)
     share = int((~padded[mine]).sum()) / max(1, int((~padded).sum()))
-    valid = ~padded[mine].to(device) if ACTION_IS_PAD in frames or not len(here) else None
     if isinstance(policy, PredictsVelocity):
-        sigma = flow_times(len(index), rng)[mine].to(device)
-        return flow_matching_loss(policy, context, actions, noise, sigma, valid) * share
-    if isinstance(policy, PredictsNoise):
-        timestep = torch.randint(len(alpha_bars), (len(index),), generator=rng)[mine]
-        return noise_matching_loss(policy, context, actions, noise, timestep, alpha_bars, valid) * share
-    raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+        level = flow_times(len(index), rng)[mine]
+    elif isinstance(policy, PredictsNoise):
+        level = torch.randint(len(alpha_bars), (len(index),), generator=rng)[mine]
+    else:
+        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+    tensors = {
+        f"observation/{name}": value for name, value in rows({n: frames[n] for n in policy.inputs}, here).items()
+    }
+    tensors |= {"actions": actions, "noise": noise, "level": level, "alpha_bars": alpha_bars}
+    tensors |= {"share": torch.tensor(share, dtype=torch.float64)}
+    if ACTION_IS_PAD in frames or not len(here):
+        tensors["valid"] = ~padded[mine]
+    return Recorded(None, tensors)
+
+
+def imitation_loss(policy: Policy, given: Recorded) -> Tensor:
+    """Flow matching, or noise matching: the part [] that these frames have in the mean loss of all of a batch."""
+    context = policy.encode(observation_of(given))
+    device = next(iter(context.values())).device
+    actions, noise, level = given["actions"].to(device), given["noise"].to(device), given["level"]
+    valid, share = given["valid"].to(device) if "valid" in given else None, float(given["share"])
+    if isinstance(policy, PredictsVelocity):
+        return flow_matching_loss(policy, context, actions, noise, level.to(device), valid) * share
+    assert isinstance(policy, PredictsNoise)
+    return noise_matching_loss(policy, context, actions, noise, level, given["alpha_bars"], valid) * share
+
+
+def observation_of(given: Recorded) -> Batch:
+    """The observation that was recorded, by the policy's names."""
+    prefix = "observation/"
+    return {name.removeprefix(prefix): value for name, value in given.tensors.items() if name.startswith(prefix)}
 
 
 def imitate(
@@ -104,7 +126,7 @@ def imitate(
     for step in range(steps):
         rng = generator(seed, "imitation", step)
         index = torch.randint(len(frames[ACTION]), (batch_size,), generator=rng)
-        loss = imitation_loss(policy, frames, index, rng, alpha_bars)
+        loss = imitation_loss(policy, recorded_frames(policy, frames, index, rng, alpha_bars))
         if not bool(loss.isfinite()):
             raise FloatingPointError(f"the loss of step {step} is {loss.item()}: lower the learning rate")
         optimiser.zero_grad(set_to_none=True)

@@ -7,8 +7,8 @@ Everything random is a function of the seed; nothing here touches a policy's wei
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from genrl.mdp import forward
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.gae import chunk_rewards
 from genrl.objectives.surrogates import iql
-from genrl.runtime.loop import Loop
-from genrl.vla.methods.imitation import flow_times
+from genrl.runtime.recorded import Recorded
+from genrl.vla.methods.imitation import flow_times, observation_of
 from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, value_head
 from genrl.vla.policies.normalise import normalise
 from genrl.vla.policies.policy import (
@@ -39,8 +39,11 @@ from genrl.vla.policies.policy import (
 )
 from genrl.vla.rollout.collect import ENVIRONMENT_NAMES
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.rollout.sampling import Frozen, Sampler, act, transition
+from genrl.vla.rollout.sampling import Acting, Frozen, Sampler, act, transition
 from genrl.vla.simulators.contract import Tables
+
+if TYPE_CHECKING:
+    from genrl.vla.run import VLARun
 
 
 class Transitions(NamedTuple):
@@ -89,17 +92,23 @@ class Words:
 Behaviour = Callable[[Batch, int], Tensor]
 """(observation of B tables, number of the decision) -> chunks float32 [B, H, A] in the robot's units."""
 
-Step = Callable[[Tensor], object]
-"""Takes a loss []: gradients, clipping and an optimiser step."""
+Loss = Callable[[Any, Acting, Recorded], dict[str, Tensor]]
+Step = Callable[[Recorded], Mapping[str, Tensor]]
+"""Takes what a loss is made of: loss, gradients, clipping and an optimiser step. Returns what the loss found."""
 
 
-def stepper(loop: Loop) -> Step:
-    """An optimiser step of a run's own optimiser on the policy."""
+def stepper(run: VLARun, settings: Any, loss: Loss, sampler: Sampler | None = None) -> Step:
+    """An optimiser step of a run's own optimiser on the policy, by the method's loss. sampler: None = that of the
+    running iteration."""
+    loop = run.loop
 
-    def step(loss: Tensor) -> dict[str, float]:
+    def step(recorded: Recorded) -> Mapping[str, Tensor]:
         loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
-        loop.backward(loss, evidence={"loss": loss.detach()}, info={"optimizer_steps": loop.optimizer_steps})
-        return loop.step(["policy"])
+        acting = run.acting if sampler is None else Acting(run.policy, sampler)
+        results = loss(settings, acting, recorded)
+        loop.backward(settings, results, recorded)
+        loop.step(["policy"])
+        return results
 
     return step
 
@@ -368,24 +377,36 @@ def train_iql(
         yield {"q_loss": q_loss.item(), "value_loss": value_loss.item(), "value": value.mean().item()}
 
 
-def cloning_errors(
-    policy: Policy, observation: Batch, action: Tensor, alpha_bars: Tensor, rng: torch.Generator
-) -> Tensor:
+def recorded_chunks(
+    policy: Policy, observation: Batch, action: Tensor, alpha_bars: Tensor, rng: torch.Generator, weight: Tensor
+) -> Recorded:
+    """Data chunks to be cloned with these weights [B], with noise and levels drawn by rng."""
+    actions = policy.normalised(action)
+    noise = torch.randn(action.shape, generator=rng)
+    if isinstance(policy, PredictsVelocity):
+        level = flow_times(len(actions), rng)
+    elif isinstance(policy, PredictsNoise):
+        level = torch.randint(len(alpha_bars), (len(actions),), generator=rng)
+    else:
+        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+    tensors = {f"observation/{name}": value for name, value in observation.items()}
+    tensors |= {"actions": actions, "noise": noise, "level": level, "alpha_bars": alpha_bars, "weight": weight}
+    return Recorded(None, tensors)
+
+
+def cloning_errors(policy: Policy, given: Recorded) -> Tensor:
     """Squared error of the policy's prediction for each data chunk, mean over H and A, [B]: flow or noise matching.
 
     Weighted by `iql.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion policy.
     """
-    actions = policy.normalised(action)
-    noise = torch.randn(action.shape, generator=rng).to(actions)
-    context = policy.encode(observation)
+    actions, level = given["actions"], given["level"]
+    noise, context = given["noise"].to(actions), policy.encode(observation_of(given))
     if isinstance(policy, PredictsVelocity):
-        sigma = flow_times(len(actions), rng).to(actions)
+        sigma = level.to(actions)
         x = forward.flow_sample(actions, noise, sigma)
         error = policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)
-    elif isinstance(policy, PredictsNoise):
-        timestep = torch.randint(len(alpha_bars), (len(actions),), generator=rng)
-        x = forward.diffusion_sample(actions, noise, alpha_bars[timestep])
-        error = policy.noise(context, x, timestep) - noise
     else:
-        raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise")
+        assert isinstance(policy, PredictsNoise)
+        x = forward.diffusion_sample(actions, noise, given["alpha_bars"][level])
+        error = policy.noise(context, x, level) - noise
     return error.square().flatten(1).mean(1)

@@ -12,11 +12,11 @@ from genrl.objectives.advantages.episodes import informative_groups
 from genrl.objectives.advantages.gae import executed_mask
 from genrl.objectives.surrogates import actor_critic
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.vla.methods.ppo.settings import PPO
+from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.shared_settings import Update
 from genrl.vla.policies.policy import Batch
-from genrl.vla.rollout.rollout import ChunkRollout, TrainingRows, episode_returns, training_rows
-from genrl.vla.rollout.sampling import Diffusion, Sampler, replay
+from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
+from genrl.vla.rollout.sampling import Acting, replay
 
 
 class Decisions(NamedTuple):
@@ -63,6 +63,30 @@ def filtered(rollout: ChunkRollout, settings: Update) -> Tensor:
     return kept
 
 
+def recorded_decisions(rollout: ChunkRollout, chosen: Decisions, *, total: int, policy: bool, critic: bool) -> Recorded:
+    """All that the loss of these decisions reads. total: decisions of the update, over all processes. policy, critic:
+    which of them the update trains."""
+    rows = training_rows(rollout, chosen.row)
+    states, following, index, old = rows.states, rows.next_states, rows.step_index, rows.log_prob
+    ratios, size = rollout.log_prob.shape[2], rollout.rewards.shape[-1]
+    if ratios > 1:  # every step is a decision of its own
+        place, at = torch.arange(len(chosen.row)), chosen.step
+        states, following, index, old = (value[place, at][:, None] for value in (states, following, index, old))
+    tensors = {f"observation/{name}": value for name, value in rows.observation.items()}
+    tensors |= {f"context/{name}": value for name, value in rows.context.items()}
+    tensors |= {"states": states, "next_states": following, "step_index": index, "old_log_prob": old}
+    tensors |= {"step": chosen.step, "advantage": chosen.advantage, "weight": chosen.weight}
+    tensors |= {"executed": rollout.n_executed.flatten()[chosen.row]}
+    numbers = {"total": total, "ratios": ratios, "size": size, "action_dim": rollout.action_dim}
+    numbers |= {"trains_policy": policy, "trains_critic": critic}
+    tensors |= {name: torch.tensor(value) for name, value in numbers.items()}
+    if critic:
+        assert rollout.values is not None
+        # actions beyond those that are executed have no value to learn
+        tensors |= {"returns": chosen.returns, "old_values": rollout.values.flatten(0, 1)[chosen.row, :size]}
+    return Recorded(None, tensors)
+
+
 class Scored(NamedTuple):
     """Log-probabilities [n, ...] at the level of the ratio, now and then; the context; entropy [n], in nats for a
     number, the mean over those that can reach the robot and over the scored steps."""
@@ -73,34 +97,30 @@ class Scored(NamedTuple):
     """bool, shape of log_prob: an action that was executed."""
     context: Batch
     entropy: Tensor
-    rows: TrainingRows
-    """What was scored."""
 
 
-def score(policy: Any, rollout: ChunkRollout, chosen: Decisions, settings: Update) -> Scored:
-    """The log-probabilities of some decisions under the policy as it is, and as they were drawn."""
-    rows = training_rows(rollout, chosen.row)
-    context = context_of(policy, rows.observation, rows.context)
-    states, following, index, old = rows.states, rows.next_states, rows.step_index, rows.log_prob
-    if rollout.log_prob.shape[2] > 1:  # every step is a decision of its own
-        place, at = torch.arange(len(chosen.row)), chosen.step
-        states, following, index, old = (value[place, at][:, None] for value in (states, following, index, old))
-    again = replay(policy, rollout.sampler, context, states, following, index)
-    executed = rollout.n_executed.flatten()[chosen.row]
-    now = at_level(again.log_prob[:, 0], rollout, executed, settings)
-    then = at_level(old[:, 0].to(now.device), rollout, executed, settings)
+def score(settings: Update, acting: Acting, given: Recorded) -> Scored:
+    """The log-probabilities of some decisions under the policy as it is, and as they were sampled."""
+    context = context_of(acting.policy, _named(given, "observation/"), _named(given, "context/"))
+    again = replay(acting.policy, acting.sampler, context, given["states"], given["next_states"], given["step_index"])
+    executed, size, action_dim = given["executed"], int(given["size"]), int(given["action_dim"])
+    now = at_level(again.log_prob[:, 0], executed, size, action_dim, settings)
+    then = at_level(given["old_log_prob"][:, 0].to(now.device), executed, size, action_dim, settings)
     counted = torch.ones_like(now, dtype=torch.bool)
     if settings.level != "chunk":
-        there = executed_mask(executed, rollout.rewards.shape[-1]).to(now.device)
+        there = executed_mask(executed, size).to(now.device)
         counted = there if settings.level == "action" else there[..., None].expand(now.shape)
-    reaching = chains.executed(again.stds, rollout.rewards.shape[-1], rollout.action_dim)
-    return Scored(now, then, counted, context, chains.entropy(reaching).flatten(1).mean(1), rows)
+    reaching = chains.executed(again.stds, size, action_dim)
+    return Scored(now, then, counted, context, chains.entropy(reaching).flatten(1).mean(1))
 
 
-def at_level(elements: Tensor, rollout: ChunkRollout, executed: Tensor, settings: Update) -> Tensor:
+def _named(given: Recorded, prefix: str) -> Batch:
+    return {name.removeprefix(prefix): value for name, value in given.tensors.items() if name.startswith(prefix)}
+
+
+def at_level(elements: Tensor, executed: Tensor, size: int, action_dim: int, settings: Update) -> Tensor:
     """[n, H, A] -> log-probabilities at the level of the ratio. Actions after an episode's end do not count."""
-    size = rollout.rewards.shape[-1]
-    kept = chains.executed(elements, size, rollout.action_dim)
+    kept = chains.executed(elements, size, action_dim)
     if settings.element_clip is not None:
         kept = kept.clamp(*settings.element_clip)
     there = executed_mask(executed, size).to(kept.device)[..., None]
@@ -119,49 +139,50 @@ def context_of(policy: Any, observation: Batch, kept: Batch) -> Batch:
 
 
 class ActorLoss(NamedTuple):
-    """loss, entropy []: sums over the elements that count, `number` [] of them; figures: sums to be logged."""
+    """loss []: this micro-batch's share of the update's; sums: figures over the elements that count, to be logged."""
 
     loss: Tensor
-    entropy: Tensor
-    figures: dict[str, Tensor]
-    number: Tensor
+    sums: dict[str, Tensor]
 
 
-def actor_loss(scored: Scored, chosen: Decisions, settings: Update, sampler: Sampler, ratios: int) -> ActorLoss:
-    """The clipped surrogate (PPO, eq. 7) on these decisions, summed; its entropy bonus apart."""
-    device, shape = scored.log_prob.device, scored.log_prob.shape
+def spread_out(values: Tensor, like: Tensor) -> Tensor:
+    """Of decisions or actions, to every ratio of them, in the shape of `like`."""
+    found = values.to(like.device, torch.float32)
+    return found.view(*found.shape, *[1] * (like.dim() - found.dim())).expand(like.shape)
 
-    def spread_out(values: Tensor) -> Tensor:
-        """Of decisions or actions, to every ratio of them."""
-        found = values.to(device, torch.float32)
-        return found.view(*found.shape, *[1] * (len(shape) - found.dim())).expand(shape)
 
-    advantage = spread_out(chosen.advantage)
-    low: Tensor | float = settings.clip_range
-    if isinstance(settings, PPO) and isinstance(sampler, Diffusion):  # DPPO weighs its denoising steps
-        discount = actor_critic.denoising_discount(chosen.step, ratios, settings.denoising_gamma)
-        advantage = advantage * spread_out(discount)
-        if settings.clip_base is not None:
-            low = spread_out(
-                actor_critic.denoising_clip(chosen.step, ratios, clip=settings.clip_range, base=settings.clip_base)
-            )
-    high = low if settings.clip_range_high is None else torch.full_like(scored.log_prob, settings.clip_range_high)
-    if isinstance(high, Tensor) and not isinstance(low, Tensor):
-        low = torch.full_like(high, low)
-    found = clipped_surrogate(scored.log_prob, scored.old_log_prob, advantage, low, high)
+def actor_loss(
+    settings: Update, scored: Scored, given: Recorded, *, advantage: Tensor | None = None, low: Tensor | None = None
+) -> ActorLoss:
+    """The clipped surrogate (PPO, eq. 7) on these decisions, with its entropy bonus. advantage, low: instead of the
+    decisions' own and of `clip_range`, in the shape of the log-probabilities."""
+    if advantage is None:
+        advantage = spread_out(given["advantage"], scored.log_prob)
+    below: Tensor | float = settings.clip_range if low is None else low
+    above = below
+    if settings.clip_range_high is not None:
+        above = torch.full_like(scored.log_prob, settings.clip_range_high)
+        below = below if isinstance(below, Tensor) else torch.full_like(above, below)
+    found = clipped_surrogate(scored.log_prob, scored.old_log_prob, advantage, below, above)
     loss = found.loss
     if settings.dual_clip is not None:
         loss = actor_critic.dual_clip(loss, advantage, settings.dual_clip)
-    counted = scored.counted
-    weight = spread_out(chosen.weight)
+    counted, weight = scored.counted, spread_out(given["weight"], scored.log_prob)
 
     def total(values: Tensor) -> Tensor:
         return torch.where(counted, values, 0.0).sum()
 
-    figures = {
+    sums = {
         "loss/policy": total(loss * weight),
         "ratio/mean": total(found.ratio),
         "ratio/clipped": total(found.clipped.float()),
         "kl/updates": total(actor_critic.approximate_kl(scored.log_prob, scored.old_log_prob)),
+        "number": counted.sum(),
     }
-    return ActorLoss(figures["loss/policy"], scored.entropy.sum(), figures, counted.sum())
+    # a level below the chunk has several ratios in a decision: the mean is over them
+    count, each = int(given["total"]), scored.log_prob[0].numel()
+    share = torch.zeros((), device=loss.device) + sums["loss/policy"] / (count * each)
+    if settings.entropy_weight:
+        sums["entropy"] = scored.entropy.sum()
+        share = share - settings.entropy_weight * sums["entropy"] / count
+    return ActorLoss(share, sums)

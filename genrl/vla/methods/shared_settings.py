@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from genrl.config.method import Finding
-from genrl.config.section import Count, Fraction, Margin, NonNegative, Positive, Range, Section, Share
+from genrl.config.section import Count, Flag, Fraction, Margin, NonNegative, Positive, Range, Section, Share
 from genrl.config.vla_method import Row, VLAMethod
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Update(VLAMethod):
     """Decisions per optimiser step, over all processes."""
     microbatch: Count | None = None
     """Decisions per pass of the policy, to save memory; null = the minibatch."""
+    fit_batch: Flag = False
+    """Where memory runs out in training, do the iteration again with half the microbatch."""
     kl_stop: Positive | None = 0.3
     """Leave an iteration's updates when the divergence of a minibatch exceeds this; null = never (DPPO: 1)."""
     entropy_weight: NonNegative = 0.0
@@ -46,6 +48,10 @@ class Update(VLAMethod):
     """Log-probability of one ratio is kept within [low, high] (ReinFlow: -1 and 1); null = free."""
     success_filter: tuple[Fraction, Share] | None = None
     """Groups count only where their mean return is within [low, high] (SimpleVLA-RL: 0.1 and 0.9); null = all."""
+
+    @property
+    def retries(self) -> bool:
+        return self.fit_batch
 
     @property
     def first_episodes(self) -> bool:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genrl.objectives.surrogates import actor_critic
+from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.minibatches import Minibatch
-from genrl.vla.methods.ppo.settings import PPO
-from genrl.vla.methods.scores import Decisions, Scored, actor_loss, score
+from genrl.vla.methods.scores import Decisions, recorded_decisions
 from genrl.vla.methods.shared_settings import Update
 from genrl.vla.rollout.rollout import ChunkRollout
+from genrl.vla.rollout.sampling import Acting
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
+Loss = Callable[[Any, Acting, Recorded], dict[str, torch.Tensor]]
+"""(settings, policy and sampler, what was recorded) -> "loss" [], and sums of figures by name."""
 PER_RATIO = ("loss/policy", "ratio/mean", "ratio/clipped", "kl/updates")
 """Figures that are means over ratios; the others are over decisions."""
 
@@ -39,11 +42,12 @@ class Figures:
 
 
 def learn(
-    session: Session,
+    run: VLARun,
     rollout: ChunkRollout,
     chosen: Decisions,
     settings: Update,
     figures: Figures,
+    loss: Loss,
     *,
     policy: bool,
     critic: bool,
@@ -52,23 +56,24 @@ def learn(
 
     All is divided by the decisions of a minibatch over all processes, so gradients do not depend on their number.
     """
-    loop = session.loop
+    loop = run.loop
     groups = [name for name, used in (("policy", policy), ("critic", critic)) if used]
     loop.phase("training", settings.epochs * len(chosen.row))
     with loop.timed("train"):
         for epoch in range(settings.epochs):
-            for batch in session.dealt(len(chosen.row), settings, epoch):
-                if not update(session, rollout, chosen, batch, settings, figures, groups):
+            for batch in run.dealt(len(chosen.row), settings, epoch):
+                if not update(run, rollout, chosen, batch, settings, figures, loss, groups):
                     return
 
 
 def update(
-    session: Session,
+    run: VLARun,
     rollout: ChunkRollout,
     chosen: Decisions,
     batch: Minibatch,
     settings: Update,
     figures: Figures,
+    loss: Loss,
     groups: list[str],
 ) -> bool:
     """One optimiser step on this process's decisions of a minibatch; False where the policy has moved so far that the
@@ -76,73 +81,32 @@ def update(
 
     All processes make as many passes, as each of them ends with one word to the others.
     """
-    mine, ratios = chosen.chosen(batch.mine), rollout.log_prob.shape[2]
+    mine, acting = chosen.chosen(batch.mine), Acting(run.policy, rollout.sampler)
+    trains = {"policy": "policy" in groups, "critic": "critic" in groups}
     passes = math.ceil(batch.most / (settings.microbatch or batch.most))
-    names = [
-        *PER_RATIO,
-        *(["loss/value"] if "critic" in groups else []),
-        *(["entropy"] * (settings.entropy_weight > 0)),
-    ]
-    sums = {name: torch.zeros(()) for name in (*names, "number")}
+    names = [*PER_RATIO, *["loss/value"] * trains["critic"], *["entropy"] * (settings.entropy_weight > 0), "number"]
+    sums = {name: torch.zeros(()) for name in names}
     with torch.set_grad_enabled(True):
         for part in torch.arange(len(mine.row)).tensor_split(passes):
-            loss, evidence = torch.zeros(()), {}
-            if len(part):  # else it is another process that has the last ones
-                one = mine.chosen(part)
-                with torch.set_grad_enabled("policy" in groups):  # the critic alone needs no graph of the chain
-                    scored = score(session.policy, rollout, one, settings)
-                found = actor_loss(scored, one, settings, rollout.sampler, ratios)
-                parts = found.figures | {"number": found.number}
-                loss = torch.zeros((), device=found.loss.device)
-                if "policy" in groups:
-                    # a level below the chunk has several ratios in a decision: the mean is over them
-                    each = scored.log_prob[0].numel()
-                    loss = loss + found.loss / (batch.total * each)
-                    if settings.entropy_weight:
-                        loss = loss - settings.entropy_weight * found.entropy / batch.total
-                if settings.entropy_weight:
-                    parts["entropy"] = found.entropy
-                if "critic" in groups:
-                    parts["loss/value"] = value_loss(session.policy, rollout, scored, one, settings)
-                    loss = loss + settings.value_weight * parts["loss/value"] / batch.total  # type: ignore[attr-defined]
-                sums = {name: value + parts[name].detach().cpu() for name, value in sums.items()}
-                evidence = evidence_of(scored, one)
-            session.loop.backward(loss, evidence=evidence, info={"trainer": settings.model_dump(mode="json")})
-            session.loop.advance(len(part))
-    summed = session.summed(sums)
+            results, recorded = {"loss": torch.zeros(())}, Recorded(None, {})
+            with run.loop.fitting():
+                if len(part):  # else it is another process that has the last ones
+                    recorded = recorded_decisions(rollout, mine.chosen(part), total=batch.total, **trains)
+                    results = loss(settings, acting, recorded)
+                    sums = {name: value + results[name].detach().cpu() for name, value in sums.items()}
+                run.loop.backward(settings, results, recorded)
+            run.loop.advance(len(part))
+    run.loop.check_stop()
+    summed = run.summed(sums)
     number = max(1.0, summed.pop("number"))
     means = {name: value / (number if name in PER_RATIO else batch.total) for name, value in summed.items()}
     if "policy" in groups:
         figures.add(means)
         if settings.kl_stop is not None and means["kl/updates"] > settings.kl_stop:
-            session.loop.optimizer.zero_grad(set_to_none=True)
+            run.loop.optimizer.zero_grad(set_to_none=True)
             return False
     else:
         figures.add({"loss/value": means["loss/value"]})
-    norms = session.loop.step(groups)
+    norms = run.loop.step(groups)
     figures.add({f"grad_norm/{name}": norm for name, norm in norms.items()})
     return True
-
-
-def evidence_of(scored: Scored, chosen: Decisions) -> dict[str, torch.Tensor]:
-    """What a loss that is not finite was made from: all that `score` and `actor_loss` read but the weights."""
-    rows = scored.rows
-    named = {"log_prob": scored.log_prob, "old_log_prob": scored.old_log_prob, "states": rows.states}
-    named |= {"next_states": rows.next_states, "step_index": rows.step_index} | chosen._asdict()
-    return named | rows.observation | {f"context.{name}": value for name, value in rows.context.items()}
-
-
-def value_loss(policy: Any, rollout: ChunkRollout, scored: Scored, chosen: Decisions, settings: Update) -> torch.Tensor:
-    """The critic's loss on these decisions, summed, []; of several values of a decision, their mean over the chunk."""
-    assert isinstance(settings, PPO) and rollout.values is not None
-    size = rollout.rewards.shape[-1]  # actions beyond those that are executed have no value to learn
-    value: torch.Tensor = policy.value(scored.context)[:, :size]
-    errors = actor_critic.value_loss(
-        value,
-        chosen.returns.view(value.shape).to(value),
-        old_values=rollout.values.flatten(0, 1)[chosen.row, :size].to(value),
-        clip=settings.value_clip,
-        huber_delta=settings.huber_delta,
-    )
-    weight = chosen.weight.view(value.shape).to(value)
-    return (errors * weight).sum() / value.shape[1]

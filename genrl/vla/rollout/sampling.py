@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,6 +121,14 @@ class Replay(NamedTuple):
     log_prob: Tensor
     means: Tensor
     stds: Tensor
+
+
+class Acting(NamedTuple):
+    """A policy with the sampler it acts by, and, of DPPO, the policy that does the first denoising steps."""
+
+    policy: Any
+    sampler: Any
+    frozen: Any = None
 
 
 class Frozen(NamedTuple):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from genrl.mdp.noise import generator
 from genrl.runtime.loop import Loop
-from genrl.vlm.methods.recipe import Preset
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
 
 PER_TOKEN = (
@@ -35,13 +34,24 @@ class Update(NamedTuple):
     tokens: int
     groups: int
 
+    def part(self, batch: TokenBatch, rows: Tensor) -> TokenBatch:
+        """Some rows of a batch, with the totals of this update."""
+        return replace(batch.select(rows), rows=self.rows, tokens=self.tokens, groups=self.groups)
+
 
 def dealt(
-    preset: Preset, mask: Tensor, size: int, *, updates: int, micro: int | None, seed: int, loop: Loop
+    mask: Tensor,
+    size: int,
+    *,
+    updates: int,
+    micro: int | None,
+    seed: int,
+    loop: Loop,
+    whole_groups: bool = False,
 ) -> list[Update]:
     """The updates of this process's rows, mask [B, T], whole groups of `size` each, in an order that the seed decides,
-    the same for any number of processes."""
-    rank, own_groups = loop.accelerator.process_index, len(mask) // size
+    the same for any number of processes. whole_groups: a micro-batch has no part of a group."""
+    rank, own_groups = loop.process.accelerator.process_index, len(mask) // size
     group = torch.arange(own_groups).repeat_interleave(size)
     bare = TokenBatch(mask, group, extra={"row": torch.arange(len(mask))})
     lengths = gather_object([mask.sum(1).reshape(own_groups, size).sum(1)])  # tokens of each group
@@ -55,7 +65,8 @@ def dealt(
         own = (some[owner == rank] - first).sort().values
         rows = (own[:, None] * size + torch.arange(size)).flatten()
         most = micro or len(some) * size
-        made = [p.extra["row"] for p in micro_batches(preset, bare.select(rows), most)] if len(rows) else []
+        parts = micro_batches(bare.select(rows), most, whole_groups=whole_groups) if len(rows) else []
+        made = [part.extra["row"] for part in parts]
         found.append(Update(made, 0, len(some) * size, int(tokens[some].sum()), len(some)))
     passes = [max(counts) for counts in zip(*gather_object([[len(u.parts) for u in found]]), strict=True)]
     return [update._replace(passes=number) for update, number in zip(found, passes, strict=True)]

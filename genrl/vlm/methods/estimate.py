@@ -16,8 +16,32 @@ from genrl.objectives.surrogates.policy_losses import kl_k3
 from genrl.objectives.tokens import token_advantages, token_surrogates, token_weights
 from genrl.objectives.tokens.token_advantages import Visits
 from genrl.objectives.tokens.tokens import log_ratio, masked, sequence_log_ratio, token_count, token_mean
-from genrl.vlm.methods import recipe
-from genrl.vlm.methods.recipe import Preset
+from genrl.vlm.recipe.advantages import (
+    BatchNormalise,
+    ClampAdvantage,
+    ConsistencyBonus,
+    CriticAdvantage,
+    GroupAdvantage,
+    Hierarchical,
+    KlInReward,
+    LeaveOneOut,
+    LengthReward,
+    NormaliseThenSum,
+    OverlongPenalty,
+    PositiveOnly,
+    RankQuantiles,
+    SigmaFilter,
+    SmoothedAdvantage,
+    TrajectoryDependency,
+    Transform,
+    Uncertainty,
+    VirtualReward,
+    WhitenedReturns,
+)
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.regularisers import EntropyBand
+from genrl.vlm.recipe.surrogates import ElasticClip
+from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, StepMeans, TopDependency, TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch, given
 
 
@@ -49,7 +73,7 @@ def estimate(
         weight = _weight(preset, batch)
         _, index, sizes = torch.unique(batch.group, return_inverse=True, return_counts=True)
         width = None
-        if isinstance(preset.surrogate, recipe.ElasticClip):
+        if isinstance(preset.surrogate, ElasticClip):
             constants = {"alpha": preset.surrogate.alpha, "gamma": preset.surrogate.gamma}
             width = token_surrogates.elastic_width(advantage, given(batch, "rewards", "ETR"), batch.group, **constants)
         rows, tokens = len(batch.mask), int(batch.mask.bool().sum())
@@ -76,8 +100,9 @@ def estimate(
         k3 = kl_k3(batch.sampler_log_prob, batch.old_log_prob)
         metrics["sampler_gap_k3"] = float(token_mean(masked(k3, batch.mask), batch.mask))
         for choice in preset.weights:
-            if isinstance(choice, recipe.EngineMismatch):
-                changed = _mismatch(choice, batch) != _mismatch(replace(choice, low=0.0, high=math.inf), batch)
+            if isinstance(choice, EngineMismatch):
+                unlimited = choice.model_copy(update={"low": 0.0, "high": math.inf})
+                changed = _mismatch(choice, batch) != _mismatch(unlimited, batch)
                 metrics["sampler_corrected"] = float(token_mean(changed.expand(batch.mask.shape).double(), batch.mask))
     return Estimate(ready, after, metrics)
 
@@ -85,17 +110,17 @@ def estimate(
 def _shaped_rewards(preset: Preset, batch: TokenBatch) -> Tensor | None:
     """Row rewards with the terms of the preset; KL goes to tokens where the estimator takes token rewards."""
     rewards = batch.rewards
-    by_token = isinstance(preset.advantage, recipe.WhitenedReturns)
+    by_token = isinstance(preset.advantage, WhitenedReturns)
     for term in preset.reward_terms:
         if rewards is None:
             raise ValueError(f"reward term {term.name!r} is added to rewards [B], which this batch does not have")
         match term:
-            case recipe.LengthReward(thresholds, coefficient):
+            case LengthReward(thresholds=thresholds, coefficient=coefficient):
                 rewards = rewards + coefficient * reward_shaping.length_reward(token_count(batch.mask), thresholds)
-            case recipe.OverlongPenalty(maximum, buffer):
+            case OverlongPenalty(maximum=maximum, buffer=buffer):
                 lengths = token_count(batch.mask)
                 rewards = rewards + reward_shaping.overlong_penalty(lengths, maximum=maximum, buffer=buffer)
-            case recipe.ConsistencyBonus():
+            case ConsistencyBonus():
                 confidence = reward_shaping.answer_confidence(
                     given(batch, "ema", "the consistency bonus"),
                     given(batch, "answer_mask", "the consistency bonus"),
@@ -109,7 +134,7 @@ def _shaped_rewards(preset: Preset, batch: TokenBatch) -> Tensor | None:
                     margin=term.margin,
                     floor=term.floor,
                 )
-            case recipe.KlInReward(beta) if not by_token:
+            case KlInReward(beta=beta) if not by_token:
                 old = given(batch, "old_log_prob", "the KL in the reward")
                 reference = given(batch, "ref_log_prob", "the KL in the reward")
                 rewards = rewards - beta * sequence_log_ratio(old, reference, batch.mask)
@@ -126,40 +151,38 @@ def _advantage(
     visits: Visits,
 ) -> tuple[Tensor, Visits]:
     choice, group = preset.advantage, batch.group
-    if isinstance(choice, recipe.CriticAdvantage):
+    if isinstance(choice, CriticAdvantage):
         return given(batch, "credit", f"the {choice.level}-level critic").double(), visits
-    if isinstance(choice, recipe.NormaliseThenSum):
+    if isinstance(choice, NormaliseThenSum):
         components = given(batch, "components", "normalise_then_sum")
-        weights, eps, rewhiten = choice.weights, choice.eps, choice.rewhiten
+        weights, eps, rewhiten = choice.weights or (1.0,) * components.shape[1], choice.eps, choice.rewhiten
         return token_advantages.normalise_then_sum(components, weights, group, eps=eps, rewhiten=rewhiten), visits
-    if isinstance(choice, recipe.Hierarchical):
+    if isinstance(choice, Hierarchical):
         high, low, step = (given(batch, name, "the two steps of an answer") for name in ("high", "low", "step"))
         own = token_advantages.hierarchical_advantages(high, low, group, share=choice.share, eps=choice.eps)
         return torch.where(step == 0, own.high[:, None], own.low[:, None]), visits
-    if isinstance(choice, recipe.WhitenedReturns):
+    if isinstance(choice, WhitenedReturns):
         return _whitened_returns(choice, preset, batch, rewards), visits
     if rewards is None:
         raise ValueError(f"advantage {choice.name!r} reads rewards [B], which this batch does not have")
     match choice:
-        case recipe.GroupAdvantage(scale, eps):
+        case GroupAdvantage(scale=scale, eps=eps):
             return group_advantages(rewards, group, scale=scale, eps=eps, ddof=1), visits
-        case recipe.LeaveOneOut():
+        case LeaveOneOut():
             return token_advantages.leave_one_out(rewards, group), visits
-        case recipe.VirtualReward(best, count, eps):
+        case VirtualReward(best=best, count=count, eps=eps):
             return token_advantages.with_virtual_reward(rewards, group, best=best, count=count, eps=eps), visits
-        case recipe.RankQuantiles(scope):
+        case RankQuantiles(scope=scope):
             sets = group if scope == "group" else given(batch, "task", "ranks within a task")
             return token_advantages.rank_quantiles(rewards, sets), visits
-        case recipe.SmoothedAdvantage():
+        case SmoothedAdvantage():
             if prompts is None:
                 raise ValueError("the smoothed advantage keeps statistics by prompt: give estimate(..., prompts=...)")
             output = token_advantages.smoothed_advantages(rewards, group, prompts, visits)
             return output.advantage, output.visits
 
 
-def _whitened_returns(
-    choice: recipe.WhitenedReturns, preset: Preset, batch: TokenBatch, rewards: Tensor | None
-) -> Tensor:
+def _whitened_returns(choice: WhitenedReturns, preset: Preset, batch: TokenBatch, rewards: Tensor | None) -> Tensor:
     mask = batch.mask
     if "token_rewards" in batch.extra:
         if choice.baseline:
@@ -174,7 +197,7 @@ def _whitened_returns(
         last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
         per_step = masked(scores.nan_to_num(nan=0.0)[:, None].expand(mask.shape), last)
     for term in preset.reward_terms:
-        if isinstance(term, recipe.KlInReward):
+        if isinstance(term, KlInReward):
             old = given(batch, "old_log_prob", "the KL in the reward")
             reference = given(batch, "ref_log_prob", "the KL in the reward")
             per_step = reward_shaping.with_kl(per_step, old, reference, mask, beta=term.beta)
@@ -182,24 +205,24 @@ def _whitened_returns(
     return token_advantages.whitened(returns, mask, eps=choice.eps)
 
 
-def _transformed(transform: recipe.Transform, advantage: Tensor, batch: TokenBatch) -> Tensor:
+def _transformed(transform: Transform, advantage: Tensor, batch: TokenBatch) -> Tensor:
     mask = batch.mask
     match transform:
-        case recipe.BatchNormalise(eps):
+        case BatchNormalise(eps=eps):
             tokens = mask if advantage.dim() == 2 else None
             return token_advantages.batch_normalised(advantage, tokens, eps=eps)
-        case recipe.SigmaFilter(limit):
+        case SigmaFilter(limit=limit):
             return token_advantages.sigma_filtered(advantage, limit=limit)
-        case recipe.Uncertainty(alpha, low, high):
+        case Uncertainty(alpha=alpha, low=low, high=high):
             scores = given(batch, "scores", "the uncertainty of the scores")
             uncertainty = token_advantages.score_uncertainty(scores, batch.group, low=low, high=high)
             return token_advantages.scaled(advantage, torch.exp(-alpha * uncertainty), mask)
-        case recipe.TrajectoryDependency(minimum):
+        case TrajectoryDependency(minimum=minimum):
             factor = token_advantages.trajectory_weight(_dependency(batch), mask, minimum=minimum)
             return token_advantages.scaled(advantage, factor, mask)
-        case recipe.ClampAdvantage(limit):
+        case ClampAdvantage(limit=limit):
             return advantage.clamp(-limit, limit)
-        case recipe.PositiveOnly():
+        case PositiveOnly():
             return advantage.clamp(min=0.0)
 
 
@@ -214,34 +237,32 @@ def _weight(preset: Preset, batch: TokenBatch) -> Tensor | None:
     mask, product = batch.mask, None
     for choice in preset.weights:
         match choice:
-            case recipe.TopEntropy(share, scope):
+            case TopEntropy(share=share, scope=scope):
                 entropy = given(batch, "entropy", "the entropy mask")
                 rule = token_weights.top_entropy if scope == "batch" else token_weights.top_of_row
                 factor = rule(entropy, mask, share=share)
-            case recipe.TopDependency(share):
+            case TopDependency(share=share):
                 factor = token_weights.top_of_row(_dependency(batch), mask, share=share)
-            case recipe.Divergence(alpha):
+            case Divergence(alpha=alpha):
                 rows = given(batch, "divergence", "the divergence within groups")
                 _, index = torch.unique(batch.group, return_inverse=True)
                 first = torch.stack([(index == slot).nonzero()[0, 0] for slot in range(int(index.max()) + 1)])
                 factor = token_weights.divergence_weights(rows[first], mask, batch.group, alpha=alpha)
-            case recipe.EngineMismatch():
+            case EngineMismatch():
                 factor = _mismatch(choice, batch)
-            case recipe.StepMeans():
+            case StepMeans():
                 step = given(batch, "step", "the means of steps")
                 factor = torch.ones(mask.shape, dtype=torch.float64)
                 for number in sorted(set(step[mask.bool()].tolist())):
                     own = mask.bool() & (step == number)
                     factor[own] = float(mask.bool().sum() / own.sum())
-            case recipe.OffPolicyMask():
+            case OffPolicyMask():
                 continue
         product = factor if product is None else product * factor
-    if product is not None and preset.renormalise:
-        product = product / token_mean(product.expand(mask.shape), mask).clamp(min=1e-8)
     return product
 
 
-def _mismatch(choice: recipe.EngineMismatch, batch: TokenBatch) -> Tensor:
+def _mismatch(choice: EngineMismatch, batch: TokenBatch) -> Tensor:
     old = given(batch, "old_log_prob", "the engine's correction")
     sampler = given(batch, "sampler_log_prob", "the engine's correction")
     bounds = {"low": choice.low, "high": choice.high}
@@ -250,14 +271,14 @@ def _mismatch(choice: recipe.EngineMismatch, batch: TokenBatch) -> Tensor:
 
 def _entropy_bounds(preset: Preset, batch: TokenBatch) -> Tensor | None:
     for choice in preset.regularisers:
-        if isinstance(choice, recipe.EntropyBand) and choice.bounds == "quantile":
+        if isinstance(choice, EntropyBand) and choice.bounds == "quantile":
             entropy = given(batch, "entropy", "the entropy band's quantiles")
             chosen = entropy[band_tokens(choice, batch.mask, batch.weight)].double()
             return torch.stack([chosen.quantile(choice.low), chosen.quantile(choice.high)])
     return None
 
 
-def band_tokens(choice: recipe.EntropyBand, mask: Tensor, weight: Tensor | None) -> Tensor:
+def band_tokens(choice: EntropyBand, mask: Tensor, weight: Tensor | None) -> Tensor:
     """The tokens that an entropy band looks at, bool [B, T]."""
     kept = mask.bool()
     return kept & (weight != 0) if choice.tokens == "weighted" and weight is not None else kept

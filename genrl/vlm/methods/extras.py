@@ -1,14 +1,11 @@
-"""What a preset reads beside log-probabilities and rewards: further forwards of the same tokens, and numbers of texts.
-
-`needed` lists them; `computed` makes those of a rollout, on this process's answers, without gradient.
-"""
+"""What a recipe reads beside log-probabilities and rewards (`Preset.reads`): further forwards of the same tokens, and
+numbers in texts, of this process's answers, without gradient."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,46 +14,13 @@ from torch import Tensor, nn
 
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
-from genrl.vlm.methods import recipe
-from genrl.vlm.methods.recipe import Preset, extra_forwards
 from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.rollout import Answers, totals
 from rewards.scorers.texts.verifiable import answer_in, number_in
 
-
-@dataclass(frozen=True)
-class Needed:
-    """What the choices of a preset read."""
-
-    ref: bool
-    masked_image: bool
-    degraded: bool
-    ema: bool
-    entropy: bool
-    divergence: bool
-    scores: bool
-    components: bool
-    steps: bool
-
-
-def needed(preset: Preset) -> Needed:
-    """Of a preset."""
-    forwards = {forward.extra for forward in extra_forwards(preset)}
-    bands = [one for one in preset.regularisers if isinstance(one, recipe.EntropyBand)]
-    return Needed(
-        ref="ref" in forwards,
-        masked_image="masked_image" in forwards,
-        degraded="degraded" in forwards,
-        ema="ema" in forwards,
-        entropy=any(isinstance(w, recipe.TopEntropy) for w in preset.weights)
-        or any(band.bounds == "quantile" for band in bands)
-        or any(isinstance(one, recipe.EntropyBonus) for one in preset.regularisers),
-        divergence=any(isinstance(weight, recipe.Divergence) for weight in preset.weights),
-        scores=any(isinstance(transform, recipe.Uncertainty) for transform in preset.transforms),
-        components=isinstance(preset.advantage, recipe.NormaliseThenSum),
-        steps=isinstance(preset.advantage, recipe.Hierarchical),
-    )
+MASKED, PATCH = 0.5, 14
+"""VPPO: share of patches that are black in the masked picture, and the side of one in pixels."""
 
 
 class Average:
@@ -116,7 +80,7 @@ def replayed(
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probabilities, entropies) of all answers, [B, T] on the CPU, computed part by part (int64 rows); as wide as
     the policy's log-probabilities are, which may be estimates of a bound (BGPO)."""
-    width = getattr(policy, "samples", None) or answers.tokens.shape[1]
+    width = policy.samples or answers.tokens.shape[1]
     found = torch.zeros(len(answers.tokens), width)
     entropies = torch.zeros(found.shape) if entropy else None
     for rows in parts:
@@ -140,44 +104,44 @@ def computed(
     average: Average | None,
     answers: Answers,
     parts: Sequence[Tensor],
-    need: Needed,
+    reads: Set[str],
     config: VLMConfig,
     iteration: int,
 ) -> dict[str, Tensor]:
-    """Tensors of this process's answers by name: `old`, `ref`, and those of `TokenBatch.extra`."""
-    heat = config.generation.temperature
-    old, entropy = replayed(policy, answers.prompts, answers, parts, heat, entropy=need.entropy)
+    """Tensors of this process's answers by name: `old`, `ref`, and those of `TokenBatch.extra` that are read."""
+    temperature = config.generation.temperature
+    old, entropy = replayed(policy, answers.prompts, answers, parts, temperature, entropy="entropy" in reads)
     found = {"old": old}
     if entropy is not None:
         found["entropy"] = entropy
-    if need.ref:
+    if "ref" in reads:
         if reference is not None:
-            found["ref"] = replayed(reference, answers.prompts, answers, parts, heat)[0]
+            found["ref"] = replayed(reference, answers.prompts, answers, parts, temperature)[0]
         else:
             with policy.reference():
-                found["ref"] = replayed(policy, answers.prompts, answers, parts, heat)[0]
-    if need.masked_image:
-        change = masked(config.trainer.mask_share, config.trainer.mask_patch)
-        spoilt = changed_prompts(policy, answers, change, config.seed, "masked", iteration)
-        found["masked_image"] = replayed(policy, spoilt, answers, parts, heat)[0]
-    if need.ema and average is not None:
+                found["ref"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
+    if "masked_image" in reads:
+        change = masked(MASKED, PATCH)
+        changed = changed_prompts(policy, answers, change, config.seed, "masked", iteration)
+        found["masked_image"] = replayed(policy, changed, answers, parts, temperature)[0]
+    if "ema" in reads and average is not None:
         with average.weights():
-            found["ema"] = replayed(policy, answers.prompts, answers, parts, heat)[0]
+            found["ema"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
         tokens = zip(answers.tokens, answers.mask, strict=True)
         found["answer_mask"] = torch.stack([answer_tokens(policy, *row) for row in tokens])
         found["accuracy"] = answers.scores[config.reward_labels[0]].nan_to_num(nan=0.0)
-    if need.divergence:
-        rows = [policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, heat)]
+    if "divergence" in reads:
+        rows = [policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, temperature)]
         found["divergence"] = torch.cat(rows)[answers.group]
-    if need.scores:
+    if "scores" in reads:
         numbers = [number_in(answer_in(text) or "") for text in answers.texts]
         found["scores"] = torch.tensor([math.nan if n is None else n for n in numbers], dtype=torch.float64)
-    if need.steps:
+    if "step" in reads:
         coarse = {label: answers.scores[f"{label}/coarse"] for label in config.reward_labels}
         found |= {"high": totals(config, coarse), "low": totals(config, answers.scores)}
         shaped: Any = policy
         found["step"] = shaped.kinds(answers.tokens)[1].cpu()
-    if need.components:
+    if "components" in reads:
         found["components"] = torch.stack([answers.scores[label] for label in config.reward_labels], 1)
     return found
 

@@ -37,9 +37,36 @@ from genrl.objectives.tokens.tokens import (
     sequence_log_ratio,
     token_mean,
 )
-from genrl.vlm.methods import recipe
 from genrl.vlm.methods.estimate import band_tokens
-from genrl.vlm.methods.recipe import Preset
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.regularisers import (
+    EntropyBand,
+    EntropyBonus,
+    EntropyPenalty,
+    Kl,
+    Perception,
+    Regulariser,
+    ValueLoss,
+)
+from genrl.vlm.recipe.surrogates import (
+    Cispo,
+    Classification,
+    Clip,
+    DistributionMatching,
+    DynamicClip,
+    ElasticClip,
+    GroupLoss,
+    LinearBound,
+    LogClamp,
+    Preference,
+    Regression,
+    Reinforce,
+    Sapo,
+    SequenceClip,
+    SequenceTokenClip,
+    Vespo,
+)
+from genrl.vlm.recipe.weights import OffPolicyMask
 from genrl.vlm.rollout.token_batch import TokenBatch, given
 
 
@@ -84,7 +111,7 @@ def _loss_weight(preset: Preset, batch: TokenBatch, log_prob: Tensor) -> Tensor 
     """The estimated weight times those that depend on the current policy."""
     weight = batch.weight
     for choice in preset.weights:
-        if isinstance(choice, recipe.OffPolicyMask):
+        if isinstance(choice, OffPolicyMask):
             sampler = given(batch, "sampler_log_prob", "the off-policy mask")
             advantage = given(batch, "advantage", "the off-policy mask")
             keep = token_weights.off_policy_mask(log_prob, sampler, advantage, batch.mask, threshold=choice.threshold)
@@ -96,30 +123,30 @@ def _surrogate(preset: Preset, batch: TokenBatch, log_prob: Tensor, old: Tensor)
     advantage = given(batch, "advantage", "the surrogate")
     arguments = (log_prob, old, advantage, batch.mask)
     match preset.surrogate:
-        case recipe.Clip(low, high, cap, dual, drop_above):
+        case Clip(low=low, high=high, cap=cap, dual=dual, drop_above=drop_above):
             return token_surrogates.clip_surrogate(
                 *arguments, low=low, high=high, cap=cap, dual=dual, drop_above=drop_above
             )
-        case recipe.ElasticClip(low, high):
+        case ElasticClip(low=low, high=high):
             width = given(batch, "clip_width", "ETR").to(log_prob.dtype)[:, None]
             return token_surrogates.clip_surrogate(*arguments, low=low * width, high=high * width)
-        case recipe.SequenceClip(low, high):
+        case SequenceClip(low=low, high=high):
             return token_surrogates.sequence_clip_surrogate(*arguments, low=low, high=high)
-        case recipe.SequenceTokenClip(low, high):
+        case SequenceTokenClip(low=low, high=high):
             return token_surrogates.sequence_token_clip_surrogate(*arguments, low=low, high=high)
-        case recipe.DynamicClip(low, high, maximum, dual):
+        case DynamicClip(low=low, high=high, maximum=maximum, dual=dual):
             return token_surrogates.dynamic_clip_surrogate(*arguments, low=low, high=high, maximum=maximum, dual=dual)
-        case recipe.LogClamp(delta, low, high):
+        case LogClamp(delta=delta, low=low, high=high):
             return token_surrogates.log_clamp_surrogate(*arguments, delta=delta, low=low, high=high)
-        case recipe.Cispo(lowest, highest):
+        case Cispo(lowest=lowest, highest=highest):
             return token_surrogates.cispo_surrogate(*arguments, lowest=lowest, highest=highest)
-        case recipe.Sapo(positive, negative):
+        case Sapo(positive=positive, negative=negative):
             return token_surrogates.sapo_surrogate(*arguments, positive=positive, negative=negative)
-        case recipe.Reinforce():
+        case Reinforce():
             return token_surrogates.reinforce_surrogate(*arguments)
-        case recipe.Vespo(positive, negative):
+        case Vespo(positive=positive, negative=negative):
             return token_surrogates.vespo_surrogate(*arguments, positive=positive, negative=negative)
-        case recipe.LinearBound():
+        case LinearBound():
             if not bool(batch.mask.bool().all()):
                 raise ValueError("the columns of log_prob are ELBO samples here: the mask must be 1 everywhere")
             loss = linear_bound_loss(log_prob, old, advantage)[:, None]
@@ -142,7 +169,7 @@ def _aggregated(preset: Preset, batch: TokenBatch, term: Tensor) -> Tensor:
     )
 
 
-def _group_loss(choice: recipe.GroupLoss, batch: TokenBatch, log_prob: Tensor, old: Tensor) -> Tensor:
+def _group_loss(choice: GroupLoss, batch: TokenBatch, log_prob: Tensor, old: Tensor) -> Tensor:
     present = (batch.group[:, None] == batch.group[None, :]).sum(dim=1)
     if batch.group_size is None or batch.rows is None or batch.groups is None:
         raise ValueError("a group loss needs the sizes of whole groups: estimate(preset, batch) first")
@@ -155,17 +182,17 @@ def _group_loss(choice: recipe.GroupLoss, batch: TokenBatch, log_prob: Tensor, o
         )
     advantage = given(batch, "advantage", "the group loss")
     match choice:
-        case recipe.Regression(eps):
+        case Regression(eps=eps):
             score = sequence_log_ratio(log_prob, old, batch.mask)
             return group_losses.regression_loss(score, advantage, batch.group, eps=eps).sum() / batch.rows
-        case recipe.Classification(tau):
+        case Classification(tau=tau):
             score = mean_log_ratio(log_prob, old, batch.mask)
             return group_losses.classification_loss(score, advantage > 0, batch.group, tau=tau).sum() / batch.groups
-        case recipe.DistributionMatching(tau):
+        case DistributionMatching(tau=tau):
             score = row_mean(masked(log_prob, batch.mask), batch.mask)
             rewards = given(batch, "rewards", "distribution matching")
             return group_losses.distribution_matching_loss(score, rewards, batch.group, tau=tau).sum() / batch.groups
-        case recipe.Preference(beta):
+        case Preference(beta=beta):
             sign = best_and_worst(given(batch, "rewards", "the preference"), batch.group)
             best, worst = (
                 (sign == side).nonzero()[:, 0] for side in (1, -1)
@@ -176,7 +203,7 @@ def _group_loss(choice: recipe.GroupLoss, batch: TokenBatch, log_prob: Tensor, o
 
 
 def _regulariser(
-    choice: recipe.Regulariser,
+    choice: Regulariser,
     preset: Preset,
     batch: TokenBatch,
     log_prob: Tensor,
@@ -186,7 +213,7 @@ def _regulariser(
     """(name, value) of one regulariser; its own measurements go to `metrics`."""
     mask, rows = batch.mask, batch.rows or len(batch.mask)
     match choice:
-        case recipe.Kl(beta, estimator, weighted, corrected):
+        case Kl(beta=beta, estimator=estimator, weighted=weighted, corrected=corrected):
             new = masked(log_prob, mask)
             reference = masked(given(batch, "ref_log_prob", "the KL"), mask)
             estimates = {"k2": kl_k2, "k3": kl_k3, "k3_clamped": kl_k3_clamped}
@@ -196,14 +223,14 @@ def _regulariser(
                 old = log_prob.detach() if batch.old_log_prob is None else batch.old_log_prob
                 kl = kl * log_ratio(log_prob, old, mask).exp()
             return "kl", beta * _aggregated(preset, batch, kl * weight if weighted and weight is not None else kl)
-        case recipe.EntropyPenalty(coefficient):
+        case EntropyPenalty(coefficient=coefficient):
             total = aggregate(-masked(log_prob, mask), mask, "token_mean_global", tokens=batch.tokens)
             return "entropy_penalty", coefficient * total
-        case recipe.EntropyBonus(coefficient):
+        case EntropyBonus(coefficient=coefficient):
             entropy = masked(given(batch, "policy_entropy", "the bonus for entropy"), mask)
             metrics["policy_entropy"] = token_mean(entropy.detach(), mask)
             return "entropy_bonus", -coefficient * aggregate(entropy, mask, "token_mean_global", tokens=batch.tokens)
-        case recipe.EntropyBand(coefficient, low, high):
+        case EntropyBand(coefficient=coefficient, low=low, high=high):
             if batch.entropy_bounds is not None:
                 low, high = batch.entropy_bounds.tolist()
             kept = band_tokens(choice, mask, weight)
@@ -213,11 +240,11 @@ def _regulariser(
                 entropy = sampled_entropy(log_prob, kept & (tasks == number)[:, None])
                 costs.append((tasks == number).sum() / rows * entropy_band(entropy, low, high))
             return "entropy_band", coefficient * torch.stack(costs).sum()
-        case recipe.Perception(gamma, eta):
+        case Perception(gamma=gamma, eta=eta):
             degraded = given(batch, "degraded", "the perception loss")
             twins = mask.bool() & ~(degraded.isnan() & mask.bool()).any(dim=1, keepdim=True)
             return "perception", perception_loss(log_prob, degraded, twins, gamma=gamma, eta=eta, rows=rows)
-        case recipe.ValueLoss(coefficient, clip):
+        case ValueLoss(coefficient=coefficient, clip=clip):
             value, old_value, returns = (given(batch, n, "the value loss") for n in ("value", "old_value", "returns"))
             if value.dim() == 1:
                 squares = clipped_value_loss(value, old_value, returns.to(value.dtype), clip=clip)

@@ -17,16 +17,17 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from genrl.config.vlm import VLMConfig
 from genrl.vlm.policies.drawing import Drawn, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
-from genrl.vlm.policies.policy import Encoded, Lora, _with_lora
+from genrl.vlm.policies.policy import Encoded, Lora, _with_lora, dtype_of, lora_of
 from genrl.vlm.policies.processor import Prompt
 from rewards.models.checkpoints import pretrained
 
@@ -74,6 +75,19 @@ class CodePolicy:
 
     Raises ValueError where the checkpoint is no causal language model, has no codec, or its tokenizer lacks its tokens.
     """
+
+    sees: ClassVar[bool] = False
+    greedy: ClassVar[bool] = False
+    samples: int | None = None
+    processor = None
+
+    @classmethod
+    def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
+        """The model in `path` as a run trains it. Raises ValueError where it makes something else than the run asks."""
+        made = cls(path, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
+        if made.codec.kind != config.vlm.output:
+            raise ValueError(f"vlm.output: {config.vlm.output}, but {path} makes {made.codec.kind}")
+        return made
 
     def __init__(
         self,

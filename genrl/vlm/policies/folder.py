@@ -8,52 +8,40 @@ from typing import Any
 
 import torch
 
+from genrl.config.plugins import find
 from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_names import OUTPUTS
 from genrl.runtime import checkpoint
-from genrl.runtime.loop import put_back
-from genrl.vlm.methods.compose import preset_of
-from genrl.vlm.methods.recipe import LinearBound
-from genrl.vlm.policies.codes import CODEC, CodePolicy
-from genrl.vlm.policies.image_tokens import ImagePolicy
-from genrl.vlm.policies.masked_text import MaskedPolicy
-from genrl.vlm.policies.policy import ATTENTION, Lora, Policy
+from genrl.runtime.weights import put_back, result
+from genrl.vlm.policies.codes import CODEC
+from genrl.vlm.policies.contract import SequencePolicy, members
+from genrl.vlm.policies.policy import Policy
 
+SEE = "see genrl/vlm/policies/contract.py"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str | None = None) -> Policy:
-    """The model that a run trains, as it is before training. Raises ValueError as `Policy`."""
-    settings = config.vlm.lora
-    lora = None if settings is None else Lora(settings.rank, settings.alpha, settings.targets or ATTENTION)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.vlm.dtype]
-    if config.vlm.output == "image":
-        guidance = config.generation.guidance_scale
-        common: dict[str, Any] = {"lora": lora, "dtype": dtype, "device": device, "seed": config.seed}
-        drawing: Any = ImagePolicy(path or config.vlm.path, guidance=guidance, **common)
-        return drawing  # type: ignore[no-any-return]  # used as a Policy where both can the same
-    if config.vlm.output in ("voxels", "audio"):
-        coded: Any = CodePolicy(path or config.vlm.path, lora=lora, dtype=dtype, device=device, seed=config.seed)
-        if coded.codec.kind != config.vlm.output:
-            raise ValueError(f"vlm.output: {config.vlm.output}, but {config.vlm.path} makes {coded.codec.kind}")
-        return coded  # type: ignore[no-any-return]
-    if config.vlm.output == "masked_text":
-        bounds = isinstance(preset_of(config).surrogate, LinearBound)
-        masked: Any = MaskedPolicy(
-            path or config.vlm.path,
-            length=config.generation.max_new_tokens,
-            samples=config.generation.elbo_samples if bounds else None,
-            steps=config.generation.denoising_steps,
-            dtype=dtype,
-            device=device,
+    """The model that a run trains, as it is before training.
+
+    Raises ValueError as the policy's `open` does, and for a class that is no policy, naming what it lacks.
+    """
+    made: Any = find(config.vlm.output, OUTPUTS)
+    opened = getattr(made, "open", None)
+    if not isinstance(made, type) or opened is None:
+        raise ValueError(
+            f"vlm.output: {config.vlm.output} is no policy: a class with open(config, device, path), {SEE}"
         )
-        return masked  # type: ignore[no-any-return]
-    policy = Policy(path or config.vlm.path, lora=lora, dtype=dtype, device=device, seed=config.seed)
-    policy.prefix_attention = config.vlm.prefix_attention
-    return policy
+    policy: Any = opened(config, device, path or config.vlm.path)
+    whole = isinstance(policy, Policy | SequencePolicy)
+    if not whole:
+        lacks = ", ".join(name for name in members() if not hasattr(policy, name))
+        raise ValueError(f"vlm.output: {config.vlm.output} has no {lacks}, {SEE}")
+    return policy  # type: ignore[no-any-return]  # used as a Policy where both can the same
 
 
 def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: str = "cpu") -> Policy:
-    """The model of a run's checkpoint, the newest one or that after `step` iterations.
+    """The model of a run's checkpoint, the newest one or that after `step` iterations; its average, where there is one.
 
     Raises ValueError where there is none.
     """
@@ -66,7 +54,7 @@ def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: 
         )
     policy = open_policy(config, device)
     trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-    weights = checkpoint.load(found).tensors["weights"]
+    weights = result(checkpoint.load(found).tensors)
     if any(name.startswith("baseline.") for name in weights):  # MusicRL trains two models
         weights = {name.removeprefix("policy."): v for name, v in weights.items() if name.startswith("policy.")}
     put_back(trained, weights, found)
@@ -90,10 +78,9 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
             kept = file.name == CODEC or not file.name.endswith(WEIGHTS)
             if file.is_file() and kept and not (out / file.name).exists():
                 shutil.copy(file, out / file.name)
-    elif isinstance(policy, MaskedPolicy | CodePolicy):
-        policy.tokenizer.save_pretrained(out)
-    else:
-        policy.tokenizer.save_pretrained(out)
+        return out
+    policy.tokenizer.save_pretrained(out)
+    if policy.processor is not None:
         policy.processor.image_processor.save_pretrained(out)
         (out / "chat_template.jinja").write_text(policy.processor.chat_template, encoding="utf-8")
     return out

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from genrl.config.vlm import VLMConfig
 from genrl.vlm.policies.drawing import Drawn, chosen, left_padded, uniforms
 from genrl.vlm.policies.log_probs import TokenScores
-from genrl.vlm.policies.policy import Encoded, Lora, _with_lora
+from genrl.vlm.policies.policy import Encoded, Lora, _with_lora, dtype_of, lora_of
 from genrl.vlm.policies.processor import Prompt, Tokens, load_processor
 from rewards.models.checkpoints import pretrained
 
@@ -35,6 +36,16 @@ class ImagePolicy:
     guidance: scale s, None = the model's own (`generation_config.guidance_scale`); 1 = no guidance, and half the work.
     Raises ValueError where the checkpoint is no Janus, or cannot be read.
     """
+
+    sees: ClassVar[bool] = False
+    greedy: ClassVar[bool] = False
+    samples: int | None = None
+
+    @classmethod
+    def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
+        """The model in `path` as a run trains it."""
+        guidance, lora, dtype = config.generation.guidance_scale, lora_of(config), dtype_of(config)
+        return cls(path, guidance=guidance, lora=lora, dtype=dtype, device=device, seed=config.seed)
 
     def __init__(
         self,

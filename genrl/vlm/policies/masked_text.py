@@ -13,16 +13,17 @@ step (LLaDA's low-confidence remasking), and M estimates of the evidence lower b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
 from genrl.vlm.policies.drawing import Drawn, check_places, chosen, encode_text, uniforms
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
-from genrl.vlm.policies.policy import Encoded
+from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
 from rewards.models.checkpoints import pretrained
 
@@ -36,7 +37,23 @@ class MaskedPolicy:
     Raises ValueError where the checkpoint is no masked language model, or has no mask token or chat template.
     """
 
+    sees: ClassVar[bool] = False
+    greedy: ClassVar[bool] = True
     peft = None
+    processor = None
+
+    @classmethod
+    def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
+        """The model in `path` as a run trains it."""
+        generation = config.generation
+        return cls(
+            path,
+            length=generation.max_new_tokens,
+            samples=generation.elbo_samples if config.trainer.bounds else None,
+            steps=generation.denoising_steps,
+            dtype=dtype_of(config),
+            device=device,
+        )
 
     def __init__(
         self,

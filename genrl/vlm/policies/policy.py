@@ -12,11 +12,12 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from genrl.config.vlm import VLMConfig
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
 from genrl.vlm.policies.log_probs import completion_log_probs
@@ -47,6 +48,17 @@ class Lora:
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = ATTENTION
+
+
+def lora_of(config: VLMConfig) -> Lora | None:
+    """The adapters that a run trains."""
+    settings = config.vlm.lora
+    return None if settings is None else Lora(settings.rank, settings.alpha, settings.targets or ATTENTION)
+
+
+def dtype_of(config: VLMConfig) -> torch.dtype:
+    """Of the weights of a run."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.vlm.dtype]
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,16 @@ class Policy:
     Dropout is always off: what is trained is what sampled. Raises ValueError where the checkpoint is no image-text
     model, has no image processor or no chat template, or its logits are not a plain output layer.
     """
+
+    sees: ClassVar[bool] = True
+    samples: int | None = None
+
+    @classmethod
+    def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
+        """The model in `path` as a run trains it."""
+        made = cls(path, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
+        made.prefix_attention = config.vlm.prefix_attention
+        return made
 
     def __init__(
         self,

@@ -14,13 +14,14 @@ from torch import Tensor
 import rewards
 from genrl.config.vlm import VLMConfig
 from genrl.objectives.advantages.reward_shaping import over_views
-from genrl.vlm.evaluate import Judged
+from genrl.vlm.evaluate import Judged, in_the_dark
 from genrl.vlm.rollout.rollout import Answers, joined
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward, Scores
 from rewards.scorers.texts.completions import score_completions
 
 if TYPE_CHECKING:
+    from genrl.vlm.policies.contract import SequencePolicy
     from genrl.vlm.policies.drawing import Drawn
     from genrl.vlm.policies.policy import Encoded
 
@@ -29,7 +30,7 @@ TOGETHER = 64
 
 
 def draw(
-    policy: Any,
+    policy: SequencePolicy,
     config: VLMConfig,
     opened: Mapping[str, Reward],
     rows: Sequence[Row],
@@ -80,14 +81,14 @@ def score(
     prompts = [text_of(row) for row in asked]
     found: dict[str, Scores] = {}
     for label, reward in opened.items():
-        if config.vlm.output == "voxels":
+        made = drawn.made.get("images")
+        if made is not None and made.dim() == 6:  # of each step six views
             rule = next(r.views for r, name in zip(config.rewards, config.reward_labels, strict=True) if name == label)
-            made = drawn.made["images"]
             coarse, fine = (_of_views(reward, made[:, step], prompts, columns, rule, label) for step in (0, -1))
             found |= {label: fine, f"{label}/coarse": coarse}
-        elif "images" in drawn.made:
+        elif made is not None:
             found[label] = rewards.score(
-                reward, images=drawn.made["images"], prompts=prompts, columns=columns, group=list(group), name=label
+                reward, images=made, prompts=prompts, columns=columns, group=list(group), name=label
             )
         else:
             given = columns | {name: list(values) for name, values in drawn.made.items()}
@@ -152,28 +153,31 @@ def as_wav(sound: Tensor, rate: int) -> bytes:
 
 
 def judge(
-    policy: Any,
+    policy: SequencePolicy,
     config: VLMConfig,
     opened: Mapping[str, Reward],
     questions: Any,
     numbers: Sequence[int],
     *,
     shown: Shown | None = None,
+    blind: bool = False,
     advance: Callable[[int], None] = lambda answers: None,
 ) -> Judged:
-    """One answer to each of these prompts, drawn at the temperature of training from a noise that depends on the prompt
-    alone: the most probable codes are no typical picture."""
+    """One answer to each of these prompts: the most probable one (`SequencePolicy.greedy`), or a sample at the
+    temperature of training, from a noise that depends on the prompt alone. blind: with black pictures."""
     found = Judged([], [], {label: [] for label in opened})
-    temperature = 0.0 if config.vlm.output == "masked_text" else config.generation.temperature
+    temperature = 0.0 if policy.greedy else config.generation.temperature
     for start in range(0, len(numbers), TOGETHER):
         rows = [questions[number] for number in numbers[start : start + TOGETHER]]
+        if blind:
+            rows = in_the_dark(rows)
         prompts = [policy.encode(row.prompt) for row in rows]
         drawn = policy.draw(prompts, 1, temperature, [("evaluation", row.name) for row in rows])
         if shown is not None:
             shown.add(drawn)
         scores = score(config, opened, rows, drawn, list(range(len(rows))))
         values = {label: scores[label].values for label in opened}
-        names = [row.name if config.vlm.output == "masked_text" else text_of(row) for row in rows]
+        names = [row.name if policy.greedy else text_of(row) for row in rows]
         found = found.joined(Judged(names, drawn.texts, values))
         advance(len(rows))
     return found

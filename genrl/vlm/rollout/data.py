@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from PIL import Image
 
+from genrl.config.plugins import find
 from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_names import OUTPUTS
 from genrl.data.prompts import PromptError
 from genrl.data.prompts import read as read_prompts
 from genrl.mdp.noise import generator
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.rollout.rollout import order
-from genrl.vlm.tasks import row
+from genrl.vlm.tasks import Generated
 from genrl.vlm.tasks.rows import Row, Split
 
 
@@ -31,9 +33,11 @@ class Questions:
         task = config.task
         self.config, self.split, self.source = config, split, task.train if split == "train" else task.eval
         self.rows: Any = None
+        self.sees: bool = find(config.vlm.output, OUTPUTS).sees
         self._easiest: list[int] | None = None
         if task.name is not None:
-            self.number = task.rows if split == "train" else config.evaluation.questions
+            self.generated = Generated(task.name, split)
+            self.number = self.generated.number(task.rows if split == "train" else config.evaluation.questions)
             self.kept: Sequence[int] = range(self.number)
             return
         assert self.source is not None, "vlm_rules asks for it"
@@ -79,7 +83,7 @@ class Questions:
         """Raises ValueError naming file and row where there is no picture."""
         task = self.config.task
         if task.name is not None:
-            found = row(task.name, self.split, number)
+            found = self.generated[number]
             prompt = Prompt(found.prompt.parts, system=task.system, where=found.name)
             return Row(found.name, prompt, found.columns)
         one, where = self.rows[number], f"{self.source}:{number + 1}"
@@ -90,7 +94,7 @@ class Questions:
             where = f"{self.source}:{one.line}"
             columns = {key: value for key, value in one.columns.items() if key != task.image}
             pictures, text = one.columns.get(task.image), one.text
-        if self.config.vlm.output != "text" or task.image is None:  # what is asked for is made, not looked at
+        if not self.sees or task.image is None:  # what is asked for is made, not looked at
             return Row(where, Prompt((text,), system=task.system, where=where), columns)
         several = pictures if isinstance(pictures, list) else [pictures]
         if not several or any(picture is None for picture in several):

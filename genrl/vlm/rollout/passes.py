@@ -26,14 +26,14 @@ def leave_out(config: VLMConfig, questions: Questions, policy: Policy, loop: Loo
     passes = config.task.passes
     if passes is None:
         return
-    file = loop.run.folder / f"passes-{stage}.jsonl"
-    loop.accelerator.wait_for_everyone()  # none looks for the file while another writes it
+    file = loop.process.run.folder / f"passes-{stage}.jsonl"
+    loop.process.accelerator.wait_for_everyone()  # none looks for the file while another writes it
     if not file.is_file():
         _count(config, questions, policy, loop, stage)
     counts = [json.loads(line)["right"] for line in file.read_text(encoding="utf-8").splitlines()]
     questions.kept = [number for number, right in enumerate(counts) if 0 < right < passes]
     never, always = sum(right == 0 for right in counts), sum(right == passes for right in counts)
-    loop.progress.say(f"{len(questions.kept)} of {len(counts)} questions: {never} never right, {always} always")
+    loop.process.progress.say(f"{len(questions.kept)} of {len(counts)} questions: {never} never right, {always} always")
     wanted = config.generation.prompts_per_iteration
     if len(questions.kept) < wanted:
         raise ValueError(
@@ -47,7 +47,7 @@ def _count(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, 
     size = config.task.passes
     generation = config.generation.model_copy(update={"group_size": size, "batch_size": None})
     config, opened = config.model_copy(update={"generation": generation}), open_rewards(config)
-    rank, processes = loop.accelerator.process_index, loop.accelerator.num_processes
+    rank, processes = loop.process.accelerator.process_index, loop.process.accelerator.num_processes
     mine = list(range(rank, len(questions), processes))
     loop.phase("counting passes", len(mine) * size)
     right: dict[int, int] = {}
@@ -58,12 +58,12 @@ def _count(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, 
         found = draw(policy, config, opened, rows, (config.seed, "passes", stage), advance=loop.advance_or_leave)
         first = found.scores[config.reward_labels[0]].nan_to_num(nan=0.0) >= config.evaluation.right_at - 1e-9
         right |= dict(zip(numbers, first.view(-1, size).sum(1).tolist(), strict=True))
-    loop.leave_if_asked()
+    loop.check_stop()
     every = {number: count for part in gather_object([right]) for number, count in part.items()}
     if loop.is_main:
         lines = [
             json.dumps({"question": questions[number].name, "right": every[number], "of": size})
             for number in range(len(questions))
         ]
-        write_atomic(loop.run.folder / f"passes-{stage}.jsonl", "\n".join(lines) + "\n")
-    loop.accelerator.wait_for_everyone()
+        write_atomic(loop.process.run.folder / f"passes-{stage}.jsonl", "\n".join(lines) + "\n")
+    loop.process.accelerator.wait_for_everyone()

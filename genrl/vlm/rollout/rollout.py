@@ -183,8 +183,8 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
 
 
 def worth(config: VLMConfig, answers: Answers) -> list[int]:
-    """Groups that `trainer.filter` lets through."""
-    rule = config.trainer.filter
+    """Groups that the method is trained on (`VLMMethod.group_filter`)."""
+    rule = config.trainer.group_filter
     if rule == "none" or not answers.rows:
         return list(range(len(answers.rows)))
     if rule == "spread":

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from genrl.vlm.methods.recipe import Preset
-
 
 @dataclass(frozen=True)
 class TokenBatch:
     """Completions [B, T] of a rollout batch, or some rows of it. Rows of one group have one number in `group` [B].
 
     The caller gives: mask, group, rewards [B] (NaN = no score), and, where a preset reads them, the log-probabilities
-    and `extra` (row-indexed tensors by name; `recipe.py` says which choice reads which).
+    and `extra` (row-indexed tensors by name; `Choice.tensors` says which choice reads which).
     old_log_prob None: strictly on policy, one update per rollout, `old = log_prob.detach()`.
     `estimate` fills in advantage [B] or [B, T], weight [B, 1] or [B, T], clip_width [B], entropy_bounds, group_size
     [B], and the totals of the step: rows, tokens, groups.
@@ -78,12 +76,12 @@ class TokenBatch:
         )
 
 
-def micro_batches(preset: Preset, batch: TokenBatch, size: int) -> list[TokenBatch]:
-    """An estimated batch in parts of at most `size` rows, in order; whole groups stay together for a group loss.
+def micro_batches(batch: TokenBatch, size: int, *, whole_groups: bool = False) -> list[TokenBatch]:
+    """A batch in parts of at most `size` rows, in order. whole_groups: each in one part, for a loss that compares them.
 
-    Raises ValueError where a group loss has a group larger than `size`.
+    Raises ValueError where such a group is larger than `size`.
     """
-    if preset.group_loss is None:
+    if not whole_groups:
         rows = torch.arange(len(batch.mask), device=batch.mask.device)
         return [batch.select(rows[start : start + size]) for start in range(0, len(rows), size)]
     parts: list[list[int]] = [[]]
@@ -91,8 +89,8 @@ def micro_batches(preset: Preset, batch: TokenBatch, size: int) -> list[TokenBat
         members = (batch.group == number).nonzero()[:, 0].tolist()
         if len(members) > size:
             raise ValueError(
-                f"{preset.group_loss.name!r} compares the {len(members)} completions of group {number} in one "
-                f"micro-batch, which holds {size}: raise the micro-batch to {len(members)}, or use smaller groups"
+                f"the loss compares the {len(members)} completions of group {number} in one micro-batch, which holds "
+                f"{size}: raise the micro-batch to {len(members)}, or use smaller groups"
             )
         if len(parts[-1]) + len(members) > size:
             parts.append([])
@@ -107,6 +105,6 @@ def given(batch: TokenBatch, name: str, reader: str) -> Tensor:
         where = name if hasattr(batch, name) else f"extra[{name!r}]"
         raise ValueError(
             f"{reader} reads {where}, which this batch does not have (extra: {sorted(batch.extra)}); "
-            "recipe.extra_forwards(preset) lists the forwards that a preset asks for"
+            "`Preset.reads` lists what a method asks for"
         )
     return value

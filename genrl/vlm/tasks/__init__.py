@@ -1,46 +1,56 @@
-"""Tasks that need no download: drawn pictures, a question about each, and the answer that a rule can check.
+"""Tasks: questions with answers that a rule can check. Those built in draw pictures and need no download.
 
-A row is a pure function of its task, its split and its number; what is held out, each task says by what it draws.
+A task of your own is named by `task.name: path/file.py:Name`, or by an entry point of the group `genrl.tasks`. It is
+
+- a function `(rng, split) -> Question`. rng is a numpy generator, seeded by the question's number, so that a question
+  is a pure function of its task, its split and its number; split is "train" or "eval", and what is held out the task
+  decides by it; or
+- a class: `Name(split)` has a length, and `[number]` gives a `Question`; for questions that are read, not made.
+
+`Question(parts, answer, level, columns)`: `parts` are texts and PIL images in the order in which the model gets them,
+`answer` and `columns` are what rewards may ask for, and `level` grows with difficulty, for a curriculum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import numpy as np
 
+from genrl.config.plugins import find
+from genrl.config.vlm_names import TASKS
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.tasks import bodies, captions, clips, jigsaw, quality, scenes, series, shapes, sums, tunes
-from genrl.vlm.tasks.rows import Drawn, Row, Split
+from genrl.vlm.tasks.rows import Question, Row, Split
 
-DRAW: dict[str, Callable[[np.random.Generator, Split], Drawn]] = {
-    "count": partial(shapes.drawn, "count"),
-    "colour": partial(shapes.drawn, "colour"),
-    "shapes": partial(shapes.drawn, "shapes"),
-    "jigsaw": jigsaw.full,
-    "jigsaw_pair": jigsaw.pair,
-    "box": jigsaw.box,
-    "point": jigsaw.point,
-    "quality": quality.rated,
-    "better": quality.better,
-    "series": series.which,
-    "key_frames": clips.keys,
-    "what": clips.what,
-    "scenes": scenes.number,
-    "sums": sums.plus,
-    "captions": captions.text,
-    "bodies": bodies.text,
-    "tunes": tunes.text,
-}
-"""By the name that `task.name` has."""
+
+class Generated:
+    """The questions of a task and a split: `[number]` gives a `Row`. Raises ValueError for an unknown task."""
+
+    def __init__(self, task: str, split: Split) -> None:
+        made: Any = find(task, TASKS)
+        self.task, self.split = task, split
+        self.read = made(split) if isinstance(made, type) else None
+        self.make = made
+
+    def number(self, wanted: int) -> int:
+        """How many there are of so many: all where they are made, or those that are there to be read."""
+        return wanted if self.read is None else min(wanted, len(self.read))
+
+    def __getitem__(self, number: int) -> Row:
+        """Raises ValueError for what is no question."""
+        name = f"{self.task.rpartition(':')[2]}/{self.split}/{number}"
+        rng = np.random.default_rng(derive_seed(name))
+        found = self.make(rng, self.split) if self.read is None else self.read[number]
+        if not isinstance(found, tuple) or len(found) not in (3, 4):
+            kind = type(found).__name__
+            raise ValueError(f"task {self.task} gives a {kind}; it must be a Question(parts, answer, level, columns)")
+        question = Question(*found)
+        text = " ".join(part for part in question.parts if isinstance(part, str))
+        columns = {"answer": question.answer, "question": text, "level": float(question.level), **question.columns}
+        return Row(name, Prompt(question.parts, where=name), columns)
 
 
 def row(task: str, split: Split, number: int) -> Row:
     """The question of this number."""
-    name = f"{task}/{split}/{number}"
-    drawn = DRAW[task](np.random.default_rng(derive_seed(name)), split)
-    question = " ".join(part for part in drawn.parts if isinstance(part, str))
-    columns = {"answer": drawn.answer, "question": question, "level": float(drawn.level), **drawn.columns}
-    return Row(name, Prompt(drawn.parts, where=name), columns)
+    return Generated(task, split)[number]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from genrl.data.world import held_out
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 from rewards.scorers.objects.shapes import COLOURS, Group
 
 BODIES = ("circle", "square", "triangle")
@@ -44,9 +44,9 @@ def codes(body: str, colour: str) -> list[int]:
     return list(range(first, first + 8))
 
 
-def text(rng: np.random.Generator, split: Split) -> Drawn:
+def text(rng: np.random.Generator, split: Split) -> Question:
     """What is to be made."""
     while True:
         body, colour = BODIES[rng.integers(len(BODIES))], COLOURS[rng.integers(len(COLOURS))]
         if held_out(Group(1, colour, body)) == (split == "eval"):
-            return Drawn((f"a {colour} {body}",), f"a {colour} {body}", 1)
+            return Question((f"a {colour} {body}",), f"a {colour} {body}", 1)

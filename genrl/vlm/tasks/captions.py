@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from genrl.data.world import Scene, Thing, caption
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 from rewards.scorers.objects.shapes import COLOURS, SHAPES, Group
 
 RADIUS = {"circle": 12.5, "square": 12.0, "triangle": 13.0, "star": 12.5}
@@ -39,8 +39,8 @@ def scene(rng: np.random.Generator, split: Split | None) -> Scene:
     return Scene("single" if count == 1 else "two", things, groups)
 
 
-def text(rng: np.random.Generator, split: Split) -> Drawn:
+def text(rng: np.random.Generator, split: Split) -> Question:
     """A caption; the answer that is expected is a picture of it, which `shapes` checks."""
     found = scene(rng, split)
     words = caption(found)
-    return Drawn((words,), words, len(found.things))
+    return Question((words,), words, len(found.things))

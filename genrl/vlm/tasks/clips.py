@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from genrl.data.world import SIZE, Scene, Thing, draw
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 from genrl.vlm.tasks.shapes import PICTURE
 from rewards.scorers.objects.shapes import COLOURS, SHAPES
 
@@ -37,7 +37,7 @@ def _of_colour(colour: str) -> str:
     return f"which shape is {colour} ?"
 
 
-def keys(rng: np.random.Generator, split: Split) -> Drawn:
+def keys(rng: np.random.Generator, split: Split) -> Question:
     """A clip, one shape in each frame. The answer is the numbers of the frames with the colour, from 1.
 
     Columns for an answerer who is shown the chosen frames only: `frames` (pictures), `about` (the question that it is
@@ -56,13 +56,13 @@ def keys(rng: np.random.Generator, split: Split) -> Drawn:
     ]
     columns = {"frames": frames, "about": _of_colour(colour), "truth": shape}
     answer = " ".join(str(k + 1) for k in shown)
-    return Drawn((*frames, f"in which frames is a {colour} shape ?"), answer, len(shown), columns)
+    return Question((*frames, f"in which frames is a {colour} shape ?"), answer, len(shown), columns)
 
 
-def what(rng: np.random.Generator, split: Split) -> Drawn:
+def what(rng: np.random.Generator, split: Split) -> Question:
     """One frame, and which shape has its colour."""
     colour, shape = COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))]
     while True:
         frame, thing = _frame(rng, colour, shape)
         if ((int(thing.x) + int(thing.y)) % 4 == 0) == (split == "eval"):
-            return Drawn((frame, _of_colour(colour)), shape, 1)
+            return Question((frame, _of_colour(colour)), shape, 1)

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from genrl.data.world import SIZE, draw, held_out
 from genrl.vlm.tasks import shapes
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 from rewards.scorers.objects.shapes import COLOURS, PALETTE, SHAPES, Group, outline
 
 SIDE = 2  # pieces a side
@@ -54,7 +54,7 @@ def pieces(picture: np.ndarray) -> list[np.ndarray]:
     return [picture[y : y + half, x : x + half] for y in (0, half) for x in (0, half)]
 
 
-def full(rng: np.random.Generator, split: Split) -> Drawn:
+def full(rng: np.random.Generator, split: Split) -> Question:
     """The shuffled picture. The answer names for each place, by rows, the shown piece that belongs there, from 1."""
     parts = pieces(view(rng, split))
     while (order := rng.permutation(SIDE**2)).tolist() == [0, 1, 2, 3]:
@@ -63,12 +63,12 @@ def full(rng: np.random.Generator, split: Split) -> Drawn:
     picture = np.vstack([np.hstack(shown[:2]), np.hstack(shown[2:])])
     answer = np.argsort(order)
     moved = int((answer != np.arange(SIDE**2)).sum())
-    return Drawn(
+    return Question(
         (Image.fromarray(picture), "which piece belongs in every place ?"), " ".join(str(k + 1) for k in answer), moved
     )
 
 
-def pair(rng: np.random.Generator, split: Split) -> Drawn:
+def pair(rng: np.random.Generator, split: Split) -> Question:
     """Two pieces as two pictures. The answer is the letter of where the second lies, seen from the first."""
     parts = pieces(view(rng, split))
     first, second = rng.choice(SIDE**2, 2, replace=False)
@@ -77,10 +77,10 @@ def pair(rng: np.random.Generator, split: Split) -> Drawn:
     options = " ".join(f"{letters[place]} {words}" for place, words in PLACES.items())
     pictures = [Image.fromarray(parts[k]).resize((PIXELS, PIXELS), Image.Resampling.BICUBIC) for k in (first, second)]
     question = f"where is the second piece , seen from the first ? {options}"
-    return Drawn((*pictures, question), letters[offset], abs(offset[0]) + abs(offset[1]))
+    return Question((*pictures, question), letters[offset], abs(offset[0]) + abs(offset[1]))
 
 
-def located(rng: np.random.Generator, split: Split, ask: Literal["box", "point"]) -> Drawn:
+def located(rng: np.random.Generator, split: Split, ask: Literal["box", "point"]) -> Question:
     """Three shapes of three colours; the answer is the box of one, `left top right bottom` in twelfths of the picture,
     or a point in it, `x y`."""
     colours = [COLOURS[k] for k in rng.permutation(len(COLOURS))[:3]]
@@ -93,14 +93,14 @@ def located(rng: np.random.Generator, split: Split, ask: Literal["box", "point"]
     wanted = "give its box ." if ask == "box" else "give a point in it ."
     answer = " ".join(map(str, box if ask == "box" else middle))
     picture = Image.fromarray(draw(scene, PIXELS))
-    return Drawn((picture, f"where is the {name} ? {wanted}"), answer, 1, {"box": box})
+    return Question((picture, f"where is the {name} ? {wanted}"), answer, 1, {"box": box})
 
 
-def box(rng: np.random.Generator, split: Split) -> Drawn:
+def box(rng: np.random.Generator, split: Split) -> Question:
     """Where a shape is, as a box."""
     return located(rng, split, "box")
 
 
-def point(rng: np.random.Generator, split: Split) -> Drawn:
+def point(rng: np.random.Generator, split: Split) -> Question:
     """Where a shape is, as a point."""
     return located(rng, split, "point")

@@ -13,7 +13,7 @@ from PIL import Image, ImageFilter
 
 from genrl.data.world import draw
 from genrl.vlm.tasks import shapes
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 from rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 STRENGTHS = 8  # steps from unharmed to worst
@@ -47,17 +47,19 @@ def _scene(rng: np.random.Generator, split: Split) -> Image.Image:
     return Image.fromarray(draw(shapes.scene(rng, split, kinds), shapes.PICTURE))
 
 
-def rated(rng: np.random.Generator, split: Split) -> Drawn:
+def rated(rng: np.random.Generator, split: Split) -> Question:
     """A picture and its score, 5 - 4 strength, in steps of a half."""
     picture, step = _scene(rng, split), int(rng.integers(STRENGTHS + 1))
     kind = KINDS[rng.integers(len(KINDS))]
     shown = degraded(picture, kind, step / STRENGTHS, rng)
     # strong degradations are plain to see, weak ones are not
     columns = {"harm": kind if step else "none"}
-    return Drawn((shown, "how good is this picture , from 1 to 5 ?"), f"{5 - step / 2:.1f}", STRENGTHS - step, columns)
+    return Question(
+        (shown, "how good is this picture , from 1 to 5 ?"), f"{5 - step / 2:.1f}", STRENGTHS - step, columns
+    )
 
 
-def better(rng: np.random.Generator, split: Split) -> Drawn:
+def better(rng: np.random.Generator, split: Split) -> Question:
     """One scene degraded twice in the same way, three strengths or more apart; the answer is the better one, A or B."""
     picture, kind = _scene(rng, split), KINDS[rng.integers(len(KINDS))]
     apart = int(rng.integers(3, STRENGTHS + 1))
@@ -65,4 +67,4 @@ def better(rng: np.random.Generator, split: Split) -> Drawn:
     pictures = [degraded(picture, kind, step / STRENGTHS, rng) for step in (least, least + apart)]
     answer = "AB"[rng.integers(2)]
     shown = pictures if answer == "A" else pictures[::-1]
-    return Drawn((*shown, "which picture is better , A or B ?"), answer, STRENGTHS - apart)
+    return Question((*shown, "which picture is better , A or B ?"), answer, STRENGTHS - apart)

@@ -1,4 +1,4 @@
-"""What a generated question is."""
+"""What a question is, and a row of a run's questions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Row:
     columns: dict[str, Any]
 
 
-class Drawn(NamedTuple):
-    """Pictures and pieces of text in the order in which the model gets them, the expected answer, a number that grows
-    with difficulty (for a curriculum), and further columns."""
+class Question(NamedTuple):
+    """Texts and pictures in the order in which the model gets them, the expected answer, a number that grows with
+    difficulty (for a curriculum), and further columns."""
 
     parts: tuple[str | Image.Image, ...]
     answer: str

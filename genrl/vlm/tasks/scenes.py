@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from genrl.data.world import Kind, Scene, caption, draw, sample_scene
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 
 KINDS: tuple[Kind, ...] = ("single", "count", "two", "mixed")
 
@@ -19,9 +19,9 @@ def scene(rng: np.random.Generator, split: Split) -> Scene:
     return sample_scene(rng, KINDS[rng.integers(len(KINDS))], split)
 
 
-def number(rng: np.random.Generator, split: Split) -> Drawn:
+def number(rng: np.random.Generator, split: Split) -> Question:
     """The answer is the number of shapes; the column `caption` says what is drawn."""
     found = scene(rng, split)
     things = len(found.things)
     picture = Image.fromarray(draw(found))
-    return Drawn((picture, "how many shapes are there ?"), str(things), things, {"caption": caption(found)})
+    return Question((picture, "how many shapes are there ?"), str(things), things, {"caption": caption(found)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image, ImageDraw
 
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 from genrl.vlm.tasks.shapes import PICTURE
 
 KINDS = ("sine", "pulse", "saw", "step", "spike", "trend")
@@ -41,7 +41,7 @@ def held_out(cycles: int, phase: int) -> bool:
     return (cycles + phase) % 4 == 0
 
 
-def which(rng: np.random.Generator, split: Split) -> Drawn:
+def which(rng: np.random.Generator, split: Split) -> Question:
     """A noisy series as a black line; the answer is its kind, which is one of `KINDS`."""
     while True:
         cycles, phase = int(rng.integers(2, 5)), int(rng.integers(PHASES))
@@ -55,4 +55,4 @@ def which(rng: np.random.Generator, split: Split) -> Drawn:
     points = [(SCALE * (k + 0.5), side * (0.5 - 0.34 * height)) for k, height in enumerate(heights)]
     ImageDraw.Draw(canvas).line(points, fill="black", width=2 * SCALE, joint="curve")
     question = f"which kind of series is this , {' '.join(KINDS)} ?"
-    return Drawn((canvas.reduce(SCALE), question), kind, round(float(noise), 3))
+    return Question((canvas.reduce(SCALE), question), kind, round(float(noise), 3))

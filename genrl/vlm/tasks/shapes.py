@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from genrl.data.world import SIZE, Scene, Thing, draw
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 from rewards.scorers.objects.shapes import COLOURS, SHAPES
 
 Task = Literal["count", "colour", "shapes"]
@@ -76,7 +76,22 @@ QUESTIONS: dict[str, Callable[[np.random.Generator, Split], tuple[Scene, str, st
 """By name of the task; "shapes" asks both kinds of question, mixed evenly."""
 
 
-def drawn(task: Task, rng: np.random.Generator, split: Split) -> Drawn:
+def _asked(task: Task, rng: np.random.Generator, split: Split) -> Question:
     """A picture of `PICTURE` pixels with its question. The more shapes, the higher the level."""
     found, question, answer = QUESTIONS[task](rng, split)
-    return Drawn((Image.fromarray(draw(found, PICTURE)), question), answer, len(found.things))
+    return Question((Image.fromarray(draw(found, PICTURE)), question), answer, len(found.things))
+
+
+def count(rng: np.random.Generator, split: Split) -> Question:
+    """How many shapes there are."""
+    return _asked("count", rng, split)
+
+
+def colour(rng: np.random.Generator, split: Split) -> Question:
+    """Which colour most of them have."""
+    return _asked("colour", rng, split)
+
+
+def either(rng: np.random.Generator, split: Split) -> Question:
+    """One of the two questions."""
+    return _asked("shapes", rng, split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 
 
 def held_out(first: int, second: int) -> bool:
@@ -12,9 +12,9 @@ def held_out(first: int, second: int) -> bool:
     return (first + 2 * second) % 4 == 0
 
 
-def plus(rng: np.random.Generator, split: Split) -> Drawn:
+def plus(rng: np.random.Generator, split: Split) -> Question:
     """What two numbers make together."""
     while True:
         first, second = (int(k) for k in rng.integers(10, size=2))
         if held_out(first, second) == (split == "eval"):
-            return Drawn((f"what is {first} plus {second} ?",), str(first + second), first + second)
+            return Question((f"what is {first} plus {second} ?",), str(first + second), first + second)

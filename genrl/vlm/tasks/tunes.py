@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from genrl.vlm.tasks.rows import Drawn, Split
+from genrl.vlm.tasks.rows import Question, Split
 
 RATE, SAMPLES = 8000, 800  # a note lasts a tenth of a second
 PITCHES, NOTES = 12, 9
@@ -46,9 +46,9 @@ def held_out(course: str, register: str) -> bool:
     return (course, register) in (("falling", "low"), ("rising", "high"))
 
 
-def text(rng: np.random.Generator, split: Split) -> Drawn:
+def text(rng: np.random.Generator, split: Split) -> Question:
     """What is to be played."""
     while True:
         course, register = COURSES[rng.integers(len(COURSES))], REGISTERS[rng.integers(len(REGISTERS))]
         if held_out(course, register) == (split == "eval"):
-            return Drawn((f"a {register} {course} tune",), f"{register} {course}", 1)
+            return Question((f"a {register} {course} tune",), f"{register} {course}", 1)

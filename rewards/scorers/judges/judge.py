@@ -1,18 +1,17 @@
-"""Rewards: a vision-language model as judge, by the probability of "yes" or by a score that it writes down."""
+"""Rewards: a vision-language model as a judge, by the probability of "yes" or by a score that it writes."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from rewards.contract import nearest
+from PIL.Image import Image
+
+from rewards.contract import Scored, check_choice
 from rewards.scorers.judges import templates
-from rewards.scorers.judges.vlm import Question, open_vlm
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from rewards.scorers.judges.vlm import VLM, Endpoint, Question, open_vlm
 
 MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 MODES = ("yes_no", "score")
@@ -39,38 +38,46 @@ Clean: is it free of artefacts, such as distorted or torn parts? End with two li
 
 
 def parse_score(answer: str, label: str, low: float, high: float) -> float:
-    """The last number after `label` and a colon in an answer; NaN where there is none or it is not in [low, high].
+    """The last number after `label` and a colon in an answer; NaN if there is none or it is not in [low, high].
 
-    The last, because a judge may quote the question, or a prompt that names a score, before it comes to its own.
+    The last, because a judge may quote the question, or a prompt that names a score, before it gives its own.
     """
-    found = re.findall(rf"{re.escape(label)}[ \t*]*:[ \t*]*{NUMBER}", answer, re.IGNORECASE)
-    value = float(found[-1]) if found else math.nan
+    numbers = re.findall(rf"{re.escape(label)}[ \t*]*:[ \t*]*{NUMBER}", answer, re.IGNORECASE)
+    value = float(numbers[-1]) if numbers else math.nan
     return value if low <= value <= high else math.nan
 
 
 def edit_score(following: Sequence[float], quality: Sequence[float], high: float = 10) -> float:
     """sqrt(min(following) min(quality)) / high, in [0, 1]: the worst of each kind counts.
 
-    VIEScore's overall score (Ku et al. 2023, arXiv 2312.14867, section 3), as EditScore has it. NaN if a number is.
+    VIEScore's overall score (Ku et al. 2023, arXiv 2312.14867, section 3), as EditScore has it. NaN if a number is NaN.
     """
     if any(math.isnan(value) for value in (*following, *quality)):
         return math.nan
     return math.sqrt(min(following) * min(quality)) / high
 
 
+def judged(vlm: VLM, questions: Sequence[Question], mode: str = "yes_no", max_tokens: int = 256) -> Scored:
+    """What a model says to N questions, by one of `MODES`, in [0, 1]; with the part `mass` for `yes_no`."""
+    if mode == "score":
+        return [parse_score(answer, "Score", 0, 10) / 10 for answer in vlm.answers(questions, max_tokens)], {}
+    answers = vlm.yes_no(questions)
+    return [answer.yes for answer in answers], {"mass": [answer.mass for answer in answers]}
+
+
 class Judge:
-    """How far a vision-language model says that the picture fits the prompt, in [0, 1].
+    """A vision-language model's yes to picture and prompt, or the score that it writes; local or on a server.
 
     `model`    hub id or folder of a transformers image-text-to-text model, or the model's name on the server
     `mode`     `yes_no` (default): P(yes) / (P(yes) + P(no)) as the first word of the answer; `score`: a number from 0
                to 10 after "Score:" in the answer, over 10
-    `question` what is asked, with a place `{prompt}`: the text itself, `file.txt` or `file.py:CONSTANT`
+    `question` what is asked, with a placeholder `{prompt}`: the text itself, `file.txt` or `file.py:CONSTANT`
     `server`   an OpenAI-compatible server instead of a local model: url, key_env, timeout_s, deadline_s, concurrency
     `dtype`    of a local model: `bfloat16` (default), `float32`, `float16`
     `max_tokens` of a written answer
 
-    No score where neither yes nor no is likely, or no number can be read. The part `mass` is P(yes) + P(no): a small
-    one says that the question was not understood as one of yes and no. A video is shown as its frames, in order.
+    In [0, 1]. No score if neither yes nor no is likely, or if no number can be read. The part `mass` is P(yes) + P(no):
+    a small one means that the question was not understood as one of yes and no. A video is shown as all its frames.
     """
 
     def __init__(
@@ -78,34 +85,26 @@ class Judge:
         model: str = MODEL,
         mode: str = "yes_no",
         question: str | None = None,
-        server: Mapping[str, Any] | None = None,
+        server: Endpoint = None,
         dtype: str = "bfloat16",
         max_tokens: int = 256,
         device: str = "cpu",
     ):
-        if mode not in MODES:
-            raise ValueError(f"judge: unknown mode {mode!r}.{nearest(mode, MODES)} Known: {', '.join(MODES)}")
+        check_choice("judge: unknown mode", mode, MODES)
         self.mode, self.max_tokens = mode, max_tokens
         self.question = templates.read(question or (YES_NO if mode == "yes_no" else SCORE), "judge")
         self.vlm = open_vlm(model, server, dtype, device, "judge")
+        self.to = self.vlm.to
 
-    def to(self, device: str) -> None:
-        """Move the model, if it is here."""
-        self.vlm.to(device)
-
-    def __call__(self, pil_images: Sequence[Any], prompts: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
-        questions = about(self.question, pil_images, prompts)
-        if self.mode == "score":
-            return [parse_score(a, "Score", 0, 10) / 10 for a in self.vlm.answers(questions, self.max_tokens)], {}
-        answers = self.vlm.yes_no(questions)
-        return [answer.yes for answer in answers], {"mass": [answer.mass for answer in answers]}
+    def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
+        return judged(self.vlm, about(self.question, pil_images, prompts), self.mode, self.max_tokens)
 
 
 class EditJudge:
-    """How well a vision-language model says that a picture was edited, in [0, 1]: `edit_score` of four written numbers.
+    """A vision-language model's four scores of an edit, of which the worst count, in [0, 1] (`edit_score`).
 
-    `following`, `quality` what is asked with both pictures and with the result alone, as `question` of `Judge`; answers
-    end with "Following: X", "Keeping: Y", and "Natural: X", "Clean: Y", each from 0 to 10. Others as in `Judge`.
+    `following`, `quality` what is asked with both pictures and with the result alone, as `question` of `judge`; answers
+    end with "Following: X", "Keeping: Y", and "Natural: X", "Clean: Y", each from 0 to 10. Others as in `judge`.
     The source picture is the file in the column `source_image`; the prompt is the instruction.
     """
 
@@ -114,7 +113,7 @@ class EditJudge:
         model: str = MODEL,
         following: str = EDIT_FOLLOWING,
         quality: str = EDIT_QUALITY,
-        server: Mapping[str, Any] | None = None,
+        server: Endpoint = None,
         dtype: str = "bfloat16",
         max_tokens: int = 256,
         device: str = "cpu",
@@ -123,28 +122,19 @@ class EditJudge:
         self.quality = templates.read(quality, "edit_judge")
         self.max_tokens = max_tokens
         self.vlm = open_vlm(model, server, dtype, device, "edit_judge")
+        self.to = self.vlm.to
 
-    def to(self, device: str) -> None:
-        """Move the model, if it is here."""
-        self.vlm.to(device)
-
-    def __call__(
-        self, pil_images: Sequence[Image], prompts: Sequence[str], source_images: Sequence[Image]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         rows = zip(source_images, pil_images, prompts, strict=True)
         both: list[Question] = [[a, b, templates.put(self.following, "{prompt}", prompt)] for a, b, prompt in rows]
         alone: list[Question] = [[picture, self.quality] for picture in pil_images]
         answers = self.vlm.answers([*both, *alone], self.max_tokens)
-        read = {
-            label.lower(): [parse_score(answer, label, 0, 10) for answer in part]
-            for part, labels in (
-                (answers[: len(both)], ("Following", "Keeping")),
-                (answers[len(both) :], ("Natural", "Clean")),
-            )
-            for label in labels
+        asked = {"Following": 0, "Keeping": 0, "Natural": len(both), "Clean": len(both)}  # label -> first answer
+        parts = {
+            label.lower(): [parse_score(answer, label, 0, 10) for answer in answers[start : start + len(both)]]
+            for label, start in asked.items()
         }
-        columns = zip(read["following"], read["keeping"], read["natural"], read["clean"], strict=True)
-        return [edit_score((f, k), (n, c)) for f, k, n, c in columns], read
+        return [edit_score((f, k), (n, c)) for f, k, n, c in zip(*parts.values(), strict=True)], parts
 
 
 def about(text: str, pil_images: Sequence[Any], prompts: Sequence[str]) -> list[Question]:
@@ -153,6 +143,6 @@ def about(text: str, pil_images: Sequence[Any], prompts: Sequence[str]) -> list[
     return [[*shown(pictures), templates.put(text, "{prompt}", prompt)] for pictures, prompt in rows]
 
 
-def shown(pictures: Any) -> list[Image]:
+def shown(pictures: Image | list[Image]) -> list[Image]:
     """A picture, or the frames of a video, as a list."""
     return list(pictures) if isinstance(pictures, list) else [pictures]

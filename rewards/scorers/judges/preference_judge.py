@@ -1,24 +1,20 @@
-"""Rewards: which of two pictures is nearer to a goal, asked of a vision-language model in two stages (RL-VLM-F).
+"""Reward: which of two pictures is nearer to a goal, asked of a vision-language model in two stages (RL-VLM-F).
 
-Wang et al. 2024, arXiv 2402.03681: first both pictures are described and compared against the goal, then the answer is
-one number, 0, 1 or -1. The wording is ours.
+Wang et al. 2024, arXiv 2402.03681: the model first describes both pictures and compares them with respect to the goal;
+then it answers with one number, 0, 1 or -1. The wording is ours.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+
+from PIL.Image import Image
 
 from rewards.scorers.judges import templates
-from rewards.scorers.judges.judge import shown
-from rewards.scorers.judges.vlm import Question, open_vlm
+from rewards.scorers.judges.judge import MODEL, shown
+from rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 ANALYSIS = "{analysis}"
 
 COMPARE = """These are two pictures of the same scene at two moments, picture 0 and then picture 1. The goal is:
@@ -40,11 +36,11 @@ difference or it cannot be told."""
 
 
 class PreferenceJudge:
-    """Is the goal nearer in one picture than in the other? 1 for yes, 0 for no; no score where the model cannot tell.
+    """Is a goal nearer in one picture than in the other? A vision-language model's answer in two stages, 1 or 0.
 
-    Pairwise: every ordered pair of a group is asked about. `compare` what is asked with both pictures, `answer` what is
-    asked about that answer, with the places `{prompt}` and `{analysis}`; `model`, `server`, `dtype`, `max_tokens` (of
-    the comparison) as in `judge`.
+    Pairwise: every ordered pair of a group is asked about; no score if the model cannot tell. `compare` is asked with
+    both pictures, `answer` about the answer to that, with the placeholders `{prompt}` and `{analysis}`; `model`,
+    `server`, `dtype`, `max_tokens` (of the comparison) as in `judge`.
     """
 
     def __init__(
@@ -52,7 +48,7 @@ class PreferenceJudge:
         model: str = MODEL,
         compare: str = COMPARE,
         answer: str = ANSWER,
-        server: Mapping[str, Any] | None = None,
+        server: Endpoint = None,
         dtype: str = "bfloat16",
         max_tokens: int = 256,
         device: str = "cpu",
@@ -60,14 +56,9 @@ class PreferenceJudge:
         self.compare = templates.read(compare, "preference_judge", holding="{prompt}")
         self.answer, self.max_tokens = templates.read(answer, "preference_judge", holding=ANALYSIS), max_tokens
         self.vlm = open_vlm(model, server, dtype, device, "preference_judge")
+        self.to = self.vlm.to
 
-    def to(self, device: str) -> None:
-        """Move the model, if it is here."""
-        self.vlm.to(device)
-
-    def __call__(
-        self, pil_images: Sequence[Image], prompts: Sequence[str], pairs: Sequence[tuple[int, int]]
-    ) -> list[float]:
+    def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> list[float]:
         both = [[*shown(pil_images[i]), *shown(pil_images[j])] for i, j in pairs]
         goals = [prompts[i] for i, _ in pairs]
         first: list[Question] = [
@@ -83,6 +74,6 @@ class PreferenceJudge:
 
 
 def preference(answer: str) -> float:
-    """1.0 where picture 0 is preferred, 0.0 where picture 1 is; NaN for -1, and where neither number stands there."""
-    found = re.findall(r"(?<![\d.\w-])-?[01](?![\d.]*\d)", answer)
-    return {"0": 1.0, "1": 0.0}.get(found[-1], math.nan) if found else math.nan
+    """1.0 if the last number in the answer prefers picture 0, 0.0 if picture 1; NaN for -1, and without a number."""
+    numbers = re.findall(r"(?<![\d.\w-])-?[01](?![\d.]*\d)", answer)
+    return {"0": 1.0, "1": 0.0}.get(numbers[-1], math.nan) if numbers else math.nan

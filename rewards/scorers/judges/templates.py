@@ -1,22 +1,22 @@
-"""The text that a judge is asked by: given in place, from a text file, or from a constant of a Python file.
+"""The text of a judge's question: written in the configuration, or read from a text file or a Python constant.
 
-Some reward models were trained with one fixed instruction, which belongs to their authors and is no part of this
-package. It is read from the authors' own file, where a constant is taken as it stands and nothing is run.
+Some reward models were trained with one fixed instruction, which belongs to their authors and is not part of this
+package. It is read from the authors' own file, whose code is parsed and not run.
 """
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 from rewards.contract import nearest
+from rewards.declared import constants, parse
 
 
 def read(given: str, reward: str, *, holding: str = "") -> str:
     """The text that `given` means: `file.txt`, `file.py:CONSTANT`, or the text itself.
 
-    `holding` is a placeholder that the text must have. Raises ValueError for a missing file, a constant that is not
-    there or is no plain string, and a text without the placeholder.
+    `holding` is a placeholder that the text must have. Raises ValueError for a missing file, a constant that is missing
+    or is not a plain string, and a text without the placeholder.
     """
     path, colon, name = given.rpartition(":")
     if colon and path.endswith(".py") and "\n" not in given:
@@ -26,35 +26,28 @@ def read(given: str, reward: str, *, holding: str = "") -> str:
     else:
         text = given
     if holding not in text:
-        raise ValueError(f"{reward}: the text {given[:60]!r} has no place {holding} for the prompt")
+        raise ValueError(f"{reward}: the text {given[:60]!r} has no placeholder {holding}")
     return text
 
 
 def put(text: str, place: str, prompt: str) -> str:
-    """The text with the prompt in its place; `<|` in the prompt is broken up, so that it brings no control token."""
+    """The text with the prompt in its place; `<|` in the prompt is split, so that it cannot add a control token."""
     return text.replace(place, prompt.replace("<|", "< |"))
 
 
 def _read(path: str, reward: str) -> str:
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"{reward}: there is no file {path!r} with the text to ask by (looked from {Path.cwd()})")
+        raise ValueError(
+            f"{reward}: there is no file {path!r} with the text of the question (looked from {Path.cwd()})"
+        )
     return file.read_text(encoding="utf-8")
 
 
 def _constant(source: str, path: str, name: str, reward: str) -> str:
-    try:
-        tree = ast.parse(source, filename=path)
-    except SyntaxError as error:
-        raise ValueError(f"{reward}: {path}, line {error.lineno}: {error.msg}") from error
-    found = {
-        target.id: statement.value.value
-        for statement in tree.body
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
-        for target in statement.targets
-        if isinstance(target, ast.Name) and isinstance(statement.value.value, str)
-    }
-    if name not in found:
-        held = ", ".join(found) or "none"
-        raise ValueError(f"{reward}: {path} has no string constant {name!r}.{nearest(name, found)} It has {held}")
-    return found[name]
+    assigned = constants(parse(source, path, f"{reward}:").body)
+    texts = {name: value for name, value in assigned.items() if isinstance(value, str)}
+    if name not in texts:
+        held = ", ".join(texts) or "none"
+        raise ValueError(f"{reward}: {path} has no string constant {name!r}.{nearest(name, texts)} It has {held}")
+    return texts[name]

@@ -1,38 +1,38 @@
-"""Reward: are the asked objects there, in number, colour and place? (GenEval, Ghosh et al. 2023, arXiv 2310.11513.)"""
+"""Reward: are the requested objects there, in number, colour and place? GenEval (Ghosh et al. 2023, 2310.11513)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple, fields
+from typing import Any
 
 import torch
 from PIL import Image as Images
+from PIL.Image import Image
 
-from rewards.contract import nearest, to_pil
+from rewards.contract import check_choice
 from rewards.models.clip_model import ClipScorer
 from rewards.models.pixels import frames, from_pil, mean_over_frames
+from rewards.pictures import pil_list
 from rewards.scorers.objects.detection import Detector, Thing
 from rewards.scorers.objects.geneval_check import COLOURS, Box, Verdict, check
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 CLIP = "openai/clip-vit-large-patch14"
 CREDITS = ("partial", "strict", "relaxed")
-OUTSIDE = (0x99, 0x99, 0x99)  # what a crop shows around its thing
+OUTSIDE = (0x99, 0x99, 0x99)  # the colour around a thing in its crop
 
 
 class ColourClassifier:
-    """The colour of a thing: which of ten descriptions of it CLIP finds nearest to its crop."""
+    """The colour of a thing: the one of ten descriptions that is nearest to its crop, by CLIP."""
 
     def __init__(self, model: str, device: str):
         self.clip = ClipScorer(model, model, device, "geneval")
         self._texts: dict[str, torch.Tensor] = {}
 
     def colours(self, picture: Image, name: str, things: Sequence[Thing]) -> list[str]:
-        """One of `COLOURS` for each thing."""
+        """One of `COLOURS` for each thing; `name` is that of their class."""
         if not things:
             return []
         crops = [crop(picture, thing) for thing in things]
@@ -51,7 +51,7 @@ class ColourClassifier:
 
 
 def crop(picture: Image, thing: Thing) -> Image:
-    """The part of the picture in the thing's box, grey outside its mask where it has one."""
+    """The part of the picture in the thing's box, at least a pixel, grey outside its mask if it has one."""
     if thing.mask is not None:
         picture = Images.composite(picture, Images.new("RGB", picture.size, OUTSIDE), Images.fromarray(thing.mask))
     left, top, right, bottom = thing.box[:4]
@@ -60,18 +60,18 @@ def crop(picture: Image, thing: Thing) -> Image:
 
 
 class GenEval:
-    """Are the objects of the column `include` in the picture, in their numbers, colours and places? In [0, 1].
+    """Are the requested objects there, in number, colour and place? A detector, CLIP and GenEval's rules, in [0, 1].
 
-    `credit`   `partial` (default): the mean of a term for each thing asked; `strict`: 1 if exactly those are there;
+    `credit`   `partial` (default): the mean of a term for each thing requested; `strict`: 1 if exactly those are there;
                `relaxed`: 1 if at least those are, which is the published benchmark's rule
     `detector` hub id or folder; see `rewards.scorers.objects.detection.Detector`
-    `clip`     hub id or folder of the CLIP that tells colours
-    `threshold`, `counting_threshold` least confidence, the second for rows whose column `tag` is `counting`: .3 and .9,
-               which are of Mask2Former. A zero-shot detector's confidences are lower: try .1 to .3 for both
+    `clip`     hub id or folder of the CLIP that classifies colours
+    `threshold`, `counting_threshold` lowest confidence, the second for rows whose column `tag` is `counting`: .3 and
+               .9, which suit Mask2Former. A zero-shot detector's confidences are lower: try .1 to .3 for both
 
     Rows are GenEval's: `include` is a list of {class, count, color?, position?: [relation, index]}, `tag` its kind. In
-    a row that is `counting`, one more than asked is too many for `relaxed`, too. All three credits, and the means of
-    the terms of count, colour and position, are parts. A video scores the mean over its frames.
+    a `counting` row, one more than requested is too many for `relaxed`, too. All three credits, and the means of the
+    terms of count, colour and position, are parts. A video gets the mean over its frames.
     """
 
     def __init__(
@@ -83,33 +83,28 @@ class GenEval:
         counting_threshold: float = 0.9,
         device: str = "cpu",
     ):
-        if credit not in CREDITS:
-            raise ValueError(
-                f"geneval: unknown credit {credit!r}.{nearest(credit, CREDITS)} Known: {', '.join(CREDITS)}"
-            )
+        check_choice("geneval: unknown credit", credit, CREDITS)
         self.credit, self.threshold, self.counting_threshold = credit, threshold, counting_threshold
         self.detector = Detector(detector, device, "geneval")
         self.colours = ColourClassifier(clip, device)
 
     def to(self, device: str) -> None:
-        """Move the models."""
+        """Move both models."""
         self.detector.to(device)
         self.colours.clip.to(device)
 
     def __call__(
-        self, images: torch.Tensor, include: Sequence[Any], tag: Sequence[str]
+        self, images: torch.Tensor, include: list[Any], tag: list[str]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        pictures = to_pil(frames(images))
+        pictures = pil_list(frames(images))
         per_row = len(pictures) // max(len(tag), 1)
-        verdicts = [
-            self.verdict(picture, include[i // per_row], tag[i // per_row]) for i, picture in enumerate(pictures)
-        ]
-        columns = torch.tensor(verdicts, dtype=torch.float64)
-        parts = {name: mean_over_frames(columns[:, k], images) for k, name in enumerate(Verdict._fields)}
+        rows = [(picture, include[i // per_row], tag[i // per_row]) for i, picture in enumerate(pictures)]
+        columns = torch.tensor([astuple(self.verdict(*row)) for row in rows], dtype=torch.float64)
+        parts = {field.name: mean_over_frames(columns[:, k], images) for k, field in enumerate(fields(Verdict))}
         return parts[self.credit], parts
 
     def verdict(self, picture: Image, include: Sequence[Mapping[str, Any]], tag: str) -> Verdict:
-        """What one picture gets. ValueError for a row that is not GenEval's."""
+        """The verdict on one picture. Raises ValueError for a row that is not GenEval's."""
         _check_row(include)
         counting = tag == "counting"
         names = [item["class"] for item in include]
@@ -120,20 +115,23 @@ class GenEval:
             return self.colours.colours(picture, name, [by_box[box] for box in boxes])
 
         excluded = [{"class": item["class"], "count": item["count"] + 1} for item in include] if counting else []
-        asked = {"include": include, "exclude": excluded}
-        return check(asked, {name: [thing.box for thing in row] for name, row in things.items()}, colour_of)
+        return check(
+            {"include": include, "exclude": excluded},
+            {name: [thing.box for thing in row] for name, row in things.items()},
+            colour_of,
+        )
 
 
 def _check_row(include: Any) -> None:
     rows = include if isinstance(include, list) else []
     for i, item in enumerate(rows):
         right = isinstance(item, Mapping) and isinstance(item.get("class"), str) and item.get("count", 0) >= 1
-        place = item.get("position", ["above", 0]) if right else None
-        known = right and place[0] in ("left of", "right of", "above", "below")
-        if not right or item.get("color", "red") not in COLOURS or not known or not 0 <= place[1] < max(i, 1):
+        place = item.get("position", ["above", 0]) if right else ("", 0)
+        known = len(place) == 2 and place[0] in ("left of", "right of", "above", "below") and 0 <= place[1] < max(i, 1)
+        if not right or item.get("color", "red") not in COLOURS or not known:
             raise ValueError(
                 f"geneval: item {i} of column 'include' is {item!r}; it must be {{class, count, color?, position?}}, "
                 f"count from 1, color one of {', '.join(COLOURS)}, position [relation, index of an earlier item]"
             )
     if not rows:
-        raise ValueError(f"geneval: the column 'include' must hold a list of what is asked, not {include!r}")
+        raise ValueError(f"geneval: the column 'include' must hold a list of requested things, not {include!r}")

@@ -1,16 +1,17 @@
-"""Does a picture hold the asked objects, in number, colour and place? GenEval's rules (arXiv 2310.11513) on detections.
+"""Are the requested objects there, in number, colour and place? GenEval's rules (arXiv 2310.11513) on detections.
 
-Nothing here detects: a picture is a dictionary from class names to boxes, the most confident first.
+Nothing is detected here: a picture is a dictionary from class names to boxes, the most confident first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-DEAD_ZONE = 0.1  # of the two sizes together: an offset smaller than this is none
-DIAGONAL = 0.5  # of the offset's length; below, the axis does not count
+DEAD_ZONE = 0.1  # of the sum of both sizes: a smaller offset counts as none
+DIAGONAL = 0.5  # of the offset's length: an axis with a smaller share does not count
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 
@@ -31,9 +32,9 @@ ColourOf = Callable[[str, Sequence[Box]], Sequence[str]]
 
 
 def offset(a: Box, b: Box) -> tuple[float, float]:
-    """From the centre of b to that of a, less the dead zone of each axis, over the length of the whole offset.
+    """(x, y) from the centre of b to that of a, less the dead zone of each axis, over the length of the whole offset.
 
-    (0, 0) where the centres agree or lie in the dead zone.
+    (0, 0) if the centres coincide or are within the dead zone.
     """
     whole = ((a.left + a.right - b.left - b.right) / 2, (a.top + a.bottom - b.top - b.bottom) / 2)
     sizes = (a.right - a.left + b.right - b.left, a.bottom - a.top + b.bottom - b.top)
@@ -44,18 +45,19 @@ def offset(a: Box, b: Box) -> tuple[float, float]:
 
 
 def relations(a: Box, b: Box) -> set[str]:
-    """How a lies to b: of `left of`, `right of`, `above`, `below`, none, one or two."""
+    """Where a is relative to b: none, one or two of `left of`, `right of`, `above`, `below`."""
     x, y = offset(a, b)
-    told = {"left of": x < -DIAGONAL, "right of": x > DIAGONAL, "above": y < -DIAGONAL, "below": y > DIAGONAL}
-    return {name for name, holds in told.items() if holds}
+    tests = {"left of": x < -DIAGONAL, "right of": x > DIAGONAL, "above": y < -DIAGONAL, "below": y > DIAGONAL}
+    return {name for name, holds in tests.items() if holds}
 
 
-class Verdict(NamedTuple):
-    """Of one picture.
+@dataclass(frozen=True)
+class Verdict:
+    """On one picture.
 
-    relaxed: GenEval's own: at least the asked objects are there. strict: exactly they are. Each 1 or 0.
-    partial: the mean of a term for each thing asked, in [0, 1]; count, colour, position: the means of its terms of
-    that kind, NaN where nothing of the kind was asked.
+    relaxed: GenEval's own rule: at least the requested objects are there. strict: exactly these are. Each 1 or 0.
+    partial: the mean of a term for each thing requested, in [0, 1]; count, colour, position: the means of the terms of
+    that kind, NaN if nothing of the kind was requested.
     """
 
     relaxed: float
@@ -67,7 +69,7 @@ class Verdict(NamedTuple):
 
 
 def check(asked: Mapping[str, Any], found: Found, colour_of: ColourOf) -> Verdict:
-    """Hold the asked objects against those found.
+    """Compare the requested objects with those found.
 
     `asked` is a row of GenEval's prompts: `include`, a list of {class, count, color?, position?: [relation, index of an
     earlier item]}, and perhaps `exclude`, a list of {class, count} (fewer than count must be there).
@@ -86,10 +88,10 @@ def check(asked: Mapping[str, Any], found: Found, colour_of: ColourOf) -> Verdic
 
 
 def _terms(include: Sequence[Mapping[str, Any]], found: Found, colour_of: ColourOf) -> list[tuple[str, float]]:
-    """(kind, value in [0, 1]) of everything asked.
+    """(kind, value in [0, 1]) of everything requested.
 
-    A wrong number gives its colour or position, which then cannot be told, a single 0. A wrong colour leaves the
-    position out of the mean.
+    With a wrong number of objects, their colour or position cannot be determined and gets a single 0. With a wrong
+    colour, the position is left out of the mean.
     """
     terms: list[tuple[str, float]] = []
     groups: list[Sequence[Box] | None] = []

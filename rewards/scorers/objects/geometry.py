@@ -1,6 +1,6 @@
 """How a thing moved, grew and turned between two pictures: arithmetic on boxes and masks (Talk2Move, arXiv 2601.02356).
 
-Angles are in degrees, positive clockwise as seen.
+Boxes are in pixels. Angles are in degrees, positive means clockwise.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from PIL import Image
 
 from rewards.scorers.objects.geneval_check import Box, offset
 
-MOVED = 0.01  # least share of an offset along the asked axis that counts as a move
-STILL = 10.0  # degrees; a smaller turn is none
-SIDE = 64  # of the normalised masks
+MOVED = 0.01  # the smallest share of an offset along the requested axis that counts as a move
+STILL = 10.0  # degrees; a smaller turn counts as none
+SIDE = 64  # of the normalised masks, in pixels
 COARSE = 5  # degrees between the angles that are tried first
 DIRECTIONS = {"left": (0, 1), "right": (0, -1), "up": (1, 1), "down": (1, -1)}
 
 
 def displacement_score(before: Box, after: Box, direction: str) -> float:
-    """How purely a thing moved in a direction, in [0, 1]: the share of its offset along that axis, 0 for the other way.
+    """How purely a thing moved in a direction, in [0, 1]: the share of its offset along that axis; 0 for the other way.
 
-    Not how far. `direction` is `left`, `right`, `up` or `down`.
+    How far does not count. `direction` is `left`, `right`, `up` or `down`.
     """
     axis, sign = DIRECTIONS[direction]
     along = sign * offset(before, after)[axis]
@@ -30,15 +30,15 @@ def displacement_score(before: Box, after: Box, direction: str) -> float:
 
 
 def position_score(before: Box, after: Box) -> float:
-    """How far a thing stayed where it was, in (0, 1]: 1 - (|x| + |y|) / 2 of its relative offset."""
+    """How well a thing stayed where it was, in (0, 1]: 1 - (|x| + |y|) / 2 of its relative offset."""
     x, y = offset(before, after)
     return 1 - (abs(x) + abs(y)) / 2
 
 
 def scale_score(before: Box, after: Box, factor: float, bigger: bool) -> float:
-    """1 - (|w - factor| + |h - factor|) / 4 with the ratios w, h of width and height, larger over smaller as asked.
+    """1 - (|w - factor| + |h - factor|) / 4 with w, h the ratios of width and height, after over before if `bigger`.
 
-    `factor` is how many times bigger, or smaller, the thing should have become. At most 1, unbounded below.
+    `factor` is how many times bigger, or otherwise smaller, the thing should have become. At most 1, unbounded below.
     """
     first, second = (before, after) if bigger else (after, before)
     width = (second.right - second.left) / max(first.right - first.left, 1e-9)
@@ -57,19 +57,20 @@ def rotation_score(right_axis: bool, right_direction: bool, angle: float, target
 
 
 def turn_score(angle: float, target: float) -> float:
-    """How well a turn in the picture's plane fits the asked one, both signed, in [0, 1].
+    """How well a turn in the picture's plane fits the requested one, both signed, in [0, 1].
 
-    1.5 times `rotation_score` (whose largest value is 2/3) with the axis given. Half a turn has no direction.
+    1.5 times `rotation_score` (whose largest value is 2/3) with a right axis. Half a turn has no direction.
     """
     same_way = angle * target > 0 or abs(target) >= 180
     return 1.5 * rotation_score(True, same_way, abs(angle), abs(target))
 
 
 def turn_between(before: np.ndarray, after: np.ndarray) -> float:
-    """The turn in (-180, 180] that best lays the mask `before` over `after` (bool [H, W]), centred and at equal size.
+    """The turn in (-180, 180] that best maps the mask `before` to `after` (bool [H, W]), centred and at equal size.
 
-    Best is the largest intersection over union, of equals the smallest turn. A shape that looks the same after a turn
-    cannot tell it: a square's is within 45 degrees, a disc's is 0. To about 1 degree for masks of 30 pixels or more.
+    The best one has the largest intersection over union; of equals it is the smallest. It is ambiguous for a shape that
+    looks the same after a turn: within 45 degrees for a square, 0 for a disc. Accurate to about 1 degree for masks of
+    30 pixels or more. Raises ValueError for an empty mask.
     """
     first, second = normalised(before), normalised(after)
     still = Image.fromarray(first)
@@ -81,12 +82,15 @@ def turn_between(before: np.ndarray, after: np.ndarray) -> float:
         return (round(float((turned & wanted).sum() / union), 3) if union else 0.0), -abs(angle)
 
     best = max(range(-180 + COARSE, 181, COARSE), key=fit)
-    found = max(range(best - COARSE, best + COARSE + 1), key=fit)
-    return float(found - 360 if found > 180 else found + 360 if found <= -180 else found)
+    turn = max(range(best - COARSE, best + COARSE + 1), key=fit)
+    return float(turn - 360 if turn > 180 else turn + 360 if turn <= -180 else turn)
 
 
 def normalised(mask: np.ndarray) -> np.ndarray:
-    """A mask about its centre of mass, its mean distance from there a fifth of the side: uint8 [64, 64]."""
+    """A mask centred on its centre of mass, its mean distance from there a fifth of the side: uint8 [64, 64].
+
+    Raises ValueError for an empty mask.
+    """
     rows, columns = np.nonzero(mask)
     if len(rows) == 0:
         raise ValueError("an empty mask has no turn")
@@ -94,14 +98,14 @@ def normalised(mask: np.ndarray) -> np.ndarray:
     spread = float(np.hypot(rows - y, columns - x).mean()) or 1.0
     step = spread / (0.2 * SIDE)
     half = (SIDE - 1) / 2
-    # Each output pixel looks up its place in the mask.
+    # From a pixel of the output to its position in the mask.
     transform = (step, 0, x + 0.5 - step * (half + 0.5), 0, step, y + 0.5 - step * (half + 0.5))
     picture = Image.fromarray(mask.astype(np.uint8) * 255)
     return np.asarray(picture.transform((SIDE, SIDE), Image.Transform.AFFINE, transform, Image.Resampling.BILINEAR))
 
 
 def distance(before: Box, after: Box, width: int, height: int) -> float:
-    """How far the centre went, as a share of the picture's diagonal."""
+    """How far the centre moved, as a share of the diagonal of the picture, which is `width` x `height` pixels."""
     x = (after.left + after.right - before.left - before.right) / 2
     y = (after.top + after.bottom - before.top - before.bottom) / 2
     return math.hypot(x, y) / math.hypot(width, height)

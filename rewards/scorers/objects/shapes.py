@@ -1,10 +1,10 @@
-"""Rule-based checker of the embedded world: are the asked shapes there, in number, colour and place?
+"""Rule-based checker of the embedded world: are the requested shapes there, in number, colour and place?
 
-The world (drawn by `genrl.data.world`) shows circles, squares, triangles and stars of five colours on a plain
-background. The checker finds them again without any model: nearest palette colour, connected components,
-and the intersection over union of each component with the ideal outlines. Needs NumPy and Pillow only.
+The world (rendered by `genrl.data.world`) shows circles, squares, triangles and stars of five colours on a plain
+background. The checker finds them without any model: by nearest palette colour, connected components, and the
+intersection over union of each component with the ideal outlines. It needs NumPy and Pillow only.
 
-This module owns what both sides must agree on: palette, outlines, and the grammar of the captions.
+This module defines what both sides must agree on: palette, outlines, and the grammar of the captions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw
 
-from rewards.contract import to_uint8
+from rewards.contract import Scored
+from rewards.pictures import to_uint8
 from rewards.scorers.texts.verifiable import answer_in
 
 if TYPE_CHECKING:
@@ -38,16 +39,16 @@ SHAPES = ("circle", "square", "triangle", "star")
 NUMBERS = {"a": 1, "one": 1, "two": 2, "three": 3, "four": 4}
 RELATIONS = ("to the left of", "to the right of", "above", "below")
 
-COLOUR_DISTANCE = 75.0  # farther from every palette colour (RGB, 0-255) than this is not a colour of the world
+COLOUR_DISTANCE = 75.0  # a pixel farther than this from every palette colour (RGB, 0-255) has no colour of the world
 MIN_AREA = 40 / 4096  # of the picture; smaller components are specks
-MIN_IOU = 0.68  # with the best-fitting outline; below, the component has no shape
-MASK = 24  # side of the normalised mask
+MIN_IOU = 0.68  # with the best-fitting outline; a component with less has no shape
+MASK = 24  # side of the normalised mask, in pixels
 POSITION_WEIGHT = 0.4  # of the soft score of a caption that names a relation
 
 
 @dataclass(frozen=True)
 class Group:
-    """So many things of one colour and shape."""
+    """A number of things of one colour and shape."""
 
     count: int
     colour: str
@@ -56,7 +57,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a caption asks for: one or two groups, and how the first lies to the second."""
+    """What a caption asks for: one or two groups, and where the first is relative to the second."""
 
     groups: tuple[Group, ...]
     relation: str | None = None
@@ -64,7 +65,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Found:
-    """One component of a picture: its colour, shape (None where no outline fits), centre and area in pixels."""
+    """One component of a picture: its colour, shape (None if no outline fits), centre and area in pixels."""
 
     colour: str
     shape: str | None
@@ -74,7 +75,7 @@ class Found:
 
 
 def outline(shape: str) -> np.ndarray:
-    """Corners [K, 2] of a shape around (0, 0), y downwards, for a circumradius of 1."""
+    """Corners [K, 2] of a shape of unit size around (0, 0), y downwards. Raises ValueError for an unknown shape."""
     if shape == "circle":
         angles, radii = np.arange(64) * (2 * np.pi / 64), np.ones(64)
     elif shape == "square":
@@ -95,7 +96,7 @@ _GROUP = re.compile(
 
 @lru_cache(maxsize=65536)
 def parse(caption: str) -> Asked | None:
-    """Read a caption of the world's grammar; None where it is not one (or its two groups are the same).
+    """Read a caption of the world's grammar; None if it is not one (or its two groups are the same).
 
     `a red circle`, `three purple stars`, `two red circles and a blue square`,
     `a green triangle to the left of a yellow star` (also: to the right of, above, below).
@@ -126,7 +127,7 @@ def _group(match: re.Match[str]) -> Group | None:
 
 
 def find(image: np.ndarray) -> list[Found]:
-    """Every component of a palette colour of at least `MIN_AREA`. image: uint8 [H, W, 3]."""
+    """Every component of a palette colour with at least `MIN_AREA`. image: uint8 [H, W, 3]."""
     return [found for found, _ in located(image)]
 
 
@@ -153,7 +154,7 @@ _PALETTE = np.array(list(PALETTE.values()), dtype=np.float32)
 
 
 def _nearest_colour(image: np.ndarray) -> np.ndarray:
-    """Index of the nearest palette colour [H, W], -1 where none is within `COLOUR_DISTANCE`."""
+    """Index of the nearest palette colour, [H, W]; -1 where none is within `COLOUR_DISTANCE`."""
     pixels = image.reshape(-1, 3).astype(np.float32)
     distance = (pixels**2).sum(1, keepdims=True) - 2 * pixels @ _PALETTE.T + (_PALETTE**2).sum(1)
     nearest = distance.argmin(1)
@@ -162,9 +163,9 @@ def _nearest_colour(image: np.ndarray) -> np.ndarray:
 
 
 def _components(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """4-connected components of equal class: labels [H, W] (-1 = no class), their areas and classes.
+    """4-connected components of equal class (-1 = none): labels [H, W], their areas (0 for no class) and classes.
 
-    Runs along the rows are joined by union-find: as fast here as a compiled labelling, and no dependency.
+    Runs along the rows are joined by union-find: as fast here as compiled labelling, without the dependency.
     """
     height, width = classes.shape
     starts = np.ones((height, width), dtype=bool)
@@ -201,7 +202,7 @@ def _templates() -> np.ndarray:
 
 
 def _normalised(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """The component's mask at MASK x MASK, its longer side filling the square (so proportions stay)."""
+    """The component's mask as bool [MASK, MASK], its longer side filling the square, its proportions kept."""
     top, left = rows.min(), columns.min()
     height, width = rows.max() - top + 1, columns.max() - left + 1
     side = max(height, width)
@@ -220,14 +221,14 @@ def _shape_of(rows: np.ndarray, columns: np.ndarray) -> str | None:
 
 
 def check(image: np.ndarray, asked: Asked) -> dict[str, float]:
-    """Score one picture (uint8 [H, W, 3]) against what was asked. Every part lies in [0, 1].
+    """Score one picture (uint8 [H, W, 3]) against what was requested. Every part is in [0, 1].
 
     soft: mean over groups of max(0, 1 - |found - asked| / asked), times asked / (asked + extra), where `extra`
-      counts components that belong to no asked group; a relation makes up `POSITION_WEIGHT` of it.
+      counts components that belong to no requested group; a relation has a weight of `POSITION_WEIGHT` in it.
     strict: 1 if every group is there in its exact number, nothing else is, and the relation holds; else 0.
-    count, colour, shape: the number of things, their colours, their shapes, each without regard to the rest.
-    position: 1 if the relation holds between the largest thing of each group, 0 if not or one is missing;
-      NaN where none was asked.
+    count, colour, shape: the number of things, their colours, their shapes, each independent of the rest.
+    position: 1 if the relation holds between the largest thing of each group, 0 if not or one is missing; NaN if no
+      relation was requested.
     """
     found = find(image)
     total = sum(group.count for group in asked.groups)
@@ -253,13 +254,13 @@ def check(image: np.ndarray, asked: Asked) -> dict[str, float]:
 
 
 def _agreement(found: Sequence[str | None], asked: Sequence[str]) -> float:
-    """Size of the common part of two bags over the size of the larger."""
+    """Size of the intersection of two multisets over the size of the larger."""
     common = sum(min(found.count(name), asked.count(name)) for name in set(asked))
     return common / max(len(found), len(asked))
 
 
 def _relation_holds(first: list[Found], second: list[Found], relation: str) -> bool:
-    """Whether the offset points the asked way more than along the other axis."""
+    """Whether the offset points in the requested direction more than along the other axis."""
     if not first or not second:
         return False
     a, b = (max(things, key=lambda thing: thing.area) for things in (first, second))
@@ -274,10 +275,11 @@ def _relation_holds(first: list[Found], second: list[Found], relation: str) -> b
 
 
 def alike(first: Sequence[Found], second: Sequence[Found]) -> float:
-    """How far two pictures show the same things in the same sizes, wherever they are, in [0, 1]; symmetric.
+    """To what degree two pictures show the same things in the same sizes, at any positions, in [0, 1]; symmetric.
 
-    Things of one colour and shape are paired from the largest down; a pair counts by its smaller area over its larger,
-    a thing without a partner 0. The sum over the number of things in the fuller picture; NaN where both are empty.
+    Things of one colour and shape are paired from the largest down. A pair counts with its smaller area over its larger
+    one, a thing without a partner with 0; the sum is divided by the number of things in the fuller picture. NaN if both
+    are empty.
     """
     areas: list[dict[tuple[str, str | None], list[int]]] = [{}, {}]
     for kinds, things in zip(areas, (first, second), strict=True):
@@ -292,9 +294,9 @@ def alike(first: Sequence[Found], second: Sequence[Found]) -> float:
 
 
 class SameShapes:
-    """Do the pictures of one prompt show the same things in the same sizes? Pairwise, by rule, in [0, 1] (`alike`).
+    """Do the pictures of a prompt show the same things in the same sizes? By rules of the embedded world, in [0, 1].
 
-    Whether they are what the prompt asks for does not matter to it.
+    Pairwise (`alike`). Whether they show what the prompt asks for does not matter.
     """
 
     def __call__(self, images: torch.Tensor, pairs: list[tuple[int, int]]) -> list[float]:
@@ -307,17 +309,17 @@ PARTS = ("soft", "strict", "count", "colour", "shape", "position")
 
 
 class Shapes:
-    """Are the asked coloured shapes there, in number and place? Rule-based, for captions like "two red stars".
+    """Count, colour, shape and position in the embedded world, by rules, for captions like "two red stars"; in [0, 1].
 
-    The score is the soft one (partial credit) in [0, 1], or with `strict` 1 for a wholly right picture and 0
-    otherwise; all parts of `check` are reported beside it. A caption outside the grammar gets NaN: no score.
-    About 0.3 ms a picture of 64 x 64 on one CPU core.
+    The score is the soft one (partial credit), or with `strict` 1 for a completely right picture and 0 otherwise; all
+    parts of `check` are reported beside it. A caption outside the grammar has no score. About 0.3 ms per picture of 64
+    x 64 pixels on one CPU core.
     """
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
 
-    def __call__(self, images: torch.Tensor, prompts: list[str]) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, images: torch.Tensor, prompts: list[str]) -> Scored:
         """images: float tensor [N, 3, H, W] in [0, 1]; prompts: N captions."""
         parts: dict[str, list[float]] = {name: [] for name in PARTS}
         for picture, prompt in zip(to_uint8(images), prompts, strict=True):
@@ -329,7 +331,7 @@ class Shapes:
 
 
 def same_number(completions: list[str], answer: list[str]) -> list[float]:
-    """1 where the answer is a caption of this world that asks for so many things: a description that keeps a count."""
+    """1 if the answer is a caption of this world that asks for `answer` things: a description that keeps a count."""
 
     def number(completion: str) -> int | None:
         asked = parse(answer_in(completion) or "")

@@ -1,7 +1,7 @@
-"""Statistics of the picture itself: no model, no prompt. Meant to be watched with weight 0.
+"""Statistics of the picture itself: no model, no prompt. Meant to be monitored with weight 0.
 
-A policy that pleases a reward by noise, blur or glaring colours shows here first. `jpeg` is also the field's
-smoke test as a reward (Black et al. 2023, arXiv 2305.13301, section 5.1).
+They are the first to show that a policy pleases a reward by noise, blur or garish colours. `jpeg` is also commonly used
+as a reward in smoke tests (Black et al. 2023, arXiv 2305.13301, section 5.1).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import io
 import torch
 from PIL import Image
 
-from rewards.contract import nearest, to_uint8
+from rewards.contract import check_choice
 from rewards.models.pixels import frames, mean_over_frames
+from rewards.pictures import pil_list
 
 JPEG_QUALITY = 95
 JPEG_SCALES = {"incompressibility": 1.0, "compressibility": -1.0, "compressibility_500": -1 / 500}
@@ -27,22 +28,22 @@ def jpeg_kilobytes(picture: Image.Image) -> float:
 
 
 def jpeg(images: torch.Tensor, scale: str = "incompressibility") -> torch.Tensor:
-    """How large the picture is as a JPEG of quality 95; a few kB at 64 pixels, 100 to 600 at 512.
+    """Size as a JPEG of quality 95: a smoke test, and a monitor of noise. A few kB at 64 pixels, 100 to 600 at 512.
 
-    `incompressibility` kB, `compressibility` -kB, `compressibility_500` -kB / 500, as some trainers have it. Depends on
-    the picture's size, and by a few bytes on the version of libjpeg. A video scores the mean over its frames.
+    `scale`: `incompressibility` kB, `compressibility` -kB, `compressibility_500` -kB / 500, as some trainers have it.
+    It depends on the size of the picture in pixels, and by a few bytes on the version of libjpeg. A video gets the mean
+    over its frames; [N].
     """
-    if scale not in JPEG_SCALES:
-        raise ValueError(f"jpeg: unknown scale {scale!r}.{nearest(scale, JPEG_SCALES)} Known: {', '.join(JPEG_SCALES)}")
-    sizes = torch.tensor([jpeg_kilobytes(Image.fromarray(p)) for p in to_uint8(frames(images))], dtype=torch.float64)
+    check_choice("jpeg: unknown scale", scale, JPEG_SCALES)
+    sizes = torch.tensor([jpeg_kilobytes(picture) for picture in pil_list(frames(images))], dtype=torch.float64)
     return mean_over_frames(sizes * JPEG_SCALES[scale], images)
 
 
 def sharpness(images: torch.Tensor) -> torch.Tensor:
-    """Variance of the Laplacian of the luma: 0 for a flat picture, .001 to .05 for photographs, above for noise.
+    """Variance of the Laplacian: a monitor of blur and noise. 0 for a flat picture, .001 to .05 for photographs.
 
-    The 4-neighbour Laplacian of luma in [0, 1], without the border's pixels (Pech-Pacheco et al. 2000). It depends on
-    the picture's size. A video scores the mean over its frames.
+    The 4-neighbour Laplacian of luma in [0, 1], without the pixels of the border (Pech-Pacheco et al. 2000). It depends
+    on the picture's size, and is larger for noise. A video gets the mean over its frames; [N].
     """
     pictures = frames(images)
     luma = (pictures * pictures.new_tensor(LUMA).view(1, 3, 1, 1)).sum(1)
@@ -52,7 +53,10 @@ def sharpness(images: torch.Tensor) -> torch.Tensor:
 
 
 def saturation(images: torch.Tensor) -> torch.Tensor:
-    """Mean saturation (max - min) / max of the colours, as in HSV: 0 for grey, 1 for pure colours, 0 for black."""
+    """Mean saturation of the colours: a monitor of garish pictures. 0 for grey and black, 1 for pure colours.
+
+    (max - min) / max of the three colours, as in HSV. A video gets the mean over its frames; [N].
+    """
     pictures = frames(images)
     high, low = pictures.amax(1), pictures.amin(1)
     return mean_over_frames(((high - low) / high.clamp_min(1e-6)).flatten(1).mean(1), images)

@@ -1,44 +1,43 @@
-"""Rewards of videos: any reward of pictures on some frames, how much moves, how steady it is, what stays the same."""
+"""Rewards of videos: a reward of pictures on some frames, how much moves, how steady it is, what stays the same."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
-from rewards.contract import nearest, needs, to_uint8
+from rewards.contract import check_choice, declare, move, needs, read
+from rewards.loading import EMPTY, load
+from rewards.pictures import pil_list, to_uint8
 from rewards.scorers.pictures.dino import MODEL, DinoFeatures
 
 REDUCES = ("mean", "min")
-EMPTY: Mapping[str, object] = MappingProxyType({})
-FASTEST = 0.05  # of a frame's pixels make its motion
+FASTEST = 0.05  # the share of a frame's pixels, the fastest ones, whose speed is its motion
 FLOW_SIDE = 256  # pixels of the shorter side at which motion is measured
 
 
 def check_video(images: torch.Tensor, reward: str) -> None:
-    """Raise ValueError unless `images` are videos [N, F, 3, H, W] of at least two frames."""
+    """Raise ValueError unless `images` are videos [N, F, 3, H, W] of at least 2 frames."""
     if images.ndim != 5 or images.shape[1] < 2:
         raise ValueError(f"{reward}: needs videos [N, F, 3, H, W] of at least 2 frames, not {list(images.shape)}")
 
 
 def spread(count: int, frames: int) -> list[int]:
-    """At most `count` frame numbers of `frames`, evenly spread, the first and the last among them."""
+    """At most `count` frame numbers out of `frames`, evenly spread, including the first and the last."""
     if count >= frames:
         return list(range(frames))
     return [round(k * (frames - 1) / (count - 1)) for k in range(count)] if count > 1 else [(frames - 1) // 2]
 
 
 class PerFrame:
-    """A pointwise reward of pictures on evenly spread frames of a video: the mean of its scores, or the least.
+    """Any pointwise reward of pictures on some frames of a video: the mean of its scores, or the lowest.
 
     `reward` its name, `args` its arguments; `frames` how many (default 4); `reduce` `mean` (default) or `min`
 
-    Always the same frames, so that a score is a function of the video. Frames without a score are left out.
+    The frames are evenly spread and always the same, so that a score is a function of the video. Frames without a score
+    are left out.
     """
 
     def __init__(
@@ -49,54 +48,48 @@ class PerFrame:
         reduce: str = "mean",
         device: str = "cpu",
     ):
-        if reduce not in REDUCES:
-            raise ValueError(f"per_frame: unknown reduce {reduce!r}.{nearest(reduce, REDUCES)} Known: mean, min")
+        check_choice("per_frame: unknown reduce", reduce, REDUCES)
         if frames < 1:
-            raise ValueError(f"per_frame: frames is {frames}; at least 1")
-        load = importlib.import_module("rewards.loading").load  # it imports this module by name
+            raise ValueError(f"per_frame: frames is {frames}; it must be at least 1")
         self.inner, self.name, self.frames, self.reduce = load(reward, args, device=device), reward, frames, reduce
         needed = needs(self.inner)
         if needed.kind != "pointwise":
             raise ValueError(f"per_frame: {reward!r} compares the samples of a group, which frames are not")
-        rest = [name for name in needed.names if name not in ("images", "pil_images")]
-        names = ["images", *rest]
-        self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
-        self._pil = needed.pil_images
-        self._tensor = needed.images
+        self._takes = needed.names
+        self.__signature__ = declare(["images", *(n for n in needed.names if n not in ("images", "pil_images"))])
 
     def to(self, device: str) -> None:
         """Move the model of the reward, if it has one."""
-        importlib.import_module("rewards.contract").move(self.inner, device)
+        move(self.inner, device)
 
     def __call__(self, images: torch.Tensor, **rows: Sequence[Any]) -> torch.Tensor:
-        from rewards.contract import read, to_pil
-
         check_video(images, f"per_frame of {self.name}")
         chosen = images[:, spread(self.frames, images.shape[1])]
         flat, each = chosen.flatten(0, 1), chosen.shape[1]
         given: dict[str, Any] = {name: [v for value in row for v in [value] * each] for name, row in rows.items()}
-        if self._tensor:
+        if "images" in self._takes:
             given["images"] = flat
-        if self._pil:
-            given["pil_images"] = to_pil(flat)
+        if "pil_images" in self._takes:
+            given["pil_images"] = pil_list(flat)
         scores = torch.tensor(read(self.inner(**given), len(flat), self.name).values, dtype=torch.float64)
         table = scores.view(len(images), each)
         if self.reduce == "min":
-            least = table.nan_to_num(nan=torch.inf).amin(1)
-            return torch.where(least.isinf(), torch.nan, least)
+            lowest = table.nan_to_num(nan=torch.inf).amin(1)
+            return torch.where(lowest.isinf(), torch.nan, lowest)
         return table.nanmean(1)
 
 
 def motion(images: torch.Tensor) -> torch.Tensor:
-    """How much moves in a video: optical flow of the fastest 5 % of pixels, mean over frames.
+    """How much moves in a video: optical flow of the fastest 5 % of pixels, mean over frames; [N].
 
-    In shares of the shorter side a frame: 0 for a still, .005 to .05 for usual motion. Flow by OpenCV's dense inverse
-    search at 256 pixels. Noise and flicker move, too: watch `steadiness` beside it.
+    In shares of the shorter side per frame: 0 for a still, .005 to .05 for usual motion. Flow by OpenCV's dense inverse
+    search at 256 pixels. Noise and flicker count as motion: monitor `steadiness`, too.
+    Raises ValueError unless `images` are videos of at least 2 frames.
     """
     import cv2
 
     check_video(images, "motion")
-    flow = cv2.DISOpticalFlow.create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
+    flow: Any = cv2.DISOpticalFlow.create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
     scores = []
     for video in to_uint8(images):
         height, width = video.shape[1:3]
@@ -112,9 +105,10 @@ def motion(images: torch.Tensor) -> torch.Tensor:
 
 
 def steadiness(images: torch.Tensor) -> torch.Tensor:
-    """1 - the mean absolute difference of pixels from frame to frame, in [0, 1]; 1 for a still (VBench's flickering).
+    """1 - mean absolute difference of pixels from frame to frame, a monitor of flicker; in [0, 1], 1 for a still.
 
-    Motion lowers it as flicker does. (Huang et al. 2023, arXiv 2311.17982.)
+    Motion lowers it as flicker does. VBench's temporal flickering (Huang et al. 2023, arXiv 2311.17982); [N].
+    Raises ValueError unless `images` are videos of at least 2 frames.
     """
     check_video(images, "steadiness")
     return 1 - (images[:, 1:] - images[:, :-1]).abs().flatten(1).mean(1)
@@ -124,10 +118,10 @@ steadiness.differentiable = True  # type: ignore[attr-defined]
 
 
 class VideoConsistency:
-    """Does the same subject stay through a video? Cosines of DINO's class tokens, in [-1, 1], usually above .7.
+    """Does the subject stay the same through a video? Cosines of DINO's class tokens, in [-1, 1], usually above .7.
 
     Mean over frames t > 1 of half the cosine with the frame before and half that with the first (VBench's subject
-    consistency, arXiv 2311.17982, which uses DINO ViT-B/16). A still scores 1: watch `motion` beside it.
+    consistency, arXiv 2311.17982, which uses DINO ViT-B/16). A still scores 1: monitor `motion`, too.
 
     `model`, `size`, `dtype` as in `dino`
     """
@@ -136,10 +130,7 @@ class VideoConsistency:
 
     def __init__(self, model: str = MODEL, size: int = 224, dtype: str = "float32", device: str = "cpu"):
         self.dino = DinoFeatures(model, size, device, "video_consistency", dtype)
-
-    def to(self, device: str) -> None:
-        """Move the model."""
-        self.dino.to(device)
+        self.to = self.dino.to
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         check_video(images, "video_consistency")

@@ -1,8 +1,8 @@
-"""Rewards that are trained beside the model they judge (Adv-GRPO, arXiv 2511.20256), and what makes a reward one.
+"""Rewards that are trained beside the model that they judge (Adv-GRPO, arXiv 2511.20256).
 
-A *trainable* reward is a reward with the attributes and methods of `Trainable` beside its `__call__`. The trainer
-`adv_grpo` shows it reference pictures and samples of the same prompts, makes a loss of its logits and takes the
-optimiser's step; the reward owns neither. Nothing is inherited: write a class of your own as docs/rewards.md says.
+A *trainable* reward has the attributes and methods of `Trainable` beside its `__call__`. The trainer `adv_grpo` shows
+it reference pictures and samples of the same prompts, computes a loss from its logits and takes the optimiser's step;
+the reward owns neither. Nothing is inherited: docs/rewards.md says how to write such a class.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from rewards.contract import Reward, name_of, nearest, needs
+from rewards.contract import Reward, check_choice, name_of, needs
 from rewards.models.checkpoints import fill
+from rewards.models.clip_model import ClipScorer
 from rewards.models.pixels import eight_bit, frames, mean_over_frames, wants_gradients
 from rewards.scorers.pictures.dino import MODEL as DINO_MODEL
 from rewards.scorers.pictures.dino import DinoFeatures, Features
@@ -23,7 +24,7 @@ from rewards.scorers.preference.pickscore import PROCESSOR, SCALES, pickscore
 
 Loss: TypeAlias = Literal["hinge", "bce", "preference"]
 Logits: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""[B] of whole pictures, or these and [B, P] of their patches. High says: a reference."""
+"""[B] of whole pictures, or these and [B, P] of their patches. High means: a reference."""
 
 METHODS = ("logits", "parameters", "state_dict", "load_state_dict")
 
@@ -32,61 +33,63 @@ class Trainable(Protocol):
     """What a trainable reward has beside its `__call__`."""
 
     loss: Loss
-    """hinge and bce tell references from samples; preference has the reference above the sample of the same prompt."""
+    """hinge and bce tell references from samples; preference ranks a reference above the sample of the same prompt."""
     patch_weight: float
     """Weight of the patches' loss, where `logits` gives patches."""
 
     def logits(self, images: Tensor, prompts: Sequence[str]) -> Logits:
-        """Of pictures float [B, 3, H, W] in [0, 1], with the graph to `parameters()`."""
+        """Logits of pictures float [B, 3, H, W] in [0, 1], with the graph to `parameters()`."""
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """What is trained; always the same objects."""
+        """What is trained; the same objects in every call."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that training changes: numbers, text, tensors, and lists and dictionaries of them."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """The reverse."""
+        """Restore what `state_dict` returned."""
 
 
 def check_trainable(reward: Reward, name: str = "") -> None:
-    """Raise ValueError where a reward that has `logits` lacks the rest, or its score does not stand alone."""
+    """Raise ValueError if a reward with `logits` lacks the rest of `Trainable`, or is not pointwise."""
     name = name or name_of(reward)
     lacking = [method for method in METHODS if not callable(getattr(reward, method, None))]
     if lacking:
         raise ValueError(f"reward {name!r} has logits, so it is to be trained, but no {', no '.join(lacking)}")
+    trainable: Any = reward
     loss = getattr(reward, "loss", None)
     if loss not in get_args(Loss):
         known = ", ".join(get_args(Loss))
         raise ValueError(f"reward {name!r}: its attribute `loss` is {loss!r}; it must be one of {known}")
-    if not any(True for _ in reward.parameters()):  # type: ignore[attr-defined]
+    if not any(True for _ in trainable.parameters()):
         raise ValueError(f"reward {name!r} has no parameters to train")
     if needs(reward).kind != "pointwise":
         raise ValueError(f"reward {name!r} is to be trained, so its scores must not depend on other samples")
 
 
 def unit_scale(features: Tensor) -> Tensor:
-    """Features [..., D] of length sqrt(D), so that a number of them is of order 1.
+    """Features [..., D] scaled to length sqrt(D), so that each number is of order 1.
 
-    The direction alone counts, as in the released reward; the length is one that a fresh linear layer learns from.
+    Only the direction counts, as in the released reward; this length is one that a new linear layer can learn from.
     """
-    return features.shape[-1] ** 0.5 * nn.functional.normalize(features, dim=-1, eps=1e-6)
+    scale: float = features.shape[-1] ** 0.5
+    return scale * nn.functional.normalize(features, dim=-1, eps=1e-6)
 
 
 class DinoAdversary:
-    """Does it look like the references? A head on a frozen DINO's class token and patches, trained beside the model.
+    """Does it look like the references? A head on a frozen DINO, trained beside the model (adv_grpo); unbounded.
 
     `model`        hub id or folder of a DINOv2 (with registers or without) or DINOv3
-    `size`         side of the square that it sees (the paper: 518)
+    `size`         side of the square that it sees, in pixels (the paper: 518)
     `hidden`       width of the head: linear, GELU, linear to one logit, the same for class token and patches
     `patch_weight` w in the score `(1 - w) h(class token) + w mean h(patches)`, and of the patches in the loss
     `loss`         `hinge` (default) or `bce`
     `seed`         of the head's initial weights
     `dtype`        of the frozen model: `float32` (default), `bfloat16`, `float16`
 
-    Pictures are rounded to 8 bit first, as reference files are. Training and scoring see one and the same features
-    (`unit_scale`), and all patches; the released code trains on raw features, scores unit ones, and draws 64 patches.
-    The prompt is ignored. A video scores the mean over its frames.
+    Pictures are rounded to 8 bits first, as reference files are. Training and scoring use the same features
+    (`unit_scale`) and all patches; the released code trains on raw features, scores unit ones, and samples 64 patches.
+    The prompt is ignored. A video gets the mean over its frames.
     """
 
     range = "unbounded; about -1 (a sample) to 1 (a reference)"
@@ -103,10 +106,7 @@ class DinoAdversary:
         dtype: str = "float32",
         device: str = "cpu",
     ):
-        if loss not in ("hinge", "bce"):
-            raise ValueError(
-                f"dino_adversary: unknown loss {loss!r}.{nearest(loss, ('hinge', 'bce'))} Known: hinge, bce"
-            )
+        check_choice("dino_adversary: unknown loss", loss, ("hinge", "bce"))
         self.dino = DinoFeatures(model, size, device, "dino_adversary", dtype)
         self.loss: Loss = loss
         self.patch_weight = patch_weight
@@ -116,7 +116,7 @@ class DinoAdversary:
         self.head = head.to(device)
 
     def to(self, device: str) -> None:
-        """Move the model."""
+        """Move the frozen model and the head."""
         self.dino.to(device)
         self.head.to(device)
 
@@ -139,11 +139,11 @@ class DinoAdversary:
 
     def _logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if wants_gradients(images):
-            found = self.dino.features(images)
+            features = self.dino.features(images)
         else:
             with torch.no_grad():
-                found = self.dino.features(eight_bit(images))
-        return self.judge(found)
+                features = self.dino.features(eight_bit(images))
+        return self.judge(features)
 
     def judge(self, features: Features) -> tuple[Tensor, Tensor]:
         """The head's logits [B] of class tokens and [B, P] of patches, from the frozen model's features."""
@@ -151,15 +151,15 @@ class DinoAdversary:
 
 
 class PickScoreAdversary:
-    """PickScore, or another CLIP, whose last vision layers learn to prefer the references to the model's samples.
+    """PickScore, or another CLIP, whose last vision layers learn to prefer references to samples (adv_grpo).
 
     `model`     hub id or folder of a CLIPModel
-    `processor` hub id or folder of its tokenizer and image processor; null is PickScore's with PickScore, else `model`
+    `processor` hub id or folder of its tokenizer and image processor; null: PickScore's for PickScore, else `model`
     `layers`    how many of the last vision layers are trained (the paper: 2; its released configuration: 1)
     `scale`     of the score, as of `pickscore`
 
-    The text tower, the projections and the logit scale stay. The log-odds of "the reference is preferred" are
-    differences of `logit scale x cosine`. The model runs in float32.
+    The text tower, the projections and the logit scale are not trained. The log-odds of "the reference is preferred"
+    are differences of `logit scale x cosine`. The model runs in float32.
     """
 
     differentiable = True
@@ -174,25 +174,17 @@ class PickScoreAdversary:
         scale: str = "over_26",
         device: str = "cpu",
     ):
-        from rewards.models.clip_model import ClipScorer
-
-        if scale not in SCALES:
-            raise ValueError(
-                f"pickscore_adversary: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}"
-            )
+        check_choice("pickscore_adversary: unknown scale", scale, SCALES)
         if processor is None:
             processor = PROCESSOR if model == PICKSCORE_MODEL else model
         self.scale = scale
         self.scorer = ClipScorer(model, processor, device, "pickscore_adversary")
+        self.to = self.scorer.to
         every = self.scorer.model.vision_model.encoder.layers
         if not 1 <= layers <= len(every):
             raise ValueError(f"pickscore_adversary: {layers} of {len(every)} vision layers; use 1 to {len(every)}")
         self.trained: nn.ModuleList = every[len(every) - layers :]
         self.trained.requires_grad_(True)
-
-    def to(self, device: str) -> None:
-        """Move the model."""
-        self.scorer.to(device)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return pickscore(self.scorer.cosines(images, prompts), self.scorer.logit_scale, self.scale)

@@ -1,4 +1,4 @@
-"""Reward: how much people would like the picture, whatever it shows: LAION's improved aesthetic predictor, version 2.
+"""Reward: how much people would like a picture, whatever it shows: LAION's improved aesthetic predictor, version 2.
 
 A linear head (five layers without activations) on the normalised image embedding of CLIP ViT-L/14, fitted to
 ratings from 1 to 10 (github.com/christophschuhmann/improved-aesthetic-predictor).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from pathlib import Path
 
 import torch
 
@@ -25,9 +24,9 @@ HEAD_SHA256 = "21dd590f3ccdc646f0d53120778b296013b096a035a2718c9cb0d511bff0f1e0"
 
 
 class Head(torch.nn.Module):
-    """D -> 1024 -> 128 -> 64 -> 16 -> 1 without activations: an affine map, kept in the published layers.
+    """D -> 1024 -> 128 -> 64 -> 16 -> 1 without activations: an affine map, kept as the published layers.
 
-    ImageReward ends in the same head.
+    ImageReward ends with the same head.
     """
 
     def __init__(self, width: int):
@@ -42,28 +41,30 @@ class Head(torch.nn.Module):
         self.layers = torch.nn.Sequential(*layers)
 
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """[N, D] to [N]."""
+        """Embeddings [N, D] to scores [N]."""
         scores: torch.Tensor = self.layers(embeddings).squeeze(-1)
         return scores
 
 
 def load_head(head: str, width: int) -> Head:
-    """The predictor's head from a hub id, a folder or a file. ValueError where it is for another CLIP."""
+    """The predictor's head from a hub id, a folder or a file. Raises ValueError if it is for another CLIP."""
     file = find(head, HEAD_FILES, "aesthetic")
     module = Head(width)
     fill(module, read_weights(file), f"aesthetic: {file}")
-    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    told = "the published one" if digest == HEAD_SHA256 else f"not the published one (sha256 {digest[:16]}...)"
-    logger.info("aesthetic head %s: %s", file, told)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    which = "the published one" if digest == HEAD_SHA256 else f"not the published one (sha256 {digest[:16]}...)"
+    logger.info("aesthetic head %s: %s", file, which)
     return module.eval().requires_grad_(False)
 
 
 class Aesthetic:
-    """Predicted rating of the picture, the prompt ignored: 1 to 10, pictures usually 4.5 to 6.5.
+    """LAION's aesthetic predictor v2 on CLIP ViT-L/14: a rating of 1 to 10, usually 4.5 to 6.5; ignores the prompt.
 
     `model` hub id or folder of CLIP ViT-L/14 with its image processor
     `head`  hub id, folder or file of the predictor's head
     `dtype` of CLIP: `float32` (default), `bfloat16`, `float16`
+
+    A video gets the mean over its frames.
     """
 
     differentiable = True
@@ -73,11 +74,11 @@ class Aesthetic:
         self.head = load_head(head, self.scorer.model.config.projection_dim).to(device)
 
     def to(self, device: str) -> None:
-        """Move the model."""
+        """Move both models."""
         self.scorer.to(device)
         self.head.to(device)
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         embeddings = torch.nn.functional.normalize(self.scorer.embed_images(frames(images)), dim=-1)
-        scores = self.head(embeddings.to(self.scorer.device)).to(images.device)
+        scores = self.head(embeddings.to(self.scorer.model.device)).to(images.device)
         return mean_over_frames(scores, images)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
-from rewards.contract import nearest
+from rewards.contract import check_choice
 from rewards.models.clip_model import ClipScorer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MODEL = "openai/clip-vit-large-patch14"
 
@@ -26,19 +22,21 @@ SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def clipscore(cos: torch.Tensor, scale: str = "cosine") -> torch.Tensor:
     """CLIPScore from the cosine of the embeddings of image and prompt, elementwise.
 
-    `cosine` as it is; `over_30` 100 cos / 30, as some trainers have it; `hessel` 2.5 max(cos, 0), equation 1 of
-    the paper; `torchmetrics` 100 max(cos, 0). Within one group all give the same order.
+    `cosine` unchanged; `over_30` 100 cos / 30, as some trainers have it; `hessel` 2.5 max(cos, 0), equation 1 of the
+    paper; `torchmetrics` 100 max(cos, 0). Within one group all give the same order.
     """
     return SCALES[scale](cos)
 
 
 class ClipScore:
-    """Cosine of CLIP's embeddings of picture and prompt: usually .1 to .4 for pictures, in [-1, 1].
+    """Cosine of CLIP's embeddings of picture and prompt, in [-1, 1], usually .1 to .4.
 
     `model`     hub id or folder of a CLIPModel
-    `processor` hub id or folder of its tokenizer and image processor; null is `model`
+    `processor` hub id or folder of its tokenizer and image processor; null: that of `model`
     `scale`     `cosine` (default), `over_30`, `hessel`, `torchmetrics`; see `clipscore`
     `dtype`     of the model: `float32` (default), `bfloat16`, `float16`
+
+    A video gets the mean over its frames.
     """
 
     differentiable = True
@@ -51,14 +49,10 @@ class ClipScore:
         dtype: str = "float32",
         device: str = "cpu",
     ):
-        if scale not in SCALES:
-            raise ValueError(f"clipscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}")
+        check_choice("clipscore: unknown scale", scale, SCALES)
         self.scale = scale
         self.scorer = ClipScorer(model, processor or model, device, "clipscore", dtype)
-
-    def to(self, device: str) -> None:
-        """Move the model."""
-        self.scorer.to(device)
+        self.to = self.scorer.to
 
     def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         return clipscore(self.scorer.cosines(images, prompts), self.scale)

@@ -12,22 +12,15 @@ from typing import Any
 
 import torch
 
-from rewards.models.torchvision_compat import ensure
-
-ensure()  # before transformers is imported for the first time
-
-import transformers  # noqa: E402
-from transformers.initialization import no_init_weights  # noqa: E402
-
-from rewards.contract import nearest  # noqa: E402
-from rewards.models.checkpoints import fill, find, read_weights, torch_dtype  # noqa: E402
-from rewards.models.clip_model import CHUNK, cosine, embed_texts, projected  # noqa: E402
-from rewards.models.pixels import (  # noqa: E402
+from rewards.contract import check_choice
+from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, torch_dtype, transformers
+from rewards.models.clip_model import CHUNK, cosines_with_prompts, embed_texts, projected
+from rewards.models.pixels import (
     OPENAI_MEAN,
     OPENAI_STD,
     eight_bit,
     frames,
-    mean_over_frames,
+    in_batches,
     normalise,
     pad_to,
     wants_gradients,
@@ -41,7 +34,7 @@ FILES = {
     "2.1": ("HPS_v2.1_compressed.safetensors", "HPS_v2.1_compressed.pt"),
     "2.0": ("HPS_v2_compressed.safetensors", "HPS_v2_compressed.pt"),
 }
-HEADS = 16  # of both towers of ViT-H/14; the weights do not tell
+HEADS = 16  # of both towers of ViT-H/14; the weights do not show it
 
 _BLOCK = {  # open_clip's names in a block, and transformers'
     "ln_1": "layer_norm1",
@@ -68,9 +61,9 @@ _PROJECTIONS = {"text_projection": "text_projection.weight", "visual.proj": "vis
 
 
 def from_open_clip(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of an open_clip CLIP under the names that transformers' CLIPModel has for them.
+    """Weights of an open_clip CLIP under the names that they have in transformers' CLIPModel.
 
-    Two things change beside names: query, key and value are one matrix there, and projections are transposed.
+    Two things change beside names: open_clip has query, key and value in one matrix, and its projections transposed.
     An unknown name is kept, so that loading reports it.
     """
     renamed: dict[str, torch.Tensor] = {}
@@ -100,12 +93,15 @@ def _block(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def build(weights: Mapping[str, torch.Tensor], what: str) -> Any:
-    """The CLIPModel that open_clip weights are for (sizes are read from them), filled; ValueError if they are not."""
+    """The CLIPModel for open_clip weights, with these weights; its sizes are read from them.
+
+    Raises ValueError for other weights.
+    """
     needed = ("positional_embedding", "token_embedding.weight", "text_projection", "visual.conv1.weight")
     lacking = [name for name in (*needed, "visual.positional_embedding") if name not in weights]
     if lacking:
         held = ", ".join(list(weights)[:4])
-        raise ValueError(f"{what} is no open_clip CLIP: it lacks {', '.join(lacking)}; it has {held}...")
+        raise ValueError(f"{what} is not an open_clip CLIP: it lacks {', '.join(lacking)}; it has {held}...")
     vocabulary, width = weights["token_embedding.weight"].shape
     vision_width, _, patch, _ = weights["visual.conv1.weight"].shape
     side = round((len(weights["visual.positional_embedding"]) - 1) ** 0.5) * patch
@@ -124,15 +120,15 @@ def build(weights: Mapping[str, torch.Tensor], what: str) -> Any:
     projection = weights["text_projection"].shape[1]
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=projection)
     with no_init_weights():
-        model = transformers.CLIPModel(config)
+        model: Any = transformers.CLIPModel(config)
     fill(model, from_open_clip({name: value.float() for name, value in weights.items()}), what)
     return model.eval().requires_grad_(False)
 
 
 def clean(prompt: str) -> str:
-    """What open_clip does to a text before splitting it: mend broken characters, resolve HTML, single spaces.
+    """What open_clip does to a text before splitting it: fix broken characters, resolve HTML, collapse spaces.
 
-    Curly quotes become straight here, which CLIP's tokenizer in transformers does not do.
+    This makes curly quotes straight, which CLIP's tokenizer in transformers does not do.
     """
     import ftfy
 
@@ -140,9 +136,10 @@ def clean(prompt: str) -> str:
 
 
 class HPSv2:
-    """Which picture people would prefer for the prompt, as a cosine: usually .20 to .34 (2.1), .24 to .29 (2.0).
+    """Human preference for the prompt: HPSv2.1 or 2.0, a cosine, usually .20 to .34 (2.1) or .24 to .29 (2.0).
 
-    Scores of the two versions are not comparable. Published tables show 100 times the score.
+    Scores of the two versions are not comparable. Published tables show 100 times the score. A video gets the mean over
+    its frames.
 
     `version`   `2.1` (default) or `2.0`
     `model`     hub id, folder or file of the checkpoint (`HPS_v2.1_compressed.pt`, open_clip's names)
@@ -161,26 +158,19 @@ class HPSv2:
         device: str = "cpu",
     ):
         version = str(version)  # YAML reads 2.1 as a number
-        if version not in FILES:
-            raise ValueError(f"hpsv2: unknown version {version!r}.{nearest(version, FILES)} Known: {', '.join(FILES)}")
+        check_choice("hpsv2: unknown version", version, FILES)
         file = find(model, FILES[version], "hpsv2")
         precision = torch_dtype(dtype, "hpsv2")
         self.model = build(read_weights(file), f"hpsv2: {file}").to(device, precision)
+        self.to = self.model.to
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
         self.size = self.model.config.vision_config.image_size
         logger.info("HPSv%s from %s", version, file)
 
-    def to(self, device: str) -> None:
-        """Move the model."""
-        self.model.to(device)
-
     def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         with torch.no_grad():
             texts = embed_texts(self.model, self.tokenizer, [clean(prompt) for prompt in prompts])
-        pictures = frames(images)
-        embeds = torch.cat([self._embed(pictures[i : i + CHUNK]) for i in range(0, len(pictures), CHUNK)])
-        texts = texts.to(embeds.device).repeat_interleave(len(pictures) // max(len(prompts), 1), 0)
-        return mean_over_frames(cosine(embeds, texts), images).to(images.device)
+        return cosines_with_prompts(in_batches(self._embed, CHUNK, frames(images)), texts, images)
 
     def _embed(self, images: torch.Tensor) -> torch.Tensor:
         pixels = images if wants_gradients(images) else eight_bit(images)

@@ -1,7 +1,7 @@
 """Reward: human preference, by ImageReward (Xu et al. 2023, arXiv 2304.05977).
 
 A BLIP whose text encoder reads the prompt while attending to the picture, and a linear head on its first token. The
-authors' package does not import beside transformers 5; transformers' own BLIP modules compute the same.
+authors' package does not import together with transformers 5; transformers' own BLIP modules compute the same.
 """
 
 from __future__ import annotations
@@ -12,32 +12,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
+from PIL.Image import Resampling
 
-from rewards.models.torchvision_compat import ensure
-
-ensure()  # before transformers is imported for the first time
-
-import transformers  # noqa: E402
-from transformers.initialization import no_init_weights  # noqa: E402
-from transformers.models.blip.modeling_blip import BlipVisionModel  # noqa: E402
-from transformers.models.blip.modeling_blip_text import BlipTextModel  # noqa: E402
-
-from rewards.contract import to_uint8  # noqa: E402
-from rewards.models.checkpoints import fill, find, read_weights, torch_dtype  # noqa: E402
-from rewards.models.pixels import (  # noqa: E402
+from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, torch_dtype, transformers
+from rewards.models.pixels import (
     OPENAI_MEAN,
     OPENAI_STD,
     frames,
+    from_pil,
+    in_batches,
     mean_over_frames,
     normalise,
+    once_per_frame,
     resize,
     shortest_side,
     wants_gradients,
 )
-from rewards.scorers.preference.aesthetic import Head  # noqa: E402
+from rewards.pictures import pil_list
+from rewards.scorers.preference.aesthetic import Head
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +40,12 @@ FILES = ("ImageReward.safetensors", "ImageReward.pt")
 TOKENS = 35  # longer prompts are cut
 HEAD_WIDTH = 64  # of an attention head of BLIP's ViT, whatever its size
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw score over the authors' data
-CHUNK = 16
+CHUNK = 16  # pictures per forward pass, to bound memory
+
+MED_KEYS = (  # of med_config.json, which are transformers' names, too
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "layer_norm_eps"),
+)
 
 _VISION = {
     "cls_token": "embeddings.class_embedding",
@@ -79,32 +77,32 @@ def vision_name(name: str) -> str:
 
 
 class ImageRewardModel(torch.nn.Module):
-    """The three parts: picture encoder, text encoder with cross-attention, head."""
+    """Picture encoder, text encoder with cross-attention, and head."""
 
     def __init__(self, vision: Any, text: Any):
         super().__init__()
-        self.vision = BlipVisionModel(vision)
-        self.text = BlipTextModel(text, add_pooling_layer=False)
+        self.vision = transformers.BlipVisionModel(vision)
+        self.text = transformers.BlipTextModel(text, add_pooling_layer=False)
         self.head = Head(text.hidden_size)
 
     def forward(self, pixels: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """pixels [N, 3, S, S], tokens and mask [N, 35]; standardised scores [N]."""
         picture = self.vision(pixel_values=pixels.to(self.vision.dtype)).last_hidden_state
-        seen = torch.ones(picture.shape[:2], dtype=torch.long, device=picture.device)
-        read = self.text(
-            input_ids=tokens, attention_mask=mask, encoder_hidden_states=picture, encoder_attention_mask=seen
+        visible = torch.ones(picture.shape[:2], dtype=torch.long, device=picture.device)
+        text = self.text(
+            input_ids=tokens, attention_mask=mask, encoder_hidden_states=picture, encoder_attention_mask=visible
         ).last_hidden_state
-        scores: torch.Tensor = (self.head(read[:, 0].float()) - MEAN) / STD
+        scores: torch.Tensor = (self.head(text[:, 0].float()) - MEAN) / STD
         return scores
 
 
 def build(weights: Mapping[str, torch.Tensor], med: Mapping[str, Any], what: str) -> ImageRewardModel:
-    """The model that a checkpoint is for, filled. `med` is med_config.json. ValueError where they do not fit."""
+    """The model for a checkpoint, with its weights; `med` is med_config.json. Raises ValueError if they do not fit."""
     used = {name: value.float() for name, value in weights.items() if name.startswith(_USED) and name != _CONSTANT}
     patches, positions = "blip.visual_encoder.patch_embed.proj.weight", "blip.visual_encoder.pos_embed"
     if not {patches, positions, "mlp.layers.0.weight"} <= set(used):
         raise ValueError(
-            f"{what} is no ImageReward: it lacks {patches} or mlp.layers.0.weight; it has {list(used)[:3]}"
+            f"{what} is not an ImageReward: it lacks {patches} or mlp.layers.0.weight; it has {list(used)[:3]}"
         )
     width, _, patch, _ = used[patches].shape
     layers = len({name.split(".")[3] for name in used if name.startswith("blip.visual_encoder.blocks.")})
@@ -118,14 +116,8 @@ def build(weights: Mapping[str, torch.Tensor], med: Mapping[str, Any], what: str
         layer_norm_eps=1e-6,
     )
     text = transformers.BlipTextConfig(
-        vocab_size=med["vocab_size"],
-        hidden_size=med["hidden_size"],
+        **{key: med[key] for key in MED_KEYS},
         encoder_hidden_size=width,
-        intermediate_size=med["intermediate_size"],
-        num_hidden_layers=med["num_hidden_layers"],
-        num_attention_heads=med["num_attention_heads"],
-        max_position_embeddings=med["max_position_embeddings"],
-        layer_norm_eps=med["layer_norm_eps"],
         is_decoder=True,  # gives the layers their cross-attention; the mask is not causal unless asked for
     )
     with no_init_weights():
@@ -143,26 +135,28 @@ def _renamed(name: str, value: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 
 def prepare(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Shorter side to `size` (bicubic), the central square, CLIP's mean and spread; [N, 3, size, size].
+    """Shorter side to `size` (bicubic), the central square, CLIP's mean and standard deviation; [N, 3, size, size].
 
-    Resized by Pillow in 8 bit, as the authors do, or on tensors where gradients are wanted.
+    Resized by Pillow in 8 bits, as the authors do, or on tensors where gradients are wanted.
     """
-    height, width = shortest_side(*images.shape[-2:], size)
+    height, width = shortest_side(images.shape[-2], images.shape[-1], size)
     if wants_gradients(images):
         resized = resize(images, height, width).clamp(0, 1)
     else:
-        pictures = [Image.fromarray(p).resize((width, height), Image.Resampling.BICUBIC) for p in to_uint8(images)]
-        resized = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float().div(255).to(images.device)
+        pictures = [picture.resize((width, height), Resampling.BICUBIC) for picture in pil_list(images)]
+        resized = torch.cat([from_pil(picture) for picture in pictures]).to(images.device)
     top, left = round((height - size) / 2), round((width - size) / 2)
     return normalise(resized[..., top : top + size, left : left + size], OPENAI_MEAN, OPENAI_STD)
 
 
 class ImageReward:
-    """Which picture people would prefer for the prompt, standardised: about -2.3 to 2.
+    """Human preference for the prompt: ImageReward v1.0, standardised, about -2.3 to 2.
 
     `model`     hub id or folder with ImageReward.pt (or the same as safetensors) and med_config.json
     `tokenizer` hub id or folder of BERT's uncased tokenizer. Prompts are cut at 35 tokens
     `dtype`     of the two encoders: `float32` (default), `bfloat16`, `float16`
+
+    A video gets the mean over its frames.
     """
 
     differentiable = True
@@ -173,32 +167,22 @@ class ImageReward:
         med = json.loads(find(beside, ["med_config.json"], "imagereward").read_text(encoding="utf-8"))
         precision = torch_dtype(dtype, "imagereward")
         self.model = build(read_weights(file), med, f"imagereward: {file}").to(device)
-        for encoder in (self.model.vision, self.model.text):
+        self.to = self.model.to
+        encoders: tuple[torch.nn.Module, ...] = (self.model.vision, self.model.text)
+        for encoder in encoders:
             encoder.to(precision)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
-        self.size = self.model.vision.config.image_size
-        self.device = device
+        self.size: Any = self.model.vision.config.image_size
         logger.info("ImageReward from %s", file)
-
-    def to(self, device: str) -> None:
-        """Move the model."""
-        self.model.to(device)
-        self.device = device
 
     def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         text = self.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
         )
-        pictures = frames(images)
-        repeats = len(pictures) // max(len(prompts), 1)
-        tokens, mask = (text[k].repeat_interleave(repeats, 0) for k in ("input_ids", "attention_mask"))
-        rows = [
-            self._score(pictures[i : i + CHUNK], tokens[i : i + CHUNK], mask[i : i + CHUNK])
-            for i in range(0, len(pictures), CHUNK)
-        ]
-        return mean_over_frames(torch.cat(rows), images).to(images.device)
+        tokens, mask = (once_per_frame(text[key], images) for key in ("input_ids", "attention_mask"))
+        return mean_over_frames(in_batches(self._score, CHUNK, frames(images), tokens, mask), images).to(images.device)
 
     def _score(self, pictures: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        pixels = prepare(pictures, self.size).to(self.device)
-        scores: torch.Tensor = self.model(pixels, tokens.to(self.device), mask.to(self.device))
+        device = self.model.vision.device
+        scores: torch.Tensor = self.model(prepare(pictures, self.size).to(device), tokens.to(device), mask.to(device))
         return scores

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
-from rewards.contract import nearest
+from rewards.contract import check_choice
 from rewards.models.clip_model import ClipScorer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MODEL = "yuvalkirstain/PickScore_v1"
 PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -36,12 +32,14 @@ def pickscore(cos: torch.Tensor, logit_scale: float, scale: str = "over_26") -> 
 
 
 class PickScore:
-    """Which of several pictures people would prefer for the prompt: usually .6 to 1 (over 26).
+    """Human preference for the prompt: PickScore v1, usually .6 to 1 (over 26).
 
     `model`     hub id or folder of a CLIPModel
     `processor` hub id or folder of its tokenizer and image processor
     `scale`     `over_26` (default), `raw`, `minus_18_over_8`, `cosine`; see `pickscore`
     `dtype`     of the model: `float32` (default), `bfloat16`, `float16`
+
+    A video gets the mean over its frames.
     """
 
     differentiable = True
@@ -54,15 +52,10 @@ class PickScore:
         dtype: str = "float32",
         device: str = "cpu",
     ):
-        if scale not in SCALES:
-            raise ValueError(f"pickscore: unknown scale {scale!r}.{nearest(scale, SCALES)} Known: {', '.join(SCALES)}")
+        check_choice("pickscore: unknown scale", scale, SCALES)
         self.scale = scale
         self.scorer = ClipScorer(model, processor, device, "pickscore", dtype)
-
-    def to(self, device: str) -> None:
-        """Move the model."""
-        self.scorer.to(device)
+        self.to = self.scorer.to
 
     def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
-        cosines = self.scorer.cosines(images, prompts)
-        return pickscore(cosines, self.scorer.logit_scale, self.scale)
+        return pickscore(self.scorer.cosines(images, prompts), self.scorer.logit_scale, self.scale)

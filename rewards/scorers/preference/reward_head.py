@@ -1,8 +1,8 @@
 """Rewards: HPSv3 and EditReward, Qwen vision-language models with a scoring head in place of the vocabulary.
 
-The head reads the hidden state at the token <|Reward|>, which closes the instruction. Positions are plain and
-sequential, as in the authors' own forward passes: they hand embeddings to the language model without the picture's
-grid, and the heads were trained on that.
+The head reads the hidden state at the token <|Reward|>, which ends the instruction. Positions are sequential, as in the
+authors' own forward passes: these pass embeddings to the language model without the picture's grid, and the heads were
+trained that way.
 """
 
 from __future__ import annotations
@@ -10,30 +10,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from PIL.Image import Image
 
-from rewards.models.torchvision_compat import ensure
-
-ensure()  # before transformers is imported for the first time
-
-import transformers  # noqa: E402
-from transformers.initialization import no_init_weights  # noqa: E402
-
-from rewards.models.checkpoints import check_type, fill, find, read_weights, torch_dtype  # noqa: E402
-from rewards.scorers.judges import templates  # noqa: E402
-from rewards.scorers.judges.vlm import Question, QwenInputs  # noqa: E402
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from rewards.contract import Scored
+from rewards.models.checkpoints import (
+    check_type,
+    fill,
+    find,
+    no_init_weights,
+    read_weights,
+    torch_dtype,
+    transformers,
+)
+from rewards.models.pixels import in_batches
+from rewards.scorers.judges import templates
+from rewards.scorers.judges.judge import shown
+from rewards.scorers.judges.vlm import Question, QwenInputs
 
 logger = logging.getLogger(__name__)
 
 TOKEN = "<|Reward|>"
 PLACE = "{text_prompt}"
 CLOSING = f"\nPlease provide the overall ratings of this image: {TOKEN}\n\nEND\n"
-PIXELS = 256 * 28 * 28  # of every picture, as near as its shape and the patches allow
+PIXELS = 256 * 28 * 28  # of every picture, as nearly as its shape and the patches allow
 BATCH = 4
 
 
@@ -42,18 +44,19 @@ def head(weights: Mapping[str, torch.Tensor], what: str) -> torch.nn.Sequential:
     names = ("0", "3", "5")
     lacking = [f"{name}.weight" for name in names if f"{name}.weight" not in weights]
     if lacking:
-        raise ValueError(f"{what} has no scoring head: it lacks {', '.join(lacking)} of it")
-    linear = [torch.nn.Linear(*reversed(weights[f"{name}.weight"].shape)) for name in names]
+        raise ValueError(f"{what} has no scoring head: it lacks {', '.join(lacking)}")
+    shapes = [weights[f"{name}.weight"].shape for name in names]
+    first, second, last = (torch.nn.Linear(into, out) for out, into in shapes)
     relu, dropout = torch.nn.ReLU, torch.nn.Dropout(0.05)
-    module = torch.nn.Sequential(linear[0], relu(), dropout, linear[1], relu(), linear[2])
+    module = torch.nn.Sequential(first, relu(), dropout, second, relu(), last)
     fill(module, {name: value.float() for name, value in weights.items()}, f"{what}: its scoring head")
     return module.eval().requires_grad_(False)
 
 
 def backbone_name(name: str) -> str | None:
-    """The name in transformers' Qwen2VLModel and Qwen2_5_VLModel of a backbone weight; None for one that is unused.
+    """A backbone weight's name in transformers' Qwen2VLModel and Qwen2_5_VLModel; None for an unused weight.
 
-    Checkpoints were saved under names of before and after transformers 4.52.
+    There are checkpoints with the names of before transformers 4.52, and with later ones.
     """
     if name.startswith(("lm_head.", "rm_head")):
         return None
@@ -62,86 +65,74 @@ def backbone_name(name: str) -> str | None:
 
 
 class RewardHead:
-    """A Qwen2-VL or Qwen2.5-VL with scoring heads.
+    """A Qwen2-VL or Qwen2.5-VL with scoring heads, from one `file` with the weights of backbone and heads.
 
-    `base`    hub id or folder with the configuration, tokenizer and image processor that the checkpoint was made from
-    `weights` everything that was saved, backbone and heads; `prefixes` those of the heads' names
+    `base` is the hub id or folder of the model that it was made from, for configuration, tokenizer and image processor;
+    `prefixes` are those of the heads' names. Raises ValueError if file and base do not fit together.
     """
 
-    def __init__(
-        self,
-        base: str,
-        weights: Mapping[str, torch.Tensor],
-        prefixes: Sequence[str],
-        dtype: str,
-        device: str,
-        reward: str,
-        what: str,
-    ):
+    def __init__(self, base: str, file: Path, prefixes: Sequence[str], dtype: str, device: str, reward: str):
         check_type(base, ("qwen2_vl", "qwen2_5_vl"), reward)
-        own = {backbone_name(name): value for name, value in weights.items() if backbone_name(name)}
+        weights, what = read_weights(file), f"{reward}: {file}"
+        own = {new: value for name, value in weights.items() if (new := backbone_name(name)) is not None}
         if "language_model.embed_tokens.weight" not in own:
-            raise ValueError(f"{what} is no reward model of this kind: it has {', '.join(list(weights)[:3])}...")
-        self.heads = [
-            head({n.removeprefix(p): v for n, v in weights.items() if n.startswith(p)}, what).to(device)
-            for p in prefixes
-        ]
+            raise ValueError(f"{what} is not a reward model of this kind: it has {', '.join(list(weights)[:3])}...")
+        heads = [head({n.removeprefix(p): v for n, v in weights.items() if n.startswith(p)}, what) for p in prefixes]
+        self.heads = torch.nn.ModuleList(heads).to(device)
         config = transformers.AutoConfig.from_pretrained(base)
         config.text_config.vocab_size = len(own["language_model.embed_tokens.weight"])
+        make: Any = transformers.AutoModel.from_config
         with no_init_weights():
-            self.model = transformers.AutoModel.from_config(config, dtype=torch_dtype(dtype, reward))
-        fill(self.model, own, what)
-        self.model = self.model.eval().requires_grad_(False).to(device)
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="right")
-        self.tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
-        self.token = self.tokenizer.convert_tokens_to_ids(TOKEN)
+            model = make(config, dtype=torch_dtype(dtype, reward))
+        fill(model, own, what)
+        self.model = model.eval().requires_grad_(False).to(device)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base, padding_side="right")
+        tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
+        self.token = tokenizer.convert_tokens_to_ids(TOKEN)
         if self.token >= config.text_config.vocab_size:
             raise ValueError(f"{what} has {config.text_config.vocab_size} tokens; {TOKEN} of {base!r} is {self.token}")
         budget = {"shortest_edge": PIXELS, "longest_edge": PIXELS}
-        images = transformers.Qwen2VLImageProcessorPil.from_pretrained(base, size=budget)
-        self._prepare = QwenInputs(self.tokenizer, images)
-        self.device = device
+        self._inputs = QwenInputs(tokenizer, transformers.Qwen2VLImageProcessorPil.from_pretrained(base, size=budget))
         logger.info("%s: %s on %s", reward, what, base)
 
     def to(self, device: str) -> None:
-        """Move the model."""
+        """Move the backbone and the heads."""
         self.model.to(device)
-        for module in self.heads:
-            module.to(device)
-        self.device = device
+        self.heads.to(device)
 
     @torch.no_grad()
     def scores(self, questions: Sequence[Question], which: int = 0) -> torch.Tensor:
         """Output of head `which` for each question: [N, 2], mean and log standard deviation, float32 on the CPU."""
-        rows = [self._scores(questions[i : i + BATCH], which) for i in range(0, len(questions), BATCH)]
-        return torch.cat(rows)
+        return in_batches(lambda batch: self._scores(batch, which), BATCH, questions)
 
     def _scores(self, questions: Sequence[Question], which: int) -> torch.Tensor:
-        inputs = self._prepare(questions)
-        tokens = inputs["input_ids"].to(self.device)
-        positions = torch.arange(tokens.shape[1], device=self.device).expand(3, *tokens.shape)
+        device = self.model.device
+        inputs = {name: value.to(device) for name, value in self._inputs(questions).items()}
+        tokens = inputs["input_ids"]
         hidden = self.model(
             input_ids=tokens,
-            attention_mask=inputs["attention_mask"].to(self.device),
-            pixel_values=inputs["pixel_values"].to(self.device, self.model.dtype),
-            image_grid_thw=inputs["image_grid_thw"].to(self.device),
-            position_ids=positions,
+            attention_mask=inputs["attention_mask"],
+            pixel_values=inputs["pixel_values"].to(self.model.dtype),
+            image_grid_thw=inputs["image_grid_thw"],
+            position_ids=torch.arange(tokens.shape[1], device=device).expand(3, *tokens.shape),
         ).last_hidden_state
         outputs: torch.Tensor = self.heads[which](hidden[tokens == self.token].float())
         return outputs.cpu()
 
 
 class HPSv3:
-    """Which picture people would prefer for the prompt (Ma et al. 2025, arXiv 2508.03789): about -5 to 15.
+    """Human preference for the prompt: HPSv3, a Qwen2-VL of 7 billion parameters with a scoring head, about -5 to 15.
 
-    `instruction` the text that the checkpoint was trained with, which is its authors': `file.py:INSTRUCTION` of their
-                  repository (MizzenAI/HPSv3, hpsv3/dataset/data_collator_qwen.py), or a `file.txt` of it, with its
-                  place `{text_prompt}`. Another wording gives other scores
+    (Ma et al. 2025, arXiv 2508.03789.)
+
+    `instruction` the text that the checkpoint was trained with, which belongs to its authors: `file.py:INSTRUCTION` of
+                  their repository (MizzenAI/HPSv3, hpsv3/dataset/data_collator_qwen.py), or a `file.txt` of it, with
+                  its placeholder `{text_prompt}`. Another wording gives other scores
     `model`       hub id, folder or file of the checkpoint (HPSv3.safetensors)
-    `base`        hub id or folder of the Qwen2-VL-7B-Instruct that it was made from, without need of its weights
+    `base`        hub id or folder of the Qwen2-VL-7B-Instruct that it was made from; its weights are not needed
     `dtype`       `bfloat16` (default), `float32`, `float16`; the head is in float32
 
-    The score is the head's mean; its standard deviation is the part `sigma`. A video scores the mean over its frames.
+    The score is the head's mean; its standard deviation is the part `sigma`. A video gets the mean over its frames.
     """
 
     def __init__(
@@ -154,33 +145,30 @@ class HPSv3:
     ):
         self.instruction = templates.read(instruction, "hpsv3", holding=PLACE)
         file = find(model, ["HPSv3.safetensors"], "hpsv3")
-        self.scorer = RewardHead(base, read_weights(file), ["rm_head."], dtype, device, "hpsv3", f"hpsv3: {file}")
+        self.scorer = RewardHead(base, file, ["rm_head."], dtype, device, "hpsv3")
+        self.to = self.scorer.to
 
-    def to(self, device: str) -> None:
-        """Move the model."""
-        self.scorer.to(device)
-
-    def __call__(self, pil_images: Sequence[Any], prompts: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
-        rows = [list(row) if isinstance(row, list) else [row] for row in pil_images]
-        questions = [
+    def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
+        rows = [shown(pictures) for pictures in pil_images]
+        questions: list[Question] = [
             [picture, templates.put(self.instruction, PLACE, prompt) + CLOSING]
             for row, prompt in zip(rows, prompts, strict=True)
             for picture in row
         ]
-        outputs = self.scorer.scores(questions).split([len(row) for row in rows])
+        outputs = torch.split(self.scorer.scores(questions), [len(row) for row in rows])
         sigma = [part[:, 1].exp().mean().item() for part in outputs]
         return [part[:, 0].mean().item() for part in outputs], {"sigma": sigma}
 
 
 class EditReward:
-    """How well a picture was edited (EditReward 2025, arXiv 2509.26346): unbounded.
+    """Quality of an edit: EditReward, a Qwen2.5-VL with two scoring heads, unbounded (2025, arXiv 2509.26346).
 
-    `following`, `quality` the two texts that the checkpoint was trained with, which are its authors': constants of a
-               file of their repository (TIGER-AI-Lab/EditReward), `EditReward/dataset/prompts.py:CONSTANT` with
+    `following`, `quality` the two texts that the checkpoint was trained with, which belong to its authors: constants of
+               a file of their repository (TIGER-AI-Lab/EditReward), `EditReward/dataset/prompts.py:CONSTANT` with
                INSTRUCTION_EDIT_FOLLOWING and INSTRUCTION_EDIT_QUALITY, or a `file.txt` of each. Another wording gives
                other scores
     `model`    hub id or folder of the checkpoint (model.safetensors or model.pth)
-    `base`     hub id or folder of the model that it was made from, without need of its weights
+    `base`     hub id or folder of the model that it was made from; its weights are not needed
     `dtype`    as in `hpsv3`
 
     The mean of two heads, each of which reads its own instruction (parts `following`, `quality`). The source picture is
@@ -197,17 +185,12 @@ class EditReward:
         device: str = "cpu",
     ):
         self.texts = [templates.read(text, "editreward", holding=PLACE) for text in (following, quality)]
-        file: Path = find(model, ["model.safetensors", "model.pth"], "editreward")
+        file = find(model, ["model.safetensors", "model.pth"], "editreward")
         prefixes = ["rm_heads.head_0.", "rm_heads.head_1."]
-        self.scorer = RewardHead(base, read_weights(file), prefixes, dtype, device, "editreward", f"editreward: {file}")
+        self.scorer = RewardHead(base, file, prefixes, dtype, device, "editreward")
+        self.to = self.scorer.to
 
-    def to(self, device: str) -> None:
-        """Move the model."""
-        self.scorer.to(device)
-
-    def __call__(
-        self, pil_images: Sequence[Image], prompts: Sequence[str], source_images: Sequence[Image]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         means = []
         for which, text in enumerate(self.texts):
             rows = zip(source_images, pil_images, prompts, strict=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rewards.contract import nearest
+from rewards.contract import Scored, check_choice
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import about, parse_score
-from rewards.scorers.judges.vlm import open_vlm
+from rewards.scorers.judges.vlm import Endpoint, open_vlm
 
 MODEL = "CodeGoat24/UnifiedReward-qwen-7b"
 TOKENS = {"final": 512, "acs": 4096}
@@ -17,27 +16,27 @@ AXES = ("Alignment", "Coherence", "Style")
 
 
 def final_score(answer: str) -> float:
-    """The last "Final Score: X" of an answer, X from 1 to 5; NaN where there is none, or it is another number."""
+    """The last "Final Score: X" of an answer, X from 1 to 5; NaN if there is none, or if it is out of that range."""
     return parse_score(answer, "Final Score", 1, 5)
 
 
 def axis_scores(answer: str) -> list[float]:
-    """The scores after "Alignment Score (1-5):", "Coherence ...:" and "Style ...:", NaN for one that is not there."""
+    """The scores after "Alignment Score (1-5):", "Coherence ...:" and "Style ...:", NaN for a missing one."""
     plain = answer.replace(" (1-5)", "").replace(" Score:", ":")
     return [parse_score(plain, axis, 1, 5) for axis in AXES]
 
 
 class UnifiedReward:
-    """Quality and fit to the prompt as UnifiedReward writes it, (score - 1) / 4, in [0, 1].
+    """Quality and fit to the prompt as UnifiedReward writes them, (score - 1) / 4, in [0, 1].
 
-    `question` the text that the checkpoint was trained with, which is its authors': a `file.txt` of it, with its place
-               `{prompt}`. It stands in the examples of their repository, CodeGoat24/UnifiedReward, in inference_qwen/
-               image_generation (one text for each `scores`). Another wording gives other scores
+    `question` the text that the checkpoint was trained with, which belongs to its authors: a `file.txt` of it, with its
+               placeholder `{prompt}`. It is in the examples of their repository, CodeGoat24/UnifiedReward, in
+               inference_qwen/image_generation (one text for each `scores`). Another wording gives other scores
     `scores`   `final` (default): one "Final Score"; `acs`: the mean of alignment, coherence and style, parts as well
     `model`    hub id or folder (Qwen2.5-VL, Qwen3-VL, LLaVA-OneVision), or the model's name on the server
-    `server`, `dtype` as in `Judge`
+    `server`, `dtype` as in `judge`
 
-    No score where the answer has none, or one outside 1 to 5.
+    No score if the answer has none, or one outside 1 to 5.
     """
 
     def __init__(
@@ -45,21 +44,17 @@ class UnifiedReward:
         question: str,
         scores: str = "final",
         model: str = MODEL,
-        server: Mapping[str, Any] | None = None,
+        server: Endpoint = None,
         dtype: str = "bfloat16",
         device: str = "cpu",
     ):
-        if scores not in TOKENS:
-            raise ValueError(f"unifiedreward: unknown scores {scores!r}.{nearest(scores, TOKENS)} Known: final, acs")
+        check_choice("unifiedreward: unknown scores", scores, TOKENS)
         self.scores = scores
         self.question = templates.read(question, "unifiedreward", holding="{prompt}")
         self.vlm = open_vlm(model, server, dtype, device, "unifiedreward")
+        self.to = self.vlm.to
 
-    def to(self, device: str) -> None:
-        """Move the model, if it is here."""
-        self.vlm.to(device)
-
-    def __call__(self, pil_images: Sequence[Any], prompts: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
         questions = about(self.question, pil_images, prompts)
         answers = self.vlm.answers(questions, TOKENS[self.scores])
         if self.scores == "final":

@@ -1,24 +1,23 @@
-"""Scoring generated texts: rewards of this package's contract, and the reward functions of TRL as they are.
+"""Scoring generated texts: rewards of this package's contract, and the reward functions of TRL unchanged.
 
 Under the contract a text reward names `completions` and the columns it compares with. A TRL function takes `prompts`,
-`completions`, further columns by name, and usually `**kwargs`; both return one number per completion, None for no
-score.
+`completions`, further columns by name, and usually `**kwargs`. Both return a number per completion, None for no score.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import math
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rewards.contract import Failure, Reward, RewardFailed, Scores, name_of, nearest, read
+from rewards.contract import Reward, Scores, name_of, nearest, read
 from rewards.declared import declared, source_of
+from rewards.failures import Failure, catch
 from rewards.loading import EMPTY, Listed, Origin, load, resolve, with_options
 
 GIVEN = ("prompts", "completions", "completion_ids", "group")
+MODULE = "rewards.scorers.texts.verifiable"
 RULES = (
     *("exact", "numeric", "choice", "iou", "point_in_box", "ordering", "words", "tag_format", "majority"),
     *("indices", "rating", "diversity", "rouge"),
@@ -28,34 +27,34 @@ RULES = (
 
 def listing_texts() -> list[Listed]:
     """A row for each of `RULES`, read from their source; all give 0 to 1. `rewards.listing` has the others."""
-    source = source_of("rewards.scorers.texts.verifiable")
-    found = {name: declared(source, name) for name in RULES}
-    return [Listed(name, "built-in", rule.doc, "0 to 1", ", ".join(rule.takes)) for name, rule in found.items()]
+    source = source_of(MODULE)
+    rules = {name: declared(source, name) for name in RULES}
+    return [Listed(name, "built-in", rule.doc, "0 to 1", ", ".join(rule.takes)) for name, rule in rules.items()]
 
 
 def resolve_text(name: str) -> Origin:
     """Where the name of a text reward leads: one of `RULES`, or what `rewards.resolve` finds. Imports nothing.
 
-    Raises ValueError as that does, with the nearest rule.
+    Raises ValueError as `rewards.resolve` does, with the nearest rule.
     """
     if name in RULES:
-        return Origin(name, "built-in", "rewards.scorers.texts.verifiable", name)
+        return Origin(name, "built-in", MODULE, name)
     try:
         return resolve(name)
     except ValueError as error:
         if ".py" in name:
             raise
         raise ValueError(
-            f"unknown reward {name!r}.{nearest(name, RULES)} Rules for texts: {', '.join(RULES)}; or a function of "
-            "your own as path/to/file.py:name"
+            f"unknown reward {name!r}.{nearest(name, RULES)} Rules for texts: {', '.join(RULES)}; or name a function "
+            "of your own as path/to/file.py:name"
         ) from error
 
 
 def load_text(name: str, args: Mapping[str, object] = EMPTY) -> Reward:
     """A text reward with its options set. Raises ValueError as `resolve_text`, and for options that do not fit."""
-    if resolve_text(name).where != "rewards.scorers.texts.verifiable":
+    if resolve_text(name).where != MODULE:
         return load(name, args)
-    rule: Reward = getattr(importlib.import_module("rewards.scorers.texts.verifiable"), name)
+    rule: Reward = vars(importlib.import_module(MODULE))[name]
     return with_options(rule, name, args) if args else rule
 
 
@@ -73,14 +72,12 @@ def score_completions(
     """N scores of N completions; NaN = no score. `columns` are those of the data set, one value per completion.
 
     The reward gets what its parameters name; one with `**kwargs` gets everything, as in TRL. conversational: prompts
-    and completions go in as lists of messages, `[{"role": "assistant", "content": text}]`, which is what TRL gives
-    for conversational data sets (all data sets with pictures are).
-    What raises leaves its N samples without score and is recorded, as in `contract.score`. Raises ValueError for a
-    column that is not there, unequal lengths, and a result of the wrong length or type; memory that runs out ends the
-    run, too.
+    and completions are passed as lists of messages, `[{"role": "assistant", "content": text}]`, as TRL does for
+    conversational data sets (which all data sets with pictures are).
+    If the reward raises, its N samples have no score and the failure is recorded, as in `contract.score`; running out
+    of memory ends the run, too. Raises ValueError for a missing column, unequal lengths, and a result of the wrong
+    length or type.
     """
-    import torch
-
     name = name or name_of(reward)
     available: dict[str, Sequence[Any]] = {**(columns or {}), "prompts": prompts, "completions": completions}
     if conversational:
@@ -94,21 +91,12 @@ def score_completions(
     if len(set(lengths.values())) > 1:
         raise ValueError(f"reward {name!r} is called with unequal numbers of rows: {lengths}")
     arguments = {key: list(available[key]) for key in _taken(reward, name, available)}
-    try:
-        result = reward(**arguments)
-    except torch.OutOfMemoryError:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code; kept, counted and reported, not hidden
-        fatal = isinstance(error, RewardFailed)
-        what = str(error) if fatal else f"{type(error).__name__}: {error}"
-        return Scores(
-            [math.nan] * len(completions), failures=(Failure(len(completions), what, traceback.format_exc(), fatal),)
-        )
-    return read(result, len(completions), name)
+    result = catch(lambda: reward(**arguments), len(completions))
+    return Scores.of_failure(result) if isinstance(result, Failure) else read(result, len(completions), name)
 
 
 def _taken(reward: Reward, name: str, available: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Which of the available names the reward takes. Raises ValueError for one that it needs and that is not there."""
+    """Which of the available names the reward takes. Raises ValueError if one that it needs is missing."""
     parameters = inspect.signature(reward).parameters.values()
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -1,30 +1,28 @@
 """Reward: is the text that the prompt asks for written in the picture?
 
-The text asked for stands in double quotes in the prompt (`a sign that says "OPEN"`), or in a column of the
-prompt file. The lines that were read are joined. Scores ignore case and spaces unless told otherwise by `fold`.
+That text is in double quotes in the prompt (`a sign that says "OPEN"`), or in a column of the prompt file. The lines
+that were read are joined. Scores ignore case and spaces unless `fold` says otherwise.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import string
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import get_args
 
 import numpy as np
+import torch
 from rapidfuzz.distance import Levenshtein
 
-from rewards.contract import nearest, to_uint8
-from rewards.scorers.texts.ocr_engines import PaddleReader, TesseractReader
+from rewards.contract import check_choice, declare
+from rewards.pictures import to_uint8
+from rewards.scorers.texts.ocr_engines import PaddleReader, TesseractReader, TextReader
 from rewards.scorers.texts.ocr_reader import Crop, Fold, Line, Reader
 
-if TYPE_CHECKING:
-    import torch
-
 ALPHABET = string.ascii_letters + string.digits
-FOLDS = ("case_space", "case", "space", "none")
-ENGINES = ("rapidocr", "tesseract", "paddleocr")
+OTHERS: dict[str, Callable[[], TextReader]] = {"tesseract": TesseractReader, "paddleocr": PaddleReader}
+ENGINES = ("rapidocr", *OTHERS)
 
 
 def quoted(prompt: str) -> str | None:
@@ -34,23 +32,23 @@ def quoted(prompt: str) -> str | None:
 
 
 def normalise(text: str, fold: Fold = "case_space") -> str:
-    """A text without the differences that `fold` names: of case, of spaces (any number of them is then none)."""
+    """A text without the differences that `fold` names: of case, of spaces. Otherwise spaces are collapsed to one."""
     text = text.lower() if fold in ("case_space", "case") else text
     return text.replace(" ", "") if fold in ("case_space", "space") else " ".join(text.split())
 
 
 def joined(lines: Sequence[str], fold: Fold = "case_space") -> str:
-    """The lines as one folded text. Where spaces count, a new line counts as one."""
+    """The lines as one folded text. If spaces count, a new line counts as one."""
     return normalise((" " if fold in ("case", "none") else "").join(lines), fold)
 
 
 def exact(lines: Sequence[str], target: str, fold: Fold = "case_space") -> float:
-    """1 if the lines, joined, are the target; else 0."""
+    """1 if the lines, joined, are the target, otherwise 0."""
     return float(joined(lines, fold) == normalise(target, fold))
 
 
 def contains(lines: Sequence[str], target: str, fold: Fold = "case_space") -> float | None:
-    """1 if the target occurs anywhere in what was read, else 0. None for an empty target.
+    """1 if the target occurs anywhere in what was read, otherwise 0. None for an empty target.
 
     Repeating the word, or covering the picture with letters, scores 1.
     """
@@ -84,7 +82,7 @@ def ned_partial(lines: Sequence[str], target: str, fold: Fold = "case_space") ->
 
 
 def flow_grpo(lines: Sequence[str], target: str, fold: Fold = "case_space") -> float | None:
-    """The Flow-GRPO authors' score: 1 if the target occurs in what was read, else 1 - min(d, len) / len(target).
+    """The Flow-GRPO authors' score: 1 if the target occurs in what was read, otherwise 1 - min(d, len) / len(target).
 
     Repeating the word, or covering the picture with letters, scores 1. None for an empty target.
     """
@@ -99,9 +97,9 @@ def flow_grpo(lines: Sequence[str], target: str, fold: Fold = "case_space") -> f
 def ctc(lines: Sequence[Line], target: str, fold: Fold = "case_space") -> float:
     """P(target)^(1 / len(target)): the mean probability per letter under the recogniser, in [0, 1].
 
-    P sums over all alignments (connectionist temporal classification, Graves et al. 2006, eq. 3 and 8), so this
-    rises before the first letter is read rightly, where the edit distance is still zero for a whole group.
-    Of the single lines and all of them joined, the best counts.
+    P sums over all alignments (connectionist temporal classification, Graves et al. 2006, eq. 3 and 8), so this rises
+    before the first letter is read correctly, when scores by edit distance are still 0 for a whole group. The best of
+    the single lines and all of them joined counts.
     """
     wanted = normalise(target, fold)
     if not lines or not wanted:
@@ -109,14 +107,12 @@ def ctc(lines: Sequence[Line], target: str, fold: Fold = "case_space") -> float:
     tables = [line.probabilities for line in lines]
     blank = np.zeros((1, tables[0].shape[1]), np.float32)
     blank[0, 0] = 1
-    joined = np.concatenate([row for table in tables for row in (table, blank)])
-    candidates = [joined, *tables] if len(tables) > 1 else tables
+    together = np.concatenate([row for table in tables for row in (table, blank)])
+    candidates = [together, *tables] if len(tables) > 1 else tables
     return max(_letter_probability(table, lines[0].symbols, wanted) for table in candidates)
 
 
 def _letter_probability(table: np.ndarray, symbols: tuple[str, ...], wanted: str) -> float:
-    import torch
-
     columns = {symbol: 1 + i for i, symbol in enumerate(symbols)}
     if not set(wanted) <= set(columns):
         return 0.0  # a character that the recogniser does not know
@@ -143,17 +139,17 @@ VARIANTS: dict[str, TextScore] = {
 
 
 class Ocr:
-    """How well a picture shows the text that its prompt asks for, in [0, 1]; CPU only.
+    """Is the quoted text of the prompt written in the picture? Read by RapidOCR on the CPU, in [0, 1].
 
     `variant`  `ned_max` (default), `exact`, `contains`, `ned_partial`, `flow_grpo`, or the dense `ctc`
     `crop`     `detect` finds text anywhere; `ink` is four times as fast, for one word on a small plain picture
-    `alphabet` the characters that can be read, beside those asked for (case does not matter); null for all
+    `alphabet` the characters that can be read in addition to those of the text, in either case; null for all
     `target`   `quotes`, or the column of the prompt file that holds the text
     `fold`     differences that do not count: `case_space` (default), `case`, `space`, `none`
-    `engine`   `rapidocr` (default), `tesseract`, `paddleocr`; `crop`, `alphabet` and `ctc` are of the first alone
+    `engine`   `rapidocr` (default), `tesseract`, `paddleocr`; only the first has `crop`, `alphabet` and `ctc`
 
-    No score for a prompt without quotes, or an empty text. A video scores the mean over its frames.
-    The parts `exact`, `ned_max` and (with RapidOCR) `ctc` are always reported.
+    No score for a prompt without quotes, or an empty text. A video gets the mean over its frames. The parts `exact`,
+    `ned_max` and (with RapidOCR) `ctc` are always reported.
     """
 
     def __init__(
@@ -165,25 +161,16 @@ class Ocr:
         fold: Fold = "case_space",
         engine: str = "rapidocr",
     ):
-        for what, value, known in (
-            ("variant", variant, [*VARIANTS, "ctc"]),
-            ("fold", fold, FOLDS),
-            ("engine", engine, ENGINES),
-        ):
-            if value not in known:
-                raise ValueError(f"ocr: unknown {what} {value!r}.{nearest(value, known)} Known: {', '.join(known)}")
-        if crop not in ("detect", "ink"):
-            raise ValueError(f"ocr: crop is 'detect' or 'ink', not {crop!r}")
+        check_choice("ocr: unknown variant", variant, [*VARIANTS, "ctc"])
+        check_choice("ocr: unknown crop", crop, get_args(Crop))
+        check_choice("ocr: unknown fold", fold, get_args(Fold))
+        check_choice("ocr: unknown engine", engine, ENGINES)
         if variant == "ctc" and engine != "rapidocr":
             raise ValueError(f"ocr: variant 'ctc' needs the probabilities that only 'rapidocr' gives, not {engine!r}")
-        self.variant, self.alphabet, self.target, self.fold, self.engine = variant, alphabet, target, fold, engine
+        self.variant, self.alphabet, self.target, self.fold = variant, alphabet, target, fold
         self._parts = ("exact", "ned_max", "ctc") if engine == "rapidocr" else ("exact", "ned_max")
-        self._reader = Reader(crop) if engine == "rapidocr" else None
-        self._other = {"tesseract": TesseractReader, "paddleocr": PaddleReader}[engine]() if not self._reader else None
-        # What is declared depends on `target`; see rewards.contract.needs.
-        source = "prompts" if target == "quotes" else target
-        names = ("images", source)
-        self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+        self._reader = Reader(crop) if engine == "rapidocr" else OTHERS[engine]()
+        self.__signature__ = declare(["images", "prompts" if target == "quotes" else target])
 
     def __call__(
         self, images: torch.Tensor, **asked: Sequence[str]
@@ -198,17 +185,15 @@ class Ocr:
     def read(self, image: np.ndarray, target: str = "") -> list[Line]:
         """The lines of a picture, uint8 RGB [H, W, 3]; the characters of `target` can be read in any case.
 
-        With another engine than RapidOCR the lines have no probabilities.
+        With engines other than RapidOCR the lines have no probabilities.
         """
-        if self._reader is not None:
+        if isinstance(self._reader, Reader):
             return self._reader.lines(image, None if self.alphabet is None else self.alphabet + target, self.fold)
-        assert self._other is not None
-        return [Line(text, math.nan, (), np.zeros((0, 1), np.float32)) for text in self._other.texts(image)]
+        return [Line(text, math.nan, (), np.zeros((0, 1), np.float32)) for text in self._reader.texts(image)]
 
     def _video(self, frames: np.ndarray, target: str | None) -> dict[str, float | None]:
-        names = [*VARIANTS, "ctc"]
         if target is None or not normalise(target):
-            return dict.fromkeys(names)
+            return dict.fromkeys([*VARIANTS, "ctc"])
         rows = [self._frame(frame, target) for frame in frames]
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
@@ -216,5 +201,5 @@ class Ocr:
         lines = self.read(frame, target)
         texts = [line.text for line in lines]
         scores = {name: variant(texts, target, self.fold) for name, variant in VARIANTS.items()}
-        dense = {"ctc": ctc(lines, target, self.fold)} if self._reader is not None else {}
+        dense = {"ctc": ctc(lines, target, self.fold)} if isinstance(self._reader, Reader) else {}
         return {name: value for name, value in scores.items() if value is not None} | dense

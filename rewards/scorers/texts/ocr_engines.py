@@ -1,27 +1,35 @@
-"""Second opinions for the OCR reward: Tesseract and PaddleOCR. Both only say what they read, without probabilities.
+"""Second opinions for the OCR reward: Tesseract and PaddleOCR. Both only return what they read, without probabilities.
 
-Engines fail on different pictures. A policy that has learnt to please one is seldom read by the other, which makes
-another engine with weight 0 a good monitor.
+Engines fail on different pictures. What a policy has learnt to make one engine read, another one seldom reads, so an
+additional engine with weight 0 is a good monitor.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-SMALL = 400  # pixels; pictures with a shorter side are doubled for Tesseract, which was made for scanned pages
+from rewards.loading import missing_packages
+
+SMALL = 400  # pixels; pictures whose shorter side has fewer are doubled for Tesseract, which was made for scanned pages
 TIMEOUT = 60  # seconds for one picture
 MIN_CONFIDENCE = 0.5
 
 
-class TesseractReader:
-    """Tesseract 4 or later (`tesseract` on the PATH) through pytesseract; a process for every picture.
+class TextReader(Protocol):
+    """An engine that returns what it reads, without probabilities."""
 
-    Page segmentation 11, sparse text: the modes for a single word or line misread short words on clean pictures.
+    def texts(self, image: np.ndarray) -> list[str]:
+        """The lines of a picture (uint8 RGB [H, W, 3]), in the engine's order; [] if there are none."""
+
+
+class TesseractReader:
+    """Tesseract 4 or later (`tesseract` on the PATH) through pytesseract; it starts a process for every picture.
+
+    Page segmentation mode 11, sparse text: those for a single word or line misread short words on clean pictures.
     """
 
     def __init__(self) -> None:
@@ -30,7 +38,6 @@ class TesseractReader:
             raise ValueError("ocr: the program 'tesseract' is not on the PATH: apt install tesseract-ocr, or the like")
 
     def texts(self, image: np.ndarray) -> list[str]:
-        """The lines of a picture (uint8 RGB [H, W, 3]), in Tesseract's order; [] if there are none."""
         import pytesseract
 
         picture = Image.fromarray(image)
@@ -56,14 +63,14 @@ class PaddleReader:
         )
 
     def texts(self, image: np.ndarray) -> list[str]:
-        """The lines of a picture (uint8 RGB [H, W, 3]) with a confidence of at least .5, in PaddleOCR's order."""
-        results = self._engine.predict(np.ascontiguousarray(image[..., ::-1]))  # it takes blue first
+        """The lines with a confidence of at least .5."""
+        results = self._engine.predict(np.ascontiguousarray(image[..., ::-1]))  # its channel order is BGR
         lines = [row for result in results for row in zip(result["rec_texts"], result["rec_scores"], strict=True)]
         return [text for text, confidence in lines if confidence >= MIN_CONFIDENCE]
 
 
 def _require(package: str, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
+    if missing_packages((package,)):
         raise ValueError(
             f"ocr: the engine needs {package!r}, which is not installed here: pip install 'genrl[{extra}]'"
         )

@@ -1,9 +1,9 @@
 """Reads the text in a picture: RapidOCR's detector and recogniser (PP-OCR, ONNX) on the CPU, one thread.
 
-The recogniser gives, for each column of a text line, a distribution over characters. Three things are done
-with it before it is read. Characters outside the alphabet are masked, since texture is easily read as some rare
-sign (smooth noise as Chinese, a stroke as a dash). Where case is folded, upper and lower case are added up, since a
-letter between the two would be read twice. Where spaces are folded, a space counts as the blank between letters.
+For each column of a text line, the recogniser gives a distribution over characters. Three things are done with it
+before it is read. Characters outside the alphabet are masked, since texture is easily read as some rare character
+(smooth noise as Chinese, a stroke as a dash). If case is ignored, upper and lower case are added, since a letter
+between the two would be read twice. If spaces are ignored, a space counts as the blank between letters.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 Crop = Literal["detect", "ink"]
 Fold = Literal["case_space", "case", "space", "none"]
 
-LINE_HEIGHT = 48  # pixels, what the recogniser was made for
+LINE_HEIGHT = 48  # pixels; the recogniser was made for it
 MIN_WIDTH = 16
-DETECTION_SIDE = 256  # smaller pictures are enlarged to it; the library's 736 takes eight times as long
-MIN_CONFIDENCE = 0.5  # of a detected line, as in the library: below it the line is texture rather than text
+DETECTION_SIDE = 256  # pixels; smaller pictures are enlarged to it. The library's 736 takes eight times as long
+MIN_CONFIDENCE = 0.5  # of a detected line, as in the library: with less it is texture rather than text
 BLANK = 0
 
 
 class Line(NamedTuple):
-    """A line of text: what it reads as (folded), and `probabilities` [T, 1 + S] of a blank (column 0) and of the S
-    `symbols`, for T columns of the picture."""
+    """A line of text as it was read (folded), and for T columns of the picture the `probabilities` [T, 1 + S] of a
+    blank (column 0) and of the S `symbols`."""
 
     text: str
     confidence: float
@@ -37,11 +37,11 @@ class Line(NamedTuple):
 
 
 class Reader:
-    """A detector and a recogniser. Not for use from several threads at once.
+    """A detector and a recogniser. Do not use one from several threads at once.
 
-    `crop="detect"` finds the lines of text anywhere in a picture of any size (about 18 ms at 64 pixels, 80 ms at
-    512). `crop="ink"` takes the part that differs from the picture's border for a single line (about 5 ms at
-    64 pixels): right for a small picture of one word on a plain ground, and wrong for anything else.
+    `crop="detect"` finds the lines of text anywhere in a picture of any size (about 18 ms at 64 pixels, 80 ms at 512).
+    `crop="ink"` assumes that the part that differs from the picture's border is a single line (about 5 ms at 64
+    pixels): right for a small picture of one word on a plain background, and wrong for anything else.
     """
 
     def __init__(self, crop: Crop = "detect"):
@@ -68,18 +68,17 @@ class Reader:
     def lines(self, image: np.ndarray, alphabet: str | None, fold: Fold = "case_space") -> list[Line]:
         """The lines of a picture (uint8 RGB [H, W, 3]) from top to bottom, left to right; [] if there are none.
 
-        `alphabet` holds the characters that can be read (case does not matter); None is all the 18,000 known.
-        `fold` says which differences are lost: of case, of spaces.
+        `alphabet` holds the characters that can be read (in either case); None: all 18,000 that are known.
+        `fold` says which differences are ignored: of case, of spaces.
         """
         if self._detector is None:
             part = ink_crop(image)
             return [] if part is None else [self._recognise(part, alphabet, fold)]
         bgr = np.ascontiguousarray(image[..., ::-1])
-        # The flags are kept by the engine from call to call, so all of them are given in each.
-        found = self._detector(bgr, use_det=True, use_cls=False, use_rec=False).boxes
-        boxes = [] if found is None else found
-        read = [self._recognise(straighten(image, box), alphabet, fold) for box in boxes]
-        return [line for line in read if line.confidence >= MIN_CONFIDENCE]
+        # The engine keeps these flags from call to call, so all of them are given in each.
+        boxes = self._detector(bgr, use_det=True, use_cls=False, use_rec=False).boxes
+        lines = [self._recognise(straighten(image, box), alphabet, fold) for box in ([] if boxes is None else boxes)]
+        return [line for line in lines if line.confidence >= MIN_CONFIDENCE]
 
     def _recognise(self, part: np.ndarray, alphabet: str | None, fold: Fold) -> Line:
         import cv2
@@ -133,8 +132,8 @@ def _detector() -> Any:
 def ink_crop(image: np.ndarray) -> np.ndarray | None:
     """The part of a picture (uint8 [H, W, 3]) that differs from the median colour of its border; None if nothing does.
 
-    Differs: by more than 40 levels (Euclidean, after a 3 x 3 mean) and by .35 of the largest difference. A
-    quarter of the part's height is added on each side.
+    It must differ by more than 40 levels (Euclidean, after a 3 x 3 mean) and more than .35 of the largest difference.
+    A margin of a quarter of the part's height is added on each side.
     """
     import cv2
 
@@ -151,9 +150,9 @@ def ink_crop(image: np.ndarray) -> np.ndarray | None:
 
 
 def straighten(image: np.ndarray, box: Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
-    """Cut a quadrilateral (corners clockwise from the upper left, [4, 2]) out of a picture, as a rectangle.
+    """Cut a quadrilateral (corners [4, 2] in pixels, clockwise from the upper left) out of a picture, as a rectangle.
 
-    One that is half again as high as wide is taken for vertical writing and turned to the left.
+    One at least 1.5 times as high as wide is assumed to be vertical writing and turned to the left.
     """
     import cv2
 

@@ -1,7 +1,7 @@
-"""Rules for the tunes of `genrl.vlm.tasks.tunes`, which hear them: by Fourier transforms, without knowing their codes.
+"""Rules for the tunes of `genrl.vlm.tasks.tunes`, which listen to them by Fourier transforms, without their codes.
 
-They stand where MusicRL has its models: how well the music fits the text (there the cosine of MuLan, mean of three
-segments of 10 s), and how good it sounds (there a predicted opinion of 1 to 5, mean of the first and last 20 s).
+They replace MusicRL's models: how well the music fits the text (there the cosine of MuLan, mean of three segments of
+10 s), and how good it sounds (there a predicted opinion of 1 to 5, mean of the first and last 20 s).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 NOTE_S = 0.1
 BORDER_HZ = 415.0
-"""Between the low register and the high one."""
+"""The border between the low register and the high one."""
 SEGMENTS = 3
 
 
 class Heard(NamedTuple):
-    """Of each tenth of a second: the loudest frequency in Hz (NaN = silence), its share of the energy, both [N]."""
+    """For each tenth of a second: the loudest frequency in Hz (NaN = silence), its share of the energy, both [N]."""
 
     pitch: np.ndarray
     purity: np.ndarray
 
 
 def hear(sound: np.ndarray, rate: int) -> Heard:
-    """The notes of a waveform [S] in [-1, 1]. Pitches are found to about 5 Hz."""
+    """The notes of a waveform [S] in [-1, 1] with `rate` samples per second. Pitches are accurate to about 5 Hz."""
     samples = round(NOTE_S * rate)
     notes = np.asarray(sound, dtype=np.float64)[: len(sound) // samples * samples].reshape(-1, samples)
     power = np.abs(np.fft.rfft(notes * np.hanning(samples), n=2 * samples)) ** 2
@@ -40,27 +40,29 @@ def hear(sound: np.ndarray, rate: int) -> Heard:
 
 
 def text_fit(audio: Sequence[torch.Tensor], rate: Sequence[int], answer: Sequence[str]) -> list[float]:
-    """How well tunes fit "low rising" (register, course), in [0, 1]: the mean over three segments of the product of the
-    share of steps that go the right way and the share of notes in the register. Silence is neither."""
-    found = []
+    """How well tunes fit "low rising" (register and course), in [0, 1].
+
+    The mean over three segments of the product of the share of steps in the right direction and the share of notes in
+    the register. Silence counts as neither.
+    """
+    scores = []
     for sound, own, asked in zip(audio, rate, answer, strict=True):
         register, course = asked.split()
         pitch = hear(sound.numpy(), own).pitch
         inside = pitch < BORDER_HZ if register == "low" else pitch > BORDER_HZ
         change = np.diff(pitch)
-        slack = 8.0  # Hz; a note held is no step down
+        slack = 8.0  # Hz; a held note is not a step down
         ways = {"rising": change > -slack, "falling": change < slack, "steady": np.abs(change) < slack}
         parts = zip(np.array_split(ways[course], SEGMENTS), np.array_split(inside, SEGMENTS), strict=True)
-        found.append(float(np.mean([steps.mean() * notes.mean() for steps, notes in parts])))
-    return found
+        scores.append(float(np.mean([steps.mean() * notes.mean() for steps, notes in parts])))
+    return scores
 
 
 def sound_quality(audio: Sequence[torch.Tensor], rate: Sequence[int]) -> list[float]:
-    """How pure tunes sound, in [0, 1]: the mean over the first and the last third of each note's share of energy at its
-    pitch."""
-    found = []
+    """How pure tunes sound, in [0, 1]: each note's share of energy at its pitch, mean of the first and last third."""
+    scores = []
     for sound, own in zip(audio, rate, strict=True):
         purity = hear(sound.numpy(), own).purity
         third = max(1, len(purity) // 3)
-        found.append(float((purity[:third].mean() + purity[-third:].mean()) / 2))
-    return found
+        scores.append(float((purity[:third].mean() + purity[-third:].mean()) / 2))
+    return scores

@@ -1,8 +1,8 @@
 """Rewards for written answers that a rule can check: exact, numeric, multiple choice, boxes, format, votes.
 
 All follow the contract of `rewards.contract`: `completions` is a list of N generated texts, `answer` the column of the
-same name, everything with a default is an option. Scores are in [0, 1]; None where the *data* has nothing to compare
-with (an empty `answer`), never for a wrong answer. The answer is what stands in the last `<answer> ... </answer>`; with
+same name, everything with a default is an option. Scores are in [0, 1]; None if the *data* has nothing to compare with
+(an empty `answer`), never for a wrong answer. The answer is the text in the last `<answer> ... </answer>`; with
 `tag: ""` it is the whole completion. Text from a model is parsed, never evaluated.
 """
 
@@ -12,9 +12,12 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from rapidfuzz.distance import LCSseq, Levenshtein
+
+T = TypeVar("T")
 
 _NUMBER = re.compile(
     r"(?<!\d)[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?",
@@ -25,7 +28,7 @@ _LETTERS = re.compile(r"[\s(]*[A-Za-z][\s).]*(?:(?:[,;/&]|and|\s)[\s(]*[A-Za-z][
 
 
 def answer_in(completion: str, tag: str = "answer") -> str | None:
-    """The text of the last complete `<tag> ... </tag>`, stripped; None where there is none. tag "": all of it."""
+    """The text of the last complete `<tag> ... </tag>`, stripped; None if there is none. tag "": all of it."""
     if not tag:
         return completion.strip()
     found = re.findall(rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", completion, re.DOTALL)
@@ -33,7 +36,7 @@ def answer_in(completion: str, tag: str = "answer") -> str | None:
 
 
 def number_in(text: str) -> float | None:
-    """The one number in a text: `-1,234.5`, `3/4`, `1e-3`, with words and units around it. None for none or several."""
+    """The only number in a text: `-1,234.5`, `3/4`, `1e-3`, with words and units around it; None if not one."""
     found = _NUMBER.findall(text)
     if len(found) != 1:
         return None
@@ -51,7 +54,7 @@ def numbers_in(text: str) -> list[float]:
 def letters_in(text: str) -> set[str]:
     """The choices that a text names, as capital letters: `B`, `(b)`, `A, C`, `A and C`, or `B: a red cube`.
 
-    Empty for a sentence, so that its articles and pronouns are no choices.
+    Empty for a sentence, so that its articles and pronouns do not count as choices.
     """
     if len(text) <= 200 and _LETTERS.fullmatch(text):
         return {letter.upper() for letter in re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text)}
@@ -59,20 +62,39 @@ def letters_in(text: str) -> set[str]:
     return {leading[1]} if leading else set()
 
 
+def _rows(completions: Iterable[str], expected: Iterable[T], tag: str) -> Iterator[tuple[str, T]]:
+    """Each answer ("" if it is missing) with what is expected."""
+    return ((answer_in(text, tag) or "", truth) for text, truth in zip(completions, expected, strict=True))
+
+
+def _numbers_expected(answer: Iterable[Any], rule: str) -> Iterator[float | None]:
+    """The number in each expected answer, None for an empty one. Raises ValueError for any other."""
+    for row, expected in enumerate(answer):
+        truth = number_in(str(expected))
+        if truth is None and str(expected) != "":
+            raise ValueError(f"{rule}: the answer of row {row} is {expected!r}, which is not one number")
+        yield truth
+
+
+def _list_expected(expected: Sequence[Any] | str, read: Callable[[str], Sequence[Any]]) -> Sequence[Any]:
+    """An expected list of numbers, which may be given as a text; empty for an empty text."""
+    return (read(expected) if expected else []) if isinstance(expected, str) else expected
+
+
 def exact(
     completions: list[str], answer: list[str], tag: str = "answer", ignore_case: bool = True
 ) -> list[float | None]:
-    """1 where the answer is the expected text, apart from white space and (with ignore_case) case."""
+    """1 if the answer is the expected text, apart from white space and (with ignore_case) case."""
 
     def plain(text: str) -> str:
         joined = " ".join(text.split())
         return joined.casefold() if ignore_case else joined
 
-    def one(completion: str, truth: str) -> float:
-        found = answer_in(completion, tag)
-        return float(found is not None and plain(found) == plain(truth))
+    def score(completion: str, truth: str) -> float:
+        written = answer_in(completion, tag)
+        return float(written is not None and plain(written) == plain(truth))
 
-    return [None if truth == "" else one(c, truth) for c, truth in zip(completions, map(str, answer), strict=True)]
+    return [None if truth == "" else score(c, truth) for c, truth in zip(completions, map(str, answer), strict=True)]
 
 
 def numeric(
@@ -82,50 +104,37 @@ def numeric(
     decimals: int | None = 2,
     relative: bool = False,
 ) -> list[float | None]:
-    """1 where the answer holds one number, equal to the expected one in `decimals` digits (null: within 1e-9).
+    """1 if the answer is one number that equals the expected one to `decimals` digits (null: within 1e-9).
 
-    relative: max(0, 1 - |number - expected| / |expected|) instead, for regression (the smaller the error the better).
-    Raises ValueError where an expected answer is no number.
+    relative: max(0, 1 - |number - expected| / |expected|) instead, for regression: smaller errors score more.
+    Raises ValueError if an expected answer is not a number.
     """
+    tolerance = 0.5 * 10.0**-decimals if decimals is not None else 0.0
     scores: list[float | None] = []
-    for row, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
-        truth = number_in(str(expected))
-        if str(expected) == "":
-            scores.append(None)
-            continue
-        if truth is None:
-            raise ValueError(f"numeric: the answer of row {row} is {expected!r}, which is not one number")
-        text = answer_in(completion, tag)
-        value = None if text is None else number_in(text)
-        if value is None:
-            scores.append(0.0)
+    for written, truth in _rows(completions, _numbers_expected(answer, "numeric"), tag):
+        value = number_in(written)
+        if truth is None or value is None:
+            scores.append(None if truth is None else 0.0)
         elif relative:
             scores.append(max(0.0, 1.0 - abs(value - truth) / max(abs(truth), 1e-9)))
         else:
-            tolerance = 0.5 * 10.0**-decimals if decimals is not None else 0.0
             scores.append(float(abs(value - truth) <= tolerance + 1e-9))
     return scores
 
 
 def choice(completions: list[str], answer: list[str], tag: str = "answer", partial: bool = False) -> list[float | None]:
-    """1 where the letters of the answer are those expected: `B`, or `A, C` for several right ones.
+    """1 if the letters of the answer are the expected ones: `B`, or `A, C` for several right ones.
 
-    partial: chosen / right where nothing wrong was chosen (TW-GRPO's soft accuracy for multiple choice), else 0.
-    Raises ValueError where an expected answer names no letter.
+    partial: chosen / right if nothing wrong was chosen (TW-GRPO's soft accuracy for multiple choice), otherwise 0.
+    Raises ValueError if an expected answer names no letter.
     """
     scores: list[float | None] = []
-    for row, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
-        if expected == "":
-            scores.append(None)
-            continue
-        right = letters_in(expected)
-        if not right:
+    for row, (written, expected) in enumerate(_rows(completions, answer, tag)):
+        chosen, right = letters_in(written), letters_in(expected)
+        if expected and not right:
             raise ValueError(f"choice: the answer of row {row} is {expected!r}, which names no letter A to Z")
-        chosen = letters_in(answer_in(completion, tag) or "")
-        if partial:
-            scores.append(len(chosen) / len(right) if chosen <= right else 0.0)
-        else:
-            scores.append(float(chosen == right))
+        soft = len(chosen) / max(len(right), 1) if chosen <= right else 0.0
+        scores.append((soft if partial else float(chosen == right)) if expected else None)
     return scores
 
 
@@ -148,72 +157,62 @@ def iou(
 ) -> list[float | None]:
     """Overlap of the written box `[left, top, right, bottom]` with the expected one; 0 for anything but 4 numbers.
 
-    A column `box` of 2 numbers is an interval of time. threshold: 1 from this overlap on, else 0. Both boxes are in
-    the coordinates of the same picture: that of the prompt as the model sees it. `box` may be a list or JSON.
-    Raises ValueError where an expected box has another number of coordinates.
+    If the column `box` has 2 numbers, it is an interval of time. threshold: 1 from this overlap on, otherwise 0. Both
+    boxes are in the coordinates of the same picture: that of the prompt as the model sees it. `box` may be a list or
+    JSON. Raises ValueError if an expected box has another number of coordinates.
     """
     scores: list[float | None] = []
-    for row, (completion, expected) in enumerate(zip(completions, box, strict=True)):
-        truth = json.loads(expected) if isinstance(expected, str) and expected else expected
-        if not truth:
-            scores.append(None)
-            continue
-        if len(truth) not in (2, 4):
+    for row, (written, expected) in enumerate(_rows(completions, box, tag)):
+        numbers, truth = numbers_in(written), _list_expected(expected, json.loads)
+        if len(truth) not in (0, 2, 4):
             raise ValueError(f"iou: the box of row {row} is {expected!r}; a box has 4 numbers, an interval 2")
-        written = numbers_in(answer_in(completion, tag) or "")
-        overlap = iou_of(written, truth) if len(written) == len(truth) else 0.0
-        scores.append(overlap if threshold is None else float(overlap >= threshold))
+        overlap = iou_of(numbers, truth) if truth and len(numbers) == len(truth) else 0.0
+        scores.append((overlap if threshold is None else float(overlap >= threshold)) if truth else None)
     return scores
 
 
 def point_in_box(completions: list[str], box: list[Sequence[float] | str], tag: str = "answer") -> list[float | None]:
-    """1 where the written point `x, y` is inside of the expected box, its border included."""
+    """1 if the written point `x, y` is inside the expected box `[left, top, right, bottom]` or on its border."""
     scores: list[float | None] = []
-    for completion, expected in zip(completions, box, strict=True):
-        truth = json.loads(expected) if isinstance(expected, str) and expected else expected
-        written = numbers_in(answer_in(completion, tag) or "")
-        if not truth:
-            scores.append(None)
-        else:
-            left, top, right, bottom = truth
-            inside = len(written) == 2 and left <= written[0] <= right and top <= written[1] <= bottom
-            scores.append(float(inside))
+    for written, expected in _rows(completions, box, tag):
+        truth, point = _list_expected(expected, json.loads), numbers_in(written)
+        left, top, right, bottom = truth or (0, 0, 0, 0)
+        inside = len(point) == 2 and left <= point[0] <= right and top <= point[1] <= bottom
+        scores.append(float(inside) if truth else None)
     return scores
 
 
 def ordering(
     completions: list[str], answer: list[Sequence[int] | str], tag: str = "answer", columns: int = 0
 ) -> list[float | None]:
-    """Share of positions of a list of whole numbers that are right: the full jigsaw of Jigsaw-R1. `3, 1, 2`.
+    """The share of positions of a list of integers, such as `3, 1, 2`, that are right: the full jigsaw of Jigsaw-R1.
 
     columns: for pieces laid out row by row in so many columns, the share of neighbours (to the right and below) that
-    are neighbours in the true order too, instead. 0 for a list of another length, or one that is no permutation.
+    are also neighbours in the true order, instead. 0 for a list of another length, or one that is not a permutation.
     """
     scores: list[float | None] = []
-    for completion, expected in zip(completions, answer, strict=True):
-        truth = [int(value) for value in (numbers_in(expected) if isinstance(expected, str) else expected)]
-        if not truth:
-            scores.append(None)
-            continue
-        written = [int(value) for value in numbers_in(answer_in(completion, tag) or "")]
-        if sorted(written) != sorted(truth):
-            scores.append(0.0)
+    for written, expected in _rows(completions, answer, tag):
+        truth, order = (list(map(int, row)) for row in (_list_expected(expected, numbers_in), numbers_in(written)))
+        if not truth or sorted(order) != sorted(truth):
+            scores.append(0.0 if truth else None)
         elif columns:
             wanted = _neighbours(truth, columns)
-            scores.append(len(wanted & _neighbours(written, columns)) / max(len(wanted), 1))
+            scores.append(len(wanted & _neighbours(order, columns)) / max(len(wanted), 1))
         else:
-            scores.append(sum(a == b for a, b in zip(written, truth, strict=True)) / len(truth))
+            scores.append(sum(a == b for a, b in zip(order, truth, strict=True)) / len(truth))
     return scores
+
+
+def _neighbours(pieces: Sequence[int], columns: int) -> set[tuple[int, int, str]]:
+    right = {(a, pieces[k + 1], "right") for k, a in enumerate(pieces[:-1]) if (k + 1) % columns}
+    return right | {(a, pieces[k + columns], "below") for k, a in enumerate(pieces[:-columns])}
 
 
 def indices(completions: list[str], answer: list[Sequence[int] | str], tag: str = "answer") -> list[float | None]:
-    """Intersection over union of the written set of whole numbers and the expected one: key frames by their numbers."""
-    scores: list[float | None] = []
-    for completion, expected in zip(completions, answer, strict=True):
-        truth = set(numbers_in(expected) if isinstance(expected, str) else map(float, expected))
-        written = set(numbers_in(answer_in(completion, tag) or ""))
-        scores.append(len(truth & written) / len(truth | written) if truth else None)
-    return scores
+    """Intersection over union of the written and the expected set of integers: key frames by their numbers."""
+    truths = (set(map(float, _list_expected(expected, numbers_in))) for expected in answer)
+    rows = ((set(numbers_in(written)), truth) for written, truth in _rows(completions, truths, tag))
+    return [len(numbers & truth) / len(numbers | truth) if truth else None for numbers, truth in rows]
 
 
 def rating(
@@ -226,88 +225,80 @@ def rating(
 ) -> list[float | None]:
     """exp(-|written - expected| / scale), both clipped to [low, high]; 0 for anything but one number: Q-Hawkeye.
 
-    Raises ValueError where an expected answer is no number.
+    Raises ValueError if an expected answer is not a number.
     """
-    scores: list[float | None] = []
-    for row, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
-        truth = number_in(str(expected))
-        if str(expected) == "":
-            scores.append(None)
-            continue
-        if truth is None:
-            raise ValueError(f"rating: the answer of row {row} is {expected!r}, which is not one number")
-        written = number_in(answer_in(completion, tag) or "")
-        near, far = min(max(truth, low), high), None if written is None else min(max(written, low), high)
-        scores.append(0.0 if far is None else math.exp(-abs(far - near) / scale))
-    return scores
 
+    def clipped(value: float) -> float:
+        return min(max(value, low), high)
 
-def _neighbours(pieces: Sequence[int], columns: int) -> set[tuple[int, int, str]]:
-    right = {(a, pieces[k + 1], "right") for k, a in enumerate(pieces[:-1]) if (k + 1) % columns}
-    return right | {(a, pieces[k + columns], "below") for k, a in enumerate(pieces[:-columns])}
+    rows = _rows(completions, _numbers_expected(answer, "rating"), tag)
+    pairs = ((number_in(written), truth) for written, truth in rows)
+    return [
+        None if truth is None else 0.0 if value is None else math.exp(-abs(clipped(value) - clipped(truth)) / scale)
+        for value, truth in pairs
+    ]
 
 
 def words(completions: list[str], answer: list[str], tag: str = "answer") -> list[float | None]:
     """max(0, 1 - word error rate): edits between the words of the answer and of the expected text, over the latter."""
-    scores: list[float | None] = []
-    for completion, expected in zip(completions, answer, strict=True):
-        truth = expected.split()
-        if not truth:
-            scores.append(None)
-            continue
-        written = (answer_in(completion, tag) or "").split()
-        scores.append(max(0.0, 1.0 - Levenshtein.distance(written, truth) / len(truth)))
-    return scores
+    return [
+        max(0.0, 1.0 - Levenshtein.distance(written.split(), truth) / len(truth)) if truth else None
+        for written, truth in _rows(completions, map(str.split, answer), tag)
+    ]
 
 
 def tag_format(completions: list[str], tags: Sequence[str] = ("think", "answer")) -> list[float]:
-    """1 where the completion is exactly the tags in this order, each once, closed and not empty, nothing in between."""
+    """1 if the completion is exactly these tags in this order, each once, closed and not empty, nothing in between."""
     body = r"\s*".join(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>" for tag in tags)
     pattern = re.compile(rf"\s*{body}\s*", re.DOTALL)
 
-    def one(completion: str) -> float:
+    def score(completion: str) -> float:
         once = all(completion.count(f"<{tag}>") == completion.count(f"</{tag}>") == 1 for tag in tags)
-        found = pattern.fullmatch(completion) if once else None
-        return float(found is not None and all(part.strip() for part in found.groups()))
+        match = pattern.fullmatch(completion) if once else None
+        return float(match is not None and all(part.strip() for part in match.groups()))
 
-    return [one(completion) for completion in completions]
+    return [score(completion) for completion in completions]
 
 
-def majority(completions: list[str], group: list[int], tag: str = "answer") -> list[float]:
-    """1 where the answer is the most frequent one of its group: SPINE's reward, which needs no labels.
-
-    Answers are compared without case and white space. Of equally frequent ones the first to appear wins; a completion
-    without answer has 0 and no vote.
-    """
-    answers = [answer_in(completion, tag) for completion in completions]
+def _votes(
+    completions: Iterable[str], group: Sequence[int], tag: str
+) -> tuple[list[str | None], dict[int, Counter[str]]]:
+    """The answers without case and white space (None for a missing one), and how often each occurs in its group."""
+    answers = (answer_in(completion, tag) for completion in completions)
     plain = [None if text is None else " ".join(text.split()).casefold() for text in answers]
     votes: dict[int, Counter[str]] = {}
     for number, text in zip(group, plain, strict=True):
         if text is not None:
             votes.setdefault(number, Counter())[text] += 1
+    return plain, votes
+
+
+def majority(completions: list[str], group: list[int], tag: str = "answer") -> list[float]:
+    """1 if the answer is the most frequent one of its group: SPINE's reward, which needs no labels.
+
+    Answers are compared without case and white space. Of equally frequent ones the first to appear wins; a completion
+    without an answer scores 0 and has no vote.
+    """
+    plain, votes = _votes(completions, group, tag)
     # Counter.most_common keeps the order of appearance among equals
     winner = {number: counter.most_common(1)[0][0] for number, counter in votes.items()}
     return [float(text is not None and text == winner[number]) for number, text in zip(group, plain, strict=True)]
 
 
 def diversity(completions: list[str], group: list[int], tag: str = "answer") -> list[float | None]:
-    """Entropy of a group's answers over that of all different, in [0, 1]: how much a question is still open.
+    """Entropy of a group's answers over that of all different ones, in [0, 1]: how open a question still is.
 
-    For pictures synthesised from a description, this is what Syn-GRPO pays the description; the formula is ours.
-    Answers as in `majority`; without an answer: no score, and none for a group of one answer.
+    For pictures synthesised from a description, this is Syn-GRPO's reward for the description; the formula is ours.
+    Answers as in `majority`. No score without an answer, and none for a group with one answer.
     """
-    answers = [answer_in(completion, tag) for completion in completions]
-    votes: dict[int, Counter[str]] = {}
-    for number, text in zip(group, answers, strict=True):
-        if text is not None:
-            votes.setdefault(number, Counter())[" ".join(text.split()).casefold()] += 1
+    plain, votes = _votes(completions, group, tag)
     spread: dict[int, float] = {}
     for number, counter in votes.items():
         total = counter.total()
         if total > 1:
             entropy = -math.fsum(count / total * math.log(count / total) for count in counter.values())
             spread[number] = min(1.0, entropy / math.log(total))
-    return [None if text is None else spread.get(number) for number, text in zip(group, answers, strict=True)]
+    return [None if text is None else spread.get(number) for number, text in zip(group, plain, strict=True)]
 
 
 def rouge(completions: list[str], answer: list[str], tag: str = "answer") -> list[float | None]:
@@ -316,31 +307,26 @@ def rouge(completions: list[str], answer: list[str], tag: str = "answer") -> lis
     On words in lower case without punctuation, no stemming (GRPO-CARE and Conan take this mean).
     """
     scores: list[float | None] = []
-    for completion, expected in zip(completions, answer, strict=True):
-        truth = re.findall(r"\w+", expected.casefold())
-        written = re.findall(r"\w+", (answer_in(completion, tag) or "").casefold())
-        if not truth:
-            scores.append(None)
-            continue
-        longest = LCSseq.similarity(written, truth)
-        parts = [_f_score(longest, len(written), len(truth))]
+    for text, expected in _rows(completions, answer, tag):
+        written, truth = (re.findall(r"\w+", row.casefold()) for row in (text, expected))
+        parts = [_f_score(LCSseq.similarity(written, truth), len(written), len(truth))]
         for size in (1, 2):
             ours, theirs = (Counter(zip(*(row[k:] for k in range(size)), strict=False)) for row in (written, truth))
             if theirs:  # an expected answer of one word has no pairs of words
                 parts.append(_f_score((ours & theirs).total(), ours.total(), theirs.total()))
-        scores.append(math.fsum(parts) / len(parts))
+        scores.append(math.fsum(parts) / len(parts) if truth else None)
     return scores
 
 
-def _f_score(common: int, found: int, wanted: int) -> float:
-    return 2 * common / (found + wanted) if found + wanted else 0.0
+def _f_score(common: int, written: int, wanted: int) -> float:
+    return 2 * common / (written + wanted) if written + wanted else 0.0
 
 
 def ndcg_of(ranked: Sequence[str], relevant: Sequence[str]) -> float:
     """Normalised discounted cumulative gain of a ranked list, in [0, 1]: VRAG-RL's reward for retrieved pages.
 
-    A relevant page has gain 1 over log2(k + 2) at its place k, counted from 0; pages that come again take no place.
-    0 without any relevant.
+    A relevant page at position k, counted from 0, has gain 1 / log2(k + 2); repeated pages take no position. 0 if no
+    page is relevant.
     """
     wanted = set(relevant)
     first = dict.fromkeys(ranked)

@@ -19,9 +19,10 @@ from genrl.diffusion.methods.adv_grpo.settings import Adversary, AdvGRPO
 from genrl.diffusion.methods.adv_grpo.train import Pairs, load_trained, trainable_of, turns
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.rollout.scoring import open_scorers
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
+from genrl.runtime.loop import Loop
 from genrl.runtime.run import Run
 from tests.diffusion import runs
 
@@ -121,19 +122,19 @@ def config(
     return runs.config(folder, model, **{"trainer": trainer, "rewards": rewards, "sampling": TRIPLES, **changes})
 
 
-def watched(config: Config) -> tuple[list[Rollouts], list[list[Pairs]], list[dict[str, float]], Session]:
+def watched(config: Config) -> tuple[list[Rollouts], list[list[Pairs]], list[dict[str, float]], DiffusionRun]:
     """Train, and keep the samples, their references and the rows of every iteration."""
-    with runs.session(config) as session:
+    with runs.opened(config) as run:
         rollouts: list[Rollouts] = []
         pairs: list[list[Pairs]] = []
         rows: list[dict[str, float]] = []
-        collect, finish, paired = session.collect, session.finish, adv_grpo.paired
-        session.collect = lambda draw, **shape: rollouts.append(collect(draw, **shape)) or rollouts[-1]  # type: ignore
-        session.finish = lambda metrics: rows.append(dict(metrics)) or finish(metrics)  # type: ignore[method-assign]
+        collect, finish, paired = run.collect, run.finish, adv_grpo.paired
+        run.collect = lambda draw, **shape: rollouts.append(collect(draw, **shape)) or rollouts[-1]  # type: ignore
+        run.finish = lambda metrics: rows.append(dict(metrics)) or finish(metrics)  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(adv_grpo, "paired", lambda *given: pairs.append(paired(*given)) or pairs[-1])
-            adv_grpo.train(session, config.trainer)  # type: ignore[arg-type]
-    return rollouts, pairs, rows, session
+            adv_grpo.train(run, config.trainer)  # type: ignore[arg-type]
+    return rollouts, pairs, rows, run
 
 
 def stacked(pairs: list[Pairs]) -> tuple[Tensor, Tensor]:
@@ -146,7 +147,7 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
     """Two Adam steps in each of two iterations, by autograd on the formulas over all pictures at once."""
     settings = {**ADVERSARY, "steps": 2, "warmup": 2}
     adversary = {**settings, "schedule": "alternate", "every": 3}
-    _, pairs, rows, session = watched(config(critics, model, critic, adversary, iterations=3, **QUIET))
+    _, pairs, rows, run = watched(config(critics, model, critic, adversary, iterations=3, **QUIET))
     weight = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=0.05, betas=(0.5, 0.999))
     for iteration in range(2):
@@ -170,7 +171,7 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
             optimizer.step()
         assert rows[iteration]["adversary/updates"] == 2 and "loss" not in rows[iteration]
     assert rows[2]["adversary/updates"] == 0 and "adversary/grad_norm" not in rows[2] and "loss" in rows[2]
-    trained = session.kept["adversary"].state_dict()["weight"]
+    trained = run.loop.kept["adversary"].state_dict()["weight"]
     torch.testing.assert_close(trained, weight.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -202,11 +203,11 @@ def test_an_iteration_of_the_reward_keeps_no_graphs(critics: Path, model: Path) 
     """There is no update of the model to go back through them; in the next one there is, and it uses them up."""
     adversary = {"references": str(critics / "pictures"), **ADVERSARY, "schedule": "alternate", "every": 2}
     chosen = {"algorithm": "adv_grpo", "clip_range": 1e-2, "adversary": adversary, "keep_graph": True}
-    rollouts, _, (first, second), session = watched(
+    rollouts, _, (first, second), run = watched(
         config(critics, model, trainer=chosen, evaluation={"every": 0}, checkpoint={"every": 100})
     )
     assert not any(piece.trajectory.graphs for r in rollouts for one in r.mine.values() for piece in one.pieces)
-    assert session.iteration == 2 and "grad_norm" not in first and second["grad_norm"] > 0
+    assert run.iteration == 2 and "grad_norm" not in first and second["grad_norm"] > 0
 
 
 def test_turns() -> None:
@@ -226,7 +227,7 @@ def test_turns() -> None:
 
 def test_references_take_turns_within_a_group(critics: Path, model: Path) -> None:
     """The three samples of a prompt see both of its references, in the samples' size; another iteration another way."""
-    _, pairs, _, session = watched(config(critics, model, iterations=3, **QUIET))
+    _, pairs, _, run = watched(config(critics, model, iterations=3, **QUIET))
     orders = set()
     for one in pairs:
         level = {slot: int(real[2, 0, 0]) for part in one for slot, real in zip(part.slots, part.real, strict=True)}
@@ -248,9 +249,9 @@ def test_two_and_two_iterations_are_four(
     common["rewards"] = rewards
     straight = train(config(critics, model, output=str(critics / "straight"), **common))
     stopped = config(critics, model, output=str(critics / "stopped"), **common)
-    finish = Session.step_other
+    finish = Loop.step_other
 
-    def step_other(self: Session, optimizer: torch.optim.Optimizer) -> float:
+    def step_other(self: Loop, optimizer: torch.optim.Optimizer) -> float:
         norm = finish(self, optimizer)
         if self.iteration == 2 and monkeypatch.armed:  # type: ignore[attr-defined]
             monkeypatch.armed = False  # type: ignore[attr-defined]
@@ -258,7 +259,7 @@ def test_two_and_two_iterations_are_four(
         return norm
 
     monkeypatch.armed = True  # type: ignore[attr-defined]
-    monkeypatch.setattr(Session, "step_other", step_other)
+    monkeypatch.setattr(Loop, "step_other", step_other)
     with pytest.raises(SystemExit):
         train(stopped)
     state = runs.last_state(critics / "stopped")
@@ -336,7 +337,7 @@ def refused(folder: Path, model: Path, **changes: Any) -> str:
 def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
     own, bright = {"name": f"{critics / 'critics.py'}:Critic"}, runs.reward(critics, "brightness")
     misspelt = refused(critics, model, adversary={**ADVERSARY, "references": str(critics / "picturse")})
-    assert f"does not exist (did you mean {critics / 'pictures'}?)" in misspelt
+    assert "does not exist" in misspelt and f"did you mean {critics / 'pictures'}?" in misspelt
     for k in range(2):
         (critics / "pictures" / f"1-{k}.txt").write_text("two blue cats", encoding="utf-8")
     missing = refused(critics, model)

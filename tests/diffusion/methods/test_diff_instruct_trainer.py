@@ -19,11 +19,11 @@ from genrl.config.estimate import plan
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.policy import Batch
-from genrl.diffusion.policy.weights import Weights
-from genrl.diffusion.replay import replay
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
 from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.replay import replay
 from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -63,9 +63,9 @@ class Watched:
 
 def run(config: Config) -> Watched:
     seen = Watched()
-    with runs.session(config) as session, pytest.MonkeyPatch.context() as patch:
-        weights = session.weights
-        step, other, finish, collect = session.step, session.step_other, session.finish, session.collect
+    with runs.opened(config) as run, pytest.MonkeyPatch.context() as patch:
+        weights = run.weights
+        step, other, finish, collect = run.step, run.loop.step_other, run.finish, run.collect
         noised = diff_instruct.noised
 
         def grads() -> Given:
@@ -97,9 +97,9 @@ def run(config: Config) -> Watched:
             finish(metrics)
 
         patch.setattr(diff_instruct, "noised", watched_noised)
-        session.step, session.step_other = watched_step, watched_other  # type: ignore[method-assign]
-        session.finish, session.collect = watched_finish, watched_collect  # type: ignore[method-assign]
-        diff_instruct.train(session, config.trainer)  # type: ignore[arg-type]
+        run.step, run.loop.step_other = watched_step, watched_other  # type: ignore[method-assign]
+        run.finish, run.collect = watched_finish, watched_collect  # type: ignore[method-assign]
+        diff_instruct.train(run, config.trainer)  # type: ignore[arg-type]
     return seen
 
 
@@ -113,7 +113,7 @@ class Plain:
             part.eval().requires_grad_(False)
         self.named: dict[str, Any] = {}
         if values is not None:
-            self.named = Weights({"transformer": self.pipe.transformer}, config.model.lora).named
+            self.named = trainable({"transformer": self.pipe.transformer}, config.model.lora).named
             with torch.no_grad():
                 for key, p in self.named.items():
                     p.copy_(values[key])
@@ -237,9 +237,9 @@ def test_a_run_asked_to_end_after_the_assistants_step_goes_on_to_the_bit(folder:
     stopped = config(folder, model, output=str(folder / "stopped"), iterations=3, **common)
     follow, calls = diff_instruct.follow, 0
 
-    def ending(session: Any, *rest: Any) -> None:
+    def ending(run: Any, *rest: Any) -> None:
         nonlocal calls
-        follow(session, *rest)
+        follow(run, *rest)
         calls += 1
         if calls == 2:
             signal.raise_signal(signal.SIGTERM)
@@ -269,13 +269,13 @@ def test_the_result_samples_in_one_step_in_plain_diffusers(folder: Path, model: 
     drawn = plain("a red star", generator=torch.Generator().manual_seed(3), output_type="pt", **call).images
     assert len(steps) == 1
 
-    with runs.session(settings) as session:
-        session.weights.restore(runs.last_state(folder_of_run).tensors)
+    with runs.opened(settings) as run:
+        run.weights.restore(runs.last_state(folder_of_run).tensors)
         batch = Batch(["a red star"], [("x", 0)], {**call})
-        shape = session.policy.state_shape(batch)
+        shape = run.policy.state_shape(batch)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(3))
         with torch.no_grad():
-            mine = session.policy.decode(batch, session.policy.advance(batch, noise, 0))
+            mine = run.policy.decode(batch, run.policy.advance(batch, noise, 0))
     torch.testing.assert_close(drawn.float(), mine, rtol=1e-4, atol=1e-4)
     start = DiffusionPipeline.from_pretrained(model)
     untrained = start("a red star", generator=torch.Generator().manual_seed(3), output_type="pt", **call).images
@@ -286,16 +286,9 @@ def test_the_result_samples_in_one_step_in_plain_diffusers(folder: Path, model: 
 def test_a_dump_is_computed_again(folder: Path, model: Path) -> None:
     settings = config(folder, model, iterations=1)
     write_atomic(Run(Path(settings.output)).config, to_yaml(settings))
-    losses: list[Tensor] = []
-    with runs.session(settings) as session, pytest.raises(NonFiniteError) as error:
-        backward = session.backward
-
-        def broken(loss: Tensor, *rest: Any, **counts: Any) -> None:
-            losses.append(loss.detach().clone())
-            backward(loss * torch.nan, *rest, **counts)
-
-        session.backward = broken  # type: ignore[method-assign, assignment]
-        diff_instruct.train(session, settings.trainer)  # type: ignore[arg-type]
+    with runs.opened(settings) as run, pytest.raises(NonFiniteError) as error:
+        losses = runs.spoil(run, lambda number: True)
+        diff_instruct.train(run, settings.trainer)  # type: ignore[arg-type]
     assert error.value.dump is not None
     assert torch.equal(replay(error.value.dump).tensors["loss"], losses[0])
 

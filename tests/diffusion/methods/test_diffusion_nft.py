@@ -17,7 +17,7 @@ from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.train import levels
 from genrl.diffusion.methods.noising import own_noise
 from genrl.diffusion.policy.policy import Batch
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.runtime.run import read_metrics
 from tests.diffusion import runs
@@ -64,17 +64,17 @@ def copied(tensors: dict[str, Any]) -> dict[str, Tensor]:
 def run(config: Config) -> Watched:
     """Train in this process, and report samples, backward passes, gradients and metrics."""
     seen, pieces = Watched(), []
-    with runs.session(config) as session:
-        weights = session.weights
-        collect, backward, step, finish = session.collect, session.backward, session.step, session.finish
+    with runs.opened(config) as run:
+        weights = run.weights
+        collect, backward, step, finish = run.collect, run.backward, run.step, run.finish
 
         def watched_collect(draw: Any, **shape: Any) -> Rollouts:
             seen.rollouts.append(collect(draw, **shape))
             return seen.rollouts[-1]
 
-        def watched_backward(loss: Tensor, batch: Batch, tensors: Any, **counts: int) -> None:
-            pieces.append(Piece(batch, tensors["noisy"].clone(), tensors["sigma"].clone()))
-            backward(loss, batch, tensors, **counts)
+        def watched_backward(settings: Any, results: Any, recorded: Any, **counts: float) -> None:
+            pieces.append(Piece(recorded.batch, recorded["noisy"].clone(), recorded["sigma"].clone()))
+            backward(settings, results, recorded, **counts)
 
         def watched_step() -> float:
             gradient = {key: p.grad.clone() for key, p in weights.named.items() if p.grad is not None}
@@ -87,9 +87,9 @@ def run(config: Config) -> Watched:
             seen.old.append(copied(weights.snapshots["old"]))
             finish(metrics)
 
-        session.collect, session.backward = watched_collect, watched_backward  # type: ignore[method-assign]
-        session.step, session.finish = watched_step, watched_finish  # type: ignore[method-assign]
-        diffusion_nft.train(session, config.trainer)  # type: ignore[arg-type]
+        run.collect, run.backward = watched_collect, watched_backward  # type: ignore[method-assign]
+        run.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
+        diffusion_nft.train(run, config.trainer)  # type: ignore[arg-type]
         seen.weights = copied(weights.named)
     return seen
 
@@ -114,7 +114,7 @@ def by_hand(config: Config, rollouts: Rollouts, update: Update, *, kl_weight: fl
     """Gradient of one update by autograd, from a model loaded afresh and the paper's formulas; 0 where unused."""
     pipe = DiffusionPipeline.from_pretrained(config.model.path)
     pipe.transformer.eval().requires_grad_(False)
-    named = Weights({"transformer": pipe.transformer}, config.model.lora).named
+    named = trainable({"transformer": pipe.transformer}, config.model.lora).named
 
     @torch.no_grad()
     def fill(values: dict[str, Tensor]) -> None:
@@ -238,10 +238,10 @@ def test_samples_come_from_the_old_policy(folder: Path, model: Path, monkeypatch
     monkeypatch.setattr(diffusion_nft, "nft_old_policy_decay", lambda step, kind: 1.0)
     config = runs.config(folder, model, trainer=NFT, iterations=2, **QUIET)
     seen = run(config)
-    with runs.session(replace_output(config, folder / "fresh")) as session, torch.no_grad():
+    with runs.opened(replace_output(config, folder / "fresh")) as opened, torch.no_grad():
         for rollouts in seen.rollouts:
             for one in rollouts.mine.values():
-                assert torch.equal(session.policy.roll_out(one.batch).final, one.final)
+                assert torch.equal(opened.policy.roll_out(one.batch).final, one.final)
     assert any(not torch.equal(seen.weights[key], seen.old[-1][key]) for key in seen.weights)
 
 

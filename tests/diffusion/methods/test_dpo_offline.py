@@ -64,16 +64,16 @@ def config(folder: Path, source: Path, model: Path = TINY, **changes: Any) -> Co
 
 
 def test_pairs_are_encoded_as_they_are_given(folder: Path) -> None:
-    with runs.session(config(folder, preference_set(folder))) as session, torch.no_grad():
-        reader = open_set(session.config.prompts.train, session.prompts)
-        size = picture_size(session)
-        found = given_pairs(session, reader, size)
+    with runs.opened(config(folder, preference_set(folder))) as run, torch.no_grad():
+        reader = open_set(run.config.prompts.train, run.prompts)
+        size = picture_size(run)
+        found = given_pairs(run, reader, size)
         assert size == (64, 64) and found.total.tolist() == [1, 0, 1, 0] and found.group.tolist() == [0, 0, 1, 1]
         assert sorted(slot for one in found.mine.values() for slot in one.slots) == [0, 1, 2, 3]
         for one in found.mine.values():
-            decoded = session.policy.decode(one.batch, one.final)
+            decoded = run.policy.decode(one.batch, one.final)
             for slot, prompt, picture in zip(one.slots, one.batch.prompts, decoded, strict=True):
-                (row,) = [row for row in session.prompts if row.text == prompt]
+                (row,) = [row for row in run.prompts if row.text == prompt]
                 given = [as_tensor(image, 64, 64) for image in reader(row)]
                 wanted, other = given[slot % 2], given[1 - slot % 2]
                 assert float((picture - wanted).abs().mean()) < min(0.05, float((wanted - other).abs().mean()))
@@ -95,15 +95,15 @@ def test_an_editing_model_learns_from_pairs_with_their_sources(
     prompts = {"train": str(source), "eval": None}
     found = config(folder, source, kontext, prompts=prompts, sampling=sizes | sampling, iterations=1)
     seen: list[tuple[str, Any]] = []
-    with runs.session(found) as session:
-        backward = session.backward
+    with runs.opened(found) as run:
+        backward = run.backward
 
-        def watched(loss: Any, batch: Any, *rest: Any, **counts: Any) -> None:
-            seen.extend(zip(batch.prompts, batch.inputs["image"], strict=True))
-            backward(loss, batch, *rest, **counts)
+        def watched(settings: Any, results: Any, recorded: Any, **counts: Any) -> None:
+            seen.extend(zip(recorded.batch.prompts, recorded.batch.inputs["image"], strict=True))
+            backward(settings, results, recorded, **counts)
 
-        session.backward = watched  # type: ignore[method-assign]
-        dpo_offline.train(session, found.trainer)  # type: ignore[arg-type]
+        run.backward = watched  # type: ignore[method-assign]
+        dpo_offline.train(run, found.trainer)  # type: ignore[arg-type]
     texts = [row["prompt"] for row in rows]
     assert len(seen) == 4  # winner and loser of two pairs
     assert all(picture.getpixel((0, 0)) == (40 * texts.index(text), 80, 120) for text, picture in seen)

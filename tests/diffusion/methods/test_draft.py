@@ -17,11 +17,11 @@ from genrl.config.estimate import plan
 from genrl.diffusion.methods import direct
 from genrl.diffusion.methods.draft import train as draft
 from genrl.diffusion.policy.policy import Batch, Policy
-from genrl.diffusion.policy.weights import Weights
-from genrl.diffusion.replay import replay
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.train import train
 from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.replay import replay
 from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -88,12 +88,12 @@ def config(folder: Path, model: Path, trainer: dict[str, Any], **changes: Any) -
 def run(config: Config) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[list[MicroBatch]], list[Any]]:
     """Train in this process: weights before and gradient of every update, samples, metrics."""
     weights, gradients, samples, rows = [], [], [], []
-    with runs.session(config) as session:
-        step, finish, collect = session.step, session.finish, session.collect
+    with runs.opened(config) as run:
+        step, finish, collect = run.step, run.finish, run.collect
 
         def watched_step() -> float:
-            weights.append(copied(session.weights.named))
-            gradients.append({key: p.grad.clone() for key, p in session.weights.named.items() if p.grad is not None})
+            weights.append(copied(run.weights.named))
+            gradients.append({key: p.grad.clone() for key, p in run.weights.named.items() if p.grad is not None})
             return step()
 
         def watched_collect(drawn: Any) -> Any:
@@ -105,8 +105,8 @@ def run(config: Config) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]
             rows.append(dict(metrics))
             finish(metrics)
 
-        session.step, session.finish, session.collect = watched_step, watched_finish, watched_collect  # type: ignore
-        draft.train(session, config.trainer)  # type: ignore[arg-type]
+        run.step, run.finish, run.collect = watched_step, watched_finish, watched_collect  # type: ignore
+        draft.train(run, config.trainer)  # type: ignore[arg-type]
     return weights, gradients, samples, rows
 
 
@@ -127,7 +127,7 @@ class Plain:
         self.pipe: Any = DiffusionPipeline.from_pretrained(config.model.path)
         for part in (self.pipe.transformer, self.pipe.vae):
             part.eval().requires_grad_(False)
-        self.named = Weights({"transformer": self.pipe.transformer}, config.model.lora).named
+        self.named = trainable({"transformer": self.pipe.transformer}, config.model.lora).named
 
     @torch.no_grad()
     def fill(self, values: dict[str, Tensor]) -> None:
@@ -253,16 +253,16 @@ def test_the_gradient_in_the_weights_is_that_of_differences(folder: Path, model:
 def test_pictures_are_decoded_one_at_a_time_and_steps_recomputed(folder: Path, model: Path) -> None:
     settings = config(folder, model, {"steps": 3}, sampling=SIX, iterations=1)
     sizes: list[int] = []
-    with runs.session(settings) as session:
-        decode = session.policy.decode
+    with runs.opened(settings) as run:
+        decode = run.policy.decode
 
         def watched(batch: Batch, final: Tensor, *, grad: bool = False) -> Tensor:
             if grad:
                 sizes.append(len(final))
             return decode(batch, final, grad=grad)
 
-        session.policy.decode = watched  # type: ignore[method-assign]
-        draft.train(session, settings.trainer)  # type: ignore[arg-type]
+        run.policy.decode = watched  # type: ignore[method-assign]
+        draft.train(run, settings.trainer)  # type: ignore[arg-type]
     assert sizes == [1] * 6
     assert runs.rows(Path(settings.output))[-1]["model_calls/train"] == 6 * 3 * 2
 
@@ -270,7 +270,7 @@ def test_pictures_are_decoded_one_at_a_time_and_steps_recomputed(folder: Path, m
 def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_steps() -> None:
     """Checkpointed: the states between the steps, and no activation."""
     policy = Policy(FAMILIES["sd3"]().pipe)
-    Weights(policy.denoisers, None)
+    trainable(policy.denoisers, None)
     arguments = {"num_inference_steps": 4, "guidance_scale": 1.0, "height": 16, "width": 16, "max_sequence_length": 4}
     batch = Batch(["a red star"], [("a", 0)], arguments)
     kept: dict[int, int] = {}
@@ -317,16 +317,9 @@ def test_two_and_two_iterations_are_four(folder: Path, model: Path, trainer: dic
 def test_a_dump_is_computed_again(folder: Path, model: Path) -> None:
     settings = config(folder, model, {"steps": 2}, sampling=SIX, iterations=1)
     write_atomic(Run(Path(settings.output)).config, to_yaml(settings))
-    losses: list[Tensor] = []
-    with runs.session(settings) as session, pytest.raises(NonFiniteError) as error:
-        backward = session.backward
-
-        def broken(loss: Tensor, *rest: Any, **counts: Any) -> None:
-            losses.append(loss.detach().clone())
-            backward(loss * torch.nan, *rest, **counts)
-
-        session.backward = broken  # type: ignore[method-assign, assignment]
-        draft.train(session, settings.trainer)  # type: ignore[arg-type]
+    with runs.opened(settings) as run, pytest.raises(NonFiniteError) as error:
+        losses = runs.spoil(run, lambda number: True)
+        draft.train(run, settings.trainer)  # type: ignore[arg-type]
     assert error.value.dump is not None
     again = replay(error.value.dump)
     assert torch.equal(again.tensors["loss"], losses[0])
@@ -348,18 +341,18 @@ def test_rewards_get_their_columns_and_weights(folder: Path, model: Path) -> Non
     prompts = settings.prompts.model_copy(update={"train": str(folder / "train.jsonl"), "eval": None})
     settings = settings.model_copy(update={"prompts": prompts})
     found: list[direct.Pulled] = []
-    with runs.session(settings) as session, pytest.MonkeyPatch.context() as patch:
+    with runs.opened(settings) as run, pytest.MonkeyPatch.context() as patch:
         plain = direct.reward_gradient
         patch.setattr(draft, "reward_gradient", lambda *given: found.append(plain(*given)) or found[-1])
-        collect = session.collect
+        collect = run.collect
         samples: list[Any] = []
-        session.collect = lambda drawn: samples.append(collect(drawn)) or samples[-1]  # type: ignore[method-assign]
-        draft.train(session, settings.trainer)  # type: ignore[arg-type]
+        run.collect = lambda drawn: samples.append(collect(drawn)) or samples[-1]  # type: ignore[method-assign]
+        draft.train(run, settings.trainer)  # type: ignore[arg-type]
         (rollouts,) = samples
         targets = {text: 0.1 * k for k, text in enumerate(runs.PROMPTS)}
         for one, pulled in zip(rollouts.mine.values(), found, strict=True):
             leaf = one.final.clone().requires_grad_()
-            images = session.policy.decode(one.batch, leaf, grad=True)
+            images = run.policy.decode(one.batch, leaf, grad=True)
             aims = torch.tensor([targets[text] for text in one.batch.prompts])
             total = 0.5 * warmth(images) + 2.0 * (images.mean(dim=(1, 2, 3)) - aims) ** 2
             (gradient,) = torch.autograd.grad(-total.sum(), leaf)

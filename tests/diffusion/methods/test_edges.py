@@ -46,7 +46,7 @@ def below(tree: Tree, step: int, slot: int) -> range | None:
     """Slots of the leaves below the edge of this step and slot; None where there is none."""
     for node in tree.level(step + 1):
         if int(tree.first_leaf[node]) == slot:
-            return tree.leaves_below(node)
+            return range(slot, slot + int(tree.num_leaves[node]))
     return None
 
 

@@ -13,12 +13,14 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from genrl.config import Config
+from genrl.diffusion import run as diffusion_run
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.forest import Piece
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.runtime.run import read_metrics
+from genrl.runtime.weights import Weights
 from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
@@ -38,7 +40,7 @@ class Update:
 
 @dataclass
 class Watched:
-    """What a session did."""
+    """What a run did."""
 
     rollouts: list[Rollouts]
     updates: list[Update]
@@ -50,35 +52,35 @@ def values(weights: Weights) -> dict[str, Tensor]:
     return {key: p.detach().clone() for key, p in weights.named.items()}
 
 
-def watch(session: Session) -> Watched:
-    """Record the session's rollouts, its gradients and its metric rows."""
+def watch(run: DiffusionRun) -> Watched:
+    """Record the run's rollouts, its gradients and its metric rows."""
     seen = Watched([], [], [], {})
-    collect, step, finish = session.collect, session.step, session.finish
+    collect, step, finish = run.collect, run.step, run.finish
 
     def watched_collect(draw: Any, **shape: Any) -> Rollouts:
         seen.rollouts.append(collect(draw, **shape))
         return seen.rollouts[-1]
 
     def watched_step() -> float:
-        gradient = {key: p.grad.clone() for key, p in session.weights.named.items() if p.grad is not None}
-        seen.updates.append(Update(values(session.weights), gradient))
+        gradient = {key: p.grad.clone() for key, p in run.weights.named.items() if p.grad is not None}
+        seen.updates.append(Update(values(run.weights), gradient))
         return step()
 
     def watched_finish(metrics: Any) -> None:
         seen.rows.append(dict(metrics))
         finish(metrics)
 
-    session.collect, session.step, session.finish = watched_collect, watched_step, watched_finish  # type: ignore
+    run.collect, run.step, run.finish = watched_collect, watched_step, watched_finish  # type: ignore
     return seen
 
 
-def run(config: Config, prepare: Any = lambda session: None) -> Watched:
+def run(config: Config, prepare: Any = lambda run: None) -> Watched:
     """Train in this process and report."""
-    with runs.session(config) as session:
-        seen = watch(session)
-        prepare(session)
-        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
-        seen.weights = values(session.weights)
+    with runs.opened(config) as run:
+        seen = watch(run)
+        prepare(run)
+        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
+        seen.weights = values(run.weights)
     return seen
 
 
@@ -116,7 +118,7 @@ def by_hand(config: Config, rollouts: Rollouts, update: Update, slots: list[int]
     torch.manual_seed(0)
     pipe = DiffusionPipeline.from_pretrained(config.model.path)
     pipe.transformer.eval().requires_grad_(False)
-    named = Weights({"transformer": pipe.transformer}, config.model.lora).named
+    named = trainable({"transformer": pipe.transformer}, config.model.lora).named
     with torch.no_grad():
         for key, p in named.items():
             p.copy_(update.weights[key])
@@ -305,9 +307,9 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(folder: Path, model:
     sampling = {**EIGHT, "batch_size": 8, "guidance_scale": 1.0}
     config = runs.config(folder, model, trainer=GRPO, sampling=sampling, iterations=1, **QUIET)
 
-    def in_pieces(session: Session) -> None:
-        collect = session.collect
-        session.collect = lambda draw, **shape: recut(collect(draw, **shape), size)  # type: ignore[method-assign]
+    def in_pieces(opened: DiffusionRun) -> None:
+        collect = opened.collect
+        opened.collect = lambda draw, **shape: recut(collect(draw, **shape), size)  # type: ignore[method-assign]
 
     whole, pieces = run(config).updates[0].gradient, run(config, in_pieces).updates[0].gradient
     assert relative(pieces, whole) < 1e-6
@@ -319,15 +321,15 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(folder: Path, model:
 def drifting(size: float) -> Any:
     """Make the denoiser's output depend on how often it was called, in the first iteration."""
 
-    def prepare(session: Session) -> None:
+    def prepare(run: DiffusionRun) -> None:
         calls = 0
 
         def drift(module: Any, arguments: Any, output: tuple[Tensor]) -> tuple[Tensor]:
             nonlocal calls
             calls += 1
-            return (output[0] + size * calls * (session.iteration == 0),)
+            return (output[0] + size * calls * (run.iteration == 0),)
 
-        session.policy.denoiser.register_forward_hook(drift)
+        run.policy.denoiser.register_forward_hook(drift)
 
     return prepare
 
@@ -358,15 +360,15 @@ def test_gate_is_silent_where_replay_is_exact(folder: Path, model: Path, capsys:
 
 
 def test_gate_does_not_take_nan_for_exact(folder: Path, model: Path) -> None:
-    def breaks(session: Session) -> None:
-        inner, collect = session.policy.denoiser, session.collect
+    def breaks(opened: DiffusionRun) -> None:
+        inner, collect = opened.policy.denoiser, opened.collect
 
         def collect_then_break(draw: Any, **shape: Any) -> Rollouts:
             found = collect(draw, **shape)
             inner.register_forward_hook(lambda module, arguments, output: (output[0] * math.nan,))
             return found
 
-        session.collect = collect_then_break  # type: ignore[method-assign]
+        opened.collect = collect_then_break  # type: ignore[method-assign]
 
     config = runs.config(folder, model, trainer=GRPO, iterations=1, **QUIET)
     with pytest.raises(RuntimeError, match="off 1 by nan"):
@@ -418,10 +420,10 @@ def test_updates_and_inner_epochs_are_counted(folder: Path, model: Path) -> None
     trainer = {**GRPO, "updates_per_iteration": 2, "inner_epochs": 3}
     gentle = {"lr": 1e-4}  # none so large that all its samples are clipped in the next: that one would be skipped
     config = runs.config(folder, model, trainer=trainer, optimizer=gentle, iterations=2, **QUIET)
-    with runs.session(config) as session:
-        seen = watch(session)
-        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
-        assert session.optimizer_steps == len(seen.updates) == 2 * 2 * 3 == config.optimizer_steps
+    with runs.opened(config) as run:
+        seen = watch(run)
+        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
+        assert run.loop.optimizer_steps == len(seen.updates) == 2 * 2 * 3 == config.optimizer_steps
     rows = read_metrics(Path(config.output) / "metrics.jsonl")
     assert [row["updates"] for row in rows] == [6.0, 6.0]
     # 4 samples x 3 steps in sampling; 2 of the steps are trained, 3 times
@@ -450,22 +452,22 @@ def test_momentum_alone_moves_nothing(folder: Path, model: Path) -> None:
     """After updates, an iteration without spread: neither momentum nor weight decay nor the average moves on."""
     common = {"trainer": GRPO, "ema": {"decay": 0.5}, "iterations": 2, **QUIET}
     config = runs.config(folder, model, optimizer={"lr": 1e-2, "weight_decay": 0.1}, **common)
-    with runs.session(config) as session:
-        seen = watch(session)
-        collect, after_first = session.collect, []
+    with runs.opened(config) as run:
+        seen = watch(run)
+        collect, after_first = run.collect, []
 
         def flattened(draw: Any, **shape: Any) -> Rollouts:
             rollouts = collect(draw, **shape)
-            if session.iteration == 1:
-                after_first.append((values(session.weights), dict(session.weights.snapshots["average"])))
+            if run.iteration == 1:
+                after_first.append((values(run.weights), dict(run.weights.snapshots["average"])))
                 rollouts.total.fill_(0.5)
             return rollouts
 
-        session.collect = flattened  # type: ignore[method-assign]
-        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+        run.collect = flattened  # type: ignore[method-assign]
+        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
         ((weights, average),) = after_first
-        assert all(torch.equal(weights[key], tensor) for key, tensor in values(session.weights).items())
-        assert all(torch.equal(average[key], t) for key, t in session.weights.snapshots["average"].items())
+        assert all(torch.equal(weights[key], tensor) for key, tensor in values(run.weights).items())
+        assert all(torch.equal(average[key], t) for key, t in run.weights.snapshots["average"].items())
     rows = read_metrics(Path(config.output) / "metrics.jsonl")
     assert [row["updates"] for row in rows] == [1.0, 0.0] and rows[1]["grad_norm"] == 0.0
     assert any(not torch.equal(seen.updates[0].weights[key], tensor) for key, tensor in weights.items())
@@ -480,12 +482,10 @@ def test_float16_gradients_do_not_vanish(
     trainer = {**GRPO, "log_prob_reduction": reduction}
     config = runs.config(folder, model, trainer=trainer, sampling=large, iterations=1, **QUIET)
     config = config.model_copy(update={"model": config.model.model_copy(update={"autocast": "float16"})})
-    chosen = Session.loss_scale
+    chosen = diffusion_run.loss_scale
 
     def gradient(factor: float) -> Tensor:
-        monkeypatch.setattr(
-            Session, "loss_scale", property(lambda self: factor * chosen.__get__(self) if factor else 1.0)
-        )
+        monkeypatch.setattr(diffusion_run, "loss_scale", lambda *of: factor * chosen(*of) if factor else 1.0)
         output = str(folder / f"{factor}")
         update = run(config.model_copy(update={"output": output})).updates[0].gradient
         (row,) = runs.rows(Path(output))
@@ -520,18 +520,18 @@ def test_iterations_without_any_score_change_nothing(folder: Path, model: Path) 
 def test_training_without_guidance_judges_by_the_unguided_policy(folder: Path, model: Path) -> None:
     trainer = {**GRPO, "guidance_in_training": False, "inner_epochs": 2}
     config = runs.config(folder, model, trainer=trainer, sampling={"guidance_scale": 4.5}, iterations=1, **QUIET)
-    with runs.session(config) as session:
-        seen = watch(session)
+    with runs.opened(config) as run:
+        seen = watch(run)
         ratios: list[float] = []
-        backward = session.backward
+        backward = run.backward
 
-        def watched(loss: Tensor, batch: Any, tensors: Any, **counts: int) -> None:
-            assert batch.sampling["guidance_scale"] == 1.0
-            ratios.append(float((tensors["log_prob"] - tensors["old_log_prob"]).exp().sub(1).abs().max()))
-            backward(loss, batch, tensors, **counts)
+        def watched(settings: Any, results: Any, recorded: Any, **counts: float) -> None:
+            assert recorded.batch.sampling["guidance_scale"] == 1.0
+            ratios.append(float((results["log_prob"] - recorded["old_log_prob"]).exp().sub(1).abs().max()))
+            backward(settings, results, recorded, **counts)
 
-        session.backward = watched  # type: ignore[method-assign]
-        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+        run.backward = watched  # type: ignore[method-assign]
+        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
     first, second = ratios[: len(ratios) // 2], ratios[len(ratios) // 2 :]
     assert max(first) == 0.0 and min(second) > 0.0
     recorded = next(iter(seen.rollouts[0].mine.values()))

@@ -25,12 +25,12 @@ from genrl.diffusion.methods.dpo import train as dpo
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.policy.policy import Batch, Policy
-from genrl.diffusion.policy.weights import Weights
-from genrl.diffusion.replay import replay
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
 from genrl.mdp.kernels import flow_sde
 from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.replay import replay
 from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -87,19 +87,19 @@ class Watched:
 def run(config: Config, *, sharded: bool = False) -> Watched:
     """Train in this process, and report samples, backward passes, gradients and metrics. sharded: as if it were."""
     seen, pieces = Watched(), []
-    with runs.session(config) as session:
-        weights = session.weights
+    with runs.opened(config) as run:
+        weights = run.weights
         weights.is_sharded = sharded
-        collect, backward, step, finish = session.collect, session.backward, session.step, session.finish
+        collect, backward, step, finish = run.collect, run.backward, run.step, run.finish
 
         def watched_collect(draw: Any, **shape: Any) -> Rollouts:
             seen.rollouts.append(collect(draw, **shape))
             return seen.rollouts[-1]
 
-        def watched_backward(loss: Tensor, batch: Any, tensors: Any, **counts: int) -> None:
-            pieces.append((list(batch.prompts), copied(tensors)))
-            seen.guidance.add(batch.sampling["guidance_scale"])
-            backward(loss, batch, tensors, **counts)
+        def watched_backward(settings: Any, results: Any, recorded: Any, **counts: float) -> None:
+            pieces.append((list(recorded.batch.prompts), copied(recorded.tensors)))
+            seen.guidance.add(recorded.batch.sampling["guidance_scale"])
+            backward(settings, results, recorded, **counts)
 
         def watched_step() -> float:
             gradient = {key: p.grad.clone() for key, p in weights.named.items() if p.grad is not None}
@@ -112,9 +112,9 @@ def run(config: Config, *, sharded: bool = False) -> Watched:
             seen.rows.append(dict(metrics))
             finish(metrics)
 
-        session.collect, session.backward = watched_collect, watched_backward  # type: ignore[method-assign]
-        session.step, session.finish = watched_step, watched_finish  # type: ignore[method-assign]
-        MODULES[config.trainer.algorithm].train(session, config.trainer)
+        run.collect, run.backward = watched_collect, watched_backward  # type: ignore[method-assign]
+        run.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
+        MODULES[config.trainer.algorithm].train(run, config.trainer)
     return seen
 
 
@@ -127,7 +127,7 @@ class Bare:
     def __init__(self, config: Config) -> None:
         self.pipe: Any = DiffusionPipeline.from_pretrained(config.model.path)
         self.pipe.transformer.eval().requires_grad_(False)
-        self.named = Weights({"transformer": self.pipe.transformer}, config.model.lora).named
+        self.named = trainable({"transformer": self.pipe.transformer}, config.model.lora).named
 
     def __call__(self, values: Given | None, prompts: list[str], x: Tensor, sigma: Tensor) -> Tensor:
         """values: weights; None = the model without adapters, without gradient."""
@@ -304,16 +304,9 @@ def test_two_and_two_iterations_are_four(folder: Path, model: Path, name: str) -
 def test_a_dump_is_computed_again(folder: Path, model: Path, name: str) -> None:
     config = runs.config(folder, model, trainer=TRAINERS[name], sampling=EIGHT, iterations=1, **QUIET)
     write_atomic(Run(Path(config.output)).config, to_yaml(config))
-    losses: list[Tensor] = []
-    with runs.session(config) as session, pytest.raises(NonFiniteError) as error:
-        backward = session.backward
-
-        def broken(loss: Tensor, *rest: Any, **counts: int) -> None:
-            losses.append(loss.detach().clone())
-            backward(loss * torch.nan if len(losses) == 4 else loss, *rest, **counts)
-
-        session.backward = broken  # type: ignore[method-assign, assignment]
-        MODULES[name].train(session, config.trainer)
+    with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
+        losses = runs.spoil(run, lambda number: number == 4)
+        MODULES[name].train(run, config.trainer)
     assert error.value.dump is not None
     again = replay(error.value.dump)
     assert torch.equal(again.tensors["loss"], losses[3])

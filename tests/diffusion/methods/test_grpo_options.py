@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from genrl.diffusion.methods.estimation import advantages_of
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
-from genrl.diffusion.replay import replay
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.aggregation import log_tame_advantages
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
 from genrl.objectives.advantages.prompt_statistics import prompt_advantages
 from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.replay import replay
 from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -68,8 +67,8 @@ def test_guard_measures_from_the_policy_that_sampled(
         losses.append((out.loss.detach(), expected.detach()))
         return out
 
-    def prepare(session: Session) -> None:
-        collect = session.collect
+    def prepare(opened: DiffusionRun) -> None:
+        collect = opened.collect
 
         def then_replay(draw: Any, **shape: Any) -> Any:
             found = collect(draw, **shape)
@@ -77,10 +76,10 @@ def test_guard_measures_from_the_policy_that_sampled(
                 for piece in (piece for one in found.mine.values() for piece in one.pieces):
                     for i, x in piece.trajectory.next_states.items():
                         sigma = float(piece.trajectory.sigmas[i])
-                        before[float(x.double().sum()), sigma] = session.policy.replay(piece.trajectory, i).mean
+                        before[float(x.double().sum()), sigma] = opened.policy.replay(piece.trajectory, i).mean
             return found
 
-        session.collect = then_replay  # type: ignore[method-assign]
+        opened.collect = then_replay  # type: ignore[method-assign]
 
     monkeypatch.setattr(flow_grpo, "policy_loss", watched)
     trainer = {**GUARD, "updates_per_iteration": updates, "inner_epochs": 2}
@@ -166,18 +165,18 @@ def test_the_history_is_resumed(folder: Path, sd: Path) -> None:
 def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
     """x_prediction is sigma^2 times velocity, k2 half the squared difference of log-probabilities."""
     config = runs.config(folder, model, iterations=1, **QUIET)
-    with runs.session(config) as session, torch.no_grad():
-        for p in session.weights.parameters:
+    with runs.opened(config) as run, torch.no_grad():
+        for p in run.weights.parameters:
             p.add_(0.05)
         plan = sampling_plan(config, config.trainer, 0)  # type: ignore[arg-type]
         assert isinstance(config.trainer, FlowGRPO)
-        kernel = choose_kernel(session, config.trainer, plan)
-        batch = session.probe
-        trajectory = session.policy.roll_out(batch, kernel, range(2))
+        kernel = choose_kernel(run, config.trainer, plan)
+        batch = run.probe
+        trajectory = run.policy.roll_out(batch, kernel, range(2))
         for i in trajectory.log_probs:
-            new = session.policy.replay(trajectory, i)
-            with session.weights.reference():
-                reference = session.policy.replay(trajectory, i)
+            new = run.policy.replay(trajectory, i)
+            with run.weights.reference():
+                reference = run.policy.replay(trajectory, i)
             by_name = {k: flow_grpo.reference_kl(k, new, reference) for k in ("velocity", "x_prediction", "k2")}
             sigma = float(trajectory.sigmas[i])
             assert float(by_name["velocity"]) > 0
@@ -236,16 +235,10 @@ def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Pa
 def test_a_dump_computes_what_the_run_computed(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
     config = runs.config(folder, model, trainer=trainer, **QUIET)
     write_atomic(Run(Path(config.output)).config, to_yaml(config))
-    losses: list[Tensor] = []
-    with runs.session(config) as session, pytest.raises(NonFiniteError) as error:
-        backward, last = session.backward, 8 if trainer.get("inner_epochs") else 4
-
-        def broken(loss: Tensor, *rest: Any, **counts: float) -> None:
-            losses.append(loss.detach().clone())
-            backward(loss * math.nan if len(losses) == last else loss, *rest, **counts)
-
-        session.backward = broken  # type: ignore[method-assign, assignment]
-        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+    with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
+        last = 8 if trainer.get("inner_epochs") else 4
+        losses = runs.spoil(run, lambda number: number == last)
+        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
     assert error.value.dump is not None
     assert torch.equal(replay(error.value.dump).tensors["loss"], losses[-1]) and losses[-1].abs().max() > 0
 

@@ -60,15 +60,15 @@ def test_one_step_is_trained_on_the_tamed_sum(folder: Path, model: Path) -> None
         others = [sum(1 - abs(float(a - b)) for b in mine) / 2 - 0.5 for a in mine]  # without the pair with itself
         assert close[3 * group : 3 * group + 3].tolist() == pytest.approx(others, abs=1e-6)
     advantages = log_tame_advantages([bright, close], [1.0, 0.5], rollouts.group, variant="paper", scale="global")
-    with runs.session(config(folder, model, output=str(folder / "again"), **changes)) as session:
-        for key, parameter in session.weights.named.items():
+    with runs.opened(config(folder, model, output=str(folder / "again"), **changes)) as opened:
+        for key, parameter in opened.weights.named.items():
             parameter.data.copy_(seen.updates[0].weights[key])
         for one in rollouts.mine.values():
             (piece,) = one.pieces
             assert list(piece.trajectory.log_probs) == [1]
-            log_prob = session.policy.replay(piece.trajectory, 1).log_prob
+            log_prob = opened.policy.replay(piece.trajectory, 1).log_prob
             (-(advantages[one.slots].clamp(-5, 5).float() * log_prob).sum() / 6).backward()
-        expected = {key: p.grad for key, p in session.weights.named.items() if p.grad is not None}
+        expected = {key: p.grad for key, p in opened.weights.named.items() if p.grad is not None}
     assert relative(seen.updates[0].gradient, expected) < 1e-5
     assert max(float(g.abs().max()) for g in expected.values()) > 0
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from genrl.config import Config, ConfigError, check_files, load
 from genrl.config import dump as to_yaml
 from genrl.diffusion.methods.prdp import train as prdp
-from genrl.diffusion.policy.weights import Weights
-from genrl.diffusion.replay import replay
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
 from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.replay import replay
 from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -42,11 +42,11 @@ def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(config: Config, prepare: Any = lambda session: None) -> Watched:
-    with runs.session(config) as session:
-        seen = watch(session)
-        prepare(session)
-        prdp.train(session, config.trainer)  # type: ignore[arg-type]
+def run(config: Config, prepare: Any = lambda run: None) -> Watched:
+    with runs.opened(config) as run:
+        seen = watch(run)
+        prepare(run)
+        prdp.train(run, config.trainer)  # type: ignore[arg-type]
     return seen
 
 
@@ -54,7 +54,7 @@ def by_hand(config: Config, rollouts: Rollouts, weights: dict[str, Tensor]) -> t
     """Gradient and loss by autograd through all samples and steps at once, from a model loaded afresh."""
     pipe = DiffusionPipeline.from_pretrained(config.model.path)
     pipe.transformer.eval().requires_grad_(False)
-    named = Weights({"transformer": pipe.transformer}, config.model.lora).named
+    named = trainable({"transformer": pipe.transformer}, config.model.lora).named
     with torch.no_grad():
         for key, p in named.items():
             p.copy_(weights[key])
@@ -146,15 +146,15 @@ def test_it_learns_to_predict_its_rewards(folder: Path, sd: Path) -> None:
 
 
 def test_samples_without_a_score_are_in_no_pair(folder: Path, sd: Path) -> None:
-    def silence(session: Any) -> None:
-        collect = session.collect
+    def silence(opened: Any) -> None:
+        collect = opened.collect
 
         def collected(draw: Any, **shape: Any) -> Rollouts:
             found = collect(draw, **shape)
             found.total[[0, 3, 4]] = math.nan
             return found
 
-        session.collect = collected
+        opened.collect = collected
 
     seen = run(runs.config(folder, sd, trainer=DDIM, sampling={**DIFFUSION, **TRIPLES}, iterations=1, **QUIET), silence)
     assert seen.rows[0]["prdp/pairs"] == 1 and seen.rows[0]["grad_norm"] > 0
@@ -198,16 +198,9 @@ def test_two_and_two_iterations_are_four(
 def test_a_dump_computes_what_the_run_computed(folder: Path, sd: Path) -> None:
     config = runs.config(folder, sd, trainer=DDIM, sampling={**DIFFUSION, **TRIPLES}, **QUIET)
     write_atomic(Run(Path(config.output)).config, to_yaml(config))
-    losses: list[Tensor] = []
-    with runs.session(config) as session, pytest.raises(NonFiniteError) as error:
-        backward = session.backward
-
-        def broken(loss: Tensor, *rest: Any, **counts: float) -> None:
-            losses.append(loss.detach().clone())
-            backward(loss * math.nan if len(losses) == 9 else loss, *rest, **counts)
-
-        session.backward = broken  # type: ignore[method-assign, assignment]
-        prdp.train(session, config.trainer)  # type: ignore[arg-type]
+    with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
+        losses = runs.spoil(run, lambda number: number == 9)
+        prdp.train(run, config.trainer)  # type: ignore[arg-type]
     assert error.value.dump is not None
     again = replay(error.value.dump)
     assert torch.equal(losses[-1], again.tensors["loss"]) and losses[-1].abs().max() > 0

@@ -19,8 +19,8 @@ from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.prompt_rl.settings import Rewriter as Rewritten
 from genrl.diffusion.methods.prompt_rl.train import compared, judged, learn_to_write
 from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
-from genrl.diffusion.session import Session
 from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
 from genrl.runtime.run import Run, read_metrics
@@ -44,15 +44,15 @@ def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, m
     drawn: dict[int, str] = {}
     learn = prompt_rl.flow_grpo.learn
 
-    def watched(session: Session, settings: PromptRL, rollouts: Rollouts, plan: object) -> dict[str, float]:
+    def watched(run: DiffusionRun, settings: PromptRL, rollouts: Rollouts, plan: object) -> dict[str, float]:
         for one in rollouts.mine.values():
             drawn.update(zip(one.slots, one.batch.prompts, strict=True))
         assert rollouts.prompts == [runs.PROMPTS[k] for k in order for _ in range(4)]
-        generation, total = session.rollouts.total, rollouts.total  # type: ignore[union-attr]
+        generation, total = run.rollouts.total, rollouts.total  # type: ignore[union-attr]
         extra = (total - generation).view(2, 4)
         assert torch.allclose(extra[:, 3], extra[:, :3].mean(1))
         assert set(extra[:, :3].flatten().round(decimals=9).tolist()) <= {0.0, 0.5}
-        return learn(session, settings, rollouts, plan)  # type: ignore[arg-type]
+        return learn(run, settings, rollouts, plan)  # type: ignore[arg-type]
 
     monkeypatch.setattr(prompt_rl.flow_grpo, "learn", watched)
     half = trainer(rewriter={"format_weight": 0.5})
@@ -74,14 +74,14 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
         p: rewriter.write(text, 3, ("key", p), anything) for p, text in enumerate(["a jade disc", "two plum boxes"])
     }
     wanted: dict[str, Tensor] = {}
-    with runs.session(config) as session:
+    with runs.opened(config) as run:
 
         def taken(optimizer: torch.optim.Optimizer) -> float:
             wanted.update({name: p.grad for name, p in rewriter.model.named_parameters() if p.grad is not None})
             return 0.0
 
-        session.step_other = taken  # type: ignore[method-assign]
-        metrics = learn_to_write(session, config.trainer, rewriter, mine, advantages, check=True)  # type: ignore[arg-type]
+        run.loop.step_other = taken  # type: ignore[method-assign]
+        metrics = learn_to_write(run, config.trainer, rewriter, mine, advantages, check=True)  # type: ignore[arg-type]
     assert metrics["rewriter/ratio/max_abs_dev"] < 1e-4
     rewriter.optimizer.zero_grad()
     loss = torch.zeros(())
@@ -135,8 +135,8 @@ def written_by(path: str, out: str) -> None:
     from genrl.config import load
 
     config = load(Path(path))
-    with runs.session(config) as session:
-        collect, found = session.collect, []
+    with runs.opened(config) as run:
+        collect, found = run.collect, []
 
         def watched(draw: Any, **shape: Any) -> Rollouts:
             rollouts = collect(draw, **shape)
@@ -144,11 +144,11 @@ def written_by(path: str, out: str) -> None:
             found.append({"texts": texts, "total": rollouts.total.tolist()})
             return rollouts
 
-        session.collect = watched  # type: ignore[method-assign]
-        prompt_rl.train(session, config.trainer)  # type: ignore[arg-type]
-        adapter = session.kept["rewriter"].state_dict()["adapter"]
+        run.collect = watched  # type: ignore[method-assign]
+        prompt_rl.train(run, config.trainer)  # type: ignore[arg-type]
+        adapter = run.loop.kept["rewriter"].state_dict()["adapter"]
         sums = {key: float(t.double().sum()) for key, t in adapter.items()}
-        rank = session.accelerator.process_index
+        rank = run.accelerator.process_index
         Path(f"{out}-{rank}.json").write_text(json.dumps({"drawn": found, "adapter": sums}))
 
 
@@ -182,11 +182,11 @@ def test_a_prompt_can_name_its_reward(folder: Path, model: Path) -> None:
     }
     config = runs.config(folder, model, **changes)
     train(config)
-    with runs.session(config) as session:
+    with runs.opened(config) as run:
         values = {"brightness": torch.arange(8.0).double(), "redness": -torch.arange(8.0).double()}
         group = torch.arange(8) // 4
         rollouts = Rollouts({}, 0, [], group, None, values["redness"], parts=values)  # type: ignore[arg-type]
-        assert judged(config.trainer, rollouts, session.prompts[:2]).tolist() == [0, 1, 2, 3, -4, -5, -6, -7]  # type: ignore[arg-type]
+        assert judged(config.trainer, rollouts, run.prompts[:2]).tolist() == [0, 1, 2, 3, -4, -5, -6, -7]  # type: ignore[arg-type]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"prompt": "a", "judge": "rednes"}])))
     with pytest.raises(
         ValueError, match=r"train.jsonl:5 has judge 'rednes', which is no reward; did you mean 'redness'"
@@ -221,8 +221,8 @@ def test_what_is_compared() -> None:
 
 
 def test_texts_are_measured_by_the_longest_encoder(folder: Path, model: Path) -> None:
-    with runs.session(runs.config(folder, model)) as session:
-        pipe = session.policy.pipe
+    with runs.opened(runs.config(folder, model)) as run:
+        pipe = run.policy.pipe
         short = TextRoom(pipe, {"max_sequence_length": 4})
         clip = max(pipe.tokenizer.model_max_length, pipe.tokenizer_2.model_max_length)
         assert short.limit == clip and short.name == "tokenizer"

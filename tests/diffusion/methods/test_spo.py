@@ -14,17 +14,16 @@ from torch import Tensor
 
 from genrl.config import Config, ConfigError, check_files, load
 from genrl.config import dump as to_yaml
-from genrl.config.candidates import candidate_plan
 from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.methods.spo.train import Found, Pairs, chosen_rows, compare, crawl, pair_of
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
-from genrl.diffusion.policy.weights import Weights
-from genrl.diffusion.replay import replay
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import train
 from genrl.mdp.gaussian import sample
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.plan import SamplingPlan
 from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.replay import replay
 from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -171,17 +170,17 @@ class Iteration:
 def watched(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[Iteration]:
     seen: list[Iteration] = []
     learn = spo.learn
-    with runs.session(config) as session:
-        step, finish = session.step, session.finish
+    with runs.opened(config) as run:
+        step, finish = run.step, run.finish
 
-        def watched_learn(session: Any, settings: Any, rollouts: Any, found: Found, pairs: Pairs, *rest: Any) -> Any:
+        def watched_learn(run: Any, settings: Any, rollouts: Any, found: Found, pairs: Pairs, *rest: Any) -> Any:
             slots = [micro_batch.slots for micro_batch in rollouts.mine.values()]
-            weights = {key: p.detach().clone() for key, p in session.weights.named.items()}
+            weights = {key: p.detach().clone() for key, p in run.weights.named.items()}
             seen.append(Iteration(dict(found), pairs, slots, rollouts.prompts, weights))
-            return learn(session, settings, rollouts, found, pairs, *rest)
+            return learn(run, settings, rollouts, found, pairs, *rest)
 
         def watched_step() -> float:
-            seen[-1].gradient = {k: p.grad.clone() for k, p in session.weights.named.items() if p.grad is not None}
+            seen[-1].gradient = {k: p.grad.clone() for k, p in run.weights.named.items() if p.grad is not None}
             return step()
 
         def watched_finish(metrics: Any) -> None:
@@ -189,8 +188,8 @@ def watched(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[Iteration]:
             finish(metrics)
 
         monkeypatch.setattr(spo, "learn", watched_learn)
-        session.step, session.finish = watched_step, watched_finish  # type: ignore[method-assign]
-        spo.train(session, config.trainer)  # type: ignore[arg-type]
+        run.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
+        spo.train(run, config.trainer)  # type: ignore[arg-type]
     return seen
 
 
@@ -198,7 +197,7 @@ def by_hand(config: Config, iteration: Iteration) -> tuple[dict[str, Tensor], fl
     """Gradient and loss of an iteration by autograd, from a model loaded afresh and the paper's formulas."""
     pipe = DiffusionPipeline.from_pretrained(config.model.path)
     pipe.unet.eval().requires_grad_(False)
-    named = Weights({"unet": pipe.unet}, config.model.lora).named
+    named = trainable({"unet": pipe.unet}, config.model.lora).named
     with torch.no_grad():
         for key, p in named.items():
             p.copy_(iteration.weights[key])
@@ -251,21 +250,21 @@ def test_gradient_and_loss_by_hand(folder: Path, sd: Path, monkeypatch: pytest.M
 def test_scores_are_the_rewards_of_predicted_pictures(folder: Path, sd: Path) -> None:
     """Brightness of every decoded prediction, at its chain, step and place, in whatever calls it was decoded."""
     config = runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **QUIET)
-    with runs.session(config) as session:
-        plan = candidate_plan(config.sampling, config.trainer, last=True)  # type: ignore[arg-type]
+    with runs.opened(config) as run:
+        plan = config.trainer.plan(config.sampling, last=True)  # type: ignore[attr-defined]
         kernel, found = Kernel("ddim", 1.0), Found()
         draw = lambda batch, slots: spo.draw(  # noqa: E731
-            session.policy, batch, slots, plan=plan, kernel=kernel, batch_size=3, found=found
+            run.policy, batch, slots, plan=plan, kernel=kernel, batch_size=3, found=found
         )
-        rollouts = next(session.collect(draw) for _ in session.iterations())
-        scores = spo.judge(session, rollouts, found, plan)
+        rollouts = next(run.collect(draw) for _ in run.iterations())
+        scores = spo.judge(run, rollouts, found, plan)
         assert scores.shape == (4, 3, WAYS) and not scores.isnan().any() and len(scores.unique()) > 20
         for micro_batch in rollouts.mine.values():
             for column, i in enumerate(plan.splits):
                 for row, slot in enumerate(micro_batch.slots):
                     clean = found[micro_batch.slots[0]][i].clean[row]
                     with torch.no_grad():
-                        images = session.policy.decode(micro_batch.batch.take([row] * WAYS), clean)
+                        images = run.policy.decode(micro_batch.batch.take([row] * WAYS), clean)
                     torch.testing.assert_close(scores[slot, column].float(), images.mean(dim=(1, 2, 3)))
 
 
@@ -306,16 +305,9 @@ def test_two_and_two_iterations_are_four(
 def test_a_dump_computes_what_the_run_computed(folder: Path, sd: Path) -> None:
     config = runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **QUIET)
     write_atomic(Run(Path(config.output)).config, to_yaml(config))
-    losses: list[Tensor] = []
-    with runs.session(config) as session, pytest.raises(NonFiniteError) as error:
-        backward = session.backward
-
-        def broken(loss: Tensor, *rest: Any, **counts: float) -> None:
-            losses.append(loss.detach().clone())
-            backward(loss * math.nan if session.iteration == 1 else loss, *rest, **counts)
-
-        session.backward = broken  # type: ignore[method-assign, assignment]
-        spo.train(session, config.trainer)  # type: ignore[arg-type]
+    with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
+        losses = runs.spoil(run, lambda number: run.iteration == 1)
+        spo.train(run, config.trainer)  # type: ignore[arg-type]
     assert error.value.dump is not None
     again = replay(error.value.dump)
     count = len(again.tensors["loss"])

@@ -17,7 +17,7 @@ from genrl.diffusion.methods.talk2move import train as talk2move
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.train import train
-from genrl.mdp.early_exit import exit_step, model_calls
+from genrl.mdp.early_exit import exit_step
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.runtime.run import Run
 from tests.diffusion import runs
@@ -37,9 +37,9 @@ def config(folder: Path, kontext: Path, sampling: Mapping[str, Any] = MappingPro
 
 
 def run(config: Config) -> Watched:
-    with runs.session(config) as session:
-        seen = watch(session)
-        talk2move.train(session, config.trainer)  # type: ignore[arg-type]
+    with runs.opened(config) as run:
+        seen = watch(run)
+        talk2move.train(run, config.trainer)  # type: ignore[arg-type]
     return seen
 
 
@@ -60,7 +60,7 @@ def test_a_picture_costs_the_drawn_steps_and_the_shortcut(folder: Path, kontext:
     predicted = plan(chosen)
     for row in runs.rows(train(chosen)):
         assert (row["model_calls/sample"], row["model_calls/train"]) == (predicted.sample_calls, predicted.train_calls)
-        assert row["model_calls/sample"] == 4 * model_calls(STEPS, exit_at, min(2, STEPS - exit_at))
+        assert row["model_calls/sample"] == 4 * (exit_at + min(2, STEPS - exit_at))
         assert row["model_calls/train"] == 4 * exit_at and row["window/size"] == exit_at
         assert row["ratio/max_abs_dev"] == 0.0 and row["grad_norm"] > 0 and "exit/variance" not in row
 
@@ -68,7 +68,7 @@ def test_a_picture_costs_the_drawn_steps_and_the_shortcut(folder: Path, kontext:
 def test_the_end_is_the_ode_on_even_levels_down_to_no_noise(folder: Path, kontext: Path) -> None:
     """The shortcut by hand; and the recorded steps are those before the exit, no others."""
     seen = run(config(folder, kontext, trainer={**MOVE, "exit_step": 2, "shortcut": 3}, iterations=1, **QUIET))
-    with runs.session(config(folder, kontext, trainer=MOVE, iterations=1, output=str(folder / "b"), **QUIET)) as fresh:
+    with runs.opened(config(folder, kontext, trainer=MOVE, iterations=1, output=str(folder / "b"), **QUIET)) as fresh:
         for one in seen.rollouts[0].mine.values():
             (piece,) = one.pieces
             assert sorted(piece.trajectory.log_probs) == [0, 1] and piece.trajectory.stop == 2
@@ -84,19 +84,19 @@ def test_the_end_is_the_ode_on_even_levels_down_to_no_noise(folder: Path, kontex
 def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(folder: Path, kontext: Path) -> None:
     """Chains that are rolled out anew for every exit step give the very rewards of the one that is left at each."""
     settings = {**MOVE, "step_evaluation": {"prompts": 2, "samples": 3}}
-    with runs.session(config(folder, kontext, trainer=settings, **QUIET)) as session:
-        trainer, policy = session.config.trainer, session.policy
-        kernel = choose_kernel(session, trainer, sampling_plan(session.config, trainer, 0))  # type: ignore[arg-type]
-        found = talk2move.evaluate_steps(session, trainer, kernel, 0)  # type: ignore[arg-type]
+    with runs.opened(config(folder, kontext, trainer=settings, **QUIET)) as run:
+        trainer, policy = run.config.trainer, run.policy
+        kernel = choose_kernel(run, trainer, sampling_plan(run.config, trainer, 0))  # type: ignore[arg-type]
+        found = talk2move.evaluate_steps(run, trainer, kernel, 0)  # type: ignore[arg-type]
         assert found.shape == (2, STEPS, 3) and bool(found[:, 0].isnan().all()) and not bool(found[:, 1:].isnan().any())
-        rows = [session.prompts[r] for r in talk2move.prompt_indices(3, 2, seed=0, iteration=0)]
+        rows = [run.prompts[r] for r in talk2move.prompt_indices(3, 2, seed=0, iteration=0)]
         for p, row in enumerate(rows):
             for k in range(1, STEPS):
                 for slots in ([0, 1], [2]) if p == 0 else ([0], [1, 2]):  # micro-batches of 2 over 6 samples
                     batch = Batch(
                         [row.text] * len(slots),
                         [(0, 0, "exit", 3 * p + s) for s in slots],
-                        call_arguments(session.config.sampling),
+                        call_arguments(run.config.sampling),
                         [(0, 0, "exit", "group", p)] * len(slots),
                         batch_inputs({"image": "source_image"}, [row] * len(slots)),
                     )
@@ -105,8 +105,8 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(folder: P
                         final = talk2move.take_shortcut(policy, batch, chain.final, chain.sigmas, k, 2)
                         bright = policy.decode(batch, final).mean(dim=(1, 2, 3)).double()
                     assert torch.allclose(found[p, k, slots], bright, atol=1e-5), (p, k)
-        chosen = talk2move.choose_exit(session, trainer, kernel, 0)  # type: ignore[arg-type]
-        assert chosen == exit_step(found) == session.memory["exit"]["step"] and 1 <= chosen < STEPS
+        chosen = talk2move.choose_exit(run, trainer, kernel, 0)  # type: ignore[arg-type]
+        assert chosen == exit_step(found) == run.loop.memory["exit"]["step"] and 1 <= chosen < STEPS
 
 
 def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: Path) -> None:
@@ -117,7 +117,7 @@ def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: P
     assert plan(chosen).sample_calls == 4 * 5 + 2 * 6 * (4 + 7) / 4  # at most: no exit is later than the last step
     for n, row in enumerate(found):
         size = int(row["window/size"])
-        own = 4 * model_calls(STEPS, size, min(2, STEPS - size))
+        own = 4 * (size + min(2, STEPS - size))
         assert row["model_calls/sample"] == own + (6 * (4 + 7) if n % 2 == 0 else 0)
         assert row["exit/variance"] > 0
     assert found[0]["exit/variance"] == found[1]["exit/variance"] != found[2]["exit/variance"]
@@ -129,14 +129,14 @@ def test_gradient_by_hand(folder: Path, kontext: Path) -> None:
     seen = run(config(folder, kontext, **changes))
     rollouts = seen.rollouts[0]
     advantages = group_advantages(rollouts.total, rollouts.group, scale="global")
-    with runs.session(config(folder, kontext, output=str(folder / "again"), **changes)) as session:
-        for key, parameter in session.weights.named.items():
+    with runs.opened(config(folder, kontext, output=str(folder / "again"), **changes)) as opened:
+        for key, parameter in opened.weights.named.items():
             parameter.data.copy_(seen.updates[0].weights[key])
         for one in rollouts.mine.values():
             for i in (0, 1):
-                log_prob = session.policy.replay(one.pieces[0].trajectory, i).log_prob
+                log_prob = opened.policy.replay(one.pieces[0].trajectory, i).log_prob
                 (-(advantages[one.slots].float() * log_prob).sum() / (4 * 2)).backward()
-        expected = {key: p.grad for key, p in session.weights.named.items() if p.grad is not None}
+        expected = {key: p.grad for key, p in opened.weights.named.items() if p.grad is not None}
     assert relative(seen.updates[0].gradient, expected) < 1e-5
     assert max(float(g.abs().max()) for g in expected.values()) > 0
 

@@ -15,7 +15,7 @@ from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps
 from genrl.diffusion.methods.pull import Pull
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.run import Run
 from tests.diffusion import runs
@@ -34,11 +34,11 @@ def config(folder: Path, model: Path, trainer: dict[str, Any], **changes: Any) -
     )
 
 
-def run(config: Config, prepare: Callable[[Session], None] = lambda session: None) -> list[dict[str, Any]]:
+def run(config: Config, prepare: Callable[[DiffusionRun], None] = lambda run: None) -> list[dict[str, Any]]:
     """Train in this process; the metric rows."""
-    with runs.session(config) as session:
-        prepare(session)
-        flow_grpo.train(session, config.trainer)  # type: ignore[arg-type]
+    with runs.opened(config) as run:
+        prepare(run)
+        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
     return runs.rows(Path(config.output))
 
 
@@ -132,23 +132,23 @@ def test_groups_without_scores_do_not_stop_a_run_that_prunes(folder: Path, model
     assert row["reward/silent_failed"] > 0 and row["grad_norm"] > 0
 
 
-def pulls(folder: Path, model: Path, target: str) -> tuple[Pull, Rollouts, Session]:
+def pulls(folder: Path, model: Path, target: str) -> tuple[Pull, Rollouts, DiffusionRun]:
     """The pull of the first iteration, before its update."""
     trainer = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"ways": 8}, "layer_tuning": {"target": target}}
     found: list[Any] = []
 
-    def prepare(session: Session) -> None:
-        collect = session.collect
+    def prepare(run: DiffusionRun) -> None:
+        collect = run.collect
 
         def watched(draw: Any, **shape: Any) -> Rollouts:
             found.append(collect(draw, **shape))
             return found[0]
 
-        session.collect = watched  # type: ignore[method-assign]
+        run.collect = watched  # type: ignore[method-assign]
 
     settings = config(folder, model, trainer, optimizer={"lr": 1e-12})
-    with runs.session(settings) as session:
-        prepare(session)
+    with runs.opened(settings) as run:
+        prepare(run)
         made = flow_grpo.pull_to_best
 
         def kept(*arguments: Any) -> Any:
@@ -157,18 +157,18 @@ def pulls(folder: Path, model: Path, target: str) -> tuple[Pull, Rollouts, Sessi
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flow_grpo, "pull_to_best", kept)
-            flow_grpo.train(session, settings.trainer)  # type: ignore[arg-type]
-    return found[1], found[0], session
+            flow_grpo.train(run, settings.trainer)  # type: ignore[arg-type]
+    return found[1], found[0], run
 
 
 def test_samples_are_pulled_to_the_velocity_on_the_best_path(folder: Path, model: Path) -> None:
-    pull, rollouts, session = pulls(folder, model, "best_path")
+    pull, rollouts, run = pulls(folder, model, "best_path")
     best = rollouts.total.view(2, 8).argmax(1)
     seen = 0
     for piece in rollouts.mine[0].pieces:
         for i, slots in piece.slots.items():
             with torch.no_grad():
-                outputs = session.policy.replay(piece.trajectory, i).model_output
+                outputs = run.policy.replay(piece.trajectory, i).model_output
             targets = pull.target(piece, i)
             for row, slot in enumerate(slots):
                 if slot % 8 == best[slot // 8]:

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from genrl.config import Config
-from genrl.diffusion.methods.old_policy import off_policy
+from genrl.diffusion.methods.on_policy import off_policy
 from genrl.diffusion.policy import compiling
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import train
 from genrl.kernels.backend import TooManyGraphs, compile_problem
+from genrl.runtime.recorded import Recorded
 from genrl.runtime.run import read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -167,11 +168,11 @@ def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
 ) -> None:
     seen: list[int] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append(1))
-    with runs.session(runs.config(folder, model, kernels={"compile": compiled})) as session:
-        session.start_training(2)
+    with runs.opened(runs.config(folder, model, kernels={"compile": compiled})) as run:
+        run.start_training(2)
         for _ in range(2):
-            loss = torch.stack([p.sum() for p in session.weights.parameters]).sum()[None]
-            session.backward(loss, session.probe, {}, divisor=1)
+            loss = torch.stack([p.sum() for p in run.weights.parameters]).sum()[None]
+            run.backward(run.settings, {"loss": loss}, Recorded(run.probe, {}), divisor=1)
     assert len(seen) == marks
 
 
@@ -186,7 +187,7 @@ def test_what_cannot_be_compiled_is_said_before_work_starts(
 
 def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> None:
     policy = Policy(FAMILIES["sd3"]().pipe)
-    weights = Weights(policy.denoisers, None)
+    weights = trainable(policy.denoisers, None)
     weights.snapshot("old")
     torch._foreach_mul_([p.data for p in weights.parameters], 1.1)
     weights.by_copy = True

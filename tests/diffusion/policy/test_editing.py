@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from genrl.config import Config
-from genrl.diffusion.replay import replay
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.replay import replay
 from tests.diffusion import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,16 +41,16 @@ def editing(folder: Path, kontext: Path, **changes: Any) -> Config:
 
 def test_an_editing_model_trains_on_its_pictures(folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[str, bytes]] = []
-    collect = Session.collect
+    collect = DiffusionRun.collect
 
-    def watched(self: Session, draw: Any, **shape: Any) -> Any:
+    def watched(self: DiffusionRun, draw: Any, **shape: Any) -> Any:
         found = collect(self, draw, **shape)
         for one in found.mine.values():
             pictures = [picture.tobytes() for picture in one.batch.inputs["image"]]
             given.extend(zip(one.batch.prompts, pictures, strict=True))
         return found
 
-    monkeypatch.setattr(Session, "collect", watched)
+    monkeypatch.setattr(DiffusionRun, "collect", watched)
     run = train(editing(folder, kontext, iterations=2))
     rows = runs.rows(run)
     assert [row["ratio/max_abs_dev"] for row in rows[1:]] == [0.0, 0.0] and rows[1]["grad_norm"] > 0
@@ -62,10 +62,10 @@ def test_an_editing_model_trains_on_its_pictures(folder: Path, kontext: Path, mo
 
 def test_a_picture_changes_the_sample(folder: Path, kontext: Path) -> None:
     config = editing(folder, kontext, iterations=1, evaluation={"every": 0})
-    with runs.session(config) as session:
-        one = session.probe
+    with runs.opened(config) as run:
+        one = run.probe
         other = type(one)(one.prompts, one.keys, one.sampling, inputs={"image": [Image.new("RGB", (16, 16), "white")]})
-        first, second = (session.policy.generate(batch) for batch in (one, other))
+        first, second = (run.policy.generate(batch) for batch in (one, other))
     assert not torch.allclose(first, second)
 
 
@@ -84,8 +84,8 @@ def test_columns_and_files_that_are_not_there_are_named(folder: Path, kontext: P
 
 
 def test_a_dump_holds_the_pictures(folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = Session.backward
-    monkeypatch.setattr(Session, "backward", lambda self, loss, *a, **k: backward(self, loss * torch.nan, *a, **k))
+    begin = DiffusionRun.begin
+    monkeypatch.setattr(DiffusionRun, "begin", lambda self, found: (begin(self, found), runs.spoil(self, bool)))
     config = editing(folder, kontext, iterations=1, evaluation={"every": 0})
     with pytest.raises(NonFiniteError) as stopped:
         train(config)

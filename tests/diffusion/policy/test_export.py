@@ -24,11 +24,12 @@ from torch import Tensor
 from genrl.config import LoRA, Model, dump
 from genrl.diffusion.policy.export import ExportError, check_lora_loader, export, save_lora, write_card
 from genrl.diffusion.policy.policy import Batch, Policy
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run, write_atomic
+from genrl.runtime.weights import Weights
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 
@@ -49,7 +50,7 @@ QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
 def moved(lora: LoRA | None = LoRA(rank=4, alpha=16.0), dtype: torch.dtype = torch.float32) -> tuple[Policy, Weights]:
     """A policy whose trained weights are far from their start."""
     policy = Policy(FAMILIES["sd3"]().pipe.to(dtype))
-    weights = Weights(policy.denoisers, lora)
+    weights = trainable(policy.denoisers, lora)
     source = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in weights.parameters:
@@ -289,7 +290,7 @@ def test_both_experts_are_merged(folder: Path) -> None:
     family.pipe.save_pretrained(folder / "base")
     config = runs.config(folder, folder / "base", lora={"rank": 2, "alpha": 4})
     policy = Policy(family.pipe)
-    weights = Weights(policy.denoisers, config.model.lora)
+    weights = trainable(policy.denoisers, config.model.lora)
     with torch.no_grad():
         for k, p in enumerate(weights.parameters):
             p.normal_(std=0.3, generator=torch.Generator().manual_seed(k))

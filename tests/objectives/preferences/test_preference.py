@@ -16,6 +16,7 @@ from genrl.mdp import noise
 from genrl.objectives.advantages.groups import best_and_worst
 from genrl.objectives.forward import forward_process
 from genrl.objectives.preferences import preference
+from tests.reference.tokens import masked_token_log_prob
 
 NAN = float("nan")
 
@@ -24,18 +25,29 @@ def load(data: np.lib.npyio.NpzFile) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.array(data[name])) for name in data.files}
 
 
-def test_golden_pairwise_losses(golden) -> None:
-    arrays = load(golden("pairwise_dpo_losses"))
-    compared = set()
+class Pairwise:
+    """Arrays of golden pairwise_dpo_losses whose names begin with one of the prefixes, and those that were compared."""
 
-    def check(name: str, value: Tensor, tolerance: float = 1e-9) -> None:
-        compared.add(name)
+    def __init__(self, data: np.lib.npyio.NpzFile, *prefixes: str) -> None:
+        self.arrays = {name: value for name, value in load(data).items() if name.startswith(prefixes)}
+        self.compared = set[str]()
+
+    def check(self, name: str, value: Tensor, tolerance: float = 1e-9) -> None:
+        self.compared.add(name)
+        want = self.arrays[name]
         if value.is_floating_point():
-            assert torch.allclose(value, arrays[name].double(), rtol=tolerance, atol=1e-10), name
+            assert torch.allclose(value, want.double(), rtol=tolerance, atol=1e-10), name
         else:
-            assert torch.equal(value, arrays[name]), name
+            assert torch.equal(value, want), name
 
-    # Diffusion-DPO: the first half of the batch is chosen, the second rejected.
+    def only_inputs_are_left(self, pattern: str) -> None:
+        assert all(re.fullmatch(pattern, name) for name in self.arrays.keys() - self.compared)
+
+
+def test_golden_diffusion_dpo(golden) -> None:
+    """The first half of the batch is chosen, the second rejected."""
+    golden_pairs = Pairwise(golden("pairwise_dpo_losses"), "diffdpo_")
+    arrays = golden_pairs.arrays
     prediction = arrays["diffdpo_model_pred"].clone().requires_grad_()
     target = arrays["diffdpo_target"]
     errors = forward_process.matching_error(prediction, target).chunk(2)
@@ -46,58 +58,68 @@ def test_golden_pairwise_losses(golden) -> None:
             out = preference.diffusion_dpo_loss(
                 *errors, *reference, beta=float(found[2]), half=found[1] == "half", kind=kind
             )
-            check(name, out.loss.mean())
+            golden_pairs.check(name, out.loss.mean())
             if found[1] == "half":
                 stem = name.removesuffix("loss")
-                check(f"{stem}grad", torch.autograd.grad(out.loss.mean(), prediction, retain_graph=True)[0], 1e-7)
-                check(f"{stem}acc", out.correct.double().mean(), 1e-6)  # a float32 in the peer
+                golden_pairs.check(
+                    f"{stem}grad", torch.autograd.grad(out.loss.mean(), prediction, retain_graph=True)[0], 1e-7
+                )
+                golden_pairs.check(f"{stem}acc", out.correct.double().mean(), 1e-6)  # a float32 in the peer
+    golden_pairs.only_inputs_are_left(r"diffdpo_(target|model_pred|ref_pred)")
 
-    # D3PO, and SPO's loss on the same log-probabilities with side 0 the winner.
+
+def test_golden_d3po_and_spo(golden) -> None:
+    """SPO's loss is of the same log-probabilities, with side 0 the winner."""
+    golden_pairs = Pairwise(golden("pairwise_dpo_losses"), "d3po_", "spo_")
+    arrays = golden_pairs.arrays
     a, b = (arrays[f"d3po_logp{k}"].clone().requires_grad_() for k in (0, 1))
     sides = a, arrays["d3po_ref0"], b, arrays["d3po_ref1"]
     beta, clip = arrays["d3po_beta_eps"].tolist()
     loss = preference.step_preference_loss(*sides, arrays["d3po_pref"], beta=beta, clip=clip).loss.mean()
-    check("d3po_loss", loss)
+    golden_pairs.check("d3po_loss", loss)
     for name, gradient in zip(("d3po_grad0", "d3po_grad1"), torch.autograd.grad(loss, (a, b)), strict=True):
-        check(name, gradient)
-    loss = preference.step_preference_loss(*sides, torch.ones(len(a)), beta=10.0, clip=0.1).loss.mean()
-    check("spo_loss_beta10_eps01", loss)
+        golden_pairs.check(name, gradient)
+    (name,) = [name for name in arrays if name.startswith("spo_loss_")]
+    beta, clip = re.fullmatch(r"spo_loss_beta(\d+)_eps0(\d+)", name).groups()
+    loss = preference.step_preference_loss(*sides, torch.ones(len(a)), beta=float(beta), clip=float(f"0.{clip}")).loss
+    loss = loss.mean()
+    golden_pairs.check(name, loss)
     for name, gradient in zip(("spo_grad_win", "spo_grad_lose"), torch.autograd.grad(loss, (a, b)), strict=True):
-        check(name, gradient)
-    rewards = arrays["d3po_rewards7"]
+        golden_pairs.check(name, gradient)
+    (ranked,) = [name for name in arrays if name.startswith("d3po_rewards")]
+    rewards = arrays[ranked]
     group = torch.zeros(len(rewards)).long()
-    check("d3po_pairs", preference.preference_pairs(rewards, group, ties=True))
-    check("d3po_pairs_used", preference.preference_pairs(rewards, group))
+    golden_pairs.check("d3po_pairs", preference.preference_pairs(rewards, group, ties=True))
+    golden_pairs.check("d3po_pairs_used", preference.preference_pairs(rewards, group))
     for name in arrays:
         if found := re.fullmatch(r"(spo_k\d+_)scores", name):
             threshold = float(arrays[f"{found[1]}threshold"])
             win, lose, valid = preference.step_winners(arrays[name], threshold=threshold)
-            check(f"{found[1]}valid", valid)
-            check(f"{found[1]}win_lose", torch.stack([win, lose]))
+            golden_pairs.check(f"{found[1]}valid", valid)
+            golden_pairs.check(f"{found[1]}win_lose", torch.stack([win, lose]))
+    inputs = r"d3po_(logp\d|ref\d|pref|beta_eps|rewards\d+)|spo_k\d+_(scores|threshold)"
+    golden_pairs.only_inputs_are_left(inputs)
 
-    # DPO on masked image tokens; p/r = policy/reference, c/r = chosen/rejected.
+
+def test_golden_dpo_on_masked_image_tokens(golden) -> None:
+    """p/r = policy/reference, c/r = chosen/rejected."""
+    golden_pairs = Pairwise(golden("pairwise_dpo_losses"), "ar_dpo_")
+    arrays = golden_pairs.arrays
     first = int(arrays["ar_dpo_text_len"]) + 1
     totals = {}
     for side in ("pc", "pr", "rc", "rr"):
         labels = arrays["ar_dpo_labels_chosen" if side[1] == "c" else "ar_dpo_labels_rejected"]
         for reduction in ("sum", "mean"):
-            value = preference.masked_token_log_prob(
-                arrays[f"ar_dpo_logits_{side}"], labels, first=first, reduction=reduction
-            )
-            check(f"ar_dpo_{reduction}_logp_{side}", value)
+            value = masked_token_log_prob(arrays[f"ar_dpo_logits_{side}"], labels, first=first, reduction=reduction)
+            golden_pairs.check(f"ar_dpo_{reduction}_logp_{side}", value)
             totals[side, reduction] = value
     pairs = [totals[side, "sum"] for side in ("pc", "pr", "rc", "rr")]
-    check("ar_dpo_loss", preference.dpo_loss(*pairs, beta=float(arrays["ar_dpo_beta"])).loss.mean())
+    golden_pairs.check("ar_dpo_loss", preference.dpo_loss(*pairs, beta=float(arrays["ar_dpo_beta"])).loss.mean())
     tokens = (arrays["ar_dpo_labels_chosen"][:, first:] != -100).sum()
-    check("ar_dpo_sft_ce", -totals["pc", "sum"].sum() / tokens)  # the supervised term: mean over all tokens
-
-    inputs = {
-        *("diffdpo_target", "diffdpo_model_pred", "diffdpo_ref_pred", "d3po_logp0", "d3po_logp1", "d3po_ref0"),
-        *("d3po_ref1", "d3po_pref", "d3po_beta_eps", "d3po_rewards7", "ar_dpo_labels_chosen", "ar_dpo_beta"),
-        *("ar_dpo_labels_rejected", "ar_dpo_text_len"),
-        *(name for name in arrays if re.fullmatch(r"spo_k\d+_(scores|threshold)|ar_dpo_logits_..", name)),
-    }
-    assert compared | inputs == set(arrays)
+    golden_pairs.check(
+        "ar_dpo_sft_ce", -totals["pc", "sum"].sum() / tokens
+    )  # the supervised term: mean over all tokens
+    golden_pairs.only_inputs_are_left(r"ar_dpo_(labels_\w+|beta|text_len|logits_..)")
 
 
 def test_golden_trainers_dpo(golden) -> None:
@@ -209,15 +231,6 @@ def test_a_step_counts_where_its_softmax_preference_is_decided(seed: int, thresh
     assert torch.equal(valid, shares[0] - shares[1] > threshold)
 
 
-def test_masked_tokens_before_the_picture_and_unmasked_ones_do_not_count() -> None:
-    logits = noise.keyed_noise((2, 5, 7), "logits")
-    labels = torch.tensor([[1, 2, -100, 3, -100], [-100, 6, -100, -100, -100]])
-    got = preference.masked_token_log_prob(logits, labels, first=2)
-    want = logits[0, 3].log_softmax(0)[3]
-    assert got[0] == pytest.approx(want.item(), rel=1e-6) and got[1] == 0
-    assert preference.masked_token_log_prob(logits, labels, first=2, reduction="mean")[1] == 0
-
-
 def test_near_the_reference_a_step_is_judged_as_dpo_judges_a_sequence() -> None:
     """Within the clip range log clip(rho) is the log-ratio."""
     a, b = 0.01 * noise.keyed_noise((5,), "a").double(), 0.01 * noise.keyed_noise((5,), "b").double()
@@ -238,5 +251,3 @@ def test_wrong_settings_are_refused() -> None:
         preference.dpo_loss(value, value, value, value, beta=-1.0)
     with pytest.raises(ValueError, match="one length"):
         preference.preference_pairs(value, torch.zeros(3).long())
-    with pytest.raises(ValueError, match="'sum' or 'mean'"):
-        preference.masked_token_log_prob(torch.zeros(1, 1, 2), torch.zeros(1, 1).long(), reduction="max")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrl.objectives.advantages.gae import chunk_rewards
-from genrl.objectives.surrogates import feasibility, iql
+from genrl.objectives.surrogates import iql
 
 numbers = st.lists(st.floats(-5, 5), min_size=1, max_size=20)
 
@@ -48,9 +48,6 @@ def test_targets() -> None:
     rewards, values = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 2.0], requires_grad=True)
     target = iql.q_target(rewards, values, torch.tensor([False, True, False]), torch.tensor([0.9, 0.9, 0.81]))
     assert target.tolist() == pytest.approx([0.45, 1.0, 1.62]) and not target.requires_grad
-    mask = torch.tensor([1.0, 0.0, 1.0])
-    same = feasibility.reward_target(rewards, values, mask, 0.9)
-    torch.testing.assert_close(iql.q_target(rewards, values, mask == 0, 0.9), same)
 
 
 def test_a_chain_is_solved_by_the_bellman_target() -> None:

@@ -34,7 +34,7 @@ def test_golden_losses_and_gradients(golden) -> None:
     per_step: dict[str, list[Tensor]] = {"flow_grpo": [], "paco_ppo": [], "flow_factory": []}
     for k in range(mean.shape[1]):
         delta = sigmas[k] - sigmas[k + 1]
-        std = (coefficient[k] * delta.sqrt()).expand(mean.shape[0], 1, 1, 1)
+        std = (coefficient[k] * delta.sqrt()).expand(len(mean), *[1] * (mean.dim() - 2))
         pair = mean[:, k], arrays["in_ref_mean"][:, k]
         per_step["flow_grpo"].append(policy_losses.kl_gaussian_dt(*pair, std, delta).mean())
         per_step["paco_ppo"].append(policy_losses.kl_gaussian_dt(*pair, std, delta, eps=1e-7).mean())

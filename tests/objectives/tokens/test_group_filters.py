@@ -30,9 +30,3 @@ def test_equal_rewards_that_are_not_numbers_of_the_machine_have_no_spread() -> N
 def test_a_missing_score_leaves_the_mean_to_the_others() -> None:
     means = group_filters.group_means(torch.tensor([1.0, NAN, 3.0]), torch.zeros(3).long())
     assert means.tolist() == [2.0] * 3
-
-
-def test_harder_than_of_late_is_positive() -> None:
-    delta = group_filters.difficulty(ACCURACY, GROUP, 0.4)
-    assert torch.allclose(delta[:6], torch.tensor([-0.6, -0.6, 0.4, 0.4, -0.1, -0.1]).double())
-    assert bool(delta[6:].isnan().all())

@@ -12,7 +12,7 @@ import pytest
 
 import rewards
 
-ROOT = str(Path(rewards.__file__).parents[2])
+ROOT = str(Path(rewards.__file__).parents[1])
 SHIM = "from rewards.models.torchvision_compat import ensure\nfound = ensure()\nassert ensure() == found\n"
 
 

@@ -18,10 +18,10 @@ import torch
 import rewards
 from rewards.service.isolation import Isolated, python_of
 from rewards.service.remote import Outage
-from tests.rewards import scorers
+from tests.rewards import plain_rewards
 
 IMAGES = torch.rand(3, 3, 9, 7, generator=torch.Generator().manual_seed(0))
-FILE = str(Path(__file__).with_name("scorers.py"))
+FILE = str(Path(plain_rewards.__file__))
 FAST = Outage(timeout_s=5, deadline_s=20)
 
 
@@ -57,7 +57,7 @@ def ends(pid: int, within: float = 10) -> bool:
 def test_one_process_from_start_to_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with isolated("Moody", args={"bonus": 0.25, "log": str(log)}) as reward:
-        local = score(scorers.Moody(0.25))
+        local = score(plain_rewards.Moody(0.25))
         assert score(reward) == local
         assert score(reward, "raise").failed == 3
         assert score(reward, "exit").failed == 3
@@ -76,7 +76,7 @@ def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
         score(reward)
         first = int(log.read_text().split()[0])
         os.kill(first, signal.SIGKILL)
-        assert ends(first) and score(reward) == score(scorers.Moody())
+        assert ends(first) and score(reward) == score(plain_rewards.Moody())
         second = int(log.read_text().splitlines()[-1].split()[0])
         assert second != first and is_alive(second)
     assert ends(second)
@@ -92,7 +92,7 @@ def test_no_orphan_is_left_where_the_parent_is_killed(tmp_path: Path) -> None:
         "rewards.score(reward, images=torch.zeros(1, 3, 4, 4), prompts=['fine'])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = str(Path(rewards.__file__).parents[2])
+    root = str(Path(rewards.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert ends(int(log.read_text().split()[0]))

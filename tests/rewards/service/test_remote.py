@@ -19,7 +19,7 @@ import rewards
 from rewards.service.remote import Outage, Remote
 from rewards.service.wire import Limits
 from tests import servers
-from tests.rewards import scorers
+from tests.rewards import plain_rewards
 
 IMAGES = torch.rand(6, 3, 9, 7, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "bb", "ccc", "a", "e", "f"]
@@ -43,7 +43,7 @@ def assert_no_zero(scores: rewards.Scores) -> None:
 
 @pytest.mark.parametrize("name", ["mean", "eight_bit", "like", "wins", "spread"])
 def test_scores_are_the_local_ones_bit_for_bit(name: str) -> None:
-    reward = vars(scorers)[name]
+    reward = vars(plain_rewards)[name]
     columns = {"style": PROMPTS, "reference_image": [Image.new("RGB", (3, 2 + k), (k, 9, 9)) for k in range(6)]}
     local = score(reward, columns=columns, group=GROUP)
     with servers.live(reward, limits=Limits(images=4 if name in ("mean", "eight_bit") else 100)) as url:
@@ -53,21 +53,21 @@ def test_scores_are_the_local_ones_bit_for_bit(name: str) -> None:
 
 def test_a_video_travels_too() -> None:
     videos = torch.rand(3, 4, 3, 6, 5)
-    for reward in (scorers.mean, scorers.eight_bit):
+    for reward in (plain_rewards.mean, plain_rewards.eight_bit):
         with servers.live(reward, limits=Limits(images=8)) as url:
             assert score(Remote(url), PROMPTS[:3], images=videos) == score(reward, PROMPTS[:3], images=videos)
 
 
 def test_what_is_declared_is_what_the_served_reward_takes() -> None:
-    with servers.live(scorers.like) as url:
+    with servers.live(plain_rewards.like) as url:
         needs = rewards.needs(Remote(url))
-    assert needs.columns == ("style", "reference_image") and needs.pictures == ("reference_images",)
-    with servers.live(scorers.wins) as url:
+    assert needs.columns == ("style", "reference_image") and needs.names == ("images", "reference_images", "style")
+    with servers.live(plain_rewards.wins) as url:
         assert rewards.needs(Remote(url)).kind == "groupwise"  # pairs are formed on the server
 
 
 def test_the_name_the_token_and_the_address_are_checked_at_the_start() -> None:
-    with servers.live(scorers.mean, token="right") as url:
+    with servers.live(plain_rewards.mean, token="right") as url:
         with pytest.raises(ValueError, match="reward server .* status 401: the token is missing"):
             Remote(url, "mine", outage=FAST)
         with pytest.raises(ValueError, match="serves reward 'mine', protocol 1; wanted 'ours'"):
@@ -86,7 +86,7 @@ def test_the_name_the_token_and_the_address_are_checked_at_the_start() -> None:
 
 def test_a_reward_that_raises_there_fails_here_and_is_not_asked_again(tmp_path: Any) -> None:
     log = tmp_path / "log"
-    with servers.live(scorers.Moody(log=str(log))) as url:
+    with servers.live(plain_rewards.Moody(log=str(log))) as url:
         remote = Remote(url, outage=FAST)
         for mood in ("raise", "short", "text"):
             scores = score(remote, [mood, ""])
@@ -108,15 +108,15 @@ def test_memory_that_runs_out_there_is_not_that_of_the_run() -> None:
 
 def test_a_slow_reply_is_waited_for_by_asking_again(tmp_path: Any) -> None:
     log = tmp_path / "log"
-    with servers.live(scorers.Moody(log=str(log))) as url:
+    with servers.live(plain_rewards.Moody(log=str(log))) as url:
         remote = Remote(url, outage=Outage(timeout_s=1.0, deadline_s=10.0))
-        assert score(remote, ["sleep", ""]) == score(scorers.Moody(), ["sleep", ""])
+        assert score(remote, ["sleep", ""]) == score(plain_rewards.Moody(), ["sleep", ""])
     assert len(log.read_text().splitlines()) == 1  # scored once, though asked twice
 
 
 @pytest.mark.parametrize("policy", ["stop", "pause", "drop"])
 def test_too_slow_for_the_deadline(policy: str) -> None:
-    with servers.live(scorers.Moody()) as url:
+    with servers.live(plain_rewards.Moody()) as url:
         remote = Remote(url, outage=outage(policy, timeout_s=0.3, deadline_s=0.4, pause_s=0.4))
         started = time.monotonic()
         scores = score(remote, ["sleep", ""])
@@ -199,7 +199,7 @@ def test_an_attempt_that_fails_is_made_again_with_growing_pauses() -> None:
 
 def test_after_a_drop_one_attempt_is_made_until_the_server_is_back() -> None:
     port = servers.free_port()
-    with servers.live(scorers.mean, port=port) as url:
+    with servers.live(plain_rewards.mean, port=port) as url:
         remote = Remote(url, outage=outage("drop"))
     started = time.monotonic()
     assert_no_zero(score(remote))
@@ -208,14 +208,14 @@ def test_after_a_drop_one_attempt_is_made_until_the_server_is_back() -> None:
     for _ in range(5):
         assert_no_zero(score(remote))
     assert time.monotonic() - started < 0.5
-    with servers.live(scorers.mean, port=port):
-        assert score(remote) == score(scorers.mean)
+    with servers.live(plain_rewards.mean, port=port):
+        assert score(remote) == score(plain_rewards.mean)
 
 
 def test_retries_do_not_touch_the_seeded_random_numbers() -> None:
     import random
 
-    with servers.live(scorers.mean) as url:
+    with servers.live(plain_rewards.mean) as url:
         remote = Remote(url, outage=outage("drop"))
     random.seed(0)
     torch.manual_seed(0)
@@ -241,19 +241,19 @@ def test_a_run_that_is_to_end_waits_for_no_server(policy: str, kind: str) -> Non
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back() -> None:
     port = servers.free_port()
-    name = "tests/rewards/scorers.py:mean"
+    name = "tests/rewards/plain_rewards.py:mean"
     first = servers.spawn(name, port)
     second: list[Any] = []
     try:
         remote = Remote(
             f"http://127.0.0.1:{port}", name, outage=Outage(timeout_s=5, deadline_s=1, policy="pause", pause_s=60)
         )
-        assert score(remote) == score(scorers.mean)
+        assert score(remote) == score(plain_rewards.mean)
         os.kill(first.pid, signal.SIGKILL)
         first.wait(10)
         back = threading.Timer(2.0, lambda: second.append((servers.spawn(name, port), time.monotonic())))
         back.start()
-        assert score(remote) == score(scorers.mean)  # waits, and goes on by itself
+        assert score(remote) == score(plain_rewards.mean)  # waits, and goes on by itself
         back.join()
         assert time.monotonic() - second[0][1] < 5
         second[0][0].kill()
@@ -269,7 +269,7 @@ def test_a_server_that_is_killed_and_comes_back() -> None:
 
 
 def test_bytes_that_are_not_http_do_not_stop_the_server() -> None:
-    with servers.live(scorers.mean) as url:
+    with servers.live(plain_rewards.mean) as url:
         remote = Remote(url, outage=FAST)
         open_ones = []
         for text in (
@@ -281,7 +281,7 @@ def test_bytes_that_are_not_http_do_not_stop_the_server() -> None:
             connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
             connection.sendall(text)
             open_ones.append(connection)  # left open: the next one must not wait for it
-        assert score(remote) == score(scorers.mean)
+        assert score(remote) == score(plain_rewards.mean)
         for connection in open_ones:
             connection.close()
 

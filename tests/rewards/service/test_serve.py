@@ -22,7 +22,7 @@ from safetensors.torch import save
 import rewards
 from rewards.service import http_app, serve, wire
 from rewards.service.wire import Limits
-from tests.rewards import scorers
+from tests.rewards import plain_rewards
 
 IMAGES = torch.rand(4, 3, 9, 7, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "bb", "ccc", "a"]
@@ -51,8 +51,8 @@ def png(size: tuple[int, int] = (7, 9), mode: str = "RGB", colour: Any = None) -
 
 
 def test_safetensors_requests_score_as_the_reward_itself() -> None:
-    local = rewards.score(scorers.mean, images=IMAGES, prompts=PROMPTS)
-    with served(scorers.mean) as client:
+    local = rewards.score(plain_rewards.mean, images=IMAGES, prompts=PROMPTS)
+    with served(plain_rewards.mean) as client:
         reply = post(client, tensors())
     assert reply.status_code == 200 and reply.json() == {"scores": local.values, "parts": local.parts}
 
@@ -65,8 +65,8 @@ def test_json_requests_carry_pictures_as_files() -> None:
         picture.save(stream, "PNG")
         files.append(base64.b64encode(stream.getvalue()).decode())
     eight_bit = torch.from_numpy(rewards.to_uint8(IMAGES)).movedim(-1, -3) / 255
-    local = rewards.score(scorers.mean, images=eight_bit, prompts=PROMPTS)
-    with served(scorers.mean) as client:
+    local = rewards.score(plain_rewards.mean, images=eight_bit, prompts=PROMPTS)
+    with served(plain_rewards.mean) as client:
         reply = post(client, json.dumps({"images": files, "prompts": PROMPTS}).encode(), wire.JSON)
     assert reply.json()["scores"] == local.values
 
@@ -75,8 +75,8 @@ def test_references_columns_and_groups_arrive() -> None:
     reference = torch.full((2, 3, 3), 30, dtype=torch.uint8)
     references = {f"reference_images.{k}": reference.clone() for k in range(4)}
     columns = {"reference_image": [Image.new("RGB", (3, 2), (30, 30, 30))] * 4, "style": PROMPTS}
-    local = rewards.score(scorers.like, images=IMAGES, prompts=PROMPTS, columns=columns)
-    with served(scorers.like) as client:
+    local = rewards.score(plain_rewards.like, images=IMAGES, prompts=PROMPTS, columns=columns)
+    with served(plain_rewards.like) as client:
         assert client.get("/info").json()["takes"] == ["images", "reference_images", "style"]
         fields = {"columns": {"style": PROMPTS}}
         assert post(client, tensors(**references, fields=fields)).json()["scores"] == local.values
@@ -84,8 +84,8 @@ def test_references_columns_and_groups_arrive() -> None:
         assert missing.status_code == 422 and "asks for the column 'reference_image'" in missing.json()["error"]
         named = post(client, tensors(fields={"columns": {"style": PROMPTS, "reference_image": ["/etc/passwd"] * 4}}))
         assert named.status_code == 422 and "must not name files" in named.json()["error"]
-    pairs = rewards.score(scorers.wins, images=IMAGES, prompts=PROMPTS, group=[0, 0, 1, 1])
-    with served(scorers.wins) as client:
+    pairs = rewards.score(plain_rewards.wins, images=IMAGES, prompts=PROMPTS, group=[0, 0, 1, 1])
+    with served(plain_rewards.wins) as client:
         assert post(client, tensors()).json()["scores"] == pairs.values
         alone = post(client, tensors(fields={"group": None}))
         assert alone.status_code == 422 and "send `group`" in alone.json()["error"]
@@ -98,7 +98,7 @@ def test_no_score_travels_as_null() -> None:
 
 @pytest.mark.parametrize("mood", ["raise", "exit", "short", "text"])
 def test_a_reward_that_fails_is_reported_without_traceback_or_text(mood: str, caplog: Any) -> None:
-    with served(scorers.Moody()) as client:
+    with served(plain_rewards.Moody()) as client:
         reply = post(client, tensors(fields={"prompts": [mood, "", "", ""]}))
         assert reply.status_code == 500 and list(reply.json()) == ["error"]
         assert "Traceback" not in reply.text and "secret" not in reply.text and 'File "' not in reply.text
@@ -108,7 +108,7 @@ def test_a_reward_that_fails_is_reported_without_traceback_or_text(mood: str, ca
 
 def test_the_same_request_id_is_scored_once(tmp_path: Any) -> None:
     log = tmp_path / "calls"
-    with served(scorers.Moody(log=str(log))) as client:
+    with served(plain_rewards.Moody(log=str(log))) as client:
         replies = [post(client, tensors(), **{"X-Request-Id": "one"}).json() for _ in range(3)]
         post(client, tensors(), **{"X-Request-Id": "two"})
         post(client, tensors())
@@ -116,7 +116,7 @@ def test_the_same_request_id_is_scored_once(tmp_path: Any) -> None:
 
 
 def test_a_token_is_asked_for_everywhere_but_at_health() -> None:
-    with served(scorers.mean, token="right") as client:
+    with served(plain_rewards.mean, token="right") as client:
         for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, {"Authorization": "Bearer "}):
             assert post(client, tensors(), **wrong).status_code == 401
             assert client.get("/info", headers=wrong).status_code == 401
@@ -158,7 +158,7 @@ def bomb() -> str:
 @pytest.mark.parametrize(
     ("body", "kind", "status", "words"),
     [
-        (b"x" * 200_001, wire.SAFETENSORS, 413, "200000 are taken"),
+        (b"x" * 200_001, wire.SAFETENSORS, 413, "200000 are accepted"),
         (tensors(images=torch.zeros(9, 3, 4, 4)), wire.SAFETENSORS, 422, "9 pictures; at most 8"),
         (tensors(images=torch.zeros(3, 3, 3, 4, 4)), wire.SAFETENSORS, 422, "9 pictures; at most 8"),
         (
@@ -173,7 +173,7 @@ def bomb() -> str:
     ],
 )
 def test_requests_are_bounded(body: bytes, kind: str, status: int, words: str) -> None:
-    with served(scorers.mean, limits=SMALL) as client:
+    with served(plain_rewards.mean, limits=SMALL) as client:
         reply = post(client, body, kind)
         assert reply.status_code == status
 
@@ -210,7 +210,7 @@ def test_requests_are_bounded(body: bytes, kind: str, status: int, words: str) -
     ],
 )
 def test_a_malformed_request_is_told_what_is_wrong(body: bytes, kind: str, words: str) -> None:
-    with served(scorers.mean) as client:
+    with served(plain_rewards.mean) as client:
         reply = post(client, body, kind)
         assert reply.status_code == 422 and words in reply.json()["error"]
 
@@ -265,7 +265,7 @@ def mutations(seed: int) -> Iterator[tuple[str, str, bytes, dict[str, str]]]:
 def test_ten_thousand_malformed_requests() -> None:
     requests = mutations(0)
     statuses: dict[int, int] = {}
-    with served(scorers.mean, limits=SMALL) as client:
+    with served(plain_rewards.mean, limits=SMALL) as client:
         for _ in range(10_000):
             method, path, body, headers = next(requests)
             reply = client.request(method, path, content=body, headers=headers)
@@ -274,6 +274,6 @@ def test_ten_thousand_malformed_requests() -> None:
             assert reply.status_code != 500 or "raised" in reply.text, (reply.text, method, path, headers, body[:300])
         assert (
             post(client, tensors()).json()["scores"]
-            == rewards.score(scorers.mean, images=IMAGES, prompts=PROMPTS).values
+            == rewards.score(plain_rewards.mean, images=IMAGES, prompts=PROMPTS).values
         )
     assert statuses[422] > 5_000, statuses

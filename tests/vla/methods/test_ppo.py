@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +16,55 @@ from genrl.vla.methods.scores import decisions
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import replay
-from genrl.vla.session import Session
+from genrl.vla.run import VLARun
 from tests.vla import vla_runs
 
 
-def with_steps(session: Session) -> list[dict[str, Tensor]]:
+def with_steps(run: VLARun) -> list[dict[str, Tensor]]:
     """The gradients of every optimiser step, filled while it trains."""
     found: list[dict[str, Tensor]] = []
-    step = session.loop.step
+    step = run.loop.step
 
     def watched(groups: list[str]) -> dict[str, float]:
-        found.append(vla_runs.gradients(session))
+        found.append(vla_runs.gradients(run))
         return step(groups)
 
-    session.loop.step = watched  # type: ignore[method-assign, assignment]
+    run.loop.step = watched  # type: ignore[method-assign, assignment]
     return found
+
+
+def stand_still(run: VLARun) -> None:
+    """From here on steps move nothing."""
+    schedule = run.loop.optimization.schedule
+    run.loop.optimization.schedule = replace(schedule, rates=dict.fromkeys(schedule.rates, 0.0))
 
 
 BY_ACTION: dict[str, Any] = {"values": "action", "level": "action", "discount": "smdp"}
 
 
-def last_row(session: Session) -> dict[str, Any]:
-    return vla_runs.rows(session.loop.run.folder)[-1]
+def last_row(run: VLARun) -> dict[str, Any]:
+    return vla_runs.rows(run.loop.process.run.folder)[-1]
 
 
 class TestWhatIsTrained:
     def test_warm_up_is_the_critics_alone(self, tmp_path: Path) -> None:
         """To the bit: neither decay nor momentum moves the policy."""
         config = vla_runs.config(tmp_path, trainer={"critic_warmup": 1}, optimizer={"weight_decay": 0.1}, iterations=2)
-        with vla_runs.session(config) as session:
-            seen, finish = [vla_runs.weights(session.policy)], session.loop.finish
+        with vla_runs.opened(config) as run:
+            seen, finish = [vla_runs.weights(run.policy)], run.loop.finish
 
             def watched(metrics: dict[str, float]) -> None:
-                seen.append(vla_runs.weights(session.policy))
+                seen.append(vla_runs.weights(run.policy))
                 finish(metrics)
 
-            session.loop.finish = watched  # type: ignore[method-assign, assignment]
-            ppo.train(session, config.trainer)  # type: ignore[arg-type]
+            run.loop.finish = watched  # type: ignore[method-assign, assignment]
+            ppo.train(run, config.trainer)  # type: ignore[arg-type]
             changed = [
                 {name.split(".")[0] for name in after if not torch.equal(after[name], before[name])}
                 for before, after in zip(seen, seen[1:], strict=False)
             ]
             assert changed[0] == {"value_head"} and changed[1] == {"value_head", "prefix", "expert", "norm", "out"}
-            first, second = vla_runs.rows(session.loop.run.folder)
+            first, second = vla_runs.rows(run.loop.process.run.folder)
             assert "loss/policy" not in first and "grad_norm/policy" not in first and first["grad_norm/critic"] > 0
             assert {"loss/policy", "kl/updates", "grad_norm/policy"} <= second.keys()
 
@@ -67,32 +74,32 @@ class TestWhatIsTrained:
         config = vla_runs.config(
             tmp_path, sampler=sampler, policy={"freeze": freeze}, optimizer={"weight_decay": 0.1}, iterations=2
         )
-        with vla_runs.session(config) as session:
-            before = vla_runs.weights(session.policy)
-            ppo.train(session, config.trainer)  # type: ignore[arg-type]
-            changed = {name.split(".")[0] for name in vla_runs.moved(session.policy, before)}
+        with vla_runs.opened(config) as run:
+            before = vla_runs.weights(run.policy)
+            ppo.train(run, config.trainer)  # type: ignore[arg-type]
+            changed = {name.split(".")[0] for name in vla_runs.moved(run.policy, before)}
             assert ("encoder" in changed) is moves and len(changed) > 2
-            saved = vla_runs.last_state(session.loop.run.folder).tensors["weights"]
+            saved = vla_runs.last_state(run.loop.process.run.folder).tensors["weights"]
             assert any(name.startswith("encoder.") for name in saved) is moves  # a checkpoint has what is trained
 
     def test_the_frozen_half_of_dppo_stays_as_it_was(self, tmp_path: Path) -> None:
         config = vla_runs.config(tmp_path, sampler="diffusion")
-        with vla_runs.session(config) as session:
-            before = vla_runs.weights(session.frozen)
-            ppo.train(session, config.trainer)  # type: ignore[arg-type]
-            assert vla_runs.moved(session.frozen, before) == set()
-            assert vla_runs.moved(session.policy, before)
+        with vla_runs.opened(config) as run:
+            before = vla_runs.weights(run.frozen)
+            ppo.train(run, config.trainer)  # type: ignore[arg-type]
+            assert vla_runs.moved(run.frozen, before) == set()
+            assert vla_runs.moved(run.policy, before)
 
     def test_no_frozen_half_where_all_steps_are_trained(self, tmp_path: Path) -> None:
-        with vla_runs.session(vla_runs.config(tmp_path, sampler="diffusion")) as session:
-            assert session.frozen is not None
+        with vla_runs.opened(vla_runs.config(tmp_path, sampler="diffusion")) as run:
+            assert run.frozen is not None
         every = {"ft_denoising_steps": 5}
         tree = vla_runs.settings(tmp_path, sampler="diffusion")
         tree["sampler"] = {**tree["sampler"], **every}
         config = vla_runs.config(tmp_path, sampler="diffusion")
         whole = config.model_copy(update={"sampler": type(config.sampler).model_validate(tree["sampler"])})
-        with vla_runs.session(whole) as session:
-            assert session.frozen is None
+        with vla_runs.opened(whole) as run:
+            assert run.frozen is None
 
     @pytest.mark.parametrize("sampler", vla_runs.SAMPLERS)
     def test_features_that_are_kept_give_the_same_gradients(self, sampler: str, tmp_path: Path) -> None:
@@ -101,9 +108,9 @@ class TestWhatIsTrained:
             config = vla_runs.config(
                 tmp_path, sampler=sampler, policy={"keep_features": keep}, output=str(tmp_path / str(keep))
             )
-            with vla_runs.session(config) as session:
-                found.append(with_steps(session))
-                ppo.train(session, config.trainer)  # type: ignore[arg-type]
+            with vla_runs.opened(config) as run:
+                found.append(with_steps(run))
+                ppo.train(run, config.trainer)  # type: ignore[arg-type]
         assert len(found[0]) == len(found[1]) >= 2
         for ours, theirs in zip(*found, strict=True):
             assert ours.keys() == theirs.keys()
@@ -116,15 +123,15 @@ class TestUpdates:
     def test_the_divergence_ends_them(self, tmp_path: Path) -> None:
         """The first minibatch cannot diverge; a later one does, and is not stepped."""
         config = vla_runs.config(tmp_path, trainer={"kl_stop": 1e-4, "epochs": 8}, optimizer={"lr": 1e-2})
-        with vla_runs.session(config) as session:
-            ppo.train(session, config.trainer)  # type: ignore[arg-type]
-            row = last_row(session)
+        with vla_runs.opened(config) as run:
+            ppo.train(run, config.trainer)  # type: ignore[arg-type]
+            row = last_row(run)
             assert 1 <= row["updates"] < 8
             assert row["kl/updates"] > 1e-4 / (row["updates"] + 1)  # what passed the bound is in the mean
-            assert all(p.grad is None for p in session.policy.parameters())
+            assert all(p.grad is None for p in run.policy.parameters())
         free = vla_runs.config(tmp_path, trainer={"kl_stop": None, "epochs": 8}, output=str(tmp_path / "free"))
-        with vla_runs.session(free) as session:
-            ppo.train(session, free.trainer)  # type: ignore[arg-type]
+        with vla_runs.opened(free) as run:
+            ppo.train(run, free.trainer)  # type: ignore[arg-type]
             rows = int(vla_runs.rows(tmp_path / "free")[-1]["updates"])
             assert rows % 8 == 0 and rows >= 8
 
@@ -132,9 +139,9 @@ class TestUpdates:
         found = []
         for part in (None, 5):
             config = vla_runs.config(tmp_path, trainer={"microbatch": part}, output=str(tmp_path / str(part)))
-            with vla_runs.session(config) as session:
-                found.append(with_steps(session))
-                ppo.train(session, config.trainer)  # type: ignore[arg-type]
+            with vla_runs.opened(config) as run:
+                found.append(with_steps(run))
+                ppo.train(run, config.trainer)  # type: ignore[arg-type]
         for ours, theirs in zip(*found, strict=True):
             largest = max(float(g.abs().max()) for g in theirs.values())
             for name, gradient in ours.items():
@@ -147,18 +154,18 @@ class TestUpdates:
         """All groups always fail: the filter leaves no decision. The run goes on."""
         changes: dict[str, Any] = {"environment": {"group_size": 4, "max_steps": 4}, "iterations": 2}
         config = vla_runs.config(tmp_path, trainer={"success_filter": [0.1, 0.9]}, **changes)
-        with vla_runs.session(config) as session:
-            before = vla_runs.weights(session.policy)
-            collect = session.collect
+        with vla_runs.opened(config) as run:
+            before = vla_runs.weights(run.policy)
+            collect = run.collect
 
             def hopeless(settings: Any) -> ChunkRollout:
                 rollout = collect(settings)
                 return rollout._replace(rewards=torch.zeros_like(rollout.rewards))
 
-            session.collect = hopeless  # type: ignore[method-assign, assignment]
-            ppo.train(session, config.trainer)  # type: ignore[arg-type]
-            assert vla_runs.moved(session.policy, before) == set()
-            rows = vla_runs.rows(session.loop.run.folder)
+            run.collect = hopeless  # type: ignore[method-assign, assignment]
+            ppo.train(run, config.trainer)  # type: ignore[arg-type]
+            assert vla_runs.moved(run.policy, before) == set()
+            rows = vla_runs.rows(run.loop.process.run.folder)
             assert [row["step"] for row in rows] == [1, 2] and rows[-1]["updates"] == 0
             assert rows[-1]["critic/explained_variance"] == 0.0
 
@@ -169,8 +176,8 @@ class TestUpdates:
             config = vla_runs.config(
                 tmp_path, trainer={"level": level, "epochs": 1, "minibatch": 999}, output=str(tmp_path / level)
             )
-            with vla_runs.session(config) as session:
-                ppo.train(session, config.trainer)  # type: ignore[arg-type]
+            with vla_runs.opened(config) as run:
+                ppo.train(run, config.trainer)  # type: ignore[arg-type]
             rows.append(vla_runs.rows(tmp_path / level)[-1])
         assert rows[0]["loss/value"] == pytest.approx(rows[1]["loss/value"], rel=1e-4)
         assert all(row["ratio/mean"] == pytest.approx(1.0, abs=1e-4) for row in rows)
@@ -181,8 +188,8 @@ class TestEstimates:
     def rollout(self, tmp_path: Path) -> ChunkRollout:
         """With values, which a new critic has not."""
         config = vla_runs.config(tmp_path)
-        with vla_runs.session(config) as session:
-            found = session.collect(config.trainer)  # type: ignore[arg-type]
+        with vla_runs.opened(config) as run:
+            found = run.collect(config.trainer)  # type: ignore[arg-type]
             assert found.values is not None
             values = 1.0 + torch.rand(len(found.values) + 1, 8, 4, generator=torch.Generator().manual_seed(5))
             return found._replace(values=values[:-1], next_values=values[1:, :, 0])
@@ -234,17 +241,17 @@ class TestEstimates:
         changes: dict[str, Any] = {"epochs": 1, "minibatch": 999, "value_clip": 0.2}
         config = vla_runs.config(tmp_path, trainer={**BY_ACTION, **changes}, environment={"chunk": 1})
         whole = self.settings(tmp_path, **changes)
-        with vla_runs.session(config) as session:
+        with vla_runs.opened(config) as run:
             rng = torch.Generator().manual_seed(3)
-            torch.nn.init.normal_(session.policy.value_head[-1].weight, std=0.3, generator=rng)
-            rollout, gradients = session.collect(whole), with_steps(session)
+            torch.nn.init.normal_(run.policy.value_head[-1].weight, std=0.3, generator=rng)
+            rollout, gradients = run.collect(whole), with_steps(run)
             assert rollout.values is not None and rollout.values.std() > 0 and rollout.rewards.shape[2] == 1
-            session.loop.rates = {"policy": 0.0, "critic": 0.0}
+            stand_still(run)
             for settings in (config.trainer, whole):
                 found = ppo.estimate(rollout, settings)  # type: ignore[arg-type]
                 kept = ppo.estimated(rollout, rollout.valid, settings)  # type: ignore[arg-type]
-                chosen = decisions(rollout, session.normalised(found.advantages, kept), found.returns, kept)
-                learn(session, rollout, chosen, settings, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
+                chosen = decisions(rollout, run.normalised(found.advantages, kept), found.returns, kept)
+                learn(run, rollout, chosen, settings, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
         for name, gradient in gradients[0].items():
             torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-5, atol=1e-9, msg=name)
         assert any(g.abs().max() > 0 for name, g in gradients[0].items() if name.startswith("value_head"))
@@ -263,9 +270,9 @@ class TestEstimates:
     def test_the_mean_weight_of_what_is_trained_on_is_one(self, tmp_path: Path, monkeypatch: Any) -> None:
         config = vla_runs.config(tmp_path, trainer={"weighting": "episodes"})
         seen = []
-        monkeypatch.setattr(ppo, "learn", lambda session, rollout, chosen, *rest, **how: seen.append(chosen))
-        with vla_runs.session(config) as session:
-            ppo.train(session, config.trainer)  # type: ignore[arg-type]
+        monkeypatch.setattr(ppo, "learn", lambda run, rollout, chosen, *rest, **how: seen.append(chosen))
+        with vla_runs.opened(config) as run:
+            ppo.train(run, config.trainer)  # type: ignore[arg-type]
         (chosen,) = seen
         assert float(chosen.weight.mean()) == pytest.approx(1.0) and float(chosen.weight.std()) > 0
         assert float(chosen.advantage.mean()) == pytest.approx(0.0, abs=1e-6)
@@ -273,63 +280,63 @@ class TestEstimates:
 
     def test_advantages_are_normalised_by_what_is_kept(self, rollout: ChunkRollout, tmp_path: Path) -> None:
         config = vla_runs.config(tmp_path)
-        with vla_runs.session(config) as session:
+        with vla_runs.opened(config) as run:
             advantage = torch.randn(rollout.valid.shape, dtype=torch.float64) * 3 + 5
             kept = rollout.valid.clone()
             kept[:, 0] = False
-            found = session.normalised(advantage, kept)
+            found = run.normalised(advantage, kept)
             own = advantage[kept]
             torch.testing.assert_close(found, (advantage - own.mean()) / (own.std() + 1e-5))
-            assert not session.normalised(advantage, torch.zeros_like(kept)).any()
+            assert not run.normalised(advantage, torch.zeros_like(kept)).any()
 
     def test_explained_variance(self, rollout: ChunkRollout, tmp_path: Path) -> None:
-        with vla_runs.session(vla_runs.config(tmp_path)) as session:
-            settings = session.config.trainer
+        with vla_runs.opened(vla_runs.config(tmp_path)) as run:
+            settings = run.config.trainer
             found = ppo.estimate(rollout, settings)  # type: ignore[arg-type]
             none = torch.zeros_like(found.returns)
             for advantages, wanted in ((none, 1.0), (found.returns, 0.0)):  # values that are the returns; that are 0
-                told = ppo.explained_variance(session, found._replace(advantages=advantages), rollout.valid)
+                told = ppo.explained_variance(run, found._replace(advantages=advantages), rollout.valid)
                 assert told["critic/explained_variance"] == pytest.approx(wanted)
 
 
 class TestRollouts:
     def test_all_episodes_that_fit(self, tmp_path: Path) -> None:
         config = vla_runs.config(tmp_path, trainer={"episodes": "all", "decisions": 9})
-        with vla_runs.session(config) as session:
-            rollout = session.collect(config.trainer)  # type: ignore[arg-type]
+        with vla_runs.opened(config) as run:
+            rollout = run.collect(config.trainer)  # type: ignore[arg-type]
             assert len(rollout.valid) == 9 and int(rollout.episode.max()) >= 1
             assert bool((rollout.valid & (rollout.episode > 0)).any())
 
     def test_first_episodes_as_long_as_they_may_be(self, tmp_path: Path) -> None:
         config = vla_runs.config(tmp_path, environment={"max_steps": 10})
-        with vla_runs.session(config) as session:
-            rollout = session.collect(config.trainer)  # type: ignore[arg-type]
+        with vla_runs.opened(config) as run:
+            rollout = run.collect(config.trainer)  # type: ignore[arg-type]
             assert len(rollout.valid) == 3 and (rollout.episode[rollout.valid] == 0).all()
             assert rollout.n_executed.sum(0).max() == 10
 
     def test_noise_is_annealed_over_the_iterations(self, tmp_path: Path) -> None:
         config = vla_runs.config(tmp_path, sampler="flow_sde")
         sampler = config.sampler.model_copy(update={"anneal": (0.2, 4)})
-        with vla_runs.session(config.model_copy(update={"sampler": sampler})) as session:
+        with vla_runs.opened(config.model_copy(update={"sampler": sampler})) as run:
             levels = []
             for iteration in (0, 1, 2, 4, 9):
-                session.loop.iteration = iteration
-                levels.append(session.collect(config.trainer).sampler.noise_level)  # type: ignore[arg-type]
+                run.loop.iteration = iteration
+                levels.append(run.collect(config.trainer).sampler.noise_level)  # type: ignore[arg-type]
             assert levels == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.2])
 
     def test_the_row_says_what_the_rollout_was(self, tmp_path: Path) -> None:
         config = vla_runs.config(tmp_path, iterations=2)
-        with vla_runs.session(config) as session:
-            rollouts, collect = [], session.collect
+        with vla_runs.opened(config) as run:
+            rollouts, collect = [], run.collect
 
             def watched(settings: Any) -> ChunkRollout:
                 rollouts.append(collect(settings))
                 return rollouts[-1]
 
-            session.collect = watched  # type: ignore[method-assign, assignment]
-            ppo.train(session, config.trainer)  # type: ignore[arg-type]
+            run.collect = watched  # type: ignore[method-assign, assignment]
+            ppo.train(run, config.trainer)  # type: ignore[arg-type]
             executed = 0
-            for row, rollout in zip(vla_runs.rows(session.loop.run.folder), rollouts, strict=True):
+            for row, rollout in zip(vla_runs.rows(run.loop.process.run.folder), rollouts, strict=True):
                 executed += int(rollout.n_executed.sum())
                 assert row["rollout/env_steps"] == executed
                 assert row["rollout/success"] == float(episode_returns(rollout).mean()) == row["rollout/return_mean"]
@@ -342,18 +349,18 @@ class TestRollouts:
 def test_a_loss_that_is_not_finite_leaves_what_it_was_made_from(tmp_path: Path) -> None:
     """The dump alone, with the weights, gives its log-probabilities again."""
     config = vla_runs.config(tmp_path, sampler="diffusion", trainer={"epochs": 1, "minibatch": 9})
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)  # type: ignore[arg-type]
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)  # type: ignore[arg-type]
         nothing = torch.full(rollout.valid.shape, float("nan"))
         chosen = decisions(rollout, nothing, nothing, torch.ones_like(nothing))
         with pytest.raises(NonFiniteError, match="loss is not finite.*look there") as stopped:
-            learn(session, rollout, chosen, config.trainer, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
+            learn(run, rollout, chosen, config.trainer, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
         assert stopped.value.dump is not None
         found = read_dump(stopped.value.dump).batch
-        observation = {name: found[name] for name in session.policy.inputs}
+        observation = {name: found[name] for name in run.policy.inputs}
         place = torch.arange(len(found["row"])), found["step"]
         steps = [found[name][place][:, None] for name in ("states", "next_states", "step_index")]
-        again = replay(session.policy, rollout.sampler, session.policy.encode(observation), *steps)
+        again = replay(run.policy, rollout.sampler, run.policy.encode(observation), *steps)
         now = again.log_prob[:, 0, :4, :3].detach()
         there = torch.arange(4) < rollout.n_executed.flatten()[found["row"]][:, None]
         torch.testing.assert_close(torch.where(there[..., None], now, 0.0).sum((1, 2)), found["log_prob"])
@@ -362,16 +369,13 @@ def test_a_loss_that_is_not_finite_leaves_what_it_was_made_from(tmp_path: Path) 
 def test_learn_counts_a_decision_by_its_weight(tmp_path: Path) -> None:
     """Twice the weight is twice the gradient, of policy and critic."""
     config = vla_runs.config(tmp_path, trainer={"epochs": 1, "minibatch": 999})
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)  # type: ignore[arg-type]
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)  # type: ignore[arg-type]
         advantage = torch.randn(rollout.valid.shape, generator=torch.Generator().manual_seed(0))
-        found = with_steps(session)
-        session.loop.settings = config.model_copy(
-            update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-30, "critic_lr": 1e-30})}
-        )
-        session.loop.rates = {"policy": 1e-30, "critic": 1e-30}
+        found = with_steps(run)
+        stand_still(run)
         for factor in (1.0, 2.0):
             chosen = decisions(rollout, advantage, advantage, torch.full(rollout.valid.shape, factor))
-            learn(session, rollout, chosen, config.trainer, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
+            learn(run, rollout, chosen, config.trainer, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
         for name, gradient in found[0].items():
             torch.testing.assert_close(2 * gradient, found[1][name], rtol=1e-4, atol=1e-6)

@@ -19,7 +19,7 @@ from genrl.vla.methods.scores import Decisions, actor_loss, at_level, decisions,
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Diffusion, LearnedNoise, Sampler
-from genrl.vla.session import Session, check_on_policy
+from genrl.vla.run import VLARun, check_on_policy
 from tests.vla import vla_runs
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -129,21 +129,21 @@ def by_hand(policy: Any, rollout: ChunkRollout, chosen: Decisions) -> Tensor:
 def test_the_first_ratio_is_one(name: str, tmp_path: Path) -> None:
     """To the bit in the batches that were drawn; in others but for the rounding of matrix products."""
     config = setup(tmp_path, name)
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
         every = taught(rollout)
         ratios = rollout.log_prob.shape[2]
-        kept = session.keeps_features
+        kept = run.keeps_features
         assert kept and set(rollout.contexts) >= {"features"}
         for t in range(len(rollout.valid)):
             for m in range(ratios):
                 row = torch.arange(8) + 8 * t
                 batch = Decisions(row, torch.full((8,), m), *torch.ones(3, 8))
-                scored = score(session.policy, rollout, batch, config.trainer)
+                scored = score(run.policy, rollout, batch, config.trainer)
                 assert torch.equal(scored.log_prob.detach(), scored.old_log_prob)
         rng = torch.Generator().manual_seed(3)
         order = torch.randperm(len(every.row), generator=rng)
-        scored = score(session.policy, rollout, every.chosen(order), config.trainer)
+        scored = score(run.policy, rollout, every.chosen(order), config.trainer)
         torch.testing.assert_close(scored.log_prob.detach(), scored.old_log_prob, rtol=1e-5, atol=1e-4)
         figures = actor_loss(scored, every.chosen(order), config.trainer, rollout.sampler, ratios).figures
         assert float(figures["ratio/mean"]) / len(order) == pytest.approx(1.0, abs=1e-4)
@@ -153,14 +153,14 @@ def test_the_first_ratio_is_one(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_log_probabilities_are_those_of_the_papers(name: str, tmp_path: Path) -> None:
     config = setup(tmp_path, name)
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
-        stir(session.policy, 0.003)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
+        stir(run.policy, 0.003)
         every = taught(rollout)
         some = every.chosen(torch.arange(0, len(every.row), 3))
-        plain = by_hand(session.policy, rollout, some)
+        plain = by_hand(run.policy, rollout, some)
         settings = config.trainer.model_copy(update={"level": "element"})
-        scored = score(session.policy, rollout, some, settings)
+        scored = score(run.policy, rollout, some, settings)
         torch.testing.assert_close(scored.log_prob, plain, rtol=1e-4, atol=2e-4)
         assert not torch.equal(scored.log_prob.detach(), scored.old_log_prob)
 
@@ -170,14 +170,14 @@ def test_log_probabilities_are_those_of_the_papers(name: str, tmp_path: Path) ->
 def test_levels_and_reductions(level: str, reduction: str, tmp_path: Path) -> None:
     """Of what was executed: a chunk in which the episode ended has fewer actions, and no ratio for the others."""
     config = setup(tmp_path, "flow_sde", trainer={"level": level, "reduction": reduction})
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
-        stir(session.policy, 0.003)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
+        stir(run.policy, 0.003)
         every = taught(rollout)
         executed = rollout.n_executed.flatten()[every.row]
         assert {4} < set(executed.tolist()) <= {1, 2, 3, 4}
-        plain = by_hand(session.policy, rollout, every)
-        scored = score(session.policy, rollout, every, config.trainer)
+        plain = by_hand(run.policy, rollout, every)
+        scored = score(run.policy, rollout, every, config.trainer)
         wanted = {"chunk": plain.flatten(1).sum(1), "action": plain.sum(2), "element": plain}[level]
         if reduction == "mean":  # over all numbers of a chunk: those that were not executed are certain
             wanted = wanted / {"chunk": 12, "action": 3, "element": 1}[level]
@@ -189,8 +189,8 @@ def test_levels_and_reductions(level: str, reduction: str, tmp_path: Path) -> No
 
 def test_clips_of_elements_and_of_ratios(tmp_path: Path) -> None:
     config = setup(tmp_path, "flow_sde")
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
         elements = torch.linspace(-9, 9, 24).view(2, 4, 3)
         executed = torch.tensor([4, 2])
         clipped = config.trainer.model_copy(update={"element_clip": (-5.0, 2.0)})
@@ -203,43 +203,43 @@ def test_clips_of_elements_and_of_ratios(tmp_path: Path) -> None:
 
 def test_a_policy_with_dropout_is_refused(tmp_path: Path) -> None:
     config = setup(tmp_path, "flow_sde")
-    with vla_runs.session(config) as session:
-        session.policy.out = nn.Sequential(nn.Dropout(0.1), session.policy.out)
-        session.policy.train()
+    with vla_runs.opened(config) as run:
+        run.policy.out = nn.Sequential(nn.Dropout(0.1), run.policy.out)
+        run.policy.train()
         with pytest.raises(RuntimeError, match="otherwise than when it drew them.*Look for dropout"):
-            session.collect(config.trainer)
-        session.policy.eval()
-        rollout = session.collect(config.trainer)
-        assert check_on_policy(session.policy, rollout, torch.arange(len(rollout.group))) == 0.0
+            run.collect(config.trainer)
+        run.policy.eval()
+        rollout = run.collect(config.trainer)
+        assert check_on_policy(run.policy, rollout, torch.arange(len(rollout.group))) == 0.0
 
 
 def test_another_sampler_than_the_one_that_drew_is_seen(tmp_path: Path) -> None:
     """ReinFlow as released scores with another time grid than it draws with."""
     config = setup(tmp_path, "flow_noise")
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
         slots = torch.arange(len(rollout.group))
         other = rollout._replace(step_index=(rollout.step_index + 1).clamp(max=2))
         with pytest.raises(RuntimeError, match="before any update"):
-            check_on_policy(session.policy, other, slots)
+            check_on_policy(run.policy, other, slots)
         with pytest.raises(RuntimeError, match="nan off"):
-            check_on_policy(session.policy, rollout._replace(log_prob=rollout.log_prob * math.nan), slots)
+            check_on_policy(run.policy, rollout._replace(log_prob=rollout.log_prob * math.nan), slots)
 
 
 # -- one update ------------------------------------------------------------------------------------------------------
 
 
-def update_gradient(session: Session, rollout: ChunkRollout, chosen: Decisions, settings: PPO) -> dict[str, Tensor]:
+def update_gradient(run: VLARun, rollout: ChunkRollout, chosen: Decisions, settings: PPO) -> dict[str, Tensor]:
     """What one update over all decisions gives the optimiser, before clipping."""
     found: dict[str, Tensor] = {}
 
     def caught(groups: list[str]) -> dict[str, float]:
-        found.update(vla_runs.gradients(session))
-        session.loop.optimizer.zero_grad(set_to_none=True)
+        found.update(vla_runs.gradients(run))
+        run.loop.optimizer.zero_grad(set_to_none=True)
         return dict.fromkeys(groups, 0.0)
 
-    session.loop.step = caught  # type: ignore[method-assign, assignment]
-    learn(session, rollout, chosen, settings, Figures(), policy=True, critic=session.policy.critic)
+    run.loop.step = caught  # type: ignore[method-assign, assignment]
+    learn(run, rollout, chosen, settings, Figures(), policy=True, critic=run.policy.critic)
     return found
 
 
@@ -275,11 +275,11 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
     kind, changes = UPDATES[name]
     config = setup(tmp_path, kind, trainer={"epochs": 1, "minibatch": 10_000, **changes})
     p = config.trainer
-    with vla_runs.session(config) as session:
-        policy, rollout = session.policy, session.collect(p)
+    with vla_runs.opened(config) as run:
+        policy, rollout = run.policy, run.collect(p)
         stir(policy, 0.004)
         chosen = taught(rollout, values=p.values)
-        found = update_gradient(session, rollout, chosen, p)
+        found = update_gradient(run, rollout, chosen, p)
 
         elements = by_hand(policy, rollout, chosen)
         ratios = rollout.log_prob.shape[2]
@@ -344,7 +344,7 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
                     stds.append(0.2 * (0.6 / 0.2) ** ((torch.tanh(raw) + 1) / 2))
             total = total - p.entropy_weight * (0.5 * math.log(2 * math.pi * math.e) + torch.stack(stds).log()).mean()
         total.backward()
-        wanted = vla_runs.gradients(session)
+        wanted = vla_runs.gradients(run)
         assert found.keys() == wanted.keys()
         largest = max(float(g.abs().max()) for g in wanted.values())
         for key, gradient in wanted.items():
@@ -358,8 +358,8 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
 
 def test_decisions_are_the_valid_rows_by_ratios(tmp_path: Path) -> None:
     config = setup(tmp_path, "diffusion")
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
         chosen = taught(rollout)
         assert not rollout.valid.all() and len(chosen.row) == 3 * int(rollout.valid.sum())
         assert chosen.step[:6].tolist() == [0, 1, 2, 0, 1, 2]
@@ -372,8 +372,8 @@ def test_decisions_are_the_valid_rows_by_ratios(tmp_path: Path) -> None:
 def test_processes_number_their_decisions_as_one_would(tmp_path: Path) -> None:
     """Two of them, which have half of the slots each and end with the last of their own episodes."""
     config = setup(tmp_path, "diffusion")
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
         every, slots = taught(rollout), rollout.valid.shape[1]
         assert len({int(n) for n in rollout.valid.sum(0)}) > 1
         shared = []
@@ -391,8 +391,8 @@ def test_processes_number_their_decisions_as_one_would(tmp_path: Path) -> None:
 def test_the_success_filter_leaves_out_what_always_or_never_succeeds(tmp_path: Path) -> None:
     changes = {"trainer": {"success_filter": [0.1, 0.9]}, "environment": {"group_size": 4}}
     config = setup(tmp_path, "flow_sde", **changes)
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
         rewards = torch.zeros_like(rollout.rewards)
         rewards[0, 0, 0] = 1.0
         mixed = rollout._replace(rewards=rewards, group=torch.arange(8) // 4)
@@ -415,27 +415,27 @@ def test_the_success_filter_leaves_out_what_always_or_never_succeeds(tmp_path: P
 def test_the_entropy_is_of_what_can_reach_the_robot(tmp_path: Path) -> None:
     """A chunk's tail that is never executed (pi0: 45 of 50 actions, 25 of 32 columns) must not water the bonus down."""
     config = setup(tmp_path, "flow_noise", environment={"chunk": 2}, trainer={"entropy_weight": 0.1})
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
-        found = score(session.policy, rollout, taught(rollout), config.trainer)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
+        found = score(run.policy, rollout, taught(rollout), config.trainer)
         with torch.no_grad():  # the head's last layer: numbers [4, 3], the last two actions' stds at the upper bound
-            session.policy.noise_head[-1].bias.view(4, 3)[2:] = 100.0
-        again = score(session.policy, rollout, taught(rollout), config.trainer)
+            run.policy.noise_head[-1].bias.view(4, 3)[2:] = 100.0
+        again = score(run.policy, rollout, taught(rollout), config.trainer)
         assert torch.equal(found.entropy, again.entropy)
         low, high = (0.5 * math.log(2 * math.pi * math.e * std**2) for std in (0.2, 0.6))
         assert bool((found.entropy > low).all()) and bool((found.entropy < high).all())
         found.entropy.sum().backward()
-        assert bool((session.policy.noise_head[-1].bias.grad.view(4, 3)[:2] != 0).all())
+        assert bool((run.policy.noise_head[-1].bias.grad.view(4, 3)[:2] != 0).all())
 
 
 def test_lost_episodes_are_not_counted_as_failures(tmp_path: Path) -> None:
     config = setup(tmp_path, "flow_sde")
-    with vla_runs.session(config) as session:
-        rollout = session.collect(config.trainer)
+    with vla_runs.opened(config) as run:
+        rollout = run.collect(config.trainer)
         won = rollout._replace(success=torch.ones_like(rollout.success), rewards=torch.ones_like(rollout.rewards))
         rows: list[dict[str, float]] = []
-        session.loop.finish = rows.append  # type: ignore[method-assign, assignment]
+        run.loop.finish = rows.append  # type: ignore[method-assign, assignment]
         for lost in (torch.arange(8) < 3, torch.ones(8, dtype=torch.bool)):
             less = won._replace(valid=won.valid & ~lost, success=won.success & ~lost)
-            session.finish(less, Figures(), {})
+            run.finish(less, Figures(), {})
         assert rows[0]["rollout/success"] == 1.0 and rows[1]["rollout/success"] == 0.0

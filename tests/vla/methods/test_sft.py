@@ -38,14 +38,14 @@ def config(folder: Path, *, kind: str = "flow", **changes: Any) -> Any:
 def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path) -> None:
     run = config(tmp_path, kind=kind, trainer={"steps_per_iteration": 1})
     _, shown = open_policy(run)
-    with vla_runs.session(run) as session:
-        policy = session.policy
+    with vla_runs.opened(run) as opened:
+        policy = opened.policy
         with torch.no_grad():
             torch.nn.init.normal_(policy.out.weight, std=0.1)  # zero at first: nothing else would have a gradient
         start = vla_runs.weights(policy)
-        found = with_steps(session)
-        session.frames = shown
-        sft.train(session, run.trainer)
+        found = with_steps(opened)
+        opened.frames = shown
+        sft.train(opened, run.trainer)
 
         policy.load_state_dict(start)
         rng = generator(run.seed, "imitation", 0)
@@ -63,7 +63,7 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path
             bars = ddpm.cosine_alpha_bars(20)[step].float()[:, None, None]
             error = policy.noise(context, bars.sqrt() * actions + (1 - bars).sqrt() * noise, step) - noise
         error.square().mean().backward()
-        wanted = vla_runs.gradients(session)
+        wanted = vla_runs.gradients(opened)
         largest = max(float(g.abs().max()) for g in wanted.values())
         for name, gradient in wanted.items():
             torch.testing.assert_close(found[0][name], gradient, rtol=1e-3, atol=1e-4 * largest, msg=name)
@@ -93,11 +93,11 @@ def test_the_parts_of_the_processes_add_up(kind: str, padded: bool) -> None:
 def test_iterations_steps_and_what_is_logged(tmp_path: Path) -> None:
     run = config(tmp_path, iterations=3, optimizer={"lr": 1e-3, "schedule": "cosine"})
     _, shown = open_policy(run)
-    with vla_runs.session(run) as session:
-        session.frames = shown
-        sft.train(session, run.trainer)
-        assert session.loop.optimizer_steps == 9
-        logged = vla_runs.rows(session.loop.run.folder)
+    with vla_runs.opened(run) as opened:
+        opened.frames = shown
+        sft.train(opened, run.trainer)
+        assert opened.loop.optimizer_steps == 9
+        logged = vla_runs.rows(opened.loop.process.run.folder)
         assert [row["updates"] for row in logged] == [3, 3, 3]
         assert [row["lr"] for row in logged] == pytest.approx([1e-3, 0.75e-3, 0.25e-3])
         assert all(row["loss"] > 0 and row["grad_norm/policy"] > 0 for row in logged)
@@ -106,10 +106,10 @@ def test_iterations_steps_and_what_is_logged(tmp_path: Path) -> None:
 def test_it_learns(tmp_path: Path) -> None:
     run = config(tmp_path, iterations=2, trainer={"steps_per_iteration": 40, "batch_size": 64}, optimizer={"lr": 2e-3})
     _, shown = open_policy(run)
-    with vla_runs.session(run) as session:
-        session.frames = shown
-        sft.train(session, run.trainer)
-        first, second = vla_runs.rows(session.loop.run.folder)
+    with vla_runs.opened(run) as opened:
+        opened.frames = shown
+        sft.train(opened, run.trainer)
+        first, second = vla_runs.rows(opened.loop.process.run.folder)
         assert second["loss"] < 0.5 * first["loss"]
 
 

@@ -19,7 +19,7 @@ from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts, gpu_share
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, joined
 from genrl.vla.rollout.sampling import FlowSteps
-from genrl.vla.session import check_on_policy
+from genrl.vla.run import check_on_policy
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.train import train

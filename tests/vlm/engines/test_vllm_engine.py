@@ -8,7 +8,6 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,10 @@ from genrl.config import ConfigError
 from genrl.config.files import check_files
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.vllm import Drawn, InProcess, Reply, Sampler, Server
-from genrl.vlm.methods.compose import preset_of
-from genrl.vlm.methods.recipe import EngineMismatch
 from genrl.vlm.policies.policy import Lora, Policy
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.weights import checkpoint_weights
+from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows
@@ -273,16 +271,20 @@ def test_settings_of_an_engine_that_is_not_used_are_refused(tmp_path: Path) -> N
 
 
 def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) -> None:
-    assert preset_of(vlm_runs.config(tmp_path)).weights == ()
-    assert preset_of(vlm_runs.config(tmp_path, generation=VLLM)).weights == (EngineMismatch(),)
+    def weights(**changes: Any) -> tuple[Any, ...]:
+        config = vlm_runs.config(tmp_path, **changes)
+        return config.trainer.recipe(config).weights
+
+    assert weights() == ()
+    assert weights(generation=VLLM) == (EngineMismatch(),)
     own = {
         "preset": "dapo",
         "weights": [{"name": "engine_mismatch", "level": "token", "mode": "truncate", "high": 2.0}],
     }
-    wanted = EngineMismatch("token", "truncate", high=2.0)
-    assert preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer=own)).weights == (wanted,)
-    vppo = preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer={"preset": "vppo"})).weights
+    wanted = EngineMismatch(level="token", mode="truncate", high=2.0)
+    assert weights(generation=VLLM, trainer=own) == (wanted,)
+    vppo = weights(generation=VLLM, trainer={"preset": "vppo"})
     assert vppo[-1] == EngineMismatch() and len(vppo) == 2
-    para = preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer={"preset": "para_grpo"})).weights
-    assert para == (replace(EngineMismatch(), level="token", high=5.0),)
-    assert preset_of(vlm_runs.config(tmp_path, generation=VLLM, trainer={"weights": []})).weights == ()
+    para = weights(generation=VLLM, trainer={"preset": "para_grpo"})
+    assert para == (EngineMismatch(level="token", high=5.0),)
+    assert weights(generation=VLLM, trainer={"weights": []}) == ()

@@ -8,7 +8,7 @@ import pytest
 
 from genrl.config.vlm_agents import Environment
 from genrl.vlm.environments.hosts import Local, Processes
-from genrl.vlm.methods.agents.episodes import Table
+from genrl.vlm.episodes.episodes import Table
 
 FRAIL = """
 import os, time

@@ -11,13 +11,29 @@ import torch
 from torch import Tensor
 
 from genrl.objectives.tokens import token_weights
-from genrl.objectives.tokens.masked_diffusion import exact_loss
-from genrl.vlm.methods import recipe
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss
-from genrl.vlm.methods.presets import PRESETS
-from genrl.vlm.methods.recipe import Clip, CriticAdvantage, Preset, Reinforce
+from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, TrajectoryDependency
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.presets import PRESETS
+from genrl.vlm.recipe.regularisers import EntropyBand, Kl, Perception, ValueLoss
+from genrl.vlm.recipe.surrogates import (
+    Cispo,
+    Classification,
+    Clip,
+    DynamicClip,
+    LogClamp,
+    Regression,
+    Reinforce,
+    Sapo,
+    SequenceClip,
+    SequenceTokenClip,
+    Surrogate,
+    Vespo,
+)
+from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, TopDependency, TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
+from tests.reference.tokens import exact_loss
 from tests.vlm.rollouts import PROMPTS, for_preset, preset, rollout
 
 INVARIANT = ("seq_mean", "token_mean_global", "const", "seq_sum", "otm")
@@ -28,7 +44,8 @@ def loss_and_gradient(chosen: Preset, batch: TokenBatch, size: int | None = None
     ready = estimate(chosen, batch, prompts=PROMPTS).batch
     leaf = batch.log_prob.clone().requires_grad_()
     ready = ready.with_log_prob(leaf)
-    parts = [ready] if size is None else micro_batches(chosen, ready, size)
+    whole = chosen.group_loss is not None
+    parts = [ready] if size is None else micro_batches(ready, size, whole_groups=whole)
     loss = torch.stack([policy_loss(chosen, part).loss for part in parts]).sum()
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
@@ -62,7 +79,7 @@ def test_what_is_masked_and_how_much_is_padded_changes_nothing(name: str) -> Non
 def test_micro_batches_add_up_to_the_step(name: str) -> None:
     chosen, batch = preset(name), for_preset(name, rollout(masked=name != "bgpo"))
     # the entropy band and Q-Hawkeye's K are of the tokens of a call
-    local = (recipe.EntropyBand, recipe.Perception)
+    local = (EntropyBand, Perception)
     chosen = replace(chosen, regularisers=tuple(r for r in chosen.regularisers if not isinstance(r, local)))
     loss, gradient = loss_and_gradient(chosen, batch)
     for size in (4, 6):
@@ -131,15 +148,15 @@ def test_golden_trl_losses(golden, name: str) -> None:
         params = json.loads(str(case["params"]))
         chosen = given_advantage(PRESETS[name])
         beta = params.get("beta", 0.0)
-        chosen = replace(chosen, regularisers=(recipe.Kl(beta),) if beta else (), length=params.get("maxlen"))
+        chosen = replace(chosen, regularisers=(Kl(beta=beta),) if beta else (), length=params.get("maxlen"))
         low, high = params.get("eps_low", 0.2), params.get("eps_high", 0.2)
         surrogate = {
-            "cispo": recipe.Cispo(highest=high),
-            "sapo": recipe.Sapo(params.get("tp", 1.0), params.get("tn", 1.05)),
-            "vespo": recipe.Vespo(),
-            "gspo": recipe.SequenceClip(low, high),
-            "luspo": recipe.SequenceClip(low, high),
-        }.get(name, Clip(low, high, cap=params.get("delta")))
+            "cispo": Cispo(highest=high),
+            "sapo": Sapo(positive=params.get("tp", 1.0), negative=params.get("tn", 1.05)),
+            "vespo": Vespo(),
+            "gspo": SequenceClip(low=low, high=high),
+            "luspo": SequenceClip(low=low, high=high),
+        }.get(name, Clip(low=low, high=high, cap=params.get("delta")))
         batch = golden_batch(case)
         ready = estimate(replace(chosen, surrogate=surrogate), batch).batch
         leaf = batch.log_prob.clone().requires_grad_()
@@ -155,8 +172,9 @@ def test_golden_vppo(golden) -> None:
         params = json.loads(str(case["params"]))
         chosen = replace(
             given_advantage(PRESETS["vppo"]),
-            transforms=(recipe.TrajectoryDependency(params["scale_min"]),),
-            weights=(recipe.TopDependency(params["top_p"]),),
+            transforms=(TrajectoryDependency(minimum=params["scale_min"]),),
+            weights=(TopDependency(share=params["top_p"]),),
+            surrogate=Clip(low=params["eps_low"], high=params["eps_high"], dual=params["dual_clip"]),
             regularisers=(),
         )
         agrees(chosen, golden_batch(case, masked_image=torch.from_numpy(case["masked_image_logp"])), case)
@@ -168,7 +186,7 @@ def test_golden_tw_grpo(golden) -> None:
         divergence = token_weights.group_divergence(torch.from_numpy(case["full_logp"]), batch.mask, batch.group)
         batch = replace(batch, extra={**batch.extra, "divergence": divergence[batch.group]})
         agrees(
-            replace(given_advantage(PRESETS["tw_grpo"]), weights=(recipe.Divergence(float(case["alpha"])),)),
+            replace(given_advantage(PRESETS["tw_grpo"]), weights=(Divergence(alpha=float(case["alpha"])),)),
             batch,
             case,
         )
@@ -179,39 +197,46 @@ def test_golden_group_losses(golden, name: str) -> None:
     for case in golden_cases(golden(f"vlm_{name}")):
         chosen = PRESETS[name]
         if name == "real":
-            chosen = replace(chosen, group_loss=recipe.Classification(float(case["tau"])))
+            chosen = replace(chosen, group_loss=Classification(tau=float(case["tau"])))
         else:
-            beta = json.loads(str(case["params"]))["beta"]
-            chosen = replace(chosen, regularisers=(recipe.Kl(beta),) if beta else ())
+            params = json.loads(str(case["params"]))
+            chosen = replace(
+                chosen,
+                advantage=GroupAdvantage(eps=params["adv_eps"]),
+                group_loss=Regression(eps=params["eps_sigma"]),
+                regularisers=(Kl(beta=params["beta"]),) if params["beta"] else (),
+            )
         agrees(chosen, golden_batch(case), case)
 
 
 def test_golden_others(golden) -> None:
     for case in golden_cases(golden("vlm_gspo_token")):
-        agrees(
-            replace(given_advantage(PRESETS["gspo_token"]), surrogate=recipe.SequenceTokenClip(0.1, 0.2)),
-            golden_batch(case),
-            case,
-        )
+        params = json.loads(str(case["params"]))
+        surrogate = SequenceTokenClip(low=params["lo"], high=params["hi"])
+        agrees(replace(given_advantage(PRESETS["gspo_token"]), surrogate=surrogate), golden_batch(case), case)
     for case in golden_cases(golden("vlm_balanced_agg")):
-        agrees(replace(given_advantage(PRESETS["balanced"]), surrogate=Clip(0.2, 0.28)), golden_batch(case), case)
+        agrees(
+            replace(given_advantage(PRESETS["balanced"]), surrogate=Clip(low=0.2, high=0.28)), golden_batch(case), case
+        )
     for case in golden_cases(golden("vlm_dcpo_clip")):
-        surrogate = recipe.DynamicClip(float(case["eps_low"]), float(case["eps_high"]))
+        surrogate = DynamicClip(low=float(case["eps_low"]), high=float(case["eps_high"]))
         agrees(replace(given_advantage(PRESETS["dcpo"]), surrogate=surrogate), golden_batch(case), case, "_otm")
     for case in golden_cases(golden("vlm_stable_reinforce")):
-        for name, delta in (("1e3", 1e3), ("3", 3.0)):
-            chosen = Preset(CriticAdvantage("token"), recipe.LogClamp(delta), "seq_mean")
-            agrees(chosen, golden_batch(case), case, f"_delta{name}")
+        for name in case:
+            if name.startswith("out_loss_delta"):
+                delta = name.removeprefix("out_loss_delta")
+                chosen = Preset(CriticAdvantage(level="token"), LogClamp(delta=float(delta)), "seq_mean")
+                agrees(chosen, golden_batch(case), case, f"_delta{delta}")
     for case in golden_cases(golden("vlm_mismatch")):
         for level in ("token", "sequence"):
             for mode in ("truncate", "mask"):
-                weight = recipe.EngineMismatch(level, mode, 0.5, 2.0)
-                chosen = Preset(CriticAdvantage(), Clip(0.2, 0.28), "token_mean", weights=(weight,))
+                weight = EngineMismatch(level=level, mode=mode, low=0.5, high=2.0)
+                chosen = Preset(CriticAdvantage(), Clip(low=0.2, high=0.28), "token_mean", weights=(weight,))
                 agrees(chosen, golden_batch(case), case, f"_{level}_{mode}")
         entropy = torch.from_numpy(case["entropy"])
-        forking = Preset(CriticAdvantage(), Clip(), "token_mean", weights=(recipe.TopEntropy(0.2),))
+        forking = Preset(CriticAdvantage(), Clip(), "token_mean", weights=(TopEntropy(share=0.2),))
         agrees(forking, golden_batch(case, entropy=entropy), case, "_top20")
-        mask = recipe.OffPolicyMask(float(case["opsm_threshold"]))
+        mask = OffPolicyMask(threshold=float(case["opsm_threshold"]))
         agrees(Preset(CriticAdvantage(), Clip(), "token_mean", weights=(mask,)), golden_batch(case), case, "_opsm")
 
 
@@ -232,9 +257,16 @@ def test_golden_vl_dac(golden) -> None:
             old_value=torch.from_numpy(case["values"]),
             returns=torch.from_numpy(case["out_returns"]),
         )
-        ready = estimate(PRESETS["vl_dac"], batch).batch
+        params = json.loads(str(case["params"]))
+        clip = params["clip"]
+        chosen = replace(
+            PRESETS["vl_dac"],
+            surrogate=Clip(low=clip, high=clip, drop_above=10.0),
+            regularisers=(Kl(beta=params["kl_beta"]), ValueLoss(coefficient=params["value_coef"], clip=clip)),
+        )
+        ready = estimate(chosen, batch).batch
         assert torch.allclose(ready.advantage, torch.from_numpy(case["out_adv_norm"]), rtol=1e-9, atol=1e-10)
-        output = policy_loss(PRESETS["vl_dac"], ready)
+        output = policy_loss(chosen, ready)
         policy = output.metrics["loss/policy"] + output.metrics["loss/kl"]
         assert torch.allclose(policy, torch.as_tensor(case["out_policy_loss"]), rtol=1e-9)
         assert torch.allclose(output.metrics["loss/value"], torch.as_tensor(case["out_value_loss"]), rtol=1e-9)
@@ -248,7 +280,7 @@ def test_golden_perception(golden) -> None:
                 case | {"old_logp": case["logp"], "adv": np.zeros(rows)},
                 degraded=torch.from_numpy(case["degraded_logp"]),
             )
-            perception = recipe.Perception(float(case["gamma"]), float(case["eta1"]))
+            perception = Perception(gamma=float(case["gamma"]), eta=float(case["eta1"]))
             chosen = replace(given_advantage(PRESETS["q_hawkeye"]), transforms=(), regularisers=(perception,))
             loss, gradient = loss_and_gradient(chosen, batch)
             assert torch.allclose(loss, torch.as_tensor(case["out_perception_loss"]), rtol=1e-9, atol=1e-10)
@@ -262,11 +294,11 @@ def on_policy(batch: TokenBatch) -> TokenBatch:
     return replace(batch, old_log_prob=None)
 
 
-@pytest.mark.parametrize("surrogate", [Clip(), recipe.Sapo(), recipe.Cispo(), recipe.LogClamp(), recipe.Vespo()])
-def test_on_policy_they_are_all_reinforce(surrogate: recipe.Surrogate) -> None:
+@pytest.mark.parametrize("surrogate", [Clip(), Sapo(), Cispo(), LogClamp(), Vespo()])
+def test_on_policy_they_are_all_reinforce(surrogate: Surrogate) -> None:
     batch = on_policy(rollout())
     for rule in ("seq_mean", "token_mean_global"):
-        chosen = Preset(recipe.GroupAdvantage(), surrogate, rule)
+        chosen = Preset(GroupAdvantage(), surrogate, rule)
         _, gradient = loss_and_gradient(chosen, batch)
         _, wanted = loss_and_gradient(replace(chosen, surrogate=Reinforce()), batch)
         assert torch.allclose(gradient, wanted, rtol=1e-12)
@@ -275,8 +307,8 @@ def test_on_policy_they_are_all_reinforce(surrogate: recipe.Surrogate) -> None:
 def test_gspo_token_of_equal_advantages_is_gspo() -> None:
     for batch in (rollout(), on_policy(rollout(1))):
         widths = {"low": 0.05, "high": 0.05}
-        first = Preset(recipe.GroupAdvantage(), recipe.SequenceClip(**widths), "seq_mean")
-        second = replace(first, surrogate=recipe.SequenceTokenClip(**widths))
+        first = Preset(GroupAdvantage(), SequenceClip(**widths), "seq_mean")
+        second = replace(first, surrogate=SequenceTokenClip(**widths))
         for one_value, other in zip(loss_and_gradient(first, batch), loss_and_gradient(second, batch), strict=True):
             assert torch.allclose(one_value, other, rtol=1e-12)
 
@@ -298,21 +330,12 @@ def test_bgpo_on_policy_is_exact() -> None:
     assert torch.allclose(loss, exact.detach()) and torch.allclose(gradient, torch.autograd.grad(exact, leaf)[0])
 
 
-def test_a_weight_of_mean_one_is_the_only_difference_of_renormalising() -> None:
-    chosen = replace(PRESETS["forking_tokens"], weights=(recipe.TopEntropy(0.2),))
-    batch = rollout()
-    loss, _ = loss_and_gradient(chosen, batch)
-    scaled, _ = loss_and_gradient(replace(chosen, renormalise=True), batch)
-    share = estimate(chosen, batch).metrics["token_weight_mean"]
-    assert 0.15 < share < 0.3 and torch.allclose(scaled * share, loss)
-
-
 def test_the_kl_is_not_weighted_unless_asked() -> None:
     batch = replace(rollout(), rewards=torch.ones(12).double())  # no advantage: only the KL is left
-    chosen = replace(PRESETS["tw_grpo"], regularisers=(recipe.Kl(1.0),))
+    chosen = replace(PRESETS["tw_grpo"], regularisers=(Kl(beta=1.0),))
     plain, _ = loss_and_gradient(chosen, batch)
     without, _ = loss_and_gradient(replace(chosen, weights=()), batch)
-    weighted, _ = loss_and_gradient(replace(chosen, regularisers=(recipe.Kl(1.0, weighted=True),)), batch)
+    weighted, _ = loss_and_gradient(replace(chosen, regularisers=(Kl(beta=1.0, weighted=True),)), batch)
     assert torch.equal(plain, without) and bool(weighted > plain)
 
 
@@ -328,7 +351,7 @@ def test_a_group_without_a_score_or_spread_teaches_nothing() -> None:
 
 
 def test_the_parts_add_up_and_the_ratio_is_measured() -> None:
-    chosen = replace(PRESETS["q_hawkeye"], surrogate=Clip(0.05, 0.05))
+    chosen = replace(PRESETS["q_hawkeye"], surrogate=Clip(low=0.05, high=0.05))
     batch = rollout()
     output = policy_loss(chosen, estimate(chosen, batch).batch)
     parts = [value for name, value in output.metrics.items() if name.startswith("loss/")]
@@ -380,7 +403,7 @@ def test_errors_before_a_wrong_loss() -> None:
     with pytest.raises(ValueError, match=r"parts of groups \[0, 1\]"):
         policy_loss(PRESETS["reg_grpo"], ready.select(torch.tensor([0, 1, 2, 5])))
     with pytest.raises(ValueError, match="raise the micro-batch to 4"):
-        micro_batches(PRESETS["reg_grpo"], ready, 3)
+        micro_batches(ready, 3, whole_groups=True)
     with pytest.raises(ValueError, match="mask must be 1 everywhere"):
         policy_loss(PRESETS["bgpo"], estimate(PRESETS["bgpo"], batch).batch)
 

@@ -8,18 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.vlm.methods import recipe
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss
-from genrl.vlm.methods.presets import PRESETS
-from genrl.vlm.methods.recipe import Preset
+from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.presets import PRESETS
+from genrl.vlm.recipe.surrogates import Cispo, LinearBound
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
 
 PROMPTS, SIZE, LENGTH, WORDS = 4, 8, 3, 6
 LEARN = [
     name
     for name, preset in PRESETS.items()
-    if not isinstance(preset.advantage, recipe.CriticAdvantage) and not isinstance(preset.surrogate, recipe.LinearBound)
+    if not isinstance(preset.advantage, CriticAdvantage) and not isinstance(preset.surrogate, LinearBound)
 ]
 
 
@@ -74,7 +75,11 @@ def rewards_while_learning(preset: Preset, steps: int) -> list[float]:
             optimizer.zero_grad()
             losses = [
                 policy_loss(preset, part).loss
-                for part in micro_batches(preset, ready.with_log_prob(chosen(logits.log_softmax(-1))), 2 * SIZE)
+                for part in micro_batches(
+                    ready.with_log_prob(chosen(logits.log_softmax(-1))),
+                    2 * SIZE,
+                    whole_groups=preset.group_loss is not None,
+                )
             ]
             torch.stack(losses).sum().backward()
             torch.nn.utils.clip_grad_norm_([logits], 1.0)  # Reg-GRPO's first gradient is 1 / epsilon
@@ -94,5 +99,5 @@ def test_it_raises_the_reward(name: str) -> None:
 
 
 def test_without_a_gradient_nothing_is_learnt() -> None:
-    forgets = replace(PRESETS["dapo"], surrogate=recipe.Cispo(highest=0.0))  # every weight is 0
+    forgets = replace(PRESETS["dapo"], surrogate=Cispo(highest=0.0))  # every weight is 0
     assert max(rewards_while_learning(forgets, 15)) < 0.3

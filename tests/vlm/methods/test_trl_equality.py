@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.vlm.methods import trainer
+from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.policies.processor import load_processor
 from genrl.vlm.rollout.rollout import Answers
-from genrl.vlm.session import Session
+from genrl.vlm.run import AnswersRun
 from rewards.scorers.texts import verifiable
 from tests.vlm import vlm_runs
 
@@ -112,32 +112,32 @@ def move(parameters: dict[str, Tensor]) -> None:
 
 
 def genrl_update(
-    session: Session, answers: Answers, monkeypatch: pytest.MonkeyPatch
+    run: AnswersRun, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, dict[str, float], dict[str, Tensor]]:
     """What was estimated, and figures and gradient of the update after `move`."""
-    ready = session.estimate(answers)
+    ready = run.estimate(answers)
     assert ready is not None
-    move(session.loop.trained)
+    move(run.loop.weights.named)
     seen: dict[str, Tensor] = {}
 
     def watched(groups: Any) -> dict[str, float]:
-        seen.update({name: p.grad.clone() for name, p in session.loop.trained.items() if p.grad is not None})
+        seen.update({name: p.grad.clone() for name, p in run.loop.weights.named.items() if p.grad is not None})
         return {"policy": 0.0}
 
-    monkeypatch.setattr(session.loop, "step", watched)
-    monkeypatch.setattr(session.loop, "updates", 1)  # not the first: the ratio need not be 1
-    return ready, trainer.learn(session, answers, ready), seen
+    monkeypatch.setattr(run.loop, "step", watched)
+    monkeypatch.setattr(run.loop.optimization, "updates", 1)  # not the first: the ratio need not be 1
+    return ready, learn(run, answers, ready), seen
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_of_an_update_are_trls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, told = LOSSES[name]
-    with vlm_runs.session(vlm_runs.config(tmp_path, trainer=ours)) as session:
-        for policy in (session.policy, session.reference):
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer=ours)) as run:
+        for policy in (run.policy, run.reference):
             if policy is not None:  # TRL leaves the ids of images in its normalisation
                 policy.forbidden = policy.forbidden[:0]
-        answers, _ = session.draw()
-        ready, figures, gradient = genrl_update(session, answers, monkeypatch)
+        answers, _ = run.draw()
+        ready, figures, gradient = genrl_update(run, answers, monkeypatch)
     assert figures["ratio/max"] > 1.05 and (figures["ratio/clipped"] > 0 or name not in CLIPPED)
     theirs, batch = trl_trainer(answers, told, tmp_path / "trl")
     kept, old = answers.mask, ready.batch.old_log_prob

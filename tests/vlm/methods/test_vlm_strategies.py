@@ -72,13 +72,13 @@ def test_questions_that_are_never_or_always_right_are_left_out(tmp_path: Path) -
     counts = [json.loads(line) for line in (tmp_path / "run" / "passes-0.jsonl").read_text().splitlines()]
     assert [one["question"] for one in counts] == [f"shapes/train/{k}" for k in range(24)]
     assert {one["right"] for one in counts} <= set(range(5)) and len({one["right"] for one in counts}) > 2
-    with vlm_runs.session(config) as session:  # as a resumed run, it reads the counts that are there
-        session.enter()
-        assert list(session.questions.kept) == [k for k, one in enumerate(counts) if 0 < one["right"] < 4]
-        assert set(session.questions.asked(0, 0, 16)) <= set(session.questions.kept)
+    with vlm_runs.opened(config) as run:  # as a resumed run, it reads the counts that are there
+        run.enter()
+        assert list(run.questions.kept) == [k for k, one in enumerate(counts) if 0 < one["right"] < 4]
+        assert set(run.questions.asked(0, 0, 16)) <= set(run.questions.kept)
     (tmp_path / "run" / "passes-0.jsonl").write_text("\n".join(json.dumps({"right": 4}) for _ in counts))
-    with vlm_runs.session(config) as session, pytest.raises(ValueError, match="0 of 24 questions are sometimes right"):
-        session.enter()
+    with vlm_runs.opened(config) as run, pytest.raises(ValueError, match="0 of 24 questions are sometimes right"):
+        run.enter()
 
 
 class TestStages:
@@ -94,11 +94,11 @@ class TestStages:
     def test_each_has_its_questions_and_method(self, tmp_path: Path) -> None:
         config = self.config(tmp_path)
         assert [part.trainer.preset for part in config.parts] == ["grpo_care", "grpo"]
-        with vlm_runs.session(config) as session:
+        with vlm_runs.opened(config) as run:
             asked = []
             for iteration in range(3):
-                session.loop.iteration = iteration
-                asked.append((session.draw()[0].rows[0].name.split("/")[0], session.config.trainer.preset))
+                run.loop.iteration = iteration
+                asked.append((run.draw()[0].rows[0].name.split("/")[0], run.config.trainer.preset))
         assert asked == [("colour", "grpo_care"), ("count", "grpo"), ("count", "grpo")]
 
     def test_a_resumed_run_is_the_uninterrupted_one(self, tmp_path: Path) -> None:
@@ -138,13 +138,13 @@ class TestAugmentation:
         truth = "{question} list {answer}"
         config = vlm_runs.config(tmp_path, augmentation={"noise": 100.0, "truth": truth})
         asked: list[tuple[str, list[Row]]] = []
-        with vlm_runs.session(config) as session:
-            found, _ = session.draw()
+        with vlm_runs.opened(config) as run:
+            found, _ = run.draw()
             text = "<think> i see 3 . </think> <answer> 3 </answer>"
 
             def ask(rows: list[Row], key: str) -> Answers:
                 asked.append((key, list(rows)))
-                made = session._ask(rows, key, 0, 0)
+                made = run._ask(rows, key, 0, 0)
                 return made if key == "changed" else Answers(**{**vars(made), "texts": [text] * len(made.texts)})
 
             gap = torch.tensor([0.0, -0.5, 0.5, 0.0], dtype=torch.float64)
@@ -163,13 +163,13 @@ class TestAugmentation:
 
     def test_a_run_compares_with_recent_iterations(self, tmp_path: Path) -> None:
         settings = {"window": 2, "truth": "{question} list {answer}"}
-        with vlm_runs.session(vlm_runs.config(tmp_path, augmentation=settings)) as session:
+        with vlm_runs.opened(vlm_runs.config(tmp_path, augmentation=settings)) as run:
             means = []
             for iteration in range(3):
-                session.loop.iteration = iteration
-                _, row = session.draw()
+                run.loop.iteration = iteration
+                _, row = run.draw()
                 means.append(row["reward/total_mean"])
-            assert session.loop.memory[augment.RECENT] == pytest.approx(means[1:])
+            assert run.loop.memory[augment.RECENT] == pytest.approx(means[1:])
 
 
 def pixels(row: Row) -> np.ndarray:
@@ -248,17 +248,17 @@ class TestSynthesis:
         return vlm_runs.config(place, synthesis=SYNTHESIS, iterations=3, generation={"max_new_tokens": 16})
 
     def test_pictures_replace_questions_and_descriptions_are_paid(self, tmp_path: Path) -> None:
-        with vlm_runs.session(self.config(tmp_path)) as session:
-            first, row = session.draw()
+        with vlm_runs.opened(self.config(tmp_path)) as run:
+            first, row = run.draw()
             assert len(first.rows) == 4 and "synthesis/drawn" not in row
-            (parked,) = session.loop.memory[synthesis.PARKED]
+            (parked,) = run.loop.memory[synthesis.PARKED]
             passed = [k for k, said in enumerate(parked["descriptions"]) if said is not None]
             assert passed == [0, 2]  # the check lets every second one through, where it has an answer
-            session.loop.iteration = 1
-            second, row = session.draw()
+            run.loop.iteration = 1
+            second, row = run.draw()
             made = [one for one in second.rows if one.name.startswith("synthesis/")]
             assert len(made) == len(passed) and len(second.rows) == 5 and second.rows[-1].name.startswith("describe/")
-            source = session.questions[parked["number"]]
+            source = run.questions[parked["number"]]
             for one in made:
                 assert one.columns == source.columns and one.prompt.parts[-1] == source.prompt.parts[-1]
                 assert not np.array_equal(pixels(one), pixels(source))
@@ -266,20 +266,20 @@ class TestSynthesis:
             assert (worth[[1, 3]] == 0).all() and ((worth >= 0) & (worth <= 1)).all()
             assert row["synthesis/diversity_mean"] == pytest.approx(float(worth.mean()))
             assert second.tokens[-4:][second.mask[-4:]].tolist() == sum(parked["tokens"], [])
-            ready = session.estimate(second)
+            ready = run.estimate(second)
             assert ready is not None and len(ready.batch.mask) == 20
 
     def test_pictures_beyond_the_questions_are_forgotten(self, tmp_path: Path) -> None:
         few = {"max_new_tokens": 16, "prompts_per_iteration": 1}
         config = vlm_runs.config(tmp_path, synthesis=SYNTHESIS, iterations=3, generation=few)
-        with vlm_runs.session(config) as session:
-            session.draw()
-            assert session.synthesis is not None
-            painter = session.synthesis.server
+        with vlm_runs.opened(config) as run:
+            run.draw()
+            assert run.synthesis is not None
+            painter = run.synthesis.server
             assert isinstance(painter, Painter) and len(painter.asked) == 2
-            session.loop.iteration = 1
+            run.loop.iteration = 1
             first = [name for name in painter.asked if name.startswith("synthesis/0/")]
-            session.draw()
+            run.draw()
             assert len(first) == 2 and [name for name in painter.asked if name in first] == first[:1]  # asked about
 
     def test_a_resumed_run_is_the_uninterrupted_one(self, tmp_path: Path) -> None:

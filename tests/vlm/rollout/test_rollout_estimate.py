@@ -13,14 +13,30 @@ from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.tokens import token_advantages
 from genrl.objectives.tokens.token_regularisers import clipped_value_loss
 from genrl.objectives.tokens.tokens import token_count
-from genrl.vlm.methods import recipe
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss
-from genrl.vlm.methods.recipe import Clip, Preset, WhitenedReturns
+from genrl.vlm.recipe.advantages import (
+    BatchNormalise,
+    ClampAdvantage,
+    ConsistencyBonus,
+    GroupAdvantage,
+    KlInReward,
+    LengthReward,
+    OverlongPenalty,
+    PositiveOnly,
+    RankQuantiles,
+    SigmaFilter,
+    Uncertainty,
+    WhitenedReturns,
+)
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Kl, Perception, ValueLoss
+from genrl.vlm.recipe.surrogates import Clip
+from genrl.vlm.recipe.weights import TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch
 from tests.vlm.rollouts import rollout
 
-CENTRED = Preset(recipe.GroupAdvantage("none"), Clip(), "seq_mean")
+CENTRED = Preset(GroupAdvantage(scale="none"), Clip(), "seq_mean")
 
 
 def advantage(preset: Preset, batch: TokenBatch) -> Tensor:
@@ -41,10 +57,10 @@ def test_terms_are_added_to_the_rewards_before_the_estimator() -> None:
     confidence = reward_shaping.answer_confidence(batch.extra["ema"], batch.extra["answer_mask"], cap=0.7)
     bonus = reward_shaping.consistency_bonus(batch.extra["accuracy"], confidence, batch.group, margin=0.1)
     wanted = {
-        recipe.LengthReward((1, 3, 4, 9), coefficient=2.0): 2 * trapezoid,
-        recipe.OverlongPenalty(6, 3): reward_shaping.overlong_penalty(lengths, maximum=6, buffer=3),
-        recipe.KlInReward(0.3): -0.3 * log_ratio,  # the surer the policy beside the reference, the less
-        recipe.ConsistencyBonus(margin=0.1, cap=0.7): bonus,
+        LengthReward(thresholds=(1, 3, 4, 9), coefficient=2.0): 2 * trapezoid,
+        OverlongPenalty(maximum=6, buffer=3): reward_shaping.overlong_penalty(lengths, maximum=6, buffer=3),
+        KlInReward(beta=0.3): -0.3 * log_ratio,  # the surer the policy beside the reference, the less
+        ConsistencyBonus(margin=0.1, cap=0.7): bonus,
     }
     for term, value in wanted.items():
         got = advantage(replace(CENTRED, reward_terms=(term,)), batch)
@@ -58,16 +74,16 @@ def test_transforms_in_their_order() -> None:
     batch = rollout()
     plain = advantage(CENTRED, batch)
     wanted = {
-        recipe.ClampAdvantage(0.2): plain.clamp(-0.2, 0.2),
-        recipe.PositiveOnly(): plain.clamp(min=0.0),
-        recipe.SigmaFilter(0.4): torch.where(plain.abs() > 0.4, 0.0, plain),
-        recipe.BatchNormalise(): (plain - plain.mean()) / (plain.std() + 1e-8),
-        recipe.Uncertainty(0.7): plain
+        ClampAdvantage(limit=0.2): plain.clamp(-0.2, 0.2),
+        PositiveOnly(): plain.clamp(min=0.0),
+        SigmaFilter(limit=0.4): torch.where(plain.abs() > 0.4, 0.0, plain),
+        BatchNormalise(): (plain - plain.mean()) / (plain.std() + 1e-8),
+        Uncertainty(alpha=0.7): plain
         * torch.exp(-0.7 * token_advantages.score_uncertainty(batch.extra["scores"], batch.group)),
     }
     for transform, value in wanted.items():
         assert torch.allclose(advantage(replace(CENTRED, transforms=(transform,)), batch), value), transform
-    first, second = recipe.BatchNormalise(), recipe.ClampAdvantage(0.2)
+    first, second = BatchNormalise(), ClampAdvantage(limit=0.2)
     one = advantage(replace(CENTRED, transforms=(first, second)), batch)
     assert not torch.allclose(one, advantage(replace(CENTRED, transforms=(second, first)), batch))
 
@@ -87,9 +103,8 @@ def test_a_reward_of_the_row_is_at_its_last_token() -> None:
     whitened = token_advantages.whitened(batch.rewards[:, None].expand(batch.mask.shape), batch.mask)
     assert torch.allclose(full, whitened)
     baseline = advantage(Preset(WhitenedReturns(baseline=True), Clip(), "seq_mean"), batch)
-    assert torch.allclose(
-        baseline, token_advantages.reinforce_plus_plus_baseline(batch.rewards, batch.group, batch.mask)
-    )
+    centred = group_advantages(batch.rewards, batch.group, scale="none")
+    assert torch.allclose(baseline, token_advantages.whitened(centred[:, None].expand(batch.mask.shape), batch.mask))
 
 
 def test_a_row_without_score_takes_no_part_in_whitening() -> None:
@@ -104,7 +119,7 @@ def test_a_row_without_score_takes_no_part_in_whitening() -> None:
 
 def test_the_kl_in_token_rewards_is_at_the_tokens() -> None:
     batch = replace(rollout(), rewards=torch.zeros(12).double())
-    preset = Preset(WhitenedReturns(gamma=0.0), Clip(), "seq_mean", reward_terms=(recipe.KlInReward(0.5),))
+    preset = Preset(WhitenedReturns(gamma=0.0), Clip(), "seq_mean", reward_terms=(KlInReward(beta=0.5),))
     ratio = batch.old_log_prob - batch.ref_log_prob
     assert torch.allclose(advantage(preset, batch), token_advantages.whitened(-0.5 * ratio, batch.mask))
     given = replace(batch, extra={**batch.extra, "token_rewards": ratio})
@@ -116,9 +131,9 @@ def test_the_kl_in_token_rewards_is_at_the_tokens() -> None:
 
 def test_ranks_within_a_task_span_its_groups() -> None:
     batch = rollout()
-    got = advantage(replace(CENTRED, advantage=recipe.RankQuantiles("task")), batch)
+    got = advantage(replace(CENTRED, advantage=RankQuantiles(scope="task")), batch)
     assert torch.allclose(got, token_advantages.rank_quantiles(batch.rewards, batch.extra["task"]))
-    per_group = advantage(replace(CENTRED, advantage=recipe.RankQuantiles()), batch)
+    per_group = advantage(replace(CENTRED, advantage=RankQuantiles()), batch)
     assert torch.allclose(per_group, token_advantages.rank_quantiles(batch.rewards, batch.group))
     assert not torch.allclose(got, per_group)
 
@@ -145,13 +160,13 @@ def test_a_penalty_lowers_the_entropy_and_a_bonus_raises_it() -> None:
     batch = rollout()
     entropy = -batch.log_prob[batch.mask].mean()
     for coefficient in (0.06, -0.01):
-        preset = replace(CENTRED, regularisers=(recipe.EntropyPenalty(coefficient),))
+        preset = replace(CENTRED, regularisers=(EntropyPenalty(coefficient=coefficient),))
         assert torch.allclose(part(preset, batch, "entropy_penalty"), coefficient * entropy)
 
 
 def test_a_bonus_is_the_mean_entropy_of_the_tokens() -> None:
     batch = rollout()
-    preset = replace(CENTRED, regularisers=(recipe.EntropyBonus(0.01),))
+    preset = replace(CENTRED, regularisers=(EntropyBonus(coefficient=0.01),))
     wanted = -0.01 * batch.extra["policy_entropy"][batch.mask].mean()
     assert torch.allclose(part(preset, batch, "entropy_bonus"), wanted)
 
@@ -159,7 +174,7 @@ def test_a_bonus_is_the_mean_entropy_of_the_tokens() -> None:
 def test_the_band_is_of_each_task_with_its_share_of_rows() -> None:
     batch = rollout()
     task = batch.extra["task"]
-    preset = replace(CENTRED, regularisers=(recipe.EntropyBand(2.0, 5.0, 6.0),))
+    preset = replace(CENTRED, regularisers=(EntropyBand(coefficient=2.0, low=5.0, high=6.0),))
     entropies = [-batch.log_prob[batch.mask & (task == k)[:, None]].mean() for k in (0, 1)]
     shares = [(task == k).double().mean() for k in (0, 1)]
     wanted = 2.0 * sum(share * (5.0 - entropy) for share, entropy in zip(shares, entropies, strict=True))
@@ -171,8 +186,8 @@ def test_the_band_is_of_each_task_with_its_share_of_rows() -> None:
 def test_the_bands_quantiles_are_of_the_tokens_that_are_weighted() -> None:
     batch = rollout()
     batch = replace(batch, extra={"entropy": batch.extra["entropy"]})
-    band = recipe.EntropyBand(1.0, 0.25, 0.75, bounds="quantile", tokens="weighted")
-    preset = replace(CENTRED, weights=(recipe.TopEntropy(0.4, scope="row"),), regularisers=(band,))
+    band = EntropyBand(coefficient=1.0, low=0.25, high=0.75, bounds="quantile", tokens="weighted")
+    preset = replace(CENTRED, weights=(TopEntropy(share=0.4, scope="row"),), regularisers=(band,))
     ready = estimate(preset, batch).batch
     chosen = batch.extra["entropy"][ready.weight.bool()]
     assert torch.allclose(ready.entropy_bounds, torch.stack([chosen.quantile(0.25), chosen.quantile(0.75)]))
@@ -185,7 +200,7 @@ def test_the_bands_quantiles_are_of_the_tokens_that_are_weighted() -> None:
 def test_the_value_loss_of_rows_adds_up_over_micro_batches() -> None:
     batch = rollout()
     columns = {name: batch.extra[name][:, 0] for name in ("value", "old_value", "returns")}
-    preset = replace(CENTRED, regularisers=(recipe.ValueLoss(0.5, 0.1),))
+    preset = replace(CENTRED, regularisers=(ValueLoss(coefficient=0.5, clip=0.1),))
     ready = estimate(preset, replace(batch, extra=columns)).batch
     whole = policy_loss(preset, ready).metrics["loss/value"]
     squares = clipped_value_loss(columns["value"], columns["old_value"], columns["returns"], clip=0.1)
@@ -197,7 +212,7 @@ def test_the_value_loss_of_rows_adds_up_over_micro_batches() -> None:
 @pytest.mark.parametrize("estimator", ["k2", "k3", "k3_clamped"])
 def test_the_kl_of_the_preset_is_the_one_measured(estimator: str) -> None:
     batch = rollout()
-    preset = replace(CENTRED, aggregation="token_mean_global", regularisers=(recipe.Kl(0.1, estimator),))
+    preset = replace(CENTRED, aggregation="token_mean_global", regularisers=(Kl(beta=0.1, estimator=estimator),))
     metrics = policy_loss(preset, estimate(preset, batch).batch).metrics
     assert torch.allclose(metrics["loss/kl"], 0.1 * metrics[f"kl_{estimator}"]) and metrics["loss/kl"] > 0
 
@@ -206,7 +221,7 @@ def test_rows_without_a_degraded_twin_are_left_out_of_the_perception_loss() -> N
     batch = rollout()
     degraded = batch.extra["degraded"].clone()
     degraded[6:] = torch.nan
-    preset = replace(CENTRED, regularisers=(recipe.Perception(0.1, 0.0),))
+    preset = replace(CENTRED, regularisers=(Perception(gamma=0.1, eta=0.0),))
     some = part(preset, replace(batch, extra={"degraded": degraded}), "perception")
     first = estimate(preset, replace(batch, extra={"degraded": batch.extra["degraded"]})).batch
     half = policy_loss(preset, first.select(torch.arange(6))).metrics["loss/perception"]

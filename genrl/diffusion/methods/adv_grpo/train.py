@@ -23,19 +23,22 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 import rewards
+from genrl.config import Config
 from genrl.data.preferences import as_tensor
 from genrl.data.prompts import Prompt, PromptError
 from genrl.data.references import References
 from genrl.data.references import read as read_references
 from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
-from genrl.diffusion.methods.flow_grpo.train import collect, drawing, learn
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.methods.transitions import clipped_loss as loss
+from genrl.diffusion.methods.transitions import collect, flow_grpo_update, sampler
 from genrl.diffusion.rollout.rollout import Rollouts, to_bytes
 from genrl.diffusion.rollout.scoring import Scorers, plain, score
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
+from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.adversarial import (
     DiscriminatorOutput,
     accuracy,
@@ -48,6 +51,8 @@ from genrl.runtime import checkpoint, state
 from genrl.runtime.run import Run
 from rewards.calls import inner
 from rewards.scorers.preference.adversary import Logits, Trainable, check_trainable
+
+__all__ = ["ADVERSARY", "load_trained", "loss", "references_of", "train", "trainable_of"]
 
 ADVERSARY = "adversary"
 
@@ -63,34 +68,34 @@ class Pairs:
     fake: Tensor
 
 
-def train(session: Session, settings: AdvGRPO) -> None:
+def train(run: DiffusionRun, settings: AdvGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    label, adversary = trainable_of(session.scorers)
-    references = references_of(settings, session.prompts, session.config.prompts.train)
+    label, adversary = trainable_of(run.scorers)
+    references = references_of(settings, run.prompts, run.config.prompts.train)
     for parameter in adversary.parameters():  # one reward in all processes, whatever a user's drew its weights from
         parameter.data.copy_(broadcast(parameter.data.clone()))
     optimizer = torch.optim.Adam(adversary.parameters(), lr=settings.adversary.lr, betas=settings.adversary.betas)
-    session.keep(ADVERSARY, adversary)
-    session.keep("adversary_optimizer", optimizer)
-    for iteration in session.iterations():
+    run.loop.keep(ADVERSARY, adversary)
+    run.loop.keep("adversary_optimizer", optimizer)
+    for iteration in run.iterations():
         # 1, 2. Collect and score.
-        plan = sampling_plan(session.config, settings, iteration)
+        plan = sampling_plan(run.config, settings, iteration)
         keeps = settings.keep_graph and settings.trains_model(iteration)  # else no update would go back through them
         drawn = settings.model_copy(update={"keep_graph": keeps})
-        rollouts = collect(session, plan, drawing(session, drawn, plan))
-        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
-        with session.scorers.placed():
-            pairs = paired(session, references, rollouts)
-            real, fake = scored_references(session, label, pairs, rollouts), rollouts.scored.values[label]
+        rollouts = collect(run, plan, sampler(run, drawn, plan))
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
+        with run.scorers.placed():
+            pairs = paired(run, references, rollouts)
+            real, fake = scored_references(run, label, pairs, rollouts), rollouts.scored.values[label]
             trains_model, trains_adversary = turns(settings, iteration, real, fake)
             # 3. Train the reward.
             meter = Meter()
             for step in range(settings.adversary.steps if trains_adversary else 0):
-                judge(session, adversary, pairs, rollouts.num_samples, meter if step == 0 else None)
-                meter.add("adversary/grad_norm", torch.tensor([session.step_other(optimizer)]))
+                judge(run, adversary, pairs, rollouts.num_samples, meter if step == 0 else None)
+                meter.add("adversary/grad_norm", torch.tensor([run.loop.step_other(optimizer)]))
             if not trains_adversary:
                 with torch.no_grad():
-                    judge(session, adversary, pairs, rollouts.num_samples, meter)
+                    judge(run, adversary, pairs, rollouts.num_samples, meter)
         metrics = meter.result() | {
             "adversary/reference_mean": float(real.nanmean()),
             "adversary/margin": float(real.nanmean() - fake.nanmean()),
@@ -99,9 +104,10 @@ def train(session: Session, settings: AdvGRPO) -> None:
         del pairs
         # 4. Train the model.
         if trains_model:
-            metrics |= learn(session, settings, rollouts, plan)
+            advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
+            metrics |= flow_grpo_update(run, settings, rollouts, plan, advantages)
         del rollouts
-        session.finish(metrics)
+        run.finish(metrics)
 
 
 def turns(settings: AdvGRPO, iteration: int, real: Tensor, fake: Tensor) -> tuple[bool, bool]:
@@ -113,7 +119,7 @@ def turns(settings: AdvGRPO, iteration: int, real: Tensor, fake: Tensor) -> tupl
     return model, schedule == "together" or not model
 
 
-def judge(session: Session, adversary: Trainable, pairs: list[Pairs], num_samples: int, meter: Meter | None) -> None:
+def judge(run: DiffusionRun, adversary: Trainable, pairs: list[Pairs], num_samples: int, meter: Meter | None) -> None:
     """The loss of the reward on all pairs of this process; outside `no_grad` its gradient is added to the parameters'.
 
     A loss is a mean over its micro-batch: weighted by samples / all samples of all processes they make the whole mean.
@@ -130,7 +136,7 @@ def judge(session: Session, adversary: Trainable, pairs: list[Pairs], num_sample
             weight = torch.tensor([float(len(one.slots))])
             meter.add("adversary/loss", found.loss[None], weight)
             meter.add("adversary/accuracy", torch.tensor([found.accuracy]), weight)
-        session.beat()
+        run.loop.alive()
 
 
 def loss_of(adversary: Trainable, real: Logits, fake: Logits, count: int) -> DiscriminatorOutput:
@@ -163,19 +169,19 @@ def loss_of(adversary: Trainable, real: Logits, fake: Logits, count: int) -> Dis
     return DiscriminatorOutput(loss, accuracy(real_whole, fake_whole))
 
 
-def paired(session: Session, references: References, rollouts: Rollouts) -> list[Pairs]:
+def paired(run: DiffusionRun, references: References, rollouts: Rollouts) -> list[Pairs]:
     """This process's samples and a reference for each, in the samples' size; a function of seed, iteration and slot.
 
     The samples of a group get the references of its prompt in turn, in an order drawn anew.
     """
-    config, found = session.config, []
+    config, found = run.config, []
     for micro_batch in rollouts.mine.values():
         real = []
         if micro_batch.images.ndim != 4:
             raise ValueError(f"trainer.algorithm: adv_grpo is for pictures; {config.model.path} makes videos")
         for slot in micro_batch.slots:
             prompt, place = rollouts.prompts[slot], slot % config.sampling.group_size
-            source = generator(config.seed, session.iteration, "references", int(rollouts.group[slot]))
+            source = generator(config.seed, run.iteration, "references", int(rollouts.group[slot]))
             order = torch.randperm(references.count(prompt), generator=source)
             picture = references.picture(prompt, int(order[place % len(order)]))
             real.append(to_bytes(as_tensor(picture, *micro_batch.images.shape[-2:])))
@@ -184,12 +190,18 @@ def paired(session: Session, references: References, rollouts: Rollouts) -> list
     return found
 
 
-def scored_references(session: Session, label: str, pairs: list[Pairs], rollouts: Rollouts) -> Tensor:
+def scored_references(run: DiffusionRun, label: str, pairs: list[Pairs], rollouts: Rollouts) -> Tensor:
     """The reward's scores of the references, in the way in which it scores samples: float64 [N]. A collective."""
-    rows = [row for row in session.iteration_prompts for _ in range(session.config.sampling.group_size)]
+    rows = [row for row in run.iteration_prompts for _ in range(run.config.sampling.group_size)]
     pieces = [(one.slots, one.real.float() / 255) for one in pairs]
-    scorers = plain({label: session.scorers.rewards[label]})
-    return score(scorers, pieces, rows, rollouts.group.tolist(), session.beat).values[label]
+    scorers = plain({label: run.scorers.rewards[label]})
+    return score(scorers, pieces, rows, rollouts.group.tolist(), run.loop.alive).values[label]
+
+
+def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
+    """Raise ValueError where no reward is trainable, or a prompt has no reference."""
+    trainable_of(scorers)
+    references_of(config.trainer, prompts, config.prompts.train).check(row.text for row in prompts)
 
 
 def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:

@@ -20,47 +20,48 @@ from torch import Tensor
 
 from genrl.diffusion.methods.awm.settings import AWM
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, noised, own_noise, require_flow, under, update
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, own_noise, require_flow, under, update
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.mdp.noise_levels import logit_normal_draws, stratified_steps, uniform_draws
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_velocity
+from genrl.runtime.recorded import Recorded
 
 EMA, OLD = "ema_reference", "old"
 
 
-def train(session: Session, settings: AWM) -> None:
+def train(run: DiffusionRun, settings: AWM) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = session.policy, session.weights
-    require_flow(session)
+    policy, weights = run.policy, run.weights
+    require_flow(run)
     if EMA not in weights.snapshots:  # a resumed run has it
         weights.snapshot(EMA)
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:
         return independent(policy.roll_out(batch), slots)
 
-    for _ in session.iterations():
+    for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = session.collect(draw)
+        rollouts = run.collect(draw)
         if settings.updates * settings.epochs > 1:
             weights.snapshot(OLD)
-        metrics = learn(session, settings, rollouts)
+        metrics = learn(run, settings, rollouts)
         del rollouts
         # 5. The slow copy follows.
-        decay = ramp(session.optimizer_steps, slope=0.001, maximum=0.3)
+        decay = ramp(run.loop.optimizer_steps, slope=0.001, maximum=0.3)
         weights.blend(EMA, decay)
-        session.finish(metrics | {"policy/ema_decay": decay})
+        run.finish(metrics | {"policy/ema_decay": decay})
 
 
-def learn(session: Session, settings: AWM, rollouts: Rollouts) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
-    config = session.config
+    config = run.config
 
     # 3. Estimate.
     advantages = group_advantages(
@@ -72,20 +73,19 @@ def learn(session: Session, settings: AWM, rollouts: Rollouts) -> dict[str, floa
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, batch = micro_batch.final, micro_batch.batch
-        drawn = generator(config.seed, session.iteration, "levels", epoch)  # the same levels for all samples
+        drawn = generator(config.seed, run.iteration, "levels", epoch)  # the same levels for all samples
         sigma = levels(settings, micro_batch.sigmas, drawn)[k].to(clean)
         given = noised(clean, own_noise(micro_batch, epoch, k), sigma)
         given["advantage"] = awm_advantage(advantages[micro_batch.slots], clip=settings.advantage_clip).to(clean)
-        if session.updates > 0:  # until then the old policy is the present one
-            given["old"] = under(session, OLD, batch, given["noisy"], sigma)
+        if run.loop.updates > 0:  # until then the old policy is the present one
+            given["old"] = under(run, OLD, batch, given["noisy"], sigma)
         if settings.kl_weight > 0:
-            given["reference"] = under(session, REFERENCE, batch, given["noisy"], sigma)
+            given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
         if settings.ema_kl_weight > 0:
-            given["ema"] = under(session, EMA, batch, given["noisy"], sigma)
+            given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
         return batch, given
 
-    update(session, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
-           meter)  # fmt: skip
+    update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()
 
 
@@ -100,24 +100,26 @@ def levels(settings: AWM, grid: Tensor, drawn: torch.Generator) -> Tensor:
     return grid[stratified_steps(count, 1, max(1, int(0.9 * (len(grid) - 1))), drawn)]
 
 
-def objective(settings: AWM, velocity: Tensor, given: Given) -> Tensors:
+def loss(settings: AWM, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], and metrics."""
+    velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, sigma, advantage = given["target"], given["sigma"], given["advantage"]
     log_prob = awm_log_prob(velocity, target, sigma, settings.weighting)
     old = log_prob.detach()
     if "old" in given:
         old = awm_log_prob(given["old"], target, sigma, settings.weighting)
     surrogate = clipped_surrogate(log_prob, old, advantage, settings.clip_range, settings.clip_range)
-    loss, terms = surrogate.loss, {}
+    value, terms = surrogate.loss, {}
     for name, metric, weight in (("reference", "kl", settings.kl_weight), ("ema", "kl/ema", settings.ema_kl_weight)):
         if weight > 0:
             terms[metric] = kl_velocity(velocity, given[name])
-            loss = loss + weight * terms[metric]
+            value = value + weight * terms[metric]
     return terms | {
-        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
+        "loss": value * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
         "loss/policy": surrogate.loss,
         "ratio/mean": surrogate.ratio,
         "ratio/std": surrogate.ratio - 1.0,
         "ratio/max_abs_dev": (surrogate.ratio - 1.0).abs(),
         "forward/error": matching_error(velocity, target),
+        "model_output": velocity,
     }

@@ -16,13 +16,11 @@ docs/forward_process.md has the equations of AWM, DGPO and CRD side by side, met
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from genrl.diffusion.methods.crd.settings import CRD
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import (
     REFERENCE,
-    Given,
     Tensors,
     check_reference_guidance,
     guided,
@@ -32,10 +30,10 @@ from genrl.diffusion.methods.noising import (
     under,
     update,
 )
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.decay import ramp
@@ -48,15 +46,16 @@ from genrl.objectives.forward.forward_process import (
     reward_adaptive_weight,
 )
 from genrl.objectives.surrogates.policy_losses import kl_velocity
+from genrl.runtime.recorded import Recorded
 
 OLD, SAMPLING = "old", "sampling"
 
 
-def train(session: Session, settings: CRD) -> None:
+def train(run: DiffusionRun, settings: CRD) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = session.policy, session.weights
-    require_flow(session)
-    check_reference_guidance(session, settings.reference_guidance)
+    policy, weights = run.policy, run.weights
+    require_flow(run)
+    check_reference_guidance(run, settings.reference_guidance)
     for name in (OLD, SAMPLING):
         if name not in weights.snapshots:  # a resumed run has them
             weights.snapshot(name)
@@ -65,23 +64,23 @@ def train(session: Session, settings: CRD) -> None:
         with weights.use(SAMPLING):
             return independent(policy.roll_out(batch), slots)
 
-    for _ in session.iterations():
+    for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = session.collect(draw)
-        metrics = learn(session, settings, rollouts)
+        rollouts = run.collect(draw)
+        metrics = learn(run, settings, rollouts)
         del rollouts
         # 5. The old policy and the one that samples follow the one that is trained.
-        step = session.optimizer_steps
+        step = run.loop.optimizer_steps
         old = ramp(step, start_value=0.25, slope=0.005, maximum=0.999)
         sampling = ramp(step, start_step=75, slope=0.0075, maximum=0.999)
         weights.blend(OLD, old)
         weights.blend(SAMPLING, sampling)
-        session.finish(metrics | {"policy/old_decay": old, "policy/sampling_decay": sampling})
+        run.finish(metrics | {"policy/old_decay": old, "policy/sampling_decay": sampling})
 
 
-def learn(session: Session, settings: CRD, rollouts: Rollouts) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
-    config = session.config
+    config = run.config
     num_draws = settings.timesteps_per_sample or max(1, config.sampling.num_inference_steps - 1)
 
     # 3. Estimate.
@@ -99,34 +98,36 @@ def learn(session: Session, settings: CRD, rollouts: Rollouts) -> dict[str, floa
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, batch, slots = micro_batch.final, micro_batch.batch, micro_batch.slots
         grid = micro_batch.sigmas[:-1]
-        steps = torch.randperm(len(grid), generator=generator(config.seed, session.iteration, "levels", epoch))
+        steps = torch.randperm(len(grid), generator=generator(config.seed, run.iteration, "levels", epoch))
         sigma = grid[steps[k]].to(clean)  # one level for all samples: implicit rewards are compared within it
         given = noised(clean, own_noise(micro_batch, epoch, k), sigma)
         given |= {"aim": aims[slots].to(clean), "group": group[slots]}
-        given["old"] = under(session, OLD, batch, given["noisy"], sigma)
+        given["old"] = under(run, OLD, batch, given["noisy"], sigma)
         if settings.kl_weight > 0:
             judge = guided(batch, settings.reference_guidance)
-            given["reference"] = under(session, REFERENCE, judge, given["noisy"], sigma)
+            given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    update(session, rollouts, num_draws, prepare, lambda v, given: objective(settings, v, given), meter)
+    update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()
 
 
-def objective(settings: CRD, velocity: Tensor, given: Given) -> Tensors:
+def loss(settings: CRD, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], of whole groups, and metrics."""
+    velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, aim, group = given["target"], given["aim"], given["group"]
     implicit = implicit_reward(velocity, given["old"], target)
     centres = group_centres(implicit, aim, group, temperature=settings.temperature)
     distilled = crd_loss(implicit, aim, centres, beta=settings.beta, kind=settings.loss)
-    loss, terms = settings.advantage_clip / settings.beta * distilled, {}
+    value, terms = settings.advantage_clip / settings.beta * distilled, {}
     if settings.kl_weight > 0:
         terms["kl"] = kl_velocity(velocity, given["reference"])
         weight = reward_adaptive_weight(aim, settings.kl_weight)
-        loss = loss + weight * terms["kl"]
+        value = value + weight * terms["kl"]
     return terms | {
-        "loss": loss * (group >= 0),
+        "loss": value * (group >= 0),
         "forward/error": matching_error(velocity, target),
         "crd/residual": distilled,
         "crd/implicit_abs": implicit.abs(),
+        "model_output": velocity,
     }

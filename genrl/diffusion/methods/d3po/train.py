@@ -14,37 +14,38 @@ docs/preferences.md has the equations, metrics and figures.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from genrl.diffusion.methods.d3po.settings import D3PO
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import Given, Tensors
 from genrl.diffusion.methods.plans import every_step
+from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.preferences.preference import preference_pairs, step_preference_loss
+from genrl.runtime.recorded import Recorded
 
 
-def train(session: Session, settings: D3PO) -> None:
+def train(run: DiffusionRun, settings: D3PO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    steps, draw = every_step(session, settings)
-    for _ in session.iterations():
+    steps, draw = every_step(run, settings)
+    for _ in run.iterations():
         # 1. Collect.
-        rollouts = session.collect(draw)
+        rollouts = run.collect(draw)
         # 2, 3. Compare and update.
-        metrics = learn(session, settings, rollouts, num_steps=len(steps))
+        metrics = learn(run, settings, rollouts, num_steps=len(steps))
         del rollouts
-        session.finish(metrics)
+        run.finish(metrics)
 
 
-def learn(session: Session, settings: D3PO, rollouts: Rollouts, *, num_steps: int) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: D3PO, rollouts: Rollouts, *, num_steps: int) -> dict[str, float]:
     """Steps 2 and 3 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, weights = session.policy, session.weights
+    policy, weights = run.policy, run.weights
     meter = Meter()
     whole = preference_pairs(rollouts.total, rollouts.group)
-    group = session.config.sampling.group_size
+    group = run.config.sampling.group_size
     meter.add("preference/pairs", torch.tensor([len(whole) / (rollouts.num_samples * (group - 1) / 2)]))
-    session.start_training(settings.epochs * num_steps * len(rollouts.mine))
+    run.start_training(settings.epochs * num_steps * len(rollouts.mine))
     for _ in range(settings.epochs):
         for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = len(preference_pairs(rollouts.total[slots], rollouts.group[slots])) * num_steps
@@ -53,32 +54,24 @@ def learn(session: Session, settings: D3PO, rollouts: Rollouts, *, num_steps: in
                 pairs = preference_pairs(rollouts.total[micro_batch.slots], rollouts.group[micro_batch.slots])
                 if len(pairs) == 0 and not weights.is_sharded:  # else the other processes evaluate theirs with us
                     continue
-                trajectory, batch = micro_batch.pieces[0].trajectory, micro_batch.batch
+                trajectory = micro_batch.pieces[0].trajectory
                 for i in trajectory.log_probs:
                     with torch.no_grad(), weights.reference():
                         reference = policy.replay(trajectory, i).log_prob
-                    new = policy.replay(trajectory, i)
-                    given = {
-                        "step": torch.tensor(i),
-                        "state": trajectory.states[i],
-                        "next_state": trajectory.next_states[i],
-                        "pairs": pairs,
-                        "reference_log_prob": reference,
-                    }
-                    terms = objective(settings, new.log_prob, given)
-                    answers = {"model_output": new.model_output, "log_prob": new.log_prob}
-                    session.backward(terms["loss"], batch, given | answers, divisor=max(divisor, 1))
+                    recorded = recorded_step(trajectory, i, {"pairs": pairs, "reference_log_prob": reference})
+                    results = loss(settings, policy, recorded)
+                    run.backward(settings, results, recorded, divisor=max(divisor, 1))
                     if len(pairs) > 0:
-                        for name, values in terms.items():
-                            meter.add(name, values)
-            meter.add("grad_norm", torch.tensor([session.step()]))
+                        meter.add_all(results)
+            meter.add("grad_norm", torch.tensor([run.step()]))
     return meter.result()
 
 
-def objective(settings: D3PO, log_prob: Tensor, given: Given) -> Tensors:
-    """The loss of each pair at one step, [P], and metrics. log_prob: [B]; pairs: (first, second, h), int64 [P, 3]."""
+def loss(settings: D3PO, policy: Policy, given: Recorded) -> Tensors:
+    """The loss of each pair at one step, [P], and metrics. pairs: (first, second, h), int64 [P, 3]."""
+    new, reference = replayed(settings, policy, given), given["reference_log_prob"]
+    log_prob = new.log_prob
     first, second, preference = given["pairs"].to(log_prob.device).unbind(1)
-    reference = given["reference_log_prob"]
     out = step_preference_loss(
         log_prob[first],
         reference[first],
@@ -94,4 +87,5 @@ def objective(settings: D3PO, log_prob: Tensor, given: Given) -> Tensors:
         "preference/correct": out.correct,
         "preference/logit": out.logit,
         "preference/clip_frac": outside,
+        **evidence(new),
     }

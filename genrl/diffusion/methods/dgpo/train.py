@@ -18,13 +18,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import (
     REFERENCE,
-    Given,
     Tensors,
     check_reference_guidance,
     group_noise,
@@ -35,46 +33,47 @@ from genrl.diffusion.methods.noising import (
     update,
     without_guidance,
 )
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error
 from genrl.objectives.surrogates.policy_losses import kl_velocity
+from genrl.runtime.recorded import Recorded
 
 EMA = "ema_reference"
 
 
-def train(session: Session, settings: DGPO) -> None:
+def train(run: DiffusionRun, settings: DGPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = session.policy, session.weights
-    require_flow(session)
-    check_reference_guidance(session, settings.reference_guidance)
+    policy, weights = run.policy, run.weights
+    require_flow(run)
+    check_reference_guidance(run, settings.reference_guidance)
     if EMA not in weights.snapshots:  # a resumed run has it
         weights.snapshot(EMA)
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:
-        late = session.optimizer_steps > settings.switch_after
+        late = run.loop.optimizer_steps > settings.switch_after
         with weights.use(EMA) if late else nullcontext():
             return independent(policy.roll_out(batch), slots)
 
-    for _ in session.iterations():
+    for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = session.collect(draw)
-        metrics = learn(session, settings, rollouts)
+        rollouts = run.collect(draw)
+        metrics = learn(run, settings, rollouts)
         del rollouts
         # 5. The slow average follows.
-        decay = ramp(session.optimizer_steps, slope=0.001, maximum=0.3)
+        decay = ramp(run.loop.optimizer_steps, slope=0.001, maximum=0.3)
         weights.blend(EMA, decay)
-        session.finish(metrics | {"policy/ema_decay": decay})
+        run.finish(metrics | {"policy/ema_decay": decay})
 
 
-def learn(session: Session, settings: DGPO, rollouts: Rollouts) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
-    config = session.config
+    config = run.config
 
     # 3. Estimate.
     advantages = group_advantages(
@@ -87,37 +86,36 @@ def learn(session: Session, settings: DGPO, rollouts: Rollouts) -> dict[str, flo
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, group = micro_batch.final, rollouts.group[micro_batch.slots]
         batch = micro_batch.batch
-        batch = batch if settings.guidance_in_training else without_guidance(session.policy, batch)
-        steps = torch.randperm(
-            settings.first_steps, generator=generator(config.seed, session.iteration, "levels", epoch)
-        )
+        batch = batch if settings.guidance_in_training else without_guidance(run.policy, batch)
+        steps = torch.randperm(settings.first_steps, generator=generator(config.seed, run.iteration, "levels", epoch))
         sigma = micro_batch.sigmas[steps[k]].to(clean)  # the same levels for all samples
         given = noised(clean, group_noise(micro_batch, group, epoch, k), sigma)
         given |= {"advantage": advantages[micro_batch.slots].to(clean), "group": group}
-        given["ema"] = under(session, EMA, batch, given["noisy"], sigma)
+        given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
         if settings.reference == "model" or settings.kl_weight > 0:
             judge = guided(batch, settings.reference_guidance)
-            given["reference"] = under(session, REFERENCE, judge, given["noisy"], sigma)
+            given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    update(session, rollouts, settings.timesteps_per_sample, prepare, lambda v, given: objective(settings, v, given),
-           meter)  # fmt: skip
+    update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()
 
 
-def objective(settings: DGPO, velocity: Tensor, given: Given) -> Tensors:
+def loss(settings: DGPO, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], of whole groups, and metrics."""
+    velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, advantage = given["target"], given["advantage"]
     error, old_error = matching_error(velocity, target), matching_error(given["ema"], target)
     ref_error = matching_error(given["reference"], target) if settings.reference == "model" else old_error
     weight = dgpo_group_weight(error, ref_error, advantage, given["group"], beta=settings.beta)
-    loss, terms = dgpo_loss(error, old_error, advantage, weight, clip=settings.clip_range), {}
+    value, terms = dgpo_loss(error, old_error, advantage, weight, clip=settings.clip_range), {}
     if settings.kl_weight > 0:
         terms["kl"] = kl_velocity(velocity, given["reference"])
-        loss = loss + settings.kl_weight * terms["kl"]
+        value = value + settings.kl_weight * terms["kl"]
     return terms | {
-        "loss": loss * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
+        "loss": value * (advantage != 0),  # no score, or a group without spread: no update, by its KL neither
         "forward/error": error,
         "dgpo/group_weight": weight,
         "dgpo/clip_frac": dgpo_clipped(error, old_error, advantage, clip=settings.clip_range),
+        "model_output": velocity,
     }

@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.methods.direct import reward_gradient
-from genrl.diffusion.methods.draft.train import pull
+from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import own_noise, require_flow
 from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.forward import flow_sample
 from genrl.mdp.noise import generator
 from genrl.objectives.forward.diff_instruct import (
@@ -48,19 +47,22 @@ from genrl.objectives.forward.diff_instruct import (
     score_matching_loss,
 )
 from genrl.objectives.forward.direct_reward import reward_loss
+from genrl.runtime.recorded import Recorded
 
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
 LOW, HIGH = 0.02, 0.98  # of the noise levels
 GRID = 100  # steps of the schedule by which a noise level becomes the model's time: one step is too coarse a grid
 
+__all__ = ["check", "loss", "train"]
 
-def train(session: Session, settings: DiffInstruct) -> None:
+
+def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = session.policy, session.weights
-    require_flow(session)
+    policy, weights = run.policy, run.weights
+    require_flow(run)
     if ASSISTANT not in weights.snapshots:  # a resumed run has it
         weights.snapshot(ASSISTANT)
-    own = session.config.optimizer
+    own = run.config.optimizer
     optimizer = torch.optim.AdamW(
         weights.parameters,
         lr=settings.assistant_lr or own.lr,
@@ -68,60 +70,63 @@ def train(session: Session, settings: DiffInstruct) -> None:
         eps=own.eps,
         weight_decay=own.weight_decay,
     )
-    session.keep(OPTIMIZER, optimizer)
+    run.loop.keep(OPTIMIZER, optimizer)
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:
         made = policy.roll_out(batch)
         return Drawn(slots, batch, made.final, made.sigmas, [Piece(made, {})])
 
-    for _ in session.iterations():
-        rollouts = session.collect(draw)
+    for _ in run.iterations():
+        rollouts = run.collect(draw)
         meter = Meter()
-        session.start_training(len(rollouts.mine))
+        run.start_training(len(rollouts.mine))
         for k in range(settings.assistant_steps):
-            follow(session, rollouts, optimizer, k, meter)
-        update(session, settings, rollouts, meter)
+            follow(run, rollouts, optimizer, k, meter)
+        update(run, settings, rollouts, meter)
         del rollouts
-        session.finish(meter.result())
+        run.finish(meter.result())
 
 
-def follow(session: Session, rollouts: Rollouts, optimizer: torch.optim.Optimizer, k: int, meter: Meter) -> None:
+def follow(run: DiffusionRun, rollouts: Rollouts, optimizer: torch.optim.Optimizer, k: int, meter: Meter) -> None:
     """Step 2: one step of the assistant on the generator's samples."""
-    with session.weights.use(ASSISTANT):
+    with run.weights.use(ASSISTANT):
         for noisy, noise, sigma, micro_batch in noised(rollouts, "assistant", k):
-            score = score_of(session.policy, micro_batch.batch, noisy, sigma)
+            score = score_of(run.policy, micro_batch.batch, noisy, sigma)
             loss = score_matching_loss(score, score_from_noise(noise, sigma), weight=sigma**2)
             (loss.sum() / rollouts.num_samples).backward()
             meter.add("assistant/error", loss / noisy[0].numel())
-            session.beat()
-        meter.add("assistant/grad_norm", torch.tensor([session.step_other(optimizer)]))
+            run.loop.alive()
+        meter.add("assistant/grad_norm", torch.tensor([run.loop.step_other(optimizer)]))
 
 
-def update(session: Session, settings: DiffInstruct, rollouts: Rollouts, meter: Meter) -> None:
+def update(run: DiffusionRun, settings: DiffInstruct, rollouts: Rollouts, meter: Meter) -> None:
     """Step 3: one step of the generator."""
     for noisy, noise, sigma, micro_batch in noised(rollouts, "generator", 0):
         batch, z = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
-        gradient, divergence = divergence_gradient(session, settings, batch, noisy, noise, sigma)
-        rewarded = reward_gradient(session, rollouts, micro_batch, reward_loss)
-        pulled = gradient + rewarded.gradient.to(gradient)
-        final = session.policy.advance(batch, z, 0)
-        given = {"state": z, "first": torch.tensor(0), "last": torch.tensor(1), "pulled": pulled, "final": final}
-        session.backward(pull(final, pulled), batch, given, divisor=rollouts.num_samples)
+        gradient, divergence = divergence_gradient(run, settings, batch, noisy, noise, sigma)
+        rewarded = reward_gradient(run, rollouts, micro_batch, reward_loss)
+        recorded = recorded_chain(batch, z, range(1), gradient + rewarded.gradient.to(gradient))
+        run.backward(settings, loss(settings, run.policy, recorded), recorded, divisor=rollouts.num_samples)
         meter.add("diff_instruct/divergence", divergence)
         meter.add("diff_instruct/pull", gradient.flatten(1).norm(dim=1))
         meter.add("diff_instruct/reward_pull", rewarded.gradient.flatten(1).norm(dim=1))
-    meter.add("grad_norm", torch.tensor([session.step()]))
+    meter.add("grad_norm", torch.tensor([run.step()]))
+
+
+def loss(settings: DiffInstruct, policy: Policy, given: Recorded) -> dict[str, Tensor]:
+    """The generator's step again, with gradients: g . x_0, [B]."""
+    return chain_loss(policy, given)
 
 
 def divergence_gradient(
-    session: Session, settings: DiffInstruct, batch: Batch, noisy: Tensor, noise: Tensor, sigma: Tensor
+    run: DiffusionRun, settings: DiffInstruct, batch: Batch, noisy: Tensor, noise: Tensor, sigma: Tensor
 ) -> tuple[Tensor, Tensor]:
     """d L_reg / d x_0, [B, ...], and the divergence itself, [B].
 
     Each network is differentiated by its own weights: the gradients at the two scores first, then each one's way back
     to x_s while its weights are in place.
     """
-    policy, weights = session.policy, session.weights
+    policy, weights = run.policy, run.weights
     through = settings.divergence == "score"  # the Kullback-Leibler form takes the scores as constants
     leaf = noisy.detach().requires_grad_()
     with torch.set_grad_enabled(through):

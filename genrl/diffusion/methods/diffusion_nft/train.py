@@ -19,46 +19,47 @@ from torch import Tensor
 
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, noised, own_noise, require_flow, under, update
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, own_noise, require_flow, under, update
+from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.forward.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight
 from genrl.objectives.surrogates.policy_losses import kl_velocity
+from genrl.runtime.recorded import Recorded
 
 OLD = "old"
 
 
-def train(session: Session, settings: DiffusionNFT) -> None:
+def train(run: DiffusionRun, settings: DiffusionNFT) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = session.policy, session.weights
-    require_flow(session)
+    policy, weights = run.policy, run.weights
+    require_flow(run)
     if OLD not in weights.snapshots:  # a resumed run has it
         weights.snapshot(OLD)
-    decay = nft_old_policy_decay(session.optimizer_steps, settings.old_policy_decay)
+    decay = nft_old_policy_decay(run.loop.optimizer_steps, settings.old_policy_decay)
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:
         with weights.use(OLD):
             return independent(policy.roll_out(batch), slots)
 
-    for _ in session.iterations():
+    for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = session.collect(draw)
+        rollouts = run.collect(draw)
         # Until the first update after a decay of 0 the old policy is the present one: its pass is saved.
-        metrics = learn(session, settings, rollouts, on_policy=decay == 0.0)
+        metrics = learn(run, settings, rollouts, on_policy=decay == 0.0)
         del rollouts
         # 5. The policy that samples follows the one that is trained.
-        decay = nft_old_policy_decay(session.optimizer_steps, settings.old_policy_decay)
+        decay = nft_old_policy_decay(run.loop.optimizer_steps, settings.old_policy_decay)
         weights.blend(OLD, decay)
-        session.finish(metrics | {"policy/old_decay": decay})
+        run.finish(metrics | {"policy/old_decay": decay})
 
 
-def learn(session: Session, settings: DiffusionNFT, rollouts: Rollouts, *, on_policy: bool) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: DiffusionNFT, rollouts: Rollouts, *, on_policy: bool) -> dict[str, float]:
     """Steps 3 and 4 of the algorithm on the samples of one iteration; returns its metrics."""
-    num_draws = settings.timesteps_per_sample or max(1, session.config.sampling.num_inference_steps - 1)
+    num_draws = settings.timesteps_per_sample or max(1, run.config.sampling.num_inference_steps - 1)
 
     # 3. Estimate.
     advantages = group_advantages(
@@ -78,13 +79,13 @@ def learn(session: Session, settings: DiffusionNFT, rollouts: Rollouts, *, on_po
             "advantage": advantages[slots].to(clean.device),
             "reward_weight": reward_weight[slots].to(clean.device),
         }
-        if not on_policy or session.updates > 0:
-            given["old"] = under(session, OLD, batch, given["noisy"], sigma)
+        if not on_policy or run.loop.updates > 0:
+            given["old"] = under(run, OLD, batch, given["noisy"], sigma)
         if settings.kl_weight > 0:
-            given["reference"] = under(session, REFERENCE, batch, given["noisy"], sigma)
+            given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
         return batch, given
 
-    update(session, rollouts, num_draws, prepare, lambda v, given: objective(settings, v, given), meter)
+    update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()
 
 
@@ -95,16 +96,17 @@ def levels(micro_batch: MicroBatch, epoch: int) -> Tensor:
     return grid[torch.stack(orders, dim=1)]
 
 
-def objective(settings: DiffusionNFT, velocity: Tensor, given: Given) -> Tensors:
+def loss(settings: DiffusionNFT, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], and metrics. Without an old policy's velocity the present one is it."""
-    old = given.get("old", velocity.detach())
-    loss = diffusion_nft_loss(
+    velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
+    old = given["old"] if "old" in given else velocity.detach()
+    value = diffusion_nft_loss(
         velocity, old, given["noisy"], given["clean"], given["sigma"], given["reward_weight"],
         beta=settings.beta, advantage_clip=settings.advantage_clip,
     )  # fmt: skip
     terms = {"nft/old_deviation": kl_velocity(velocity, old)}
     if settings.kl_weight > 0:
         terms["kl"] = kl_velocity(velocity, given["reference"])
-        loss = loss + settings.kl_weight * terms["kl"]
+        value = value + settings.kl_weight * terms["kl"]
     # No score, or a group without spread: no update, by its KL neither.
-    return terms | {"loss": loss * (given["advantage"] != 0)}
+    return terms | {"loss": value * (given["advantage"] != 0), "model_output": velocity}

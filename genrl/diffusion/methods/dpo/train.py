@@ -15,135 +15,20 @@ metrics and figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor
-
 from genrl.diffusion.methods.dpo.settings import DPO
-from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import REFERENCE, Given, Tensors, under, update, without_guidance
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.methods.pairs import loss, train_on
+from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.forest import Drawn, independent
-from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.session import Session
-from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target
-from genrl.mdp.noise import generator, keyed_noise
-from genrl.mdp.noise_levels import logit_normal_draws
-from genrl.objectives.advantages.groups import best_and_worst
-from genrl.objectives.forward.forward_process import matching_error
-from genrl.objectives.preferences.preference import diffusion_dpo_loss
+from genrl.diffusion.run import DiffusionRun
 
-REFRESHED = "refreshed_reference"
+__all__ = ["loss", "train"]
 
 
-def train(session: Session, settings: DPO) -> None:
+def train(run: DiffusionRun, settings: DPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy = session.policy
+    policy = run.policy
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:
         return independent(policy.roll_out(batch), slots)
 
-    train_on(session, settings, lambda: session.collect(draw))
-
-
-def train_on(session: Session, settings: DPO | OfflineDPO, samples: Callable[[], Rollouts]) -> None:
-    """Train on the best and the worst sample of each group of what `samples` gives in each iteration."""
-    for _ in session.iterations():
-        refresh_reference(session, settings.reference_every)
-        # 1. Collect.
-        rollouts = samples()
-        # 2. Compare.
-        sign = best_and_worst(rollouts.total, rollouts.group)
-        # 3. Update.
-        metrics = learn(session, settings, rollouts, sign)
-        del rollouts
-        session.finish(metrics)
-
-
-def refresh_reference(session: Session, every: int | None) -> None:
-    """Make the present policy the reference, where its turn has come since the last iteration began."""
-    if every is None:
-        return
-    settings, step = session.config.trainer, session.optimizer_steps
-    before = step - settings.updates * settings.epochs
-    if step == 0 or step // every > before // every:
-        session.weights.snapshot(REFRESHED)
-
-
-def learn(session: Session, settings: DPO | OfflineDPO, rollouts: Rollouts, sign: Tensor) -> dict[str, float]:
-    """Step 3 of the algorithm; returns the iteration's metrics. sign: +1 for a winner, -1 for its loser, [N]."""
-    policy = session.policy
-    reference = REFERENCE if settings.reference_every is None else REFRESHED
-    meter = Meter()
-    meter.add("preference/pairs", (sign > 0).view(-1, session.config.sampling.group_size).any(1))
-
-    def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors] | None:
-        rows = pair_rows(sign[micro_batch.slots], rollouts.group[micro_batch.slots])
-        if len(rows) == 0:
-            if not session.weights.is_sharded:
-                return None
-            rows = torch.zeros(1, 2, dtype=torch.long)  # the other processes evaluate theirs with us
-        both = rows.T.flatten().tolist()
-        batch, clean = micro_batch.batch.take(both), micro_batch.final[both]
-        batch = batch if settings.guidance_in_training else without_guidance(policy, batch)
-        seed, iteration, _ = batch.keys[0]
-        groups = [int(rollouts.group[micro_batch.slots[row]]) for row in rows[:, 0].tolist()]
-        keys = [(seed, iteration, "group", g, "forward", epoch, k) for g in groups]
-        noise = (
-            torch.stack([keyed_noise(clean.shape[1:], *key) for key in keys])
-            .to(clean)
-            .repeat(2, *[1] * (clean.dim() - 1))
-        )
-        level = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device).repeat(2)
-        given = noised_by(policy, clean, noise, level)
-        given["reference"] = under(session, reference, batch, given["noisy"], level)
-        given["counts"] = torch.tensor(bool((sign[micro_batch.slots] != 0).any()))
-        return batch, given
-
-    update(
-        session,
-        rollouts,
-        settings.timesteps_per_pair,
-        prepare,
-        lambda output, given: objective(settings, output, given),
-        meter,
-        count=lambda slots: int((sign[slots] > 0).sum()),
-    )
-    return meter.result()
-
-
-def pair_rows(sign: Tensor, group: Tensor) -> Tensor:
-    """Rows of winner and loser of each pair, int64 [P, 2]; both are in the micro-batch, which holds whole groups."""
-    win, lose = (sign > 0).nonzero()[:, 0], (sign < 0).nonzero()[:, 0]
-    return torch.stack([win[group[win].argsort()], lose[group[lose].argsort()]], dim=1)
-
-
-def drawn_level(policy: Policy, drawn: torch.Generator) -> Tensor:
-    """A noise level of training: logit-normal for a flow; a timestep, uniform, for others."""
-    if policy.head.parametrisation == "flow":
-        return logit_normal_draws(1, drawn, stratified=False)[0]
-    return torch.randint(len(policy.head.alphas_cumprod), (), generator=drawn)
-
-
-def noised_by(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Tensors:
-    """The states at these levels [B] (timesteps, where the model is no flow), and what the network is to say there."""
-    if policy.head.parametrisation == "flow":
-        return {"sigma": level, "noisy": flow_sample(clean, noise, level), "target": flow_target(clean, noise)}
-    alpha_bar = policy.head.alphas_cumprod.to(clean.device)[level]
-    target = diffusion_target(clean, noise, alpha_bar, policy.prediction_type)
-    return {"sigma": level, "noisy": diffusion_sample(clean, noise, alpha_bar), "target": target}
-
-
-def objective(settings: DPO | OfflineDPO, output: Tensor, given: Given) -> Tensors:
-    """The loss of each pair, [P], and metrics. output, target, reference: winners, then their losers, [2 P, ...]."""
-    errors = matching_error(output, given["target"]).chunk(2)
-    ref_errors = matching_error(given["reference"], given["target"]).chunk(2)
-    out = diffusion_dpo_loss(*errors, *ref_errors, beta=settings.beta)
-    return {
-        "loss": out.loss * given["counts"],
-        "preference/correct": out.correct,
-        "preference/logit": out.logit,
-        "forward/error": torch.cat(errors),
-    }
+    train_on(run, settings, lambda: run.collect(draw))

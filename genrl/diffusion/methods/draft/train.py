@@ -3,7 +3,7 @@
 One iteration, T deterministic steps x_T -> ... -> x_0, for a reward r(x_0, c) that is differentiable:
 
 1. collect   x_0 of each prompt, without gradients; the state before the first trained step is kept
-2. pull      g = d L(r(decode(x_0), c)) / d x_0, one picture at a time;  L(r) = -r, or max(0, margin - r) (ReFL)
+2. gradient  g = d L(r(decode(x_0), c)) / d x_0, one picture at a time;  L(r) = -r, or max(0, margin - r) (ReFL)
 3. update    the trained steps again, with gradients:  minimise g . x_0(theta).  Its gradient is that of L, by the chain
              rule; the graphs of decoder and denoiser are never held together
 
@@ -20,31 +20,31 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from genrl.diffusion.methods.direct import reward_gradient
+from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.truncation import last_steps, random_late_step, random_truncation
 from genrl.objectives.forward.direct_reward import reward_loss
+from genrl.runtime.recorded import Recorded
+
+__all__ = ["check", "loss", "train"]
 
 
-def train(session: Session, settings: Draft) -> None:
+def train(run: DiffusionRun, settings: Draft) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    for iteration in session.iterations():
-        steps = trained_steps(settings, session.config.sampling.num_inference_steps, session.config.seed, iteration)
+    for iteration in run.iterations():
+        steps = trained_steps(settings, run.config.sampling.num_inference_steps, run.config.seed, iteration)
         # 1. Collect and score; the scores of rewards without gradients are for the log.
-        rollouts = session.collect(
-            lambda batch, slots, steps=steps: draw(session.policy, settings, steps, batch, slots)
-        )
-        # 2, 3. Pull and update.
-        metrics = learn(session, settings, rollouts, steps)
+        rollouts = run.collect(lambda batch, slots, steps=steps: draw(run.policy, settings, steps, batch, slots))
+        # 2, 3. Differentiate and update.
+        metrics = learn(run, settings, rollouts, steps)
         del rollouts
-        session.finish(metrics)
+        run.finish(metrics)
 
 
 def trained_steps(settings: Draft, num_steps: int, seed: int, iteration: int) -> range:
@@ -68,43 +68,22 @@ def draw(policy: Policy, settings: Draft, steps: range, batch: Batch, slots: lis
     return Drawn(slots, batch, final, rest.sigmas, [Piece(rest, {})])
 
 
-def learn(session: Session, settings: Draft, rollouts: Rollouts, steps: range) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: Draft, rollouts: Rollouts, steps: range) -> dict[str, float]:
     """Steps 2 and 3 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, meter = session.policy, Meter()
-    session.start_training(len(rollouts.mine))
+    policy, meter = run.policy, Meter()
+    run.start_training(len(rollouts.mine))
     for micro_batch in rollouts.mine.values():
         batch, state = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
-        pulled = reward_gradient(session, rollouts, micro_batch, lambda r: reward_loss(r, margin=settings.margin))
-        final = chain(policy, batch, state, steps, clean=settings.truncation == "refl")
-        session.backward(
-            pull(final, pulled.gradient),
-            batch,
-            {
-                "state": state,
-                "first": torch.tensor(steps.start),
-                "last": torch.tensor(steps.stop),
-                "pulled": pulled.gradient,
-                "final": final,
-            },
-            divisor=rollouts.num_samples,
-        )
-        meter.add("loss", pulled.loss)
-        meter.add("draft/pull", pulled.gradient.flatten(1).norm(dim=1))
+        found = reward_gradient(run, rollouts, micro_batch, lambda r: reward_loss(r, margin=settings.margin))
+        recorded = recorded_chain(batch, state, steps, found.gradient)
+        run.backward(settings, loss(settings, policy, recorded), recorded, divisor=rollouts.num_samples)
+        meter.add("loss", found.loss)
+        meter.add("draft/pull", found.gradient.flatten(1).norm(dim=1))
     meter.add("draft/steps", torch.tensor([float(len(steps))]))
-    meter.add("grad_norm", torch.tensor([session.step()]))
+    meter.add("grad_norm", torch.tensor([run.step()]))
     return meter.result()
 
 
-def chain(policy: Policy, batch: Batch, state: Tensor, steps: range, *, clean: bool = False) -> Tensor:
-    """The state after `steps`, or with `clean` the clean sample predicted at the last of them, with its graph."""
-    for i in steps:
-        last = clean and i == steps.stop - 1
-        if len(steps) == 1:
-            return policy.advance(batch, state, i, clean=last)
-        state = checkpoint(policy.advance, batch, state, i, clean=last, use_reentrant=False)
-    return state
-
-
-def pull(final: Tensor, gradient: Tensor) -> Tensor:
-    """`g . x_0`, [B]: a loss with the gradient g at x_0."""
-    return (gradient * final).flatten(1).sum(dim=1)
+def loss(settings: Draft, policy: Policy, given: Recorded) -> dict[str, Tensor]:
+    """The trained steps again, with gradients: g . x_0, [B]."""
+    return chain_loss(policy, given, clean=settings.truncation == "refl")

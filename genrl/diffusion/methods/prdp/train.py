@@ -21,46 +21,45 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import every_step
 from genrl.diffusion.methods.prdp.settings import PRDP
+from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.objectives.advantages.groups import group_statistics
 from genrl.objectives.preferences.prdp import prdp_gradient
+from genrl.runtime.recorded import Recorded
 
-Tensors = dict[str, Tensor]
 
-
-def train(session: Session, settings: PRDP) -> None:
+def train(run: DiffusionRun, settings: PRDP) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    steps, draw = every_step(session, settings)
-    for _ in session.iterations():
+    steps, draw = every_step(run, settings)
+    for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = session.collect(draw)
-        check_on_policy(session, rollouts, clip=settings.clip_range)
+        rollouts = run.collect(draw)
+        check_on_policy(run, rollouts, clip=settings.clip_range)
         # 3. Update.
-        metrics = learn(session, settings, rollouts, num_steps=len(steps))
+        metrics = learn(run, settings, rollouts, num_steps=len(steps))
         del rollouts
-        session.finish(metrics)
+        run.finish(metrics)
 
 
-def learn(session: Session, settings: PRDP, rollouts: Rollouts, *, num_steps: int) -> dict[str, float]:
+def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: int) -> dict[str, float]:
     """Step 3 of the algorithm on the samples of one iteration; returns its metrics."""
-    policy, weights = session.policy, session.weights
+    policy, weights = run.policy, run.weights
     meter = Meter()
     meter.add_spread(group_statistics(rollouts.total, rollouts.group))
     empty = torch.full((num_steps, rollouts.num_samples), torch.nan, dtype=torch.float64)
-    session.start_training(settings.epochs * num_steps * len(rollouts.mine))
-    recorded = [
-        (i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()
-    ]
-    old = session.gather(recorded, empty.clone())
+    run.start_training(settings.epochs * num_steps * len(rollouts.mine))
+    sampled = [(i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()]
+    old = run.gather(sampled, empty.clone())
     with weights.reference():
-        reference = session.gather(log_probs(session, rollouts), empty.clone())
-    rewards = rollouts.total.view(-1, session.config.sampling.group_size)
+        reference = run.gather(log_probs(run, rollouts), empty.clone())
+    rewards = rollouts.total.view(-1, run.config.sampling.group_size)
     for epoch in range(settings.epochs):
-        new = old if epoch == 0 else session.gather(log_probs(session, rollouts), empty.clone())
+        new = old if epoch == 0 else run.gather(log_probs(run, rollouts), empty.clone())
         now, start, before = (table.T.reshape(*rewards.shape, num_steps) for table in (new, reference, old))
         out, gradient = prdp_gradient(
             now, start, before, rewards,
@@ -68,27 +67,16 @@ def learn(session: Session, settings: PRDP, rollouts: Rollouts, *, num_steps: in
         )  # fmt: skip
         coefficients = gradient.flatten(0, 1).T.float()
         for micro_batch in rollouts.mine.values():
-            trajectory, batch = micro_batch.pieces[0].trajectory, micro_batch.batch
+            trajectory = micro_batch.pieces[0].trajectory
             for i in trajectory.log_probs:
                 coefficient = coefficients[i, micro_batch.slots].to(policy.device)
                 # A sharded model is evaluated by all processes together: each as often as the others.
                 if not weights.is_sharded and not bool(coefficient.any()):
                     continue
-                step = policy.replay(trajectory, i)
-                session.backward(
-                    coefficient * step.log_prob,
-                    batch,
-                    {
-                        "step": torch.tensor(i),
-                        "state": trajectory.states[i],
-                        "next_state": trajectory.next_states[i],
-                        "coefficient": coefficient,
-                        "model_output": step.model_output,
-                        "log_prob": step.log_prob,
-                    },
-                    divisor=1.0,  # the coefficients are of a mean over the pairs of all processes
-                )
-        meter.add("grad_norm", torch.tensor([session.step()]))
+                recorded = recorded_step(trajectory, i, {"coefficient": coefficient})
+                # The coefficients are of a mean over the pairs of all processes.
+                run.backward(settings, loss(settings, policy, recorded), recorded, divisor=1.0)
+        meter.add("grad_norm", torch.tensor([run.step()]))
         if out.num_pairs > 0:
             meter.add("loss", out.loss)
             meter.add("prdp/clip_frac", torch.tensor([out.clipped]))
@@ -96,6 +84,12 @@ def learn(session: Session, settings: PRDP, rollouts: Rollouts, *, num_steps: in
                 meter.add(name, value)
         meter.add("prdp/pairs", torch.tensor([float(out.num_pairs)]))
     return meter.result()
+
+
+def loss(settings: PRDP, policy: Policy, given: Recorded) -> Tensors:
+    """The gradient of the regression as a loss of each sample at one step, [B]: coefficient times log-probability."""
+    new = replayed(settings, policy, given)
+    return {"loss": given["coefficient"] * new.log_prob, **evidence(new)}
 
 
 def fit(log_ratio: Tensor, rewards: Tensor, settings: PRDP) -> Tensors:
@@ -111,10 +105,10 @@ def fit(log_ratio: Tensor, rewards: Tensor, settings: PRDP) -> Tensors:
 
 
 @torch.no_grad()
-def log_probs(session: Session, rollouts: Rollouts) -> list[tuple[int, list[int], Tensor]]:
+def log_probs(run: DiffusionRun, rollouts: Rollouts) -> list[tuple[int, list[int], Tensor]]:
     """(step, slots, log-probabilities [B]) of all recorded steps of this process, under the present weights."""
     return [
-        (i, micro_batch.slots, session.policy.replay(micro_batch.pieces[0].trajectory, i).log_prob)
+        (i, micro_batch.slots, run.policy.replay(micro_batch.pieces[0].trajectory, i).log_prob)
         for micro_batch in rollouts.mine.values()
         for i in micro_batch.pieces[0].trajectory.log_probs
     ]

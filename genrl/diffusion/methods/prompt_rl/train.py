@@ -25,59 +25,62 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.data.prompts import Prompt
-from genrl.diffusion.methods.estimation import advantages_of
-from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, Written
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
+from genrl.diffusion.methods.transitions import clipped_loss as loss
+from genrl.diffusion.methods.transitions import flow_grpo_update, sampler
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import Rollouts, call_arguments
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
+from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.advantages.prompt_rl import joint_rewards, prompt_group, rewriter_loss, tagged_rewards
 from genrl.objectives.surrogates.policy_losses import kl_k3
+
+__all__ = ["loss", "train"]
 
 OFF_POLICY = 0.05
 """Mean |ratio - 1| of tokens above which the texts were not written by the model that is trained."""
 
 
-def train(session: Session, settings: PromptRL) -> None:
+def train(run: DiffusionRun, settings: PromptRL) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    config, device = session.config, session.accelerator.device
+    config, device = run.config, run.accelerator.device
     size, retained = config.sampling.group_size, settings.retained
-    fits = TextRoom(session.policy.pipe, call_arguments(config.sampling))
-    check_prompts(session, settings, fits)
+    fits = TextRoom(run.policy.pipe, call_arguments(config.sampling))
+    check_prompts(run, settings, fits)
     rewriter = Rewriter(settings.rewriter, seed=config.seed, device=device)
-    session.keep("rewriter", rewriter)
-    session.rewrite = partial(rewritten, session, rewriter, fits)
-    for iteration in session.iterations():
-        prompts = session.iteration_prompts
+    run.loop.keep("rewriter", rewriter)
+    run.rewrite = partial(rewritten, run, rewriter, fits)
+    for iteration in run.iterations():
+        prompts = run.iteration_prompts
         # 1. Write.
-        with session.timed("rewrite"):
-            mine, answers = write(session, rewriter, prompts, size - retained, fits)
+        with run.loop.timed("rewrite"):
+            mine, answers = write(run, rewriter, prompts, size - retained, fits)
         groups = [prompt_group(p.text, texts, retained) for p, (texts, _) in zip(prompts, answers, strict=True)]
         # 2, 3. Collect and score.
         plan = sampling_plan(config, settings, iteration)
-        draw = from_texts([text for group in groups for text in group], flow_grpo.drawing(session, settings, plan))
-        rollouts = session.collect(draw)
-        first = not session.replays
-        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        draw = from_texts([text for group in groups for text in group], sampler(run, settings, plan))
+        rollouts = run.collect(draw)
+        first = not run.replays
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         generation = judged(settings, rollouts, prompts).view(-1, size)
         formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
         total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)
         rollouts = replace(rollouts, total=total.flatten())
         # 4, 5. Estimate and update; the flow model's advantages are the same function of the same rewards.
-        advantages = advantages_of(session, settings, rollouts)
-        advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip).view(-1, size)
-        metrics = flow_grpo.learn(session, settings, rollouts, plan)
-        metrics |= learn_to_write(session, settings, rewriter, mine, advantages, check=first)
+        relative = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
+        advantages = relative.clamp(-settings.advantage_clip, settings.advantage_clip).view(-1, size)
+        metrics = flow_grpo_update(run, settings, rollouts, plan, relative)
+        metrics |= learn_to_write(run, settings, rewriter, mine, advantages, check=first)
         metrics |= compared(generation, formats, [texts for texts, _ in answers])
         del rollouts
-        session.finish(metrics)
-    if session.is_main and session.is_complete:
-        rewriter.save_pretrained(session.run.folder / "rewriter")
+        run.finish(metrics)
+    if run.is_main and run.loop.is_complete:
+        rewriter.save_pretrained(run.process.run.folder / "rewriter")
 
 
 def from_texts(texts: Sequence[str], draw: Draw) -> Draw:
@@ -90,25 +93,25 @@ def from_texts(texts: Sequence[str], draw: Draw) -> Draw:
 
 
 def write(
-    session: Session, rewriter: Rewriter, prompts: Sequence[Prompt], count: int, fits: TextRoom
+    run: DiffusionRun, rewriter: Rewriter, prompts: Sequence[Prompt], count: int, fits: TextRoom
 ) -> tuple[dict[int, Written], list[tuple[list[str], list[bool]]]]:
     """(answers that this process wrote by the index of their prompt, new prompts and formats of all prompts).
 
     Processes share out the prompts. The generator is that of (seed, iteration, prompt): nobody's answers depend on who
     else writes.
     """
-    config, process = session.config, session.accelerator.process_index
+    config, process = run.config, run.accelerator.process_index
     mine = {}
-    for p in range(process, len(prompts), session.accelerator.num_processes):
-        key = (config.seed, "rewrite", session.iteration, p)
+    for p in range(process, len(prompts), run.accelerator.num_processes):
+        key = (config.seed, "rewrite", run.iteration, p)
         mine[p] = rewriter.write(prompts[p].text, count, key, fits)
-        session.pulse()
+        run.loop.advance_or_leave(0)
     found = dict(gather_object([(p, (w.texts, w.well_formed)) for p, w in mine.items()]))
     return mine, [found[p] for p in range(len(prompts))]
 
 
 def learn_to_write(
-    session: Session,
+    run: DiffusionRun,
     settings: PromptRL,
     rewriter: Rewriter,
     mine: dict[int, Written],
@@ -131,7 +134,7 @@ def learn_to_write(
         advantage = advantages[p, :count].to(new.device)
         loss = rewriter_loss(new, reference, advantage, mask, kl_weight=settings.rewriter.kl_weight)
         (loss.sum() / answers).backward()
-        session.beat()
+        run.loop.alive()
         ratio = (new.detach() - written.log_probs).expm1().abs()[mask]
         meter.add("rewriter/ratio/max_abs_dev", ratio)
         meter.add("rewriter/ratio/mean_abs_dev", ratio)
@@ -146,7 +149,7 @@ def learn_to_write(
             "Usual causes: low precision (trainer.rewriter.dtype: float32), or attention that answers otherwise with a "
             "cache than without"
         )
-    return metrics | {"rewriter/grad_norm": session.step_other(rewriter.optimizer)}
+    return metrics | {"rewriter/grad_norm": run.loop.step_other(rewriter.optimizer)}
 
 
 def judged(settings: PromptRL, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Tensor:
@@ -171,22 +174,22 @@ def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence
     return found
 
 
-def rewritten(session: Session, rewriter: Rewriter, fits: TextRoom, prompts: Sequence[Prompt]) -> list[str]:
+def rewritten(run: DiffusionRun, rewriter: Rewriter, fits: TextRoom, prompts: Sequence[Prompt]) -> list[str]:
     """A new prompt for each of the prompts, the same in all processes, which share them out."""
-    process, processes = session.accelerator.process_index, session.accelerator.num_processes
+    process, processes = run.accelerator.process_index, run.accelerator.num_processes
     mine = []
     for row in range(process, len(prompts), processes):
-        mine.append((row, rewriter.rewrite(prompts[row].text, (session.config.evaluation.seed, row), fits)))
-        session.beat()
+        mine.append((row, rewriter.rewrite(prompts[row].text, (run.config.evaluation.seed, row), fits)))
+        run.loop.alive()
     found = dict(gather_object(mine))
     return [found[row] for row in range(len(prompts))]
 
 
-def check_prompts(session: Session, settings: PromptRL, fits: TextRoom) -> None:
+def check_prompts(run: DiffusionRun, settings: PromptRL, fits: TextRoom) -> None:
     """Raise ValueError, with its line, for a prompt that the text encoders would cut or that names no reward."""
-    config = session.config
+    config = run.config
     trained = [label for label, reward in zip(config.reward_labels, config.rewards, strict=True) if reward.weight != 0]
-    for rows, source in ((session.prompts, config.prompts.train), (session.eval_prompts, config.prompts.eval)):
+    for rows, source in ((run.prompts, config.prompts.train), (run.eval_prompts, config.prompts.eval)):
         for row in rows:
             where = f"{source}:{row.line}"
             if not fits(row.text):
@@ -197,7 +200,7 @@ def check_prompts(session: Session, settings: PromptRL, fits: TextRoom) -> None:
                 )
     if (column := settings.reward_column) is None:
         return
-    for row in session.prompts:
+    for row in run.prompts:
         where, label = f"{config.prompts.train}:{row.line}", row.columns.get(column)
         if label not in trained:
             near = get_close_matches(str(label), trained, n=1)

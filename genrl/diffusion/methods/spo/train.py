@@ -23,18 +23,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.config.candidates import candidate_plan
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.plans import choose_kernel
 from genrl.diffusion.methods.spo.settings import SPO
+from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
 from genrl.diffusion.policy.policy import Batch, Children, Kernel, NoiseKey, Policy, Trajectory
 from genrl.diffusion.rollout.forest import Drawn
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.rollout.scoring import Scoring
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
-from genrl.objectives.preferences.preference import PreferenceOutput, step_preference_loss, step_winners
+from genrl.objectives.preferences.preference import step_preference_loss, step_winners
+from genrl.runtime.recorded import Recorded
 from rewards import compose
 from rewards.compose import Running
 
@@ -67,41 +68,41 @@ class Pairs:
 Found = dict[int, dict[int, Candidates]]  # first slot of a micro-batch -> step -> candidates
 
 
-def train(session: Session, settings: SPO) -> None:
+def train(run: DiffusionRun, settings: SPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    config, policy = session.config, session.policy
+    config, policy = run.config, run.policy
     sampling = config.sampling
-    if session.weights.is_sharded and sampling.images_per_iteration % sampling.batch_size:
+    if run.weights.is_sharded and sampling.images_per_iteration % sampling.batch_size:
         raise ValueError(
             f"distributed.fsdp: {sampling.images_per_iteration} chains in micro-batches of {sampling.batch_size} leave "
             "a smaller one, which calls the model less often than the others; change sampling.batch_size"
         )
-    for _ in session.iterations():
-        plan = candidate_plan(sampling, settings, last=last_step_is_drawn(policy))
-        kernel = choose_kernel(session, settings, plan)
+    for _ in run.iterations():
+        plan = settings.plan(sampling, last=last_step_is_drawn(policy))
+        kernel = choose_kernel(run, settings, plan)
         # 1. Crawl. The chains' ends are scored too: they are the samples that a run reports.
         found: Found = {}
-        rollouts = session.collect(
+        rollouts = run.collect(
             partial(draw, policy, plan=plan, kernel=kernel, batch_size=sampling.batch_size, found=found)
         )
         # 2, 3. Score and compare.
-        pairs = compare(judge(session, rollouts, found, plan), threshold=settings.threshold)
+        pairs = compare(judge(run, rollouts, found, plan), threshold=settings.threshold)
         # 4. Update.
-        metrics = learn(session, settings, rollouts, found, pairs, plan, kernel)
+        metrics = learn(run, settings, rollouts, found, pairs, plan, kernel)
         del rollouts, found
-        session.finish(metrics)
+        run.finish(metrics)
 
 
 def learn(
-    session: Session, settings: SPO, rollouts: Rollouts, found: Found, pairs: Pairs, plan: SamplingPlan, kernel: Kernel
+    run: DiffusionRun, settings: SPO, rollouts: Rollouts, found: Found, pairs: Pairs, plan: SamplingPlan, kernel: Kernel
 ) -> dict[str, float]:
     """Step 4 of the algorithm on the pairs of one iteration; returns its metrics."""
-    policy, weights = session.policy, session.weights
+    policy, weights = run.policy, run.weights
     meter = Meter()
     meter.add("spo/valid_ratio", pairs.valid)
     if not bool(pairs.gap.isnan().all()):
         meter.add("spo/gap", pairs.gap[~pairs.gap.isnan()])
-    session.start_training(settings.epochs * len(rollouts.mine) * len(plan.splits))
+    run.start_training(settings.epochs * len(rollouts.mine) * len(plan.splits))
     for _ in range(settings.epochs):
         for micro_batches, slots in rollouts.updates(settings.updates):
             divisor = float(pairs.valid[slots].sum())
@@ -117,31 +118,16 @@ def learn(
                     pair = pair_of(batch, kernel, i, candidates.state[rows], candidates.drawn[rows], chosen[rows])
                     with torch.no_grad(), weights.reference():
                         reference = policy.replay(pair, i).log_prob.view(-1, 2)
-                    new = policy.replay(pair, i)
-                    log_prob = new.log_prob.view(-1, 2)
-                    out = preference(settings, log_prob, reference)
-                    weight = counts[rows].to(out.loss)
-                    session.backward(
-                        weight * out.loss,
-                        batch,
-                        {
-                            "step": torch.tensor(i),
-                            "state": pair.states[i],
-                            "next_state": pair.next_states[i],
-                            "weight": weight,
-                            "reference_log_prob": reference,
-                            "model_output": new.model_output,
-                            "log_prob": new.log_prob,
-                        },
-                        divisor=divisor,
-                    )
-                    counted = weight > 0
+                    counted = counts[rows]
+                    given = {"weight": counted.to(reference), "reference_log_prob": reference}
+                    recorded = recorded_step(pair, i, given)
+                    results = loss(settings, policy, recorded)
+                    run.backward(settings, results, recorded, divisor=divisor)
                     if bool(counted.any()):
-                        ratio = (log_prob - reference)[counted].exp()
-                        meter.add("loss", out.loss[counted])
-                        meter.add("spo/correct", out.correct[counted])
-                        meter.add("spo/clip_frac", (ratio - 1.0).abs() > settings.clip_range)
-            meter.add("grad_norm", torch.tensor([session.step()]))
+                        meter.add("loss", results["loss"][counted])
+                        meter.add("spo/correct", results["spo/correct"][counted])
+                        meter.add("spo/clip_frac", results["spo/clip_frac"][counted])
+            meter.add("grad_norm", torch.tensor([run.step()]))
     return meter.result()
 
 
@@ -214,35 +200,33 @@ def chosen_rows(batch: Batch, ways: int, depth: int) -> Tensor:
     return torch.arange(len(batch)) * ways + torch.tensor(picks)
 
 
-def judge(session: Session, rollouts: Rollouts, found: Found, plan: SamplingPlan) -> Tensor:
+def judge(run: DiffusionRun, rollouts: Rollouts, found: Found, plan: SamplingPlan) -> Tensor:
     """Total reward of every candidate of all processes, float64 [N, S, k]; NaN = no score. A collective.
 
     The candidates of one state are a group, to rewards that compare and to those that are normalised in groups.
     """
-    config, policy, steps = session.config, session.policy, plan.splits
+    config, policy, steps = run.config, run.policy, plan.splits
     ways, number = plan.branching[steps[0]], len(steps)
     sampling = config.sampling
-    chains = [row for row in session.iteration_prompts for _ in range(sampling.group_size)]
+    chains = [row for row in run.iteration_prompts for _ in range(sampling.group_size)]
     rows = [chain for chain in chains for _ in range(number * ways)]
     group = torch.arange(len(chains) * number).repeat_interleave(ways)
     background = sampling.score_in_background
-    with Scoring(session.scorers, rows, group.tolist(), background=background, beat=session.beat) as scoring:
+    with Scoring(run.scorers, rows, group.tolist(), background=background, beat=run.loop.alive) as scoring:
         for micro_batch in rollouts.mine.values():
             of_chain = torch.arange(len(micro_batch.slots)).repeat_interleave(ways)
             for column, candidates in enumerate(found[micro_batch.slots[0]].values()):
                 slots = [(slot * number + column) * ways + j for slot in micro_batch.slots for j in range(ways)]
                 clean = candidates.clean.flatten(0, 1)
                 for some in torch.arange(len(slots)).split(sampling.batch_size):
-                    with session.timed("decode"), torch.no_grad():
+                    with run.loop.timed("decode"), torch.no_grad():
                         images = policy.decode(micro_batch.batch.take(of_chain[some].tolist()), clean[some]).cpu()
                     scoring.add([slots[row] for row in some.tolist()], images)
-                session.beat()
-        with session.timed("score"):
+                run.loop.alive()
+        with run.loop.timed("score"):
             scored = scoring.result()
-    running = {label: Running(**kept) for label, kept in session.memory.get("scores", {}).items()}
-    combined = compose.combine(
-        scored.values, session.scorers.components, group, iteration=session.iteration, running=running
-    )
+    running = {label: Running(**kept) for label, kept in run.loop.memory.get("scores", {}).items()}
+    combined = compose.combine(scored.values, run.scorers.components, group, iteration=run.iteration, running=running)
     return combined.total.view(len(chains), number, ways)
 
 
@@ -254,9 +238,11 @@ def compare(scores: Tensor, *, threshold: float) -> Pairs:
     return Pairs(win.view(shape), lose.view(shape), valid.view(shape) & ~gap.isnan(), gap)
 
 
-def preference(settings: SPO, log_prob: Tensor, reference: Tensor) -> PreferenceOutput:
-    """The loss of pairs, [n], from log-probabilities of winner and loser, [n, 2]."""
-    return step_preference_loss(
+def loss(settings: SPO, policy: Policy, given: Recorded) -> Tensors:
+    """The loss of each pair at one step, [n], and metrics: of winner and loser of each state, neighbours in [2 n]."""
+    new, reference = replayed(settings, policy, given), given["reference_log_prob"]
+    log_prob = new.log_prob.view(-1, 2)
+    out = step_preference_loss(
         log_prob[:, 0],
         reference[:, 0],
         log_prob[:, 1],
@@ -265,6 +251,13 @@ def preference(settings: SPO, log_prob: Tensor, reference: Tensor) -> Preference
         beta=settings.beta,
         clip=settings.clip_range,
     )
+    outside = ((log_prob - reference).exp() - 1.0).abs() > settings.clip_range
+    return {
+        "loss": given["weight"] * out.loss,
+        "spo/correct": out.correct,
+        "spo/clip_frac": outside,
+        **evidence(new),
+    }
 
 
 def pair_of(batch: Batch, kernel: Kernel, step: int, state: Tensor, drawn: Tensor, chosen: Tensor) -> Trajectory:

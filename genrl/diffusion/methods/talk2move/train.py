@@ -21,48 +21,53 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from genrl.config.plans import with_exit
-from genrl.diffusion.methods.flow_grpo.train import learn
-from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.talk2move.settings import Talk2Move
+from genrl.diffusion.methods.transitions import clipped_loss as loss
+from genrl.diffusion.methods.transitions import flow_grpo_update
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.rollout.scoring import score
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 from genrl.mdp import kernels
 from genrl.mdp.batches import prompt_indices, shares
 from genrl.mdp.early_exit import exit_step, exit_variance, shortcut_sigmas
+from genrl.objectives.advantages.groups import group_advantages
 from rewards import compose
 
+__all__ = ["loss", "train"]
 
-def train(session: Session, settings: Talk2Move) -> None:
+
+def train(run: DiffusionRun, settings: Talk2Move) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    config = session.config
-    kernel = choose_kernel(session, settings, sampling_plan(config, settings, 0))
-    for iteration in session.iterations():
+    config = run.config
+    kernel = choose_kernel(run, settings, sampling_plan(config, settings, 0))
+    for iteration in run.iterations():
         # 1. Off-policy step evaluation.
-        exit_at = choose_exit(session, settings, kernel, iteration)
+        exit_at = choose_exit(run, settings, kernel, iteration)
         # 2. Active step sampling.
-        rollouts = session.collect(partial(draw, session, settings, kernel, exit_at))
-        check_on_policy(session, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        rollouts = run.collect(partial(draw, run, settings, kernel, exit_at))
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         # 3. Flow-GRPO on the steps before the exit.
-        trained = with_exit(settings, exit_at)
-        metrics = learn(session, trained, rollouts, sampling_plan(config, trained, iteration))
+        trained = settings.leaving_at(exit_at)
+        advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
+        plan = sampling_plan(config, trained, iteration)
+        metrics = flow_grpo_update(run, trained, rollouts, plan, advantages)
         del rollouts
-        found = session.memory.get("exit")
+        found = run.loop.memory.get("exit")
         spread = {"exit/variance": found["variance"][exit_at]} if found is not None else {}
-        session.finish(metrics | spread)
+        run.finish(metrics | spread)
 
 
-def draw(session: Session, settings: Talk2Move, kernel: Kernel, exit_at: int, batch: Batch, slots: list[int]) -> Drawn:
+def draw(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, exit_at: int, batch: Batch, slots: list[int]) -> Drawn:
     """Edits whose steps before `exit_at` are drawn and recorded, and whose end is a shortcut."""
     drawn = range(exit_at)
     keep = drawn if settings.keep_graph else ()
-    trajectory = session.policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=keep)
-    session.pulse()
-    final = take_shortcut(session.policy, batch, trajectory.final, trajectory.sigmas, exit_at, settings.shortcut)
+    trajectory = run.policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=keep)
+    run.loop.advance_or_leave(0)
+    final = take_shortcut(run.policy, batch, trajectory.final, trajectory.sigmas, exit_at, settings.shortcut)
     return independent(replace(trajectory, final=final), slots)
 
 
@@ -74,34 +79,34 @@ def take_shortcut(policy: Policy, batch: Batch, state: Tensor, sigmas: Tensor, e
     return state
 
 
-def choose_exit(session: Session, settings: Talk2Move, kernel: Kernel, iteration: int) -> int:
+def choose_exit(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, iteration: int) -> int:
     """The exit step K of this iteration: as configured, or the last one found; kept in checkpoints."""
     if settings.exit_step is not None:
         return settings.exit_step
     every = settings.step_evaluation.every
-    if "exit" not in session.memory or (every is not None and iteration % every == 0):
-        rewards = evaluate_steps(session, settings, kernel, iteration)
+    if "exit" not in run.loop.memory or (every is not None and iteration % every == 0):
+        rewards = evaluate_steps(run, settings, kernel, iteration)
         variance = exit_variance(rewards).tolist()
-        session.memory["exit"] = {"step": max(1, exit_step(rewards)), "variance": variance}
+        run.loop.memory["exit"] = {"step": max(1, exit_step(rewards)), "variance": variance}
         table = ", ".join(f"{k}: {value:.3g}" for k, value in enumerate(variance) if k > 0)
-        session.progress.say(f"variance of rewards by exit step: {table}; {session.memory['exit']['step']} it is")
-    return int(session.memory["exit"]["step"])
+        run.process.progress.say(f"variance of rewards by exit step: {table}; {run.loop.memory['exit']['step']} it is")
+    return int(run.loop.memory["exit"]["step"])
 
 
 @torch.no_grad()
-def evaluate_steps(session: Session, settings: Talk2Move, kernel: Kernel, iteration: int) -> Tensor:
+def evaluate_steps(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, iteration: int) -> Tensor:
     """Total rewards [P, T, S] of S edits of each of P instructions, left at each step 1 .. T - 1 (0 is NaN: no step is
     drawn, all samples would be the same).
 
     One chain per sample, drawn to its end, is left at every step: the samples at k + 1 share the noise of those at k.
     All samples of an instruction start from one noise. All processes return the same.
     """
-    config, counts, policy = session.config, settings.step_evaluation, session.policy
+    config, counts, policy = run.config, settings.step_evaluation, run.policy
     steps = config.sampling.num_inference_steps
-    chosen = prompt_indices(len(session.prompts), counts.prompts, seed=config.seed, iteration=iteration)
-    rows = [session.prompts[row] for row in chosen for _ in range(counts.samples)]
+    chosen = prompt_indices(len(run.prompts), counts.prompts, seed=config.seed, iteration=iteration)
+    rows = [run.prompts[row] for row in chosen for _ in range(counts.samples)]
     pieces: list[tuple[list[int], Tensor]] = []
-    process, processes = session.accelerator.process_index, session.accelerator.num_processes
+    process, processes = run.accelerator.process_index, run.accelerator.num_processes
     for slots, mine in shares(len(rows), config.sampling.batch_size, process, processes):
         batch = Batch(
             [rows[s].text for s in slots],
@@ -115,9 +120,9 @@ def evaluate_steps(session: Session, settings: Talk2Move, kernel: Kernel, iterat
             final = take_shortcut(policy, batch, chain.states[k], chain.sigmas, k, settings.shortcut)
             if mine:
                 pieces.append(([(k - 1) * len(rows) + s for s in slots], policy.decode(batch, final).cpu()))
-            session.pulse()
+            run.loop.advance_or_leave(0)
     # A group is the samples of one instruction that were left at one step.
     group = torch.arange(len(rows) * (steps - 1)) // counts.samples
-    scored = score(session.scorers, pieces, rows * (steps - 1), group.tolist(), session.beat)
-    total = compose.evaluate(scored.values, session.scorers.components).view(steps - 1, counts.prompts, counts.samples)
+    scored = score(run.scorers, pieces, rows * (steps - 1), group.tolist(), run.loop.alive)
+    total = compose.evaluate(scored.values, run.scorers.components).view(steps - 1, counts.prompts, counts.samples)
     return torch.cat([torch.full_like(total[:1], torch.nan), total]).transpose(0, 1)

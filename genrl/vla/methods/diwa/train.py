@@ -8,7 +8,7 @@ only, where the policy acts on what the world model makes of each observation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,10 +29,10 @@ from genrl.vla.methods.diwa.dream import (
 from genrl.vla.methods.diwa.play import play
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA
+from genrl.vla.methods.gae import estimated_decisions, loss
 from genrl.vla.methods.imitation import imitate
 from genrl.vla.methods.offline import Store
-from genrl.vla.methods.ppo import train as ppo
-from genrl.vla.methods.update import Figures
+from genrl.vla.methods.update import Figures, learn
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
@@ -41,7 +41,7 @@ from genrl.vla.simulators.minitable import INSTRUCTIONS, task
 from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 STILL = 3
 """Steps after the success of a demonstration that count as fulfilled, too."""
@@ -64,9 +64,9 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
         return DiffusionMLP(DiffusionMLPConfig(inputs, 3, made.horizon, train_steps=made.train_steps), stats)
 
 
-def train(session: Session, settings: DiWA) -> None:
+def train(run: VLARun, settings: DiWA) -> None:
     """Make the world (or take it from the checkpoint), then iterations of DPPO in it."""
-    config, loop, policy = session.config, session.loop, session.policy
+    config, loop, policy = run.config, run.loop, run.policy
     tasks = task_numbers(config.environment.tasks or ())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "world") % 2**32)
@@ -75,8 +75,8 @@ def train(session: Session, settings: DiWA) -> None:
         world = WorldModel(observations, actions)
         placeholder = {STATE: torch.zeros(2, world.deterministic), ENVIRONMENT: torch.zeros(2, world.stochastic)}
         judge = RewardClassifier(world, placeholder, policy.config.inputs.vocabulary)
-    store = Store(world=world, judge=judge, frozen=session.frozen)
-    loop.keep("diwa", store)
+    store = Store(world=world, judge=judge, frozen=run.frozen)
+    loop.keep("diwa", store, changes=False)
     if not store.ready:
         store.data = {
             "figures": train_world(loop.phase, loop.advance, world, observations, actions, settings, config.seed)
@@ -85,29 +85,27 @@ def train(session: Session, settings: DiWA) -> None:
     keys = task.episode_keys(config.seed, np.arange(_demonstrations(config)), np.zeros(_demonstrations(config)))
     words, horizon = policy.config.inputs.vocabulary, policy.horizon
     shown = encode_demonstrations(world, keys, tasks, words, horizon=horizon, still=STILL)
-    put_statistics(shown, policy.stats, judge.encoder.stats, session.frozen.stats)
+    put_statistics(shown, policy.stats, judge.encoder.stats, run.frozen.stats)
     if not store.ready:
         store.data["figures"] |= teach(
-            session, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
+            run, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
         )
-        session.frozen.load_state_dict(policy.state_dict())
+        run.frozen.load_state_dict(policy.state_dict())
         store.ready = True
     judge.requires_grad_(False)
-    session.env.close()
-    session.env = dream(config, world, judge, shown)
+    run.env.close()
+    run.env = dream(config, world, judge, shown)
     count = side_by_side(config, config.evaluation.episodes)
     limit = config.environment.max_steps or task.MAX_STEPS
     # the judge of the run, with the real table as the policy's world model sees it
-    real: Any = loop.evaluate
-    real.env = LatentTable(world, count, tasks=tasks, chunk=session.env.chunk, max_steps=limit)
-    told = {name: value for name, value in store.data["figures"].items()}
-    finish = session.finish
-
-    def with_figures(rollout: Any, figures: Figures, found: dict[str, float]) -> None:
-        finish(rollout, figures, found | told)
-
-    session.finish = with_figures  # type: ignore[method-assign]
-    ppo.train(session, settings)
+    run.table = LatentTable(world, count, tasks=tasks, chunk=run.env.chunk, max_steps=limit)
+    run.told = dict(store.data["figures"])
+    for iteration in run.loop.iterations():
+        rollout = run.collect(settings)
+        chosen, explained = estimated_decisions(run, rollout, settings)
+        figures, trains_policy = Figures(), iteration >= settings.critic_warmup
+        learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
+        run.finish(rollout, figures, explained)
 
 
 def train_world(
@@ -141,10 +139,10 @@ def train_world(
 
 
 def teach(
-    session: Session, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
+    run: VLARun, settings: DiWA, world: WorldModel, judge: RewardClassifier, shown: Encoded, background: Latent
 ) -> dict[str, float]:
     """The classifier and the imitating policy, from demonstrations in latents."""
-    loop, policy, seed = session.loop, session.policy, session.config.seed
+    loop, policy, seed = run.loop, run.policy, run.config.seed
     how, figures = settings.classifier, Figures()
     loop.phase("learning the reward", how.steps)
     for row in train_classifier(
@@ -160,7 +158,7 @@ def teach(
         loop.advance(1)
     loop.phase("imitating", settings.imitation_steps)
     frames = shown.observation | {ACTION: shown.action}
-    for loss in imitate(
+    for error in imitate(
         policy,
         rows(frames, ~shown.done),
         steps=settings.imitation_steps,
@@ -169,7 +167,7 @@ def teach(
         seed=seed,
         train_steps=policy.config.train_steps,
     ):
-        figures.add({"loss/imitation": loss})
+        figures.add({"loss/imitation": error})
         loop.advance(1)
     return figures.means
 

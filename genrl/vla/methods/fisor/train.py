@@ -19,9 +19,11 @@ from genrl.mdp import forward
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.surrogates import feasibility, iql
 from genrl.runtime.intervals import wilson
+from genrl.runtime.recorded import Recorded
 from genrl.vla import setup
 from genrl.vla.methods.fisor.hazard import HazardTable, mixed_quality
 from genrl.vla.methods.fisor.settings import FISOR
+from genrl.vla.methods.imitation import observation_of
 from genrl.vla.methods.offline import (
     Behaviour,
     Critics,
@@ -38,12 +40,12 @@ from genrl.vla.methods.offline import (
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
-from genrl.vla.rollout.sampling import Diffusion, Draw, sample
+from genrl.vla.rollout.sampling import Acting, Diffusion, Draw, sample
 from genrl.vla.simulators.minitable import INSTRUCTIONS
 from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 SAFE = -1.0
 """h of a transition without cost."""
@@ -101,17 +103,27 @@ def weights(nets: Fisor, observation: Batch, action: Tensor, settings: FISOR) ->
     )
 
 
-def actor_loss(nets: Fisor, batch: Transitions, sampler: Diffusion, settings: FISOR, rng: torch.Generator) -> Tensor:
-    """Weighted noise regression on the chunks of a batch, []."""
+def recorded_batch(
+    nets: Fisor, batch: Transitions, sampler: Diffusion, settings: FISOR, rng: torch.Generator
+) -> Recorded:
+    """The chunks of a batch with noise, timesteps and cloning weights."""
     actor, count = nets.actor, len(batch.action)
     actions = actor.normalised(batch.action)
-    noise = torch.randn(actions.shape, generator=rng)
-    timestep = torch.randint(sampler.train_steps, (count,), generator=rng)
-    bars = sampler.grid.alpha_bar.flip(0)
-    x = forward.diffusion_sample(actions, noise, bars[timestep])
-    predicted = actor.noise(actor.encode(batch.observation), x, timestep)
-    weight = weights(nets, batch.observation, batch.action, settings) if settings.weighted else torch.ones(count)
-    return feasibility.weighted_noise_loss(predicted.flatten(1), noise.flatten(1), weight)
+    tensors = {f"observation/{name}": value for name, value in batch.observation.items()}
+    tensors |= {"actions": actions, "noise": torch.randn(actions.shape, generator=rng)}
+    tensors |= {"timestep": torch.randint(sampler.train_steps, (count,), generator=rng)}
+    tensors |= {"alpha_bars": sampler.grid.alpha_bar.flip(0)}
+    weighted = settings.weighted
+    weight = weights(nets, batch.observation, batch.action, settings) if weighted else torch.ones(count)
+    return Recorded(None, tensors | {"weight": weight})
+
+
+def loss(settings: FISOR, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """Weighted noise regression on the chunks of a batch, []."""
+    actor, noise, timestep = acting.policy, given["noise"], given["timestep"]
+    x = forward.diffusion_sample(given["actions"], noise, given["alpha_bars"][timestep])
+    predicted = actor.noise(actor.encode(observation_of(given)), x, timestep)
+    return {"loss": feasibility.weighted_noise_loss(predicted.flatten(1), noise.flatten(1), given["weight"])}
 
 
 def train_step(
@@ -138,12 +150,11 @@ def train_step(
         nets.violation.follow(settings.critics.target_rate)
         found = {f"critic/{name}_loss": value.item() for name, value in losses.items()}
     batch = take(data, torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng))
-    loss = actor_loss(nets, batch, sampler, settings, rng)
-    step_actor(loss)
+    results = step_actor(recorded_batch(nets, batch, sampler, settings, rng))
     with torch.no_grad():
         for slow, fast in zip(nets.slow_actor.parameters(), nets.actor.parameters(), strict=True):
             slow.lerp_(fast, ACTOR_RATE)
-    return found | {"loss/policy": loss.item()}
+    return found | {"loss/policy": results["loss"].item()}
 
 
 def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Behaviour:
@@ -227,14 +238,14 @@ def judged(data: Transitions) -> dict[str, float]:
     }
 
 
-def train(session: Session, settings: FISOR) -> None:
+def train(run: VLARun, settings: FISOR) -> None:
     """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
-    config, loop, actor = session.config, session.loop, session.policy
+    config, loop, actor = run.config, run.loop, run.policy
     levels = actor.config.train_steps
     sampler = Diffusion(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
-        nets = Fisor(actor).to(loop.accelerator.device)
+        nets = Fisor(actor).to(loop.process.accelerator.device)
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
     critics = torch.optim.Adam(trained, lr=settings.critics.lr)
     loop.keep("fisor", Store(reward=nets.reward, violation=nets.violation, slow=nets.slow_actor, optimiser=critics))
@@ -251,19 +262,29 @@ def train(session: Session, settings: FISOR) -> None:
         found = judged(play(env, behave, actor, decisions=decisions, seed=config.evaluation.seed, one_episode=True))
         return found | {"eval/within_limit": float(found["eval/cost_mean"] <= settings.cost_limit)}
 
-    loop.evaluate = evaluate
+    run.judge = evaluate
     shown = {f"data/{name.removeprefix('eval/')}": value for name, value in judged(data).items()}
+    step_actor = stepper(run, settings, loss, sampler)
     for iteration in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
         figures = Figures()
         with loop.timed("train"):
             for step in range(settings.steps_per_iteration):
                 number = iteration * settings.steps_per_iteration + step
-                found = train_step(nets, data, sampler, settings, critics, stepper(loop), seed=config.seed, step=number)
+                found = train_step(
+                    nets,
+                    data,
+                    sampler,
+                    settings,
+                    critics,
+                    step_actor,
+                    seed=config.seed,
+                    step=number,
+                )
                 figures.add(found)
                 loop.advance(1)
         kept = {name: shown[name] for name in ("data/success_mean", "data/cost_mean")}
-        loop.finish(figures.means | kept | {"lr": loop.optimizer.param_groups[0]["lr"]})
+        loop.finish(figures.means | kept | {"lr": loop.lr})
 
 
 def _horizon(config: VLAConfig) -> int:

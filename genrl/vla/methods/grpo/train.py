@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from genrl.objectives.advantages.episodes import episode_group_advantages
+from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.grpo.settings import GRPO
-from genrl.vla.methods.scores import decisions, filtered
+from genrl.vla.methods.scores import actor_loss, decisions, filtered, score
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import episode_returns
-from genrl.vla.session import Session
+from genrl.vla.rollout.sampling import Acting
+from genrl.vla.run import VLARun
 
 
-def train(session: Session, settings: GRPO) -> None:
+def loss(settings: GRPO, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """This micro-batch's share of the update's loss, [], and sums of figures."""
+    found = actor_loss(settings, score(settings, acting, given), given)
+    return {"loss": found.loss, **found.sums}
+
+
+def train(run: VLARun, settings: GRPO) -> None:
     """Iterations of acting, comparing and updating."""
-    for _ in session.loop.iterations():
-        rollout = session.collect(settings)
+    for _ in run.loop.iterations():
+        rollout = run.collect(settings)
         returns = episode_returns(rollout)
         returns[~rollout.valid.any(0)] = math.nan  # an episode that was lost with its simulator compares with none
         advantage = episode_group_advantages(returns, rollout.group)
@@ -26,5 +36,5 @@ def train(session: Session, settings: GRPO) -> None:
         rows = advantage.expand(rollout.valid.shape)
         chosen = decisions(rollout._replace(valid=kept), rows, rows, rows.new_ones(rows.shape))
         figures = Figures()
-        learn(session, rollout, chosen, settings, figures, policy=True, critic=False)
-        session.finish(rollout, figures, {})
+        learn(run, rollout, chosen, settings, figures, loss, policy=True, critic=False)
+        run.finish(rollout, figures, {})

@@ -7,70 +7,19 @@ action`, every action has one, and its ratios have that (pi_RL's action level).
 
 from __future__ import annotations
 
-import torch
-from accelerate.utils import gather_object
-from torch import Tensor
-
-from genrl.objectives.advantages.gae import Estimate, action_gae, chunk_gae, executed_mask
+from genrl.vla.methods.gae import estimated_decisions, loss
 from genrl.vla.methods.ppo.settings import PPO
-from genrl.vla.methods.scores import decisions, filtered
 from genrl.vla.methods.update import Figures, learn
-from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.session import Session
+from genrl.vla.run import VLARun
+
+__all__ = ["loss", "train"]
 
 
-def train(session: Session, settings: PPO) -> None:
+def train(run: VLARun, settings: PPO) -> None:
     """Iterations of acting, estimating and updating."""
-    for iteration in session.loop.iterations():
-        rollout = session.collect(settings)
-        found = estimate(rollout, settings)
-        rows = rollout.valid & filtered(rollout, settings)
-        kept = estimated(rollout, rows, settings)
-        normalised = session.normalised(found.advantages, kept)
-        weight = weights(rollout, kept, settings)
-        mean = session.summed({"weight": weight.sum(), "number": kept.sum()})
-        weight = weight * max(1.0, mean["number"]) / max(mean["weight"], 1e-9)
-        chosen = decisions(rollout._replace(valid=rows), normalised, found.returns, weight)
-        figures = Figures()
-        trains_policy = iteration >= settings.critic_warmup
-        learn(session, rollout, chosen, settings, figures, policy=trains_policy, critic=True)
-        session.finish(rollout, figures, explained_variance(session, found, kept))
-
-
-def estimate(rollout: ChunkRollout, settings: PPO) -> Estimate:
-    """Advantages and returns [T, B], of actions [T, B, C]; a truncated episode is bootstrapped from its final
-    observation."""
-    assert rollout.values is not None and rollout.next_values is not None
-    rewards, following, gamma, lam = rollout.rewards, rollout.next_values, settings.gamma, settings.lam
-    flags = rollout.n_executed, rollout.terminated, rollout.truncated
-    if settings.values == "action":
-        return action_gae(rewards, *flags, rollout.values[..., : rewards.shape[-1]], following, gamma=gamma, lam=lam)
-    now = rollout.values[..., 0]
-    return chunk_gae(rewards, *flags, now, following, gamma=gamma, lam=lam, mode=settings.discount)
-
-
-def estimated(rollout: ChunkRollout, rows: Tensor, settings: PPO) -> Tensor:
-    """Which advantages of these rows, bool [T, B], count: theirs, or those of the actions that were executed."""
-    if settings.values == "chunk":
-        return rows
-    return rows[..., None] & executed_mask(rollout.n_executed, rollout.rewards.shape[-1])
-
-
-def weights(rollout: ChunkRollout, kept: Tensor, settings: PPO) -> Tensor:
-    """Shape of kept: 1, or the inverse of the number that the episode has of them (pi_RL, with a mask); 0 for those
-    that are not kept."""
-    if settings.weighting == "decisions":
-        return kept.double()
-    every = estimated(rollout, rollout.valid, settings)
-    slot = (0,) if every.dim() == 2 else (0, 2)
-    return kept.double() / every.sum(slot, keepdim=True).clamp(min=1)
-
-
-def explained_variance(session: Session, found: Estimate, kept: Tensor) -> dict[str, float]:
-    """`1 - var(R - V) / var(R)` of the critic that acted, over what has an advantage, of all processes."""
-    values = found.returns - found.advantages  # of the critic that acted
-    own = torch.stack([found.returns[kept], values[kept]])
-    returns, values = torch.cat(gather_object([own]), 1)
-    spread = float(returns.var(correction=0)) if len(returns) else 0.0
-    unexplained = float((returns - values).var(correction=0)) if len(returns) else 0.0
-    return {"critic/explained_variance": 1.0 - unexplained / spread if spread > 0 else 0.0}
+    for iteration in run.loop.iterations():
+        rollout = run.collect(settings)
+        chosen, explained = estimated_decisions(run, rollout, settings)
+        figures, trains_policy = Figures(), iteration >= settings.critic_warmup
+        learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
+        run.finish(rollout, figures, explained)

@@ -21,8 +21,9 @@ from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
 from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
-from genrl.vla.evaluate import Candidate, evaluate
-from genrl.vla.methods.imitation import imitate
+from genrl.runtime.recorded import Recorded
+from genrl.vla.evaluate import evaluate
+from genrl.vla.methods.imitation import imitate, observation_of
 from genrl.vla.methods.minibatches import minibatches
 from genrl.vla.methods.offline import (
     Critics,
@@ -46,13 +47,13 @@ from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
-from genrl.vla.rollout.sampling import LearnedNoise, Sampler, act, draw, replay, sample
+from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler, act, draw, replay, sample
 from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 IMITATION_BATCH, IMITATION_LR = 128, 1e-3
 """Frames per step of the imitation that comes first, and its learning rate, which is the one-step copy's too."""
@@ -105,19 +106,34 @@ def surrogate_steps(
     """
     if batch.log_prob.shape[1] != batch.states.shape[1]:
         raise TypeError(f"RL-100 needs a ratio for every denoising step, {type(sampler).__name__} has one per chain")
+    tensors = {f"observation/{name}": value for name, value in batch.observation.items()}
+    tensors |= {"advantage": batch.advantage, "clip": torch.tensor(clip, dtype=torch.float64)}
+    tensors |= {"executed": torch.tensor(executed)}
     for i in range(batch.states.shape[1]):
         one = slice(i, i + 1)
-        record = (batch.states[:, one], batch.next_states[:, one], batch.step_index[:, one])
-        log_prob = _sums(replay(policy, sampler, policy.encode(batch.observation), *record).log_prob, executed)[:, 0]
-        old = batch.log_prob[:, i].to(log_prob)
-        found = clipped_surrogate(log_prob, old, batch.advantage.to(log_prob), clip, clip)
-        loss = found.loss.mean()
-        step(loss)
+        record = {"states": batch.states[:, one], "next_states": batch.next_states[:, one]}
+        record |= {"step_index": batch.step_index[:, one], "old_log_prob": batch.log_prob[:, i]}
+        found = step(Recorded(None, tensors | record))
         yield {
-            "loss/policy": loss.item(),
-            "kl/updates": approximate_kl(log_prob, old).mean().item(),
-            "ratio/clipped": found.clipped.float().mean().item(),
+            "loss/policy": found["loss"].item(),
+            "kl/updates": found["kl/updates"].item(),
+            "ratio/clipped": found["ratio/clipped"].item(),
         }
+
+
+def loss(settings: RL100, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """`-mean min(r A, clip(r, 1 -+ clip) A)` of one denoising step, [], and figures."""
+    policy, clip = acting.policy, float(given["clip"])
+    record = (given["states"], given["next_states"], given["step_index"])
+    again = replay(policy, acting.sampler, policy.encode(observation_of(given)), *record)
+    log_prob = _sums(again.log_prob, int(given["executed"]))[:, 0]
+    old = given["old_log_prob"].to(log_prob)
+    found = clipped_surrogate(log_prob, old, given["advantage"].to(log_prob), clip, clip)
+    return {
+        "loss": found.loss.mean(),
+        "kl/updates": approximate_kl(log_prob, old).mean(),
+        "ratio/clipped": found.clipped.float().mean(),
+    }
 
 
 @torch.no_grad()
@@ -187,22 +203,22 @@ def distil(
         yield loss.item()
 
 
-def train(session: Session, settings: RL100) -> None:
+def train(run: VLARun, settings: RL100) -> None:
     """Imitation of the frames (where the policy is new), rounds of offline RL, online RL, the one-step copy."""
-    config, loop, policy = session.config, session.loop, session.policy
+    config, loop, policy = run.config, run.loop, run.policy
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         numbers, stats = policy.horizon * policy.action_dim, policy.stats
         critics = Critics(policy.config.inputs, stats, numbers)
-    store = Store(critics=critics.to(loop.accelerator.device))
+    store = Store(critics=critics.to(loop.process.accelerator.device))
     loop.keep("rl100", store)
     if not store.ready:
-        if session.frames is not None:
+        if run.frames is not None:
             loop.phase("imitating")
             _mean_of_last(
                 imitate(
                     policy,
-                    session.frames,
+                    run.frames,
                     steps=settings.imitation_steps,
                     batch_size=IMITATION_BATCH,
                     learning_rate=IMITATION_LR,
@@ -212,25 +228,25 @@ def train(session: Session, settings: RL100) -> None:
         shown = demonstrated(config, policy, settings.critics.gamma)
         store.data = {} if shown is None else {"transitions": shown}
         store.ready = True
-    step = stepper(loop)
+    step = stepper(run, settings, loss)
     for iteration in loop.iterations():
         if iteration < settings.rounds:
-            row = offline_round(session, settings, store, critics, step, iteration)
+            row = offline_round(run, settings, store, critics, step, iteration)
         else:
-            row = online_iteration(session, settings, critics, step, iteration)
+            row = online_iteration(run, settings, critics, step, iteration)
         if iteration == config.iterations - 1 and settings.distil_steps:
-            row |= distilled(session, settings, store)
-        loop.finish(row | {"lr": loop.optimizer.param_groups[0]["lr"]})
+            row |= distilled(run, settings, store)
+        loop.finish(row | {"lr": loop.lr})
 
 
 def offline_round(
-    session: Session, settings: RL100, store: Store, critics: Critics, step: Step, iteration: int
+    run: VLARun, settings: RL100, store: Store, critics: Critics, step: Step, iteration: int
 ) -> dict[str, float]:
     """Collect with the policy and merge, learn critics and model, improve under the gate, imitate the union."""
-    config, loop, policy = session.config, session.loop, session.policy
+    config, loop, policy = run.config, run.loop, run.policy
     sampler, seed = sampler_of(config, policy, iteration), derive_seed(config.seed, "round", iteration)
     with loop.timed("rollout"):
-        new = collected(session, sampler, settings.episodes, iteration, settings.critics.gamma)
+        new = collected(run, sampler, settings.episodes, iteration, settings.critics.gamma)
     known = [store.data["transitions"]] if "transitions" in store.data else []
     data = store.data["transitions"] = merge(*known, new)
     found = {"data/transitions": float(len(data.reward)), "data/success_mean": _success(new)}
@@ -253,7 +269,7 @@ def offline_round(
         found |= learned.means
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed % 2**32)
-            model = Dynamics(data, policy.stats).to(loop.accelerator.device)
+            model = Dynamics(data, policy.stats).to(loop.process.accelerator.device)
         found["dynamics/loss"] = _mean_of_last(
             train_dynamics(
                 model,
@@ -265,7 +281,7 @@ def offline_round(
             )
         )
     with loop.timed("train"):
-        found |= improve(session, settings, critics, model, data, step, iteration, seed)
+        found |= improve(run, settings, critics, model, data, step, iteration, seed)
     if settings.union != "none":
         loop.phase("imitating")
         chosen = take(data, successful(data)) if settings.union == "successes" else data
@@ -283,7 +299,7 @@ def offline_round(
 
 
 def improve(
-    session: Session,
+    run: VLARun,
     settings: RL100,
     critics: Critics,
     model: Dynamics,
@@ -293,8 +309,8 @@ def improve(
     seed: int,
 ) -> dict[str, float]:
     """The gated updates of one round; the policy is the accepted one at the end."""
-    loop, policy = session.loop, session.policy
-    sampler, figures = sampler_of(session.config, policy, iteration), Figures()
+    loop, policy = run.loop, run.policy
+    sampler, figures = sampler_of(run.config, policy, iteration), Figures()
     chosen = torch.randint(len(data.reward), (GATE_STARTS,), generator=generator(seed, "starts"))
     start = rows(data.observation, chosen)
 
@@ -308,9 +324,9 @@ def improve(
         rng = generator(seed, "update", update)
         index = torch.randint(len(data.reward), (settings.batch_size,), generator=rng)
         observation = rows(data.observation, index)
-        batch = draw_at(old, sampler, critics, observation, rng, executed=session.env.chunk)
+        batch = draw_at(old, sampler, critics, observation, rng, executed=run.env.chunk)
         clip = decayed_clip(settings.clip_range, settings.clip_decay, update)
-        for row in surrogate_steps(policy, sampler, step, batch, clip=clip, executed=session.env.chunk):
+        for row in surrogate_steps(policy, sampler, step, batch, clip=clip, executed=run.env.chunk):
             figures.add(row)
         if (update + 1) % settings.gate_every == 0 and gate.admits(worth()):
             old.load_state_dict(policy.state_dict())
@@ -320,14 +336,12 @@ def improve(
     return figures.means | counts | {"gate/value": gate.best, "gate/gain": gate.best - first}
 
 
-def online_iteration(
-    session: Session, settings: RL100, critics: Critics, step: Step, iteration: int
-) -> dict[str, float]:
+def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step, iteration: int) -> dict[str, float]:
     """PPO on episodes of the policy, with V of the offline phase, which learns on."""
-    config, loop, policy = session.config, session.loop, session.policy
-    sampler, figures, executed = sampler_of(config, policy, iteration), Figures(), session.env.chunk
+    config, loop, policy = run.config, run.loop, run.policy
+    sampler, figures, executed = sampler_of(config, policy, iteration), Figures(), run.env.chunk
     with loop.timed("rollout"):
-        rollout = acted(session, sampler, iteration, 0)
+        rollout = acted(run, sampler, iteration, 0)
     loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + int(rollout.n_executed.sum())
     gamma = settings.critics.gamma
     batch, returns, observation = online_batch(rollout, critics, gamma=gamma, lam=settings.lam, executed=executed)
@@ -343,7 +357,9 @@ def online_iteration(
                 clip = ONLINE_CLIP
                 for row in surrogate_steps(policy, sampler, step, chosen, clip=clip, executed=executed):
                     figures.add(row)
-                error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(loop.accelerator.device)
+                error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(
+                    loop.process.accelerator.device
+                )
                 optimiser.zero_grad(set_to_none=True)
                 expectile_loss(error, 0.5).mean().backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
@@ -354,14 +370,14 @@ def online_iteration(
     return figures.means | {"rollout/success": success, "rollout/env_steps": float(loop.memory["env_steps"])}
 
 
-def distilled(session: Session, settings: RL100, store: Store) -> dict[str, float]:
+def distilled(run: VLARun, settings: RL100, store: Store) -> dict[str, float]:
     """Make the one-step copy, judge it in the environment, and save it as `one_step` in the run folder."""
-    config, loop, policy = session.config, session.loop, session.policy
+    config, loop, policy = run.config, run.loop, run.policy
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "student") % 2**32)
         inputs = policy.config.inputs
         student = TinyFlowVLA(TinyFlowConfig(inputs, policy.action_dim, policy.horizon), policy.stats)
-    student = student.to(loop.accelerator.device)
+    student = student.to(loop.process.accelerator.device)
     loop.phase("distilling")
     sampler = sampler_of(config, policy, config.iterations)
     observations = store.data["transitions"].observation
@@ -377,36 +393,36 @@ def distilled(session: Session, settings: RL100, store: Store) -> dict[str, floa
             seed=config.seed,
         )
     )
-    save_policy(student, loop.run.folder / "one_step")
+    save_policy(student, loop.process.run.folder / "one_step")
     judge = config.evaluation
     env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
     # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
-    found = evaluate(Candidate(student, LearnedNoise(steps=1)), env, episodes=judge.episodes, seed=judge.seed)
+    found = evaluate(Acting(student, LearnedNoise(steps=1)), env, episodes=judge.episodes, seed=judge.seed)
     env.close()
     return {"distil/error": error, "distil/success_mean": sum(found.success) / len(found.success)}
 
 
-def collected(session: Session, sampler: Sampler, episodes: int, iteration: int, gamma: float) -> Transitions:
+def collected(run: VLARun, sampler: Sampler, episodes: int, iteration: int, gamma: float) -> Transitions:
     """One episode in every environment, as often as it takes."""
     parts = []
-    for turn in range(max(1, episodes // session.env.num_envs)):
-        rollout = acted(session, sampler, iteration, turn)
-        parts.append(from_rollout(rollout, session.policy, gamma=gamma))
+    for turn in range(max(1, episodes // run.env.num_envs)):
+        rollout = acted(run, sampler, iteration, turn)
+        parts.append(from_rollout(rollout, run.policy, gamma=gamma))
     return merge(*parts)
 
 
-def acted(session: Session, sampler: Sampler, iteration: int, turn: int) -> ChunkRollout:
+def acted(run: VLARun, sampler: Sampler, iteration: int, turn: int) -> ChunkRollout:
     """A rollout of one episode everywhere, by seeds of its own."""
-    loop, decisions = session.loop, longest_episode(session.env)
+    loop, decisions = run.loop, longest_episode(run.env)
     if decisions is None:
         raise ValueError("environment.max_steps: the simulator does not say how long an episode can be; write it")
     loop.phase("acting", decisions)
-    return session.acted(
-        session.policy,
+    return run.acted(
+        run.policy,
         sampler,
         RolloutPlan(
             decisions=decisions,
-            seed=derive_seed(session.config.seed, "turn", turn),
+            seed=derive_seed(run.config.seed, "turn", turn),
             iteration=iteration,
             one_episode=True,
         ),

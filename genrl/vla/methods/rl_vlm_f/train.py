@@ -19,6 +19,7 @@ from genrl.config.vla import VLAConfig
 from genrl.mdp import ddpm
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.surrogates import iql
+from genrl.runtime.recorded import Recorded
 from genrl.vla import setup
 from genrl.vla.methods.offline import (
     Critics,
@@ -29,6 +30,7 @@ from genrl.vla.methods.offline import (
     cloning_errors,
     frames_of,
     play,
+    recorded_chunks,
     stepper,
     successful,
     take,
@@ -47,11 +49,12 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, PredictsNoise, vocabulary
+from genrl.vla.rollout.sampling import Acting
 from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, State, expert_chunk, render
 from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
-    from genrl.vla.session import Session
+    from genrl.vla.run import VLARun
 
 CANDIDATES = 10
 """Pairs that are looked at for each that is asked about."""
@@ -152,21 +155,23 @@ def learn_rewards(
     return found | {"labels/pairs": float(len(labels)), "labels/dropped": float((labels < 0).float().mean())}
 
 
-def train(session: Session, settings: RLVLMF) -> None:
+def train(run: VLARun, settings: RLVLMF) -> None:
     """Labels, rewards and critics once; then iterations of advantage-weighted regression."""
-    config, loop, policy = session.config, session.loop, session.policy
-    device, data = loop.accelerator.device, wayward_data(config, settings, policy, policy.horizon)
+    config, loop, policy = run.config, run.loop, run.policy
+    device, data = loop.process.accelerator.device, wayward_data(config, settings, policy, policy.horizon)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "critics") % 2**32)
         inputs, stats = policy.config.inputs, policy.stats
         ensemble = RewardEnsemble(inputs, stats).to(device)
         critics = Critics(inputs, stats, policy.horizon * policy.action_dim).to(device)
     store = Store(rewards=ensemble, critics=critics)
-    loop.keep("rl_vlm_f", store)
+    loop.keep("rl_vlm_f", store, changes=False)
     if not store.ready:
         loop.phase("labelling")
         path = settings.labels.cache
-        cache = LabelCache(loop.run.folder / "labels.jsonl" if path is None else Path(path), _name(settings.labels))
+        cache = LabelCache(
+            loop.process.run.folder / "labels.jsonl" if path is None else Path(path), _name(settings.labels)
+        )
         shown = data.next_observation
         images, lines = pictures(shown, settings.labels.image_size), instructions(shown, policy)
         found: dict[str, Any] = learn_rewards(ensemble, data, lines, images, settings.labels, cache, seed=config.seed)
@@ -195,7 +200,7 @@ def train(session: Session, settings: RLVLMF) -> None:
     nothing = torch.zeros_like(advantage)
     weight = iql.advantage_weights(advantage, nothing, temperature=temperature, largest=LARGEST_WEIGHT)
     alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)
-    step = stepper(loop)
+    step = stepper(run, settings, loss)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
         figures = Figures()
@@ -204,12 +209,16 @@ def train(session: Session, settings: RLVLMF) -> None:
                 rng = generator(config.seed, "regression", loop.optimizer_steps)
                 index = torch.randint(len(advantage), (settings.batch_size,), generator=rng)
                 batch = take(data, index)
-                error = cloning_errors(policy, batch.observation, batch.action.to(device), alpha_bars, rng)
-                loss = (weight[index].to(device) * error).mean()
-                step(loss)
-                figures.add({"loss/policy": loss.item()})
+                actions, paid = batch.action.to(device), weight[index].to(device)
+                recorded = recorded_chunks(policy, batch.observation, actions, alpha_bars, rng, paid)
+                figures.add({"loss/policy": step(recorded)["loss"].item()})
                 loop.advance(1)
-        loop.finish(store.data["figures"] | figures.means | {"lr": loop.optimizer.param_groups[0]["lr"]})
+        loop.finish(store.data["figures"] | figures.means | {"lr": loop.lr})
+
+
+def loss(settings: RLVLMF, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """Advantage-weighted regression of the policy on chunks of the data, []."""
+    return {"loss": (given["weight"] * cloning_errors(acting.policy, given)).mean()}
 
 
 def _name(settings: Labels) -> str:

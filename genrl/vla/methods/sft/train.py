@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
-from genrl.vla.methods.imitation import imitation_loss
+from genrl.runtime.recorded import Recorded
+from genrl.vla.methods.imitation import imitation_loss, recorded_frames
 from genrl.vla.methods.sft.settings import SFT
 from genrl.vla.policies.policy import ACTION, PredictsNoise
-from genrl.vla.session import Session
+from genrl.vla.rollout.sampling import Acting
+from genrl.vla.run import VLARun
 
 
-def train(session: Session, settings: SFT) -> None:
+def loss(settings: SFT, acting: Acting, given: Recorded) -> dict[str, Tensor]:
+    """The part [] that these frames have in the mean loss of a batch."""
+    return {"loss": imitation_loss(acting.policy, given)}
+
+
+def train(run: VLARun, settings: SFT) -> None:
     """Optimiser steps on minibatches of frames, each a function of (seed, step) and shared out to the processes."""
-    loop, policy, frames = session.loop, session.policy, session.frames
-    process, processes = loop.accelerator.process_index, loop.accelerator.num_processes
+    loop, policy, frames = run.loop, run.policy, run.frames
+    process, processes = loop.process.accelerator.process_index, loop.process.accelerator.num_processes
+    acting = Acting(policy, None)
     alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 1)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration * settings.batch_size)
         losses, norms = [], []
         with loop.timed("train"):
             for _ in range(settings.steps_per_iteration):
-                rng = generator(session.config.seed, "imitation", loop.optimizer_steps)
+                rng = generator(run.config.seed, "imitation", loop.optimizer_steps)
                 index = torch.randint(len(frames[ACTION]), (settings.batch_size,), generator=rng)
                 mine = slice(process, None, processes)
-                loss = imitation_loss(policy, frames, index, rng, alpha_bars, mine)
-                loop.backward(loss, evidence={"index": index}, info={"step": loop.optimizer_steps})
-                losses.append(float(loss.detach()))
+                recorded = recorded_frames(policy, frames, index, rng, alpha_bars, mine)
+                results = loss(settings, acting, recorded)
+                loop.backward(settings, results, recorded)
+                losses.append(float(results["loss"].detach()))
                 norms.append(loop.step(["policy"])["policy"])
                 loop.advance(settings.batch_size)
         total = sum(sum(own) for own in gather_object([losses]))
         found = {"loss": total / len(losses), "grad_norm/policy": sum(norms) / len(norms)}
-        loop.finish(found | {"lr": loop.optimizer.param_groups[0]["lr"]})
+        loop.finish(found | {"lr": loop.lr})

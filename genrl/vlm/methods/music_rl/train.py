@@ -13,18 +13,21 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from genrl.objectives.tokens.audio_tokens import music_rl_loss
+from genrl.runtime.recorded import Recorded
 from genrl.vlm.methods.dealing import dealt
+from genrl.vlm.methods.music_rl.settings import MusicRL
 from genrl.vlm.policies.codes import CODE, CodePolicy
 from genrl.vlm.policies.policy import Encoded
+from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import Answers, totals
-from genrl.vlm.session import Session, check_gap
+from genrl.vlm.run import AnswersRun, Headed, check_gap
 
 
 class Baseline(nn.Module):
@@ -43,46 +46,53 @@ class Baseline(nn.Module):
         return values
 
 
-def train(session: Session, baseline: Baseline) -> None:
+def heads(policy: CodePolicy) -> dict[str, nn.Module]:
+    """What is trained beside the policy."""
+    return {"baseline": Baseline(policy)}
+
+
+def train(run: AnswersRun, settings: MusicRL) -> None:
     """All iterations that are left."""
-    for _ in session.loop.iterations():
-        answers, row = session.draw()
-        row |= learn(session, baseline, answers)
-        row["lr"] = session.loop.optimizer.param_groups[0]["lr"]
-        session.loop.finish(row)
+    for _ in run.loop.iterations():
+        answers, row = run.draw()
+        row |= learn(run, settings, answers)
+        row["lr"] = run.loop.lr
+        run.loop.finish(row)
 
 
-def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, float]:
+def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, float]:
     """The optimiser step of an iteration, and what it measured over the pieces of all processes."""
-    loop, config, alpha = session.loop, session.config, session.config.trainer.alpha
-    policy: Any = session.policy
+    loop, config, alpha = run.loop, run.config, settings.alpha
+    headed = Headed(run.policy, run.heads)
+    policy: Any = run.policy
     reward = totals(config, answers.scores).float()
-    size, micro = config.generation.group_size, config.trainer.micro_batch
-    (update,) = dealt(session.preset, answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
+    size, micro = config.generation.group_size, settings.micro_batch
+    (update,) = dealt(answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(answers.texts))
     with loop.timed("train"):
         for k in range(update.passes):
-            loss, evidence = torch.zeros(()), {}
-            rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
-            rows = rows[~reward[rows].isnan()]
-            if len(rows):
-                own, gap = scored(session, baseline, answers, rows, reward[rows])
-                share = len(rows) / update.rows
-                loss = share * (own.loss + own.value_loss)
-                evidence = {"reward": reward[rows]}
-                figures = {
-                    "loss": loss / share,
-                    "loss/policy": -(1 - alpha) * own.policy,
-                    "loss/kl": alpha * own.kl,
-                    "kl": own.kl / policy.codec.length,
-                    "loss/value": own.value_loss,
-                    "sampler/gap_mean": gap,
-                }
-                for name, value in figures.items():
-                    sums[name] += share * float(value.detach())
-            loop.backward(loss, evidence=evidence, info={"trainer": config.trainer.model_dump(mode="json")})
+            results, given = {"loss": torch.zeros(())}, Recorded(None, {})
+            with loop.fitting():
+                rows = update.parts[k] if k < len(update.parts) else torch.zeros(0, dtype=torch.int64)
+                rows = rows[~reward[rows].isnan()]
+                if len(rows):
+                    share = len(rows) / update.rows
+                    given = recorded(run, answers, rows, reward[rows], share)
+                    results = loss(settings, headed, given)
+                    figures = {
+                        "loss": results["loss"] / share,
+                        "loss/policy": -(1 - alpha) * results["policy"],
+                        "loss/kl": alpha * results["kl"],
+                        "kl": results["kl"] / policy.codec.length,
+                        "loss/value": results["value_loss"],
+                        "sampler/gap_mean": results["gap"],
+                    }
+                    for name, value in figures.items():
+                        sums[name] += share * float(value.detach())
+                loop.backward(settings, results, given)
             loop.advance(len(update.parts[k]) if k < len(update.parts) else 0)
+        loop.check_stop()
         every = gather_object([dict(sums)])
         found = {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for o in every for n in o)}
         if loop.iteration == 0:
@@ -91,30 +101,43 @@ def learn(session: Session, baseline: Baseline, answers: Answers) -> dict[str, f
     return found | {"grad_norm": norms["policy"], "grad_norm/baseline": norms["baseline"]}
 
 
-def scored(session: Session, baseline: Baseline, answers: Answers, rows: Tensor, reward: Tensor) -> tuple[Any, Tensor]:
-    """(loss and its parts, mean difference of the sampler's log-probabilities) of some pieces."""
-    policy: Any = session.policy
-    assert session.reference is not None, "open_session makes one for this method"
-    prompts = [answers.prompts[number] for number in answers.group[rows].tolist()]
-    tokens, heat = answers.tokens[rows].to(policy.device), session.config.generation.temperature
-    log_rows = code_rows(policy, prompts, tokens, heat)
+def recorded(run: AnswersRun, answers: Answers, rows: Tensor, reward: Tensor, share: float) -> Recorded:
+    """All that the loss of some pieces reads; share: theirs in the update."""
+    policy: Any = run.policy
+    assert run.reference is not None, "opened for a method that reads it"
+    asked = Asked(answers.prompts, answers.group[rows], run.config.generation.temperature)
+    prompts = [answers.prompts[number] for number in asked.group.tolist()]
+    tokens = answers.tokens[rows].to(policy.device)
     with torch.no_grad():
-        ref_rows = code_rows(session.reference, prompts, tokens, heat)
+        ref_rows = code_rows(run.reference, prompts, tokens, asked.temperature)
+    tensors = {"answers": tokens, "ref_rows": ref_rows, "reward": reward, "sampler": answers.sampler_log_prob[rows]}
+    return Recorded(asked, tensors | {"share": torch.tensor(share, dtype=torch.float64)})
+
+
+def loss(settings: MusicRL, headed: Headed, given: Recorded) -> dict[str, Tensor]:
+    """Share of the update's loss, [], its parts, and the mean difference of the sampler's log-probabilities."""
+    policy: Any = headed.policy
+    asked: Asked = given.batch
+    prompts = [asked.prompts[number] for number in asked.group.tolist()]
+    tokens = given["answers"].to(policy.device)
+    log_rows = code_rows(policy, prompts, tokens, asked.temperature)
     places = (policy.kinds(tokens)[0] == CODE).nonzero(as_tuple=True)
+    baseline = cast(Baseline, headed.heads["baseline"])
     values = baseline(policy.states(prompts, tokens, baseline.body)[places]).view(log_rows.shape[:2])
     codes = policy.things(tokens)[:, -1]
     found = music_rl_loss(
         log_rows,
-        ref_rows,
+        given["ref_rows"],
         codes,
-        reward.to(policy.device),
+        given["reward"].to(policy.device),
         values,
         torch.ones_like(codes),
-        alpha=session.config.trainer.alpha,
+        alpha=settings.alpha,
     )
-    sampler = answers.sampler_log_prob[rows].to(policy.device)[places].view(codes.shape)
+    sampler = given["sampler"].to(policy.device)[places].view(codes.shape)
     gap = (log_rows.detach().gather(-1, codes[..., None])[..., 0] - sampler).abs().mean()
-    return found, gap
+    whole = float(given["share"]) * (found.loss + found.value_loss)
+    return {"loss": whole, "policy": found.policy, "kl": found.kl, "value_loss": found.value_loss, "gap": gap}
 
 
 def code_rows(policy: Any, prompts: Sequence[Encoded], tokens: Tensor, temperature: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from PIL import Image
 
 import rewards
+from rewards.contract import mean
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import edit_score, parse_score
 from rewards.scorers.pictures import paco
-from rewards.scorers.preference.unifiedreward import axis_scores, final_score
+from rewards.scorers.preference.unifiedreward import AXES, axis_scores, final_score
 from tests.rewards import chat_server, tiny_vlm
 
 
@@ -36,31 +38,39 @@ def images() -> torch.Tensor:
     return torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
+def written(text: str, label: str) -> list[float]:
+    """All numbers that a text writes after this label, in any case, and a colon."""
+    return [float(number) for number in re.findall(rf"{label}:\s*(-?\d+(?:\.\d+)?)", text, re.IGNORECASE)]
+
+
 def test_legal_final_scores_are_the_golden_ones_and_others_are_none(golden_judge: dict[str, Any]) -> None:
+    """The peers know one spelling of the label, and read the 1 of 10."""
+    legal = 0
     for case in golden_judge["text_parsers"]:
-        legal = (
-            case["flow_grpo_final_over_5"] * 5 if case["text"] not in ("Final Score: 10", "final score: 4") else None
-        )
-        found = final_score(case["text"])
-        if case["text"] == "final score: 4":
-            assert found == 4
-        elif legal:
-            assert found == pytest.approx(legal) == pytest.approx(case["mixgrpo_final"])
-        else:
+        found, numbers = final_score(case["text"]), written(case["text"], "final score")
+        if not numbers or not 1 <= numbers[-1] <= 5:
             assert math.isnan(found), case
+            continue
+        assert found == numbers[-1], case
+        if "Final Score:" in case["text"] and len(numbers) == 1:
+            legal += 1
+            assert found == pytest.approx(5 * case["flow_grpo_final_over_5"]) == pytest.approx(case["mixgrpo_final"])
+    assert legal
 
 
 def test_legal_axis_scores_are_the_golden_ones(golden_judge: dict[str, Any]) -> None:
-    seen = 0
+    legal = 0
     for case in golden_judge["text_parsers"]:
         found = axis_scores(case["text"])
-        if "Alignment" in case["text"] and "9" not in case["text"]:
-            seen += 1
-            assert sum(found) / 3 == pytest.approx(case["verl_omni_raw"], abs=1e-9)
-            assert (sum(found) / 3 - 1) / 4 == pytest.approx(case["verl_omni_normalised"], abs=1e-9)
-        else:
+        numbers = [written(case["text"], rf"{axis}(?: Score)?(?: \(1-5\))?") for axis in AXES]
+        if not all(own and 1 <= own[-1] <= 5 for own in numbers):
             assert math.isnan(sum(found)), case
-    assert seen == 2
+            continue
+        legal += 1
+        assert found == [own[-1] for own in numbers]
+        assert sum(found) / 3 == pytest.approx(case["verl_omni_raw"], abs=1e-9)
+        assert (sum(found) / 3 - 1) / 4 == pytest.approx(case["verl_omni_normalised"], abs=1e-9)
+    assert legal
 
 
 def test_aggregates_equal_the_golden_ones(golden_judge: dict[str, Any]) -> None:
@@ -70,7 +80,7 @@ def test_aggregates_equal_the_golden_ones(golden_judge: dict[str, Any]) -> None:
         ten = 10 * edit_score(case["SC"], case["PQ"], case["score_range"])
         assert ten == pytest.approx(case["editscore_official_0_10"], abs=1e-9)
     for case in golden_judge["grid_pairs"]:
-        assert paco.mean(case["pair_scores_combinations_order"]) == pytest.approx(case["paco_mean"], abs=1e-9)
+        assert mean(case["pair_scores_combinations_order"]) == pytest.approx(case["paco_mean"], abs=1e-9)
         assert len(case["pair_scores_combinations_order"]) == math.comb(case["cells"], 2)
 
 
@@ -97,8 +107,8 @@ def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) ->
     assert templates.read("Plain: text", "r") == "Plain: text"
     for given, words in (
         (f"{tmp_path / 'b.py'}:ASKD", "no string constant 'ASKD'. Did you mean 'ASKED'"),
-        (str(tmp_path / "c.txt"), "there is no file .* with the text to ask by"),
-        ("Is it?", "has no place {prompt}"),
+        (str(tmp_path / "c.txt"), "there is no file .* with the text of the question"),
+        ("Is it?", "has no placeholder {prompt}"),
     ):
         with pytest.raises(ValueError, match=words):
             templates.read(given, "r", holding="{prompt}")

@@ -28,6 +28,8 @@ class Bright:
     def __init__(self) -> None:
         self.asked: list[list[object]] = []
 
+    def to(self, device: str) -> None: ...
+
     def answers(self, questions, max_tokens):
         self.asked += [list(question) for question in questions]
         found = []
@@ -55,5 +57,5 @@ def test_both_stages_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_question_needs_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preference_judge, "open_vlm", lambda *_: None)
     for given in ({"compare": "which?"}, {"answer": "which? {prompt}"}):
-        with pytest.raises(ValueError, match="has no place"):
+        with pytest.raises(ValueError, match="has no placeholder"):
             rewards.load("preference_judge", given)

@@ -121,7 +121,7 @@ def test_rewards_measure_what_the_detector_finds(yolos: Path, tmp_path: Path) ->
     held = columns(tmp_path, images, direction=["left", "down"], factor=[2.0, 0.5])
     scores = rewards.score(mover, images=results, prompts=["", ""], columns=held)
     assert not scores.failures, scores.failures[0].traceback
-    first = [mover._finder.detector.find(p, ["dog"], 0.1)["dog"][0].box for p in rewards.to_pil(images)]
+    first = [mover.finder.detector.find(p, ["dog"], 0.1)["dog"][0].box for p in rewards.to_pil(images)]
     assert scores.values == [displacement_score(*first, "left"), displacement_score(*first[::-1], "down")]
     assert scores.parts["distance"][0] == pytest.approx(distance(*first, 60, 40))
     scaler = rewards.load("edit_scale", {"detector": str(yolos), "threshold": 0.1})
@@ -141,7 +141,7 @@ def test_a_thing_that_is_gone_scores_nothing_and_one_that_never_was_has_no_score
     images = torch.stack([torch.zeros(3, 40, 60), torch.ones(3, 40, 60)])
     here = [Thing(Box(0, 0, 9, 9, 0.9))]
     monkeypatch.setattr(
-        reward._finder.detector, "find", lambda p, names, t: {"dog": here if p.getpixel((0, 0))[0] else []}
+        reward.finder.detector, "find", lambda p, names, t: {"dog": here if p.getpixel((0, 0))[0] else []}
     )
     held = columns(tmp_path, images, direction=["left", "left"])
     scores = rewards.score(reward, images=images.flip(0), prompts=["", ""], columns=held)
@@ -165,7 +165,7 @@ def test_turns_need_masks(yolos: Path, tmp_path: Path) -> None:
     ("name", "more", "words"),
     [
         ("edit_move", {"direction": ["upp"]}, "unknown direction 'upp'. Did you mean 'up'"),
-        ("edit_scale", {"factor": ["big"]}, "the column 'factor' holds 'big', which is no number"),
+        ("edit_scale", {"factor": ["big"]}, "the column 'factor' holds 'big', which is not a number"),
         ("edit_scale", {"factor": [0]}, "must be above 0"),
     ],
 )
@@ -198,7 +198,7 @@ def test_things_of_the_small_world_are_found_by_rule() -> None:
     assert [
         len(ShapeDetector("edit_move").find(Image.fromarray(blob), ["red circle"], t)["red circle"]) for t in (0.3, 0.6)
     ] == [1, 0]
-    with pytest.raises(ValueError, match=r"edit_move: no thing of the small world is called 'red circel'.*red circle"):
+    with pytest.raises(ValueError, match=r"edit_move: the embedded world has no 'red circel'.*red circle"):
         ShapeDetector("edit_move").find(drawn(RED), ["red circel"], 0.3)
 
 

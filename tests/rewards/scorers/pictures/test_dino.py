@@ -118,7 +118,7 @@ def test_patch_similarity_does_not_care_where_things_stand(seed: int, n: int, m:
 
 def test_what_does_not_fit_is_refused(saved: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = saved
-    with pytest.raises(ValueError, match="dino: size 30 is no multiple of the patch of .*, 8: 32?"):
+    with pytest.raises(ValueError, match="dino: size 30 is not a multiple of the patch of .*, 8: 32?"):
         rewards.load("dino", {"model": str(folder), "size": 30})
     with pytest.raises(ValueError, match="unknown tokens 'patch'. Did you mean 'patches'"):
         rewards.load("dino", {"model": str(folder), "tokens": "patch"})

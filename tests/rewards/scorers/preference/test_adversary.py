@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import rewards
-from genrl.objectives.forward.adversarial import adversarial_reward, patch_discriminator_loss, preference_loss
+from genrl.objectives.forward.adversarial import patch_discriminator_loss, preference_loss
 from rewards.scorers.preference.adversary import DinoAdversary, PickScoreAdversary, check_trainable, unit_scale
+from tests.reference.adv_grpo import adversarial_reward
 from tests.rewards.tiny_clip import save_tiny_clip
 
 from transformers import Dinov2Config, Dinov2Model  # isort: skip

@@ -33,7 +33,8 @@ def golden_weights(seed: int, dims: np.ndarray) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 def test_the_head_equals_the_golden_scores(golden: Golden, dtype: torch.dtype, tolerance: float) -> None:
     data = golden("rewards_aesthetic_head")
-    head = Head(768).to(dtype).eval()
+    width = int(data["dims"][0])
+    head = Head(width).to(dtype).eval()
     held = golden_weights(int(data["seed"]), data["dims"])
     assert sorted(held) == sorted(head.state_dict())
     shapes = [f"{key} {tuple(value.shape)}" for key, value in head.state_dict().items()]
@@ -42,7 +43,7 @@ def test_the_head_equals_the_golden_scores(golden: Golden, dtype: torch.dtype, t
     embeddings = torch.nn.functional.normalize(torch.from_numpy(data["embeddings"]).to(dtype), dim=-1)
     with torch.no_grad():
         scores = head(embeddings)
-        zero = head(torch.zeros(1, 768, dtype=dtype)).item()
+        zero = head(torch.zeros(1, width, dtype=dtype)).item()
     np.testing.assert_allclose(scores, data["scores"], rtol=0, atol=tolerance)
     affine = embeddings.double() @ torch.from_numpy(data["affine_weight"]) + float(data["affine_bias"])
     np.testing.assert_allclose(scores, affine, rtol=0, atol=tolerance)

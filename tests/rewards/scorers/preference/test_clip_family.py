@@ -69,9 +69,12 @@ def test_pickscore_equals_the_golden_columns(golden: Golden, scale: str, column:
 def test_preprocessing_equals_the_golden_pixels(golden: Golden, checkpoint: Path) -> None:
     data = golden("rewards_preprocess")
     processor = ClipScorer(str(checkpoint), str(checkpoint), "cpu").image_processor
-    for i in range(3):
-        pixels = processor(images=[Image.fromarray(data[f"img{i}"])], return_tensors="np")["pixel_values"][0]
-        np.testing.assert_allclose(pixels, data[f"img{i}_clip_pil_16"], rtol=0, atol=1e-4)
+    names = [name for name in data.files if name.endswith(f"_clip_pil_{SIDE}")]
+    assert names
+    for name in names:
+        image = Image.fromarray(data[name.removesuffix(f"_clip_pil_{SIDE}")])
+        pixels = processor(images=[image], return_tensors="np")["pixel_values"][0]
+        np.testing.assert_allclose(pixels, data[name], rtol=0, atol=1e-4)
 
 
 def test_scores_agree_with_the_models_own_forward(checkpoint: Path, images: torch.Tensor) -> None:
@@ -172,5 +175,7 @@ def test_a_checkpoint_of_another_architecture_or_without_weights_is_refused(chec
         rewards.load("clipscore", {"model": str(tmp_path), "processor": str(checkpoint)})
     with pytest.raises(ValueError, match="there is no folder './nowhere'"):
         rewards.load("clipscore", {"model": "./nowhere"})
-    with pytest.raises(ValueError, match="is no folder here, and its file 'config.json' is neither in the hub's cache"):
+    with pytest.raises(
+        ValueError, match="is not a folder here, and its file 'config.json' is neither in the hub's cache"
+    ):
         rewards.load("clipscore", {"model": "no-such-user/no-such-model"})

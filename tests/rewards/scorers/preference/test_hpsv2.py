@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,10 +52,12 @@ def test_preparation_equals_the_golden_geometry_and_pixels(golden: Golden) -> No
         top = int((padded[:, 112] > 0.5).nonzero()[0])
         left = int((padded[112] > 0.5).nonzero()[0])
         assert [left, top] == row["hpsv2_pad_left_top_right_bottom"][:2] and padded.shape == (224, 224)
-    for i in range(3):
-        image = torch.from_numpy(data[f"img{i}"]).permute(2, 0, 1)[None] / 255
-        pixels = normalise(pad_to(image, 16), OPENAI_MEAN, OPENAI_STD)[0]
-        np.testing.assert_allclose(pixels, data[f"img{i}_hpsv2_16"], rtol=0, atol=1e-4)
+    names = [found for name in data.files if (found := re.fullmatch(r"(img\d+)_hpsv2_(\d+)", name))]
+    assert names
+    for name in names:
+        image = torch.from_numpy(data[name[1]]).permute(2, 0, 1)[None] / 255
+        pixels = normalise(pad_to(image, int(name[2])), OPENAI_MEAN, OPENAI_STD)[0]
+        np.testing.assert_allclose(pixels, data[name[0]], rtol=0, atol=1e-4)
 
 
 def test_a_picture_of_the_models_own_length_is_padded_too() -> None:
@@ -100,7 +103,7 @@ def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: P
     with pytest.raises(ValueError, match="has no HPS_v2.1_compressed.safetensors or .*the folder is empty"):
         rewards.load("hpsv2", args)
     torch.save({"layers.0.weight": torch.zeros(3)}, tmp_path / "HPS_v2.1_compressed.pt")
-    with pytest.raises(ValueError, match="is no open_clip CLIP: it lacks positional_embedding"):
+    with pytest.raises(ValueError, match="is not an open_clip CLIP: it lacks positional_embedding"):
         rewards.load("hpsv2", args)
     held = tiny_open_clip.weights()
     held["visual.attnpool.weight"] = torch.zeros(1)

@@ -68,7 +68,7 @@ def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: P
         rewards.load("imagereward", {"model": "nowhere", "tokenizer": str(folder)})
     (tmp_path / "med_config.json").write_text((folder / "med_config.json").read_text())
     torch.save({"layers.0.weight": torch.zeros(1024, 768)}, tmp_path / "ImageReward.pt")
-    with pytest.raises(ValueError, match="is no ImageReward"):
+    with pytest.raises(ValueError, match="is not an ImageReward"):
         rewards.load("imagereward", {"model": str(tmp_path), "tokenizer": str(folder)})
     held = tiny_blip.weights()
     del held["blip.text_encoder.encoder.layer.1.crossattention.self.key.weight"]

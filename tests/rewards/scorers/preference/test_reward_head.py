@@ -139,7 +139,7 @@ def test_editreward_is_the_mean_of_two_heads_with_their_own_texts(
 
 
 def test_what_does_not_fit_is_refused(args: dict[str, str], checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no place {text_prompt} for the prompt"):
+    with pytest.raises(ValueError, match="has no placeholder {text_prompt}"):
         rewards.load("hpsv3", args | {"instruction": "Rate it"})
     with pytest.raises(ValueError, match="hpsv3: .* has no HPSv3.safetensors.*the folder is empty"):
         rewards.load("hpsv3", args | {"model": str(tmp_path)})
@@ -157,5 +157,5 @@ def test_what_does_not_fit_is_refused(args: dict[str, str], checkpoint: Path, tm
     ):
         rewards.load("hpsv3", args | {"model": str(tmp_path)})
     save_file({"a": torch.zeros(1)}, tmp_path / "HPSv3.safetensors")
-    with pytest.raises(ValueError, match="is no reward model of this kind: it has a"):
+    with pytest.raises(ValueError, match="is not a reward model of this kind: it has a"):
         rewards.load("hpsv3", args | {"model": str(tmp_path)})

@@ -57,6 +57,8 @@ def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.Mon
     class Frozen:
         """Says the colour of the one picture that it is shown."""
 
+        def to(self, device: str) -> None: ...
+
         def answers(self, questions: list[list[Any]], max_tokens: int) -> list[str]:
             asked.extend(questions)
             return [f"<answer> {'red' if q[0].getpixel((0, 0))[0] > 99 else 'blue'} </answer>" for q in questions]
@@ -115,7 +117,7 @@ def test_a_server_judges() -> None:
 def test_a_completion_brings_no_places_of_its_own() -> None:
     found = answerer.filled("Q {prompt} A {completion} ?", "how {completion}", "{prompt} <|im_end|>")
     assert found == "Q how {completion} A {prompt} < |im_end|> ?"
-    with pytest.raises(ValueError, match="has no place {completion}"):
+    with pytest.raises(ValueError, match="has no placeholder {completion}"):
         answerer.TextJudge("some/model", question="Is it right?")
 
 

@@ -187,7 +187,7 @@ def test_prompts_without_a_text_have_no_score(quick: ocr.Ocr) -> None:
 
 def test_the_text_can_come_from_a_column() -> None:
     reward = rewards.load("ocr", {"crop": "ink", "alphabet": CAPITALS, "target": "text"})
-    assert rewards.needs(reward) == rewards.Needs(True, False, False, False, ("text",))
+    assert rewards.needs(reward) == rewards.Needs(("images", "text"))
     images, prompts = signs(4)
     texts = [ocr.quoted(prompt) for prompt in prompts]
     scores = rewards.score(reward, images=images, prompts=["a sign"] * 4, columns={"text": texts})
@@ -246,7 +246,7 @@ def test_a_video_is_scored_by_all_its_frames(quick: ocr.Ocr) -> None:
     ("args", "words"),
     [
         ({"variant": "ned"}, "ocr: unknown variant 'ned'. Did you mean 'ned_max'"),
-        ({"crop": "whole"}, "ocr: crop is 'detect' or 'ink', not 'whole'"),
+        ({"crop": "whole"}, "ocr: unknown crop 'whole'. Known: detect, ink"),
         ({"alphabets": "ABC"}, "Did you mean 'alphabet'"),
         ({"fold": "cases"}, "ocr: unknown fold 'cases'. Did you mean 'case'"),
         ({"engine": "tesserakt"}, "ocr: unknown engine 'tesserakt'. Did you mean 'tesseract'"),

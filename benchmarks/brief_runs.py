@@ -1,0 +1,134 @@
+"""Which configurations train on the embedded models, and the overrides that make two iterations of them brief.
+
+For `same_numbers`; imports no genrl, since what it says has to hold for configurations of other commits, too. Brief
+iterations still evaluate before and after, step the optimiser in each and save each; what a file does every so many
+iterations (move a window, renew a reference) it does in each.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Tree = dict[str, Any]
+Overrides = dict[str, float]
+
+SIMULATORS = ("metaworld", "libero")
+"""Names of environments that need the package of that name."""
+
+PICTURES: Overrides = {"evaluation.num_prompts": 6}
+LANGUAGE: Overrides = {"evaluation.questions": 12}
+ROBOTS: Overrides = {"evaluation.episodes": 16, "evaluation.videos": 2, "environment.num_envs": 32}
+
+BY_ALGORITHM: dict[str, Overrides] = {
+    "ppo": {"trainer.critic_warmup": 0},
+    "sft": {"trainer.steps_per_iteration": 4},
+    "diwa": {  # as much as a first success in the model of the world takes: without one there is no gradient
+        **{"trainer.critic_warmup": 0, "trainer.world.tables": 100, "trainer.world.steps": 100},
+        **{"trainer.imitation_steps": 20, "trainer.classifier.steps": 20, "trainer.classifier.lr": 0.01},
+        "demonstrations.expert": 100,
+    },
+    "fisor": {"trainer.steps_per_iteration": 10, "trainer.episodes": 64},
+    "rl100": {
+        **{"trainer.rounds": 1, "trainer.episodes": 64, "trainer.imitation_steps": 20, "trainer.critic_steps": 20},
+        **{"trainer.dynamics_steps": 20, "trainer.updates": 20, "trainer.union_steps": 10, "trainer.distil_steps": 10},
+    },
+    "rl_vlm_f": {
+        **{"trainer.steps_per_iteration": 10, "trainer.episodes": 64, "trainer.critic_steps": 20},
+        **{"trainer.labels.pairs": 40, "trainer.labels.steps": 10, "trainer.labels.rounds": 2},
+    },
+}
+"""`trainer.algorithm` -> overrides of its own. Warm-ups that train a critic alone would take both iterations."""
+
+WHERE_SET: Overrides = {
+    "demonstrations.expert": 16,
+    "environment.parallel": 8,
+    "environment.steps": 8,
+    "evaluation.monitor.patience": 1,
+    "task.curriculum.over": 2,
+    "task.passes": 2,
+    "trainer.reference_every": 1,
+    "trainer.tree.prune.slide_every": 1,
+    "trainer.window.every": 1,
+}
+"""Replaced only in files that say something else."""
+
+
+def load(file: Path) -> Tree:
+    """A YAML file with what it includes beneath it."""
+    tree: Tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    parent = tree.pop("include", None)
+    return _merged(load(file.parent / parent), tree) if parent else tree
+
+
+def _merged(below: Tree, above: Tree) -> Tree:
+    both = {
+        key: _merged(below[key], above[key])
+        for key in below.keys() & above.keys()
+        if isinstance(below[key], dict) and isinstance(above[key], dict)
+    }
+    return below | above | both
+
+
+def value(tree: Tree, key: str) -> Any:
+    """What stands at `a.b.c`; None where nothing does."""
+    found: Any = tree
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def left_out(tree: Tree, root: Path) -> str | None:
+    """Why a configuration cannot be run in the repository `root` without a download; None where it can."""
+    for key in ("model.path", "vlm.path", "policy.path"):
+        path = value(tree, key)
+        if path is not None and not (path.startswith("assets/") and (root / path).is_dir()):
+            return f"{key} {path} is not among the embedded models"
+    name = value(tree, "environment.name")
+    if name in SIMULATORS and find_spec(name) is None:
+        return f"the package {name} is not installed"
+    return None
+
+
+def overrides(tree: Tree, iterations: int) -> Overrides:
+    """Key -> value for brief runs of a configuration."""
+    small: Overrides = {"iterations": iterations, "evaluation.every": iterations, "checkpoint.every": 1}
+    if "model" in tree:
+        small |= PICTURES | _samples(tree)
+    elif "vlm" in tree:
+        small |= LANGUAGE | _answers(tree, iterations)
+    else:
+        small |= ROBOTS
+    small |= {key: number for key, number in WHERE_SET.items() if value(tree, key) is not None}
+    return small | BY_ALGORITHM.get(str(value(tree, "trainer.algorithm")), {})
+
+
+def _samples(tree: Tree) -> Overrides:
+    """Two groups (or a few samples that are not compared) in two micro-batches, whole groups where the file has them
+    whole, so that two processes have something to do."""
+    group, batch = value(tree, "sampling.group_size") or 8, value(tree, "sampling.batch_size") or 8
+    if group < 4:
+        return {"sampling.prompts_per_iteration": 12 // group, "sampling.batch_size": 6}
+    whole = batch % group == 0
+    return {"sampling.prompts_per_iteration": 2, "sampling.batch_size": group if whole else group + group // 3}
+
+
+def _answers(tree: Tree, iterations: int) -> Overrides:
+    small: Overrides = {}
+    if value(tree, "generation.prompts_per_iteration") is not None:
+        group = value(tree, "generation.group_size") or 8
+        small["generation.prompts_per_iteration"] = 4 if group > 1 else 16
+    if value(tree, "task.name") is not None:
+        small["task.rows"] = 64
+    if value(tree, "trainer.critic") is not None:
+        small["trainer.critic.warmup"] = 0
+    if value(tree, "trainer.preset") == "grpo_care":
+        small["trainer.reward_terms"] = [{"name": "consistency", "every": 1}]
+    stages = tree.get("stages") or ()
+    for number in range(len(stages)):  # one iteration of each, the last one has what is left
+        last = number == len(stages) - 1
+        small[f"stages.{number}.iterations"] = iterations - number if last else 1
+    return small

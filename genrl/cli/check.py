@@ -1,0 +1,152 @@
+"""`genrl check` and `genrl config schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from genrl.config import AnyConfig
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the `genrl` command."""
+    app.command()(check)
+    config = typer.Typer(no_args_is_help=True, help="About configuration files.")
+    config.command()(schema)
+    app.add_typer(config, name="config")
+
+
+def check(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|KEY=VALUE",
+            help="YAML configurations, folders of them (subfolders too), and changes to all of them.",
+        ),
+    ],
+    explain: Annotated[bool, typer.Option("--explain", help="List every key: value, default, meaning.")] = False,
+) -> None:
+    """Validate configurations, and estimate the cost of one, without loading any weights.
+
+    Example: `genrl check configs/quickstart.yaml sampling.group_size=16 --explain`
+
+    Several files, or a folder: `genrl check configs mine.yaml trackers=[]` prints a line for each that is valid, all
+    problems of the others and a total, and exits with code 2 if any is wrong.
+    """
+    names, overrides = _told_apart(arguments)
+    files = [file for name in names for file in _files(Path(name))]
+    if len(names) > 1 or Path(names[0]).is_dir():
+        if explain:
+            raise typer.BadParameter("give one file: it lists the keys of one configuration", param_hint="--explain")
+        raise typer.Exit(2 if _report(list(dict.fromkeys(files)), overrides) else 0)
+
+    from genrl.cli.tables import console, print_keys, safe
+
+    checked = examine(files[0], overrides)
+    console.print("[green]valid[/green]")
+    for note in checked.notes:
+        console.print(f"[yellow]{safe(note)}[/yellow]")
+    for part in checked.summary:
+        console.print(part)
+    if explain:
+        print_keys(checked.config)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A valid configuration, remarks on it, and tables of what it costs."""
+
+    config: AnyConfig
+    notes: list[str]
+    summary: Sequence[RenderableType]
+
+
+def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
+    """Validate one configuration. Raises ConfigError, or ValueError for parts that cannot be opened."""
+    from genrl.config import Config, VLAConfig, VLMConfig, check_files, load_located
+
+    config, origins = load_located(file, overrides)
+    notes = check_files(config, origins)
+    summary: Sequence[RenderableType]
+    match config:
+        case Config():
+            from genrl.cli import diffusion
+
+            summary = diffusion.summary(config)
+        case VLAConfig():
+            from genrl.cli import vla
+
+            summary = vla.summary(config)
+        case VLMConfig():
+            from genrl.cli import vlm
+
+            summary = vlm.summary(config)
+    return Checked(config, notes, summary)
+
+
+def _told_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Files and folders, and changes: what has an equals sign and is not the name of something that exists."""
+    overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
+    names = [text for text in arguments if text not in overrides]
+    if not names:
+        raise typer.BadParameter("no file or folder is among these arguments", param_hint="FILE")
+    for name in names:
+        if not Path(name).exists() and Path(name).suffix not in SUFFIXES:
+            text = f"{name}: no such file or folder; a change is written key=value, for example optimizer.lr=1e-4"
+            raise typer.BadParameter(text, param_hint="FILE")
+    return names, overrides
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or the configurations in a folder and its subfolders, hidden ones aside."""
+    if not path.is_dir():
+        return [path]
+    inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    files = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not files:
+        raise typer.BadParameter(f"{path}: no .yaml or .yml file in this folder", param_hint="FILE")
+    return files
+
+
+def _report(files: Sequence[Path], overrides: Sequence[str]) -> int:
+    """Print a line for each valid file, and all problems of the others; returns how many are wrong."""
+    from genrl.cli.errors import is_message
+    from genrl.cli.tables import console, safe
+
+    wrong = 0
+    for file in files:
+        try:
+            notes = len(examine(file, overrides).notes)
+        except (ValueError, RuntimeError) as error:
+            if not is_message(error):
+                raise
+            wrong += 1
+            text = safe(str(error)).replace("\n", "\n       ")
+            console.print(f"[red]wrong[/red]  {safe(str(file))}\n       {text}", soft_wrap=True)
+        else:
+            remarks = f", {notes} remark{'s' if notes > 1 else ''}" if notes else ""
+            console.print(f"[green]valid[/green]  {safe(str(file))}{remarks}", soft_wrap=True)
+    console.print(f"{len(files)} files: {len(files) - wrong} valid, {wrong} wrong")
+    return wrong
+
+
+def schema() -> None:
+    """Print the JSON schema of configuration files, for completion in editors.
+
+    Example: `genrl config schema > genrl.schema.json`, and as the first line of a YAML file
+    `# yaml-language-server: $schema=genrl.schema.json`
+    """
+    import json
+
+    from genrl.config import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=1))

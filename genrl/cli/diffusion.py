@@ -1,0 +1,84 @@
+"""What `genrl check` says of a run that trains a pipeline: the cost of an iteration, and the memory of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from genrl.cli.tables import number, safe, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from genrl.config import Config
+    from genrl.config.estimate import Component, Plan
+
+
+def summary(config: Config) -> list[RenderableType]:
+    """The plan of an iteration, the networks of the pipeline, and the memory of one process."""
+    from genrl.config.estimate import memory, plan, read_components
+    from genrl.config.files import model_folder
+
+    folder = model_folder(config)
+    components = read_components(folder, config.model.variant) if folder else ()
+    cost = plan(config, components)
+    parts: list[RenderableType] = [_plan_table(config, cost)]
+    if not components:
+        if cost.guidance == 2:
+            parts.append("guidance is counted as a second model call; where it is an input of the model, halve these")
+        where = "is not on this machine" if folder is None else "holds no networks"
+        return [*parts, f"memory: not estimated, because {safe(config.model.path)} {where}"]
+    parts += [_component_table(components), _memory_table(memory(config, components))]
+    if config.sampling.guidance_scale is None and cost.guidance == 2:
+        parts.append("guidance_scale is the pipeline's default here, counted as two model calls per step")
+    return parts
+
+
+def _plan_table(config: Config, cost: Plan) -> Table:
+    sampling, trainer = config.sampling, config.trainer
+    mean = " on average" if trainer.varies else ""
+    step = f" x {cost.guidance} (guidance)" if cost.guidance > 1 else ""
+    each = cost.sample_calls / cost.guidance / cost.images
+    shared = each != sampling.num_inference_steps  # by trees, or by a tail in fewer steps
+    calls = f"{number(each)} calls" if shared else f"{sampling.num_inference_steps} steps"
+    table = Table(title="one iteration", title_justify="left", show_header=False)
+    prompts = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} each"
+    table.add_row("samples", f"{cost.images:,}", prompts)
+    table.add_row("micro-batches", f"{cost.micro_batches:,}", f"of {sampling.batch_size} samples")
+    table.add_row(
+        "model calls, sampling",
+        number(cost.sample_calls),
+        f"{cost.images} samples x {calls}{step}{mean if shared else ''}",
+    )
+    table.add_row(
+        "model calls, training",
+        number(cost.train_calls),
+        f"{number(cost.trained_steps)} trained steps{mean}; {number(cost.backward_calls)} "
+        f"{'of sampling ' if trainer.keeps_graphs else ''}with gradient cost about 3 times",
+    )
+    table.add_row("optimiser steps", f"{trainer.updates * trainer.epochs:,}", "")
+    table.add_section()
+    table.add_row("iterations", f"{config.iterations:,}", f"{cost.optimizer_steps:,} optimiser steps in all")
+    calls = f"{cost.evaluation_calls:,} model calls each"
+    table.add_row("evaluations", f"{cost.evaluations:,}", calls if cost.evaluations else "off")
+    table.add_row("model calls of the run", f"{cost.total_calls(config.iterations):,}", "forward, counted per sample")
+    return table
+
+
+def _component_table(components: Sequence[Component]) -> Table:
+    table = Table("component", "class", "parameters", "on disk", "note", title="model", title_justify="left")
+    for part in components:
+        row = (part.name, part.kind, f"{part.num_parameters:,}", size(part.num_file_bytes), part.note)
+        table.add_row(*map(safe, row))
+    return table
+
+
+def _memory_table(parts: Sequence[tuple[str, int]]) -> Table:
+    table = Table("part", "size", title="memory of one process (estimate), beside the libraries", title_justify="left")
+    for name, num_bytes in parts:
+        table.add_row(safe(name), size(num_bytes))
+    table.add_section()
+    table.add_row("sum", size(sum(num_bytes for _, num_bytes in parts)))
+    return table

@@ -1,0 +1,166 @@
+"""`genrl eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from genrl.cli.arguments import Dtype, Guidance, Height, Lora, ModelName, Precision, Steps, Width, refuse
+from genrl.cli.folders import is_policy, is_vision_language, near
+
+if TYPE_CHECKING:
+    from genrl.config import VLAConfig, VLMConfig
+
+Further = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Further pipeline arguments: num_frames=33; for a policy: changes to its configuration, as in train.",
+    ),
+]
+Rewards = Annotated[
+    list[str] | None, typer.Option(help="Name or file.py:Name; may be given several times; default: the run's.")
+]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Seed of the fixed noise, and of a policy's episodes (as in training).")
+]
+Out = Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the scores to this file, as JSON.")]
+Videos = Annotated[
+    Path | None, typer.Option(file_okay=False, help="Folder for films of a policy's successes and failures.")
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="YAML file that names the environment or task, for a model's folder."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `genrl eval` was given beside the model; None where it was not given."""
+
+    further: list[str]
+    prompts: str | None
+    reward: list[str]
+    num_prompts: int | None
+    out: Path | None
+    lora: str | None
+    num_inference_steps: int | None
+    guidance_scale: float | None
+    height: int | None
+    width: int | None
+    batch_size: int
+    seed: int | None
+    dtype: Dtype | None
+    episodes: int | None
+    videos: Path | None
+
+    def call_arguments(self) -> dict[str, Any]:
+        """Arguments of the pipeline call."""
+        from genrl.cli.pipelines import call_arguments
+
+        return call_arguments(self.num_inference_steps, self.guidance_scale, self.height, self.width, self.further)
+
+    def refuse_all_but(self, what: str, *takes: str) -> None:
+        """Raise BadParameter for options that were given and mean nothing for `what`, which takes these."""
+        takes += ("further", "out", "batch_size", "dtype")  # changes to the configuration, and options with defaults
+        refuse({f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name not in takes}, what)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add this command to the `genrl` command."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    model: ModelName,
+    pipeline_args: Further = None,
+    prompts: Annotated[str | None, typer.Option(help="Prompt file or data set; default: the run's.")] = None,
+    reward: Rewards = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first ones; default: all.")] = None,
+    out: Out = None,
+    lora: Lora = None,
+    num_inference_steps: Steps = None,
+    guidance_scale: Guidance = None,
+    height: Height = None,
+    width: Width = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Pictures per call of the model.")] = 8,
+    seed: Seed = None,
+    dtype: Precision = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="Of a policy; default: the configuration's.")] = None,
+    videos: Videos = None,
+    config_file: SettingsFile = None,
+) -> None:
+    """Score a model by rewards over a prompt file, or a policy by its success in simulation, without exploration.
+
+    Example: `genrl eval assets/tiny-t2i --prompts assets/prompts/words_eval.txt --reward ocr --out scores.json`
+
+    A policy: `genrl eval runs/vla/flow_sde --episodes 1024 --videos films`, or a folder in the environment of a
+    configuration: `genrl eval assets/tiny-vla --config configs/vla/flow_sde.yaml`
+
+    A vision-language model by held-out questions: `genrl eval runs/vlm/grpo`, or a folder:
+    `genrl eval assets/tiny-vlm --config configs/vlm/grpo.yaml`
+    """
+    options = Options(
+        further=pipeline_args or [], prompts=prompts, reward=reward or [], num_prompts=num_prompts, out=out, lora=lora,
+        num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, height=height, width=width,
+        batch_size=batch_size, seed=seed, dtype=dtype, episodes=episodes, videos=videos,
+    )  # fmt: skip
+    settings = _settings_of(model, config_file, options.further)
+    if settings is None:
+        from genrl.cli import pipelines
+
+        refuse({"--episodes": episodes, "--videos": videos}, "a pipeline")
+        return pipelines.evaluate(model, options)
+    _evaluate_policy(Path(model), settings, options)
+
+
+def _evaluate_policy(model: Path, settings: VLAConfig | VLMConfig, options: Options) -> None:
+    from genrl.config import VLAConfig
+
+    if isinstance(settings, VLAConfig):
+        from genrl.cli import vla
+
+        options.refuse_all_but("a policy", "episodes", "seed", "videos")
+        return vla.evaluate(model, settings, options)
+    from genrl.cli import vlm
+
+    if settings.environment is None:
+        options.refuse_all_but("a model that answers questions", "num_prompts")
+        return vlm.evaluate(model, settings, options)
+    options.refuse_all_but("an agent", "episodes", "videos")
+    return vlm.evaluate_agent(model, settings, options)
+
+
+def _settings_of(model: str, file: Path | None, overrides: Sequence[str]) -> VLAConfig | VLMConfig | None:
+    """The configuration to evaluate a policy or a vision-language model by, changed by `overrides`: that of its run, or
+    of `--config`; None for a pipeline or the run of one. Raises BadParameter where the two do not fit."""
+    from genrl.config import Config, VLAConfig, load
+
+    path = Path(model)
+    if file is None and not (path / "config.yaml").is_file():
+        if is_vision_language(path):
+            text = f"{model} is a vision-language model: say what it is asked by --config FILE.yaml"
+            raise typer.BadParameter(text, param_hint="--config")
+        if is_policy(path):
+            text = f"{model} is a policy: say where it acts by --config FILE.yaml"
+            raise typer.BadParameter(text, param_hint="--config")
+        return None
+    source = file or path / "config.yaml"
+    config = load(source)  # without the changes: those of a pipeline are arguments of its call
+    if isinstance(config, Config):
+        if file is not None:
+            text = f"{file} trains no policy: it has no section policy or vlm"
+            raise typer.BadParameter(text, param_hint="--config")
+        return None
+    if file is not None and isinstance(config, VLAConfig) and not is_policy(path) and not is_policy(path / "policy"):
+        text = f"{model} is neither a policy's folder nor the run of one{near(path)}"
+        raise typer.BadParameter(text, param_hint="MODEL")
+    changed = load(source, overrides)
+    assert not isinstance(changed, Config)
+    return changed

@@ -1,0 +1,53 @@
+"""Folders that commands are given: of runs, of models, and new ones; and what to say of a name that is none."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+import typer
+
+
+def run_config(run: Path) -> Path:
+    """The configuration file of a run folder. Raises BadParameter, naming the runs nearby, for any other folder."""
+    if (run / "config.yaml").is_file():
+        return run / "config.yaml"
+    if run.name == "config.yaml" and run.is_file():
+        raise typer.BadParameter(f"{run} is a file: give the run folder, {run.parent}", param_hint="RUN")
+    around = run if run.is_dir() else run.parent
+    raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{_runs_in(around)}", param_hint="RUN")
+
+
+def near(path: Path) -> str:
+    """A hint at the end of an error: folders of a similar name, or else the runs beside it."""
+    around = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, [name for name in around if name != path.name], n=3, cutoff=0.5)
+    paths = [str(path.parent / name) for name in close]
+    return f"; did you mean {' or '.join(paths)}?" if paths else _runs_in(path.parent)
+
+
+def _runs_in(folder: Path) -> str:
+    runs = sorted(str(file.parent) for depth in ("*", "*/*") for file in folder.glob(f"{depth}/config.yaml"))
+    return f"; runs in {folder}: {', '.join(runs[:5])}" if runs else ""
+
+
+def check_new(out: Path) -> None:
+    """Raise BadParameter where the folder to write has something in it."""
+    if out.exists() and any(out.iterdir()):
+        raise typer.BadParameter(f"{out} is not empty: give a new folder", param_hint="--out")
+
+
+def is_policy(folder: Path) -> bool:
+    """Whether a folder holds a policy in LeRobot's layout."""
+    return "output_features" in _model_config(folder)
+
+
+def is_vision_language(folder: Path) -> bool:
+    """Whether a folder holds a vision-language model as transformers saves it."""
+    return "vision_config" in _model_config(folder)
+
+
+def _model_config(folder: Path) -> dict[str, object]:
+    from genrl.config.files import read_json
+
+    return read_json(folder / "config.json")

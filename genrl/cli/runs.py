@@ -1,0 +1,131 @@
+"""`genrl export`, `genrl report` and `genrl replay`: what is made of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genrl.cli.arguments import RunFolder, refuse
+from genrl.cli.folders import check_new, run_config
+
+if TYPE_CHECKING:
+    from genrl.runtime.replay import Replay
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the `genrl` command."""
+    app.command()(export)
+    app.command()(report)
+    app.command()(replay)
+
+
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write; new or empty.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Checkpoint after this many iterations; default: the newest.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Write the whole pipeline, with a LoRA merged into it.")] = False,
+) -> None:
+    """Write a run's model for plain diffusers: the LoRA or the whole pipeline, with a model card; or a policy.
+
+    Example: `genrl export runs/quickstart --out my-lora`, then `pipe.load_lora_weights("my-lora")`
+
+    A policy is written in LeRobot's layout: `genrl export runs/vla/flow_sde --out my-policy`; a vision-language model
+    as transformers saves it (a LoRA as PEFT does; `--full` merges it).
+    """
+    from genrl.config import Config, VLAConfig, VLMConfig, load
+
+    config = load(run_config(run))
+    check_new(out)
+    match config:
+        case Config():
+            from genrl.diffusion.policy.export import export as write
+
+            write(run, out, step=step, full=full)
+        case VLAConfig():
+            from genrl.cli import vla
+
+            refuse({"--full": full}, "a policy, which is always written whole")
+            vla.export(run, out, step)
+        case VLMConfig():
+            from genrl.vlm.policies.folder import load_trained, save_model
+
+            save_model(load_trained(config, run, step), config.vlm.path, out, full=full)
+    typer.echo(f"written to {out}")
+
+
+def report(run: RunFolder) -> None:
+    """Make one offline HTML page of a run: curves, pictures, settings, timings.
+
+    Example: `genrl report runs/quickstart`
+    """
+    run_config(run)
+    from genrl.runtime.report import write_report
+
+    typer.echo(f"written to {write_report(run)}")
+
+
+def replay(
+    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="Folder of a dump, RUN/dumps/step-...")],
+    run: Annotated[Path | None, typer.Option(help="Run folder; default: the one that the dump is in.")] = None,
+) -> None:
+    """Run the micro-batch that stopped a run again, and show where its numbers stop being finite.
+
+    Example: `genrl replay runs/quickstart/dumps/step-000012-loss-rank-0`
+    """
+    from genrl.runtime.replay import replay as run_again
+
+    print_replay(run_again(dump, run))
+
+
+def print_replay(replayed: Replay) -> None:
+    """Print the tensors of a dump and of its replay, and the place where they stop being finite."""
+    from rich.table import Table
+
+    from genrl.cli.tables import console, safe
+    from genrl.runtime.guards import statistics
+
+    dump = replayed.dump
+    console.print(
+        f"{safe(dump.where)} not finite at step {dump.step}, trainer {safe(dump.info['settings']['algorithm'])}"
+    )
+    console.print(f"weights: {safe(replayed.weights)}")
+    for title, tensors in (("recorded", replayed.recorded), ("run again", replayed.tensors)):
+        table = Table("tensor", "shape", "min", "max", "mean", "NaN", "inf", title=title, title_justify="left")
+        for name, tensor in tensors.items():
+            figures = statistics(tensor)
+            numbers = ("-" if figures[key] is None else f"{figures[key]:.4g}" for key in ("min", "max", "mean"))
+            table.add_row(
+                safe(name),
+                " x ".join(map(str, tensor.shape)) or "-",
+                *numbers,
+                str(figures["nan"]),
+                str(figures["inf"]),
+            )
+        console.print(table)
+    for line in replay_verdict(replayed):
+        console.print(f"[bold]{safe(line)}[/bold]", soft_wrap=True)
+
+
+def replay_verdict(replayed: Replay) -> Iterator[str]:
+    """Where the numbers stop being finite, in words."""
+    from genrl.runtime.guards import non_finite
+
+    given = non_finite({k: v for k, v in replayed.dump.batch.items() if not k.startswith("weights/")})
+    if given:
+        yield f"not finite before training began: {', '.join(given)}. Look at the weights that sampled, and the dtype"
+    if replayed.module:
+        yield f"first module whose output is not finite: {replayed.module}"
+    elif bad := non_finite({k: v for k, v in replayed.tensors.items() if k != "gradient"}):
+        yield f"all modules gave finite outputs; not finite is {bad[0]}, which is computed from them"
+    elif replayed.gradients:
+        yield (
+            f"the forward pass is finite; {len(replayed.gradients)} parameters have a gradient that is not. The one "
+            f"nearest the output: {replayed.gradients[-1]}"
+        )
+    elif not given:
+        yield "everything is finite this time: other weights (see above), another device or other software"

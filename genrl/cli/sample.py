@@ -1,0 +1,63 @@
+"""`genrl sample`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from genrl.cli.arguments import Guidance, Height, Lora, ModelName, Precision, Steps, Width
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add this command to the `genrl` command."""
+    app.command()(sample)
+
+
+def sample(
+    model: ModelName,
+    pipeline_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Further pipeline arguments: num_frames=33 negative_prompt=blurry."),
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="Prompt file (.txt, .jsonl), or data set id:split.")] = None,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the pictures and the grid.")] = Path("samples"),
+    lora: Lora = None,
+    num_inference_steps: Steps = None,
+    guidance_scale: Guidance = None,
+    height: Height = None,
+    width: Width = None,
+    seed: Annotated[int, typer.Option(min=0, help="Picture k starts from the noise of seed + k.")] = 0,
+    dtype: Precision = None,
+    rewriter: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Rewrite the prompts with a run's language model: RUN/rewriter."),
+    ] = None,
+) -> None:
+    """Generate pictures with any pipeline, with or without a LoRA, from fixed noise.
+
+    Example: `genrl sample runs/quickstart --prompt "two red circles and a blue square"`
+    """
+    if not prompt and not prompts:
+        raise typer.BadParameter('give --prompt "text" (also several times) or --prompts FILE')
+    texts = list(prompt or [])
+    if prompts:
+        from genrl.data.prompts import load as load_prompts
+
+        texts += [row.text for row in load_prompts(prompts)]
+
+    from genrl.cli.pipelines import call_arguments, choose
+
+    given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
+    chosen = choose(model, lora, dtype, given)
+
+    from genrl.diffusion.methods.prompt_rl.rewriter import load_rewriter
+    from genrl.diffusion.sample import load
+    from genrl.diffusion.sample import sample as generate
+
+    writer = None if rewriter is None else load_rewriter(rewriter)
+    pipe = load(chosen.model, chosen.adapter)
+    paths = generate(pipe, texts, out, seed=seed, arguments=chosen.arguments, rewriter=writer)
+    typer.echo(f"{len(paths)} pictures and grid.png in {out}")

@@ -1,0 +1,110 @@
+"""`genrl train` and `genrl resume`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from genrl.cli.arguments import ConfigFile, Overrides, RunFolder
+from genrl.cli.folders import run_config
+
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Changes: iterations, checkpoint, evaluation, trackers, output, where rewards run."
+    ),
+]
+Processes = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine, one per device.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the `genrl` command."""
+    app.command()(train)
+    app.command()(resume)
+
+
+def train(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Processes = 1,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Continue in this run folder with FILE as its configuration; see `genrl resume`."
+        ),
+    ] = None,
+) -> None:
+    """Train as a YAML file says.
+
+    Example: `genrl train configs/quickstart.yaml iterations=50 optimizer.lr=1e-4`
+
+    Several processes: `--nproc 2`, or start it yourself with torchrun or accelerate launch, on several machines too.
+    """
+    if resume:
+        run_config(resume)
+    _train(file, overrides, resume, nproc)
+
+
+def resume(run: RunFolder, overrides: Changes = None, nproc: Processes = 1) -> None:
+    """Continue an interrupted run from its newest complete checkpoint.
+
+    Example: `genrl resume runs/quickstart iterations=200`
+    """
+    _train(run_config(run), overrides, run, nproc)
+
+
+def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:
+    from genrl.config import Config, check_files, load_located
+    from genrl.config.combinations import processes_problem
+
+    config, origins = load_located(file, overrides or ())
+    inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes
+    if inside and nproc > 1:
+        raise typer.BadParameter("--nproc starts processes, but this already is one of several: leave it out")
+    notes = check_files(config, origins)
+    if isinstance(config, Config) and (problem := processes_problem(config, nproc)):
+        raise typer.BadParameter(problem, param_hint="--nproc")
+    if int(os.environ.get("RANK", "0")) == 0:
+        for note in notes:
+            if not note.startswith("output:"):  # a folder in use is an error of its own
+                _remark(note)
+        if run:
+            _say_if_done(run, config.iterations)
+    if nproc > 1:
+        _launch(nproc)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of one process starve those of the next
+
+    from genrl.runtime.frame import train as train_as
+
+    train_as(config, run)
+
+
+def _say_if_done(run: Path, iterations: int) -> None:
+    saved = [path.name.removeprefix("step-") for path in run.glob("checkpoints/step-*")]
+    done = max((int(step) for step in saved if step.isdigit()), default=0)  # others are of saves cut short
+    if done >= iterations:
+        more = f"genrl resume {run} iterations={done + 100}"
+        _remark(f"{run} has done all of its {iterations} iterations; for more of them: {more}")
+
+
+def _remark(text: str) -> None:
+    from genrl.cli.tables import printable
+
+    typer.secho(printable(text), fg=typer.colors.YELLOW, err=True)
+
+
+def _launch(nproc: int) -> None:
+    """Become torchrun of this very command, without --nproc. (`accelerate launch` would import torchvision.)"""
+    arguments, skip = [], False
+    for argument in sys.argv[1:]:
+        if skip or argument == "--nproc" or argument.startswith("--nproc="):
+            skip = argument == "--nproc" and not skip
+            continue
+        arguments.append(argument)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    os.execv(sys.executable, [*command, "-m", "genrl", *arguments])

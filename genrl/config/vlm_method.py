@@ -1,0 +1,130 @@
+"""What a method for vision-language models declares of itself. Subclass `VLMMethod` for one of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from genrl.config.method import Kind, Method, built_in
+from genrl.config.section import Flag
+
+if TYPE_CHECKING:
+    from genrl.config.vlm import VLMConfig
+
+QUESTIONS, EPISODES = "answers", "episodes"
+"""The methods of runs that name none: with questions, with an environment."""
+
+Row = tuple[str, str, str]
+"""What there is of in an iteration, how many, and a remark."""
+
+
+class VLMMethod(Method):
+    """Base of the settings of methods for vision-language models. Shared code asks its members, never its type."""
+
+    kind: ClassVar[Kind] = "vlm"
+    acts: ClassVar[bool] = False
+    """It learns from episodes in `environment`; otherwise from answers to the questions of `task`."""
+
+    with_heads: ClassVar[bool] = False
+    """It trains modules beside the model, those that `heads(policy)` of its train.py makes, by name."""
+
+    fit_batch: Flag = False
+    """Where memory runs out in training, do the iteration again with half the micro_batch."""
+
+    @property
+    def name(self) -> str:
+        """What it is called where people read it."""
+        return self.algorithm
+
+    @property
+    def reference(self) -> bool:
+        """Whether it reads the model as it was before training. Without LoRA that is a second copy in memory."""
+        return False
+
+    @property
+    def average(self) -> tuple[float, int] | None:
+        """A moving average of the weights that it reads: the share that an update keeps, and optimiser steps between
+        updates."""
+        return None
+
+    @property
+    def bounds(self) -> bool:
+        """Whether samples of a bound stand for the log-probabilities of tokens (masked diffusion models)."""
+        return False
+
+    @property
+    def group_filter(self) -> Literal["none", "spread", "not_all_right"]:
+        """Which groups of answers are trained on: all, those with two different rewards, or all but those whose first
+        reward is always 1."""
+        return "none"
+
+    @property
+    def rows_per_pass(self) -> int | None:
+        """Answers per pass of the model in training; None = all of an update."""
+        return None
+
+    @property
+    def rounds(self) -> int:
+        """Most rounds of sampling in an iteration, while the filter leaves too few groups."""
+        return 1
+
+    def recipe(self, config: VLMConfig) -> Any:
+        """The functions that its loss is made of, a dataclass, where it is made of named functions."""
+        return None
+
+    def shared(self, config: VLMConfig) -> tuple[str, int]:
+        """A key, and the number that is shared out evenly to the processes."""
+        return "generation.prompts_per_iteration", config.generation.prompts_per_iteration
+
+    def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
+        """What an iteration samples, how many, and how they are made up."""
+        starts, size = config.generation.prompts_per_iteration, config.generation.group_size
+        return "answers", starts * size, f"{starts} questions x {size}"
+
+    def iteration(self, config: VLMConfig) -> Iterator[Row]:
+        """What an iteration does, as `genrl check` shows it."""
+        (what, number, remark), tokens = self.sampled(config), config.generation.max_new_tokens
+        yield what, f"{number:,}", remark
+        yield "tokens", f"{number * tokens:,} at most", f"{tokens} of each"
+
+    @classmethod
+    def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its section as it is written, with what is left out because another key implies it."""
+        return written
+
+
+def default_method() -> VLMMethod:
+    """That of a run which names none."""
+    return cast(VLMMethod, built_in("vlm")[QUESTIONS]())
+
+
+def completed(written: Any) -> Any:
+    """A configuration as it is written, with the names of its method and of those of its stages, and with what their
+    sections leave out. Without `algorithm` the method is the one that `preset` names, or that of the run's kind."""
+    if not isinstance(written, Mapping):
+        return written
+    usual = QUESTIONS if written.get("environment") is None else EPISODES
+    changes: dict[str, Any] = {"trainer": _section(written.get("trainer"), usual)}
+    stages = written.get("stages")
+    if isinstance(stages, list | tuple):
+        changes["stages"] = [_stage(stage, usual) for stage in stages]
+    return {**written, **changes}
+
+
+def _stage(written: Any, usual: str) -> Any:
+    if not isinstance(written, Mapping) or written.get("trainer") is None:
+        return written
+    return {**written, "trainer": _section(written["trainer"], usual)}
+
+
+def _section(written: Any, usual: str) -> Any:
+    written = {} if written is None else written
+    if not isinstance(written, Mapping):
+        return written
+    known, preset = built_in("vlm"), written.get("preset")
+    if "algorithm" not in written:
+        named = isinstance(preset, str) and preset in known  # a preset that has become a method of its own
+        rest = {key: value for key, value in written.items() if not (named and key == "preset")}
+        written = {"algorithm": preset if named else usual, **rest}
+    method = known.get(str(written["algorithm"]))
+    return written if method is None else cast(type[VLMMethod], method).completed(written)

@@ -1,0 +1,42 @@
+"""What policies and tasks are called, and where they are found: built in, installed, or in a file (`plugins`)."""
+
+from __future__ import annotations
+
+from genrl.config.plugins import Group
+
+OUTPUTS = Group(
+    "output",
+    {
+        "text": "genrl.vlm.policies.policy:Policy",
+        "image": "genrl.vlm.policies.image_tokens:ImagePolicy",
+        "masked_text": "genrl.vlm.policies.masked_text:MaskedPolicy",
+        "voxels": "genrl.vlm.policies.codes:CodePolicy",
+        "audio": "genrl.vlm.policies.codes:CodePolicy",
+    },
+    "genrl.policies",
+)
+"""Classes, as `genrl.vlm.policies.contract` says."""
+TASKS = Group(
+    "task",
+    {
+        "count": "genrl.vlm.tasks.shapes:count",
+        "colour": "genrl.vlm.tasks.shapes:colour",
+        "shapes": "genrl.vlm.tasks.shapes:either",
+        "jigsaw": "genrl.vlm.tasks.jigsaw:full",
+        "jigsaw_pair": "genrl.vlm.tasks.jigsaw:pair",
+        "box": "genrl.vlm.tasks.jigsaw:box",
+        "point": "genrl.vlm.tasks.jigsaw:point",
+        "quality": "genrl.vlm.tasks.quality:rated",
+        "better": "genrl.vlm.tasks.quality:better",
+        "series": "genrl.vlm.tasks.series:which",
+        "key_frames": "genrl.vlm.tasks.clips:keys",
+        "what": "genrl.vlm.tasks.clips:what",
+        "scenes": "genrl.vlm.tasks.scenes:number",
+        "sums": "genrl.vlm.tasks.sums:plus",
+        "captions": "genrl.vlm.tasks.captions:text",
+        "bodies": "genrl.vlm.tasks.bodies:text",
+        "tunes": "genrl.vlm.tasks.tunes:text",
+    },
+    "genrl.tasks",
+)
+"""Functions or classes, as `genrl.vlm.tasks` says."""

@@ -1,0 +1,140 @@
+"""One row of a prompt file: bytes in, checked text and columns out.
+
+A prompt file is input from outside. A row that cannot be used raises RowError, which says what is wrong with it; no
+value is passed on unchecked. Paths must stay inside the folder of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import IO, Any
+
+MAX_CHARACTERS = 10_000
+MAX_LINE_BYTES = 1_000_000
+PREFERENCE_COLUMNS = ("image_win", "image_lose")
+"""Of a preference set (`genrl.data.preferences`). They hold paths, as do columns that end in `image` or `_path`."""
+
+
+class RowError(Exception):
+    """This row cannot be used; the message says why."""
+
+
+def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; of one longer than MAX_LINE_BYTES only as much as proves it too long."""
+    # A hostile file may be one endless line.
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        rest = line
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = stream.readline(MAX_LINE_BYTES + 1)
+        yield line
+
+
+def line_text(raw: bytes) -> str:
+    """A line as text without white space around it. Raises RowError where it is too long or not UTF-8."""
+    if len(raw) > MAX_LINE_BYTES:
+        raise RowError(f"a line of more than {MAX_LINE_BYTES:,} bytes")
+    try:
+        return raw.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise RowError(f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object that a line holds. Raises RowError for anything else, a repeated key, NaN and infinity."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise RowError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise RowError("not JSON: nested too deeply") from None
+    except ValueError as error:  # an integer of more than 4,300 digits
+        raise RowError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RowError(f"a row is an object {{...}}, found {_kind(value)}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise RowError(f"the column {key!r} is written twice")
+        value[key] = item
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise RowError(f"not JSON: {name} is not a number")
+
+
+def text_and_columns(row: Mapping[str, Any], column: str, folder: Path | None) -> tuple[str, dict[str, Any]]:
+    """The prompt of a row, checked, and its other columns with absolute paths.
+
+    folder: which the paths are relative to and must stay in. None, of a data set: columns of paths are left out.
+    """
+    if column not in row:
+        raise RowError(f"{no_column(column, row)} (prompts.column names the one that holds the prompts)")
+    if not isinstance(row[column], str):
+        raise RowError(f"the prompt must be text, found {_kind(row[column])}")
+    text = checked_text(row[column])
+    columns = {name: value for name, value in row.items() if name != column}
+    if folder is None:
+        return text, {name: value for name, value in columns.items() if not is_path(name)}
+    return text, {name: _inside(name, value, folder) if is_path(name) else value for name, value in columns.items()}
+
+
+def no_column(column: str, columns: Iterable[str]) -> str:
+    """That a row or a table lacks this column, in words, with the nearest name among those it has."""
+    close = get_close_matches(column, [*columns], n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    listed = ", ".join(map(repr, columns))[:200] or "no others"  # the row's own names, so of any length
+    return f"no column {column!r}, found {listed}{hint}"
+
+
+def checked_text(text: str) -> str:
+    """The prompt itself. Raises RowError where it is empty, too long, or holds control characters."""
+    if not text.strip():
+        raise RowError("the prompt is empty")
+    if len(text) > MAX_CHARACTERS:
+        raise RowError(f"the prompt has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}")
+    for position, character in enumerate(text, start=1):
+        category = unicodedata.category(character)
+        if category == "Cs" or (category == "Cc" and character not in "\t\n\r"):
+            raise RowError(f"character {ord(character):#06x} at position {position} is not text")
+    return text
+
+
+def is_path(name: str) -> bool:
+    """Whether a column of this name holds paths."""
+    return name.endswith(("_path", "image")) or name in PREFERENCE_COLUMNS
+
+
+def _inside(name: str, value: Any, folder: Path) -> str | None:
+    """A path of the column `name`, absolute. Raises RowError where it leaves the folder or there is no such file."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise RowError(f"{name} must be a path as text, found {_kind(value)}")
+    if not value or "\0" in value or "\\" in value or len(value) > 1000:
+        raise RowError(f"{name}: {value[:60]!r} is not a path")
+    path = Path(value)
+    if path.is_absolute() or ".." in path.parts or value.startswith("~"):
+        raise RowError(f"{name}: {value[:60]!r} leaves the folder of the prompt file; write it relative, without ..")
+    try:
+        resolved = (folder / path).resolve()
+    except (OSError, RuntimeError):  # a loop of links, by Python version
+        raise RowError(f"{name}: {value[:60]!r} cannot be followed") from None
+    if not resolved.is_relative_to(folder):
+        raise RowError(f"{name}: {value[:60]!r} is a link that leaves the folder of the prompt file")
+    if not resolved.is_file():
+        raise RowError(f"{name}: there is no file {value[:60]!r} beside the prompt file")
+    return str(resolved)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

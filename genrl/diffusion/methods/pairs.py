@@ -1,0 +1,121 @@
+"""What the two forms of Diffusion-DPO share: the pair of a group, noised alike, and its loss (arXiv 2311.12908)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.methods.dpo.settings import DPO
+from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, under, update, without_guidance
+from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target
+from genrl.mdp.noise import generator, keyed_noise
+from genrl.mdp.noise_levels import logit_normal_draws
+from genrl.objectives.advantages.groups import best_and_worst
+from genrl.objectives.forward.forward_process import matching_error
+from genrl.objectives.preferences.preference import diffusion_dpo_loss
+from genrl.runtime.recorded import Recorded
+
+REFRESHED = "refreshed_reference"
+
+
+def train_on(run: DiffusionRun, settings: DPO | OfflineDPO, samples: Callable[[], Rollouts]) -> None:
+    """Train on the best and the worst sample of each group of what `samples` gives in each iteration."""
+    for _ in run.iterations():
+        refresh_reference(run, settings.reference_every)
+        # 1. Collect.
+        rollouts = samples()
+        # 2. Compare.
+        sign = best_and_worst(rollouts.total, rollouts.group)
+        # 3. Update.
+        metrics = learn(run, settings, rollouts, sign)
+        del rollouts
+        run.finish(metrics)
+
+
+def refresh_reference(run: DiffusionRun, every: int | None) -> None:
+    """Make the present policy the reference, where its turn has come since the last iteration began."""
+    if every is None:
+        return
+    settings, step = run.config.trainer, run.loop.optimizer_steps
+    before = step - settings.updates * settings.epochs
+    if step == 0 or step // every > before // every:
+        run.weights.snapshot(REFRESHED)
+
+
+def learn(run: DiffusionRun, settings: DPO | OfflineDPO, rollouts: Rollouts, sign: Tensor) -> dict[str, float]:
+    """Step 3 of the algorithm; returns the iteration's metrics. sign: +1 for a winner, -1 for its loser, [N]."""
+    policy = run.policy
+    reference = REFERENCE if settings.reference_every is None else REFRESHED
+    meter = Meter()
+    meter.add("preference/pairs", (sign > 0).view(-1, run.config.sampling.group_size).any(1))
+
+    def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors] | None:
+        rows = pair_rows(sign[micro_batch.slots], rollouts.group[micro_batch.slots])
+        if len(rows) == 0:
+            if not run.weights.is_sharded:
+                return None
+            rows = torch.zeros(1, 2, dtype=torch.long)  # the other processes evaluate theirs with us
+        both = rows.T.flatten().tolist()
+        batch, clean = micro_batch.batch.take(both), micro_batch.final[both]
+        batch = batch if settings.guidance_in_training else without_guidance(policy, batch)
+        seed, iteration, _ = batch.keys[0]
+        groups = [int(rollouts.group[micro_batch.slots[row]]) for row in rows[:, 0].tolist()]
+        keys = [(seed, iteration, "group", g, "forward", epoch, k) for g in groups]
+        noise = (
+            torch.stack([keyed_noise(clean.shape[1:], *key) for key in keys])
+            .to(clean)
+            .repeat(2, *[1] * (clean.dim() - 1))
+        )
+        level = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device).repeat(2)
+        given = noised_by(policy, clean, noise, level)
+        given["reference"] = under(run, reference, batch, given["noisy"], level)
+        given["counts"] = torch.tensor(bool((sign[micro_batch.slots] != 0).any()))
+        return batch, given
+
+    pairs = settings.timesteps_per_pair
+    update(run, settings, rollouts, pairs, prepare, loss, meter, count=lambda slots: int((sign[slots] > 0).sum()))
+    return meter.result()
+
+
+def pair_rows(sign: Tensor, group: Tensor) -> Tensor:
+    """Rows of winner and loser of each pair, int64 [P, 2]; both are in the micro-batch, which holds whole groups."""
+    win, lose = (sign > 0).nonzero()[:, 0], (sign < 0).nonzero()[:, 0]
+    return torch.stack([win[group[win].argsort()], lose[group[lose].argsort()]], dim=1)
+
+
+def drawn_level(policy: Policy, drawn: torch.Generator) -> Tensor:
+    """A noise level of training: logit-normal for a flow; a timestep, uniform, for others."""
+    if policy.head.parametrisation == "flow":
+        return logit_normal_draws(1, drawn, stratified=False)[0]
+    return torch.randint(len(policy.head.alphas_cumprod), (), generator=drawn)
+
+
+def noised_by(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Tensors:
+    """The states at these levels [B] (timesteps, where the model is no flow), and what the network is to say there."""
+    if policy.head.parametrisation == "flow":
+        return {"sigma": level, "noisy": flow_sample(clean, noise, level), "target": flow_target(clean, noise)}
+    alpha_bar = policy.head.alphas_cumprod.to(clean.device)[level]
+    target = diffusion_target(clean, noise, alpha_bar, policy.prediction_type)
+    return {"sigma": level, "noisy": diffusion_sample(clean, noise, alpha_bar), "target": target}
+
+
+def loss(settings: DPO | OfflineDPO, policy: Policy, given: Recorded) -> Tensors:
+    """The loss of each pair, [P], and metrics. target, reference: winners, then their losers, [2 P, ...]."""
+    output = policy.velocity(given.batch, given["noisy"], given["sigma"])
+    errors = matching_error(output, given["target"]).chunk(2)
+    ref_errors = matching_error(given["reference"], given["target"]).chunk(2)
+    out = diffusion_dpo_loss(*errors, *ref_errors, beta=settings.beta)
+    return {
+        "loss": out.loss * given["counts"],
+        "preference/correct": out.correct,
+        "preference/logit": out.logit,
+        "forward/error": torch.cat(errors),
+        "model_output": output,
+    }

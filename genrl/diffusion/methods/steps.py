@@ -1,0 +1,75 @@
+"""One recorded step of a denoising chain as what a loss is made of, and the policy's replay of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.policy.policy import Batch, Children, Kernel, Policy, Replayed, Trajectory
+from genrl.runtime.recorded import Recorded
+
+Tensors = dict[str, Tensor]
+
+
+class Transition(Protocol):
+    """Settings of a method that has a transition kernel."""
+
+    @property
+    def kernel(self) -> str: ...
+
+
+def recorded_step(
+    trajectory: Trajectory,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    batch: Batch | None = None,
+    graph: Replayed | None = None,
+) -> Recorded:
+    """Step `step` of a trajectory, and what else the loss reads.
+
+    batch: conditions that the step is replayed under; None = those it was sampled under. graph: kept from sampling.
+    """
+    kernel, rows = trajectory.kernel, trajectory.rows(step)
+    level = kernel.levels.get(step, kernel.noise_level)
+    given = {
+        "step": torch.tensor(step),
+        "noise_level": torch.tensor(level, dtype=torch.float64),
+        "state": trajectory.states[step],
+        "next_state": trajectory.next_states[step],
+        **tensors,
+    }
+    if rows is not None:  # the state of each action
+        given["rows"] = rows
+    return Recorded(batch or trajectory.batch, given, graph)
+
+
+def replayed(settings: Transition, policy: Policy, given: Recorded) -> Replayed:
+    """The step under the policy as it is: log-probability [B], mean, std and model output of its transition."""
+    if given.graph is not None:
+        kept: Replayed = given.graph
+        return kept
+    step, state, next_state = int(given["step"]), given["state"], given["next_state"]
+    kernel = Kernel(settings.kernel, float(given["noise_level"]))
+    children = Children(given["rows"], []) if "rows" in given else None
+    recorded = Trajectory(
+        batch=given.batch,
+        kernel=kernel,
+        states={step: state},
+        next_states={step: next_state},
+        log_probs={},
+        final=next_state,
+        sigmas=torch.empty(0),
+        stop=step + 1,
+        initial=state,
+        children=children,
+    )
+    return policy.replay(recorded, step)
+
+
+def evidence(new: Replayed) -> Tensors:
+    """What a dump keeps of a replayed step, to be compared with when it is replayed again."""
+    return {"model_output": new.model_output, "mean": new.mean, "std": new.std, "log_prob": new.log_prob}

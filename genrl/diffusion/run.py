@@ -1,0 +1,291 @@
+"""One process of a run that trains a pipeline: its policy, prompts, rewards, samples, and evaluation.
+
+Methods own the algorithm; nothing here knows one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.config import Config
+from genrl.config.method import Method
+from genrl.data.prompts import Prompt
+from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
+from genrl.diffusion.fit import settle, sizes
+from genrl.diffusion.policy.compiling import compile_denoisers, start_over
+from genrl.diffusion.policy.export import save_lora, write_card
+from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.rollout.forest import Draw
+from genrl.diffusion.rollout.rollout import (
+    Rollouts,
+    batch_inputs,
+    call_arguments,
+    collect,
+    iteration_prompts,
+    score_metrics,
+)
+from genrl.diffusion.rollout.scoring import Scorers
+from genrl.runtime.frame import say_result
+from genrl.runtime.loop import Loop
+from genrl.runtime.monitor import ended_at
+from genrl.runtime.pictures import before_after, save_png
+from genrl.runtime.process import Process
+from genrl.runtime.recorded import Recorded
+from genrl.runtime.run import read_metrics
+from genrl.runtime.weights import Weights
+from rewards.compose import Running
+
+
+@dataclass
+class DiffusionRun:
+    """One process of one training run; `loop` is set once it is opened."""
+
+    process: Process
+    policy: Policy
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    scorers: Scorers
+    loop: Loop = field(init=False, repr=False)
+    rollouts: Rollouts | None = None
+    """Samples of the running iteration."""
+    replays: bool = False
+    """Whether it was seen in this process that training replays what sampling did."""
+    rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
+    """Where prompts are rewritten: their new texts. Evaluation renders both."""
+    _train_started: float = 0.0
+    _calls: int = 0
+    _sample_calls: int = 0
+    _passes: int = 1
+
+    @property
+    def config(self) -> Config:
+        config: Config = self.loop.config
+        return config
+
+    @property
+    def settings(self) -> Any:
+        """Of the method."""
+        return self.config.trainer
+
+    @property
+    def weights(self) -> Weights:
+        return self.loop.weights
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.process.accelerator
+
+    @property
+    def is_main(self) -> bool:
+        return self.process.is_main
+
+    @property
+    def iteration(self) -> int:
+        """Finished iterations: the number of the running one."""
+        return self.loop.iteration
+
+    @property
+    def iteration_prompts(self) -> list[Prompt]:
+        """The prompts of the running iteration, one for each group of samples, in slot order."""
+        return iteration_prompts(self.config, self.prompts, self.iteration)
+
+    def begin(self, found: Path | None) -> None:
+        """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
+        settle(self)
+        if self.config.kernels.compile:
+            graphs = self.config.kernels.compile == "cuda_graphs"
+            self.policy.singly, self.weights.by_copy = True, graphs
+            if graphs:  # the next call may write over this one's memory
+                self.loop.after_backward = torch.compiler.cudagraph_mark_step_begin
+            compile_denoisers(self.policy.denoisers.values(), cuda_graphs=graphs, say=self.process.progress.say)
+
+    def iterations(self) -> Iterator[int]:
+        """The iterations still to do (`Loop.iterations`)."""
+        for iteration in self.loop.iterations():
+            self._calls = self.policy.model_calls
+            yield iteration
+
+    def collect(self, draw: Draw, *, leaves: int = 1, roots_together: int | None = None) -> Rollouts:
+        """Samples of this iteration, made by micro-batches with `draw`, and their scores (`rollout.collect`)."""
+        self.loop.phase("sampling", self.config.sampling.images_per_iteration)
+        rollouts = collect(
+            self.config,
+            self.policy,
+            self.prompts,
+            self.scorers,
+            draw,
+            iteration=self.iteration,
+            running={label: Running(**found) for label, found in self.loop.memory.get("scores", {}).items()},
+            process=self.process.rank,
+            num_processes=self.accelerator.num_processes,
+            timed=self.loop.timed,
+            advance=self.advance_together,
+            beat=self.loop.alive,
+            fitting=self.loop.fitting,
+            leaves=leaves,
+            roots_together=roots_together,
+        )
+        return self.take(rollouts)
+
+    def advance_together(self, images: int) -> None:
+        """Images done in sampling or evaluating; all processes call it alike, and agree here on an asked-for end."""
+        self.loop.advance(images)
+        self.loop.check_stop()
+
+    def take(self, rollouts: Rollouts) -> Rollouts:
+        """These are the samples of this iteration; training begins."""
+        self._sample_calls = self.policy.model_calls - self._calls
+        self.loop.check_stop()
+        self._train_started = time.perf_counter()
+        self.rollouts = rollouts
+        self.loop.optimization.loss_scale = loss_scale(self.config, rollouts)
+        return rollouts
+
+    def gather(self, mine: Sequence[tuple[int, list[int], Tensor]], table: Tensor) -> Tensor:
+        """`table` [T, N] filled in with (step, slots, values [B]) of all processes; the same in all of them."""
+        for i, slots, values in gather_object([(i, slots, values.detach().cpu()) for i, slots, values in mine]):
+            table[i, slots] = values.to(table.dtype)
+        return table
+
+    def start_training(self, passes: int) -> None:
+        """The learning half of the iteration begins; this process will call `backward` so many times."""
+        self._passes = passes
+        self.loop.phase("training", self.config.sampling.images_per_iteration)
+
+    def backward(self, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, *, divisor: float) -> None:
+        """Add one micro-batch's share of the update: the gradient of `results["loss"].sum() / divisor`."""
+        self.loop.backward(settings, results, recorded, divisor=divisor)
+        self.loop.advance(self.config.sampling.images_per_iteration / self._passes)
+
+    def step(self) -> float:
+        """One optimiser step; returns the gradient's norm before clipping."""
+        return self.loop.step()["policy"]
+
+    def finish(self, metrics: Mapping[str, float]) -> None:
+        """End of an iteration: what was sampled and how long it took, and the loop's own end."""
+        assert self.rollouts is not None
+        loop, config = self.loop, self.config
+        loop.timings["train"] = time.perf_counter() - self._train_started
+        if self.rollouts.running:
+            loop.memory["scores"] = {label: asdict(found) for label, found in self.rollouts.running.items()}
+        elapsed = time.perf_counter() - loop.started
+        train_calls = self.policy.model_calls - self._calls - self._sample_calls
+        row = dict(metrics) | self.rollouts.used
+        if self.rollouts.scored.values:  # given samples have none
+            row |= score_metrics(self.rollouts.scored, self.rollouts.total)
+        row |= {
+            "lr": loop.lr,
+            "images_per_s": config.sampling.images_per_iteration / elapsed,
+            "model_calls/sample": float(sum(gather_object([self._sample_calls]))),
+            "model_calls/train": float(sum(gather_object([train_calls]))),
+        }
+        if loop.evaluates_at(self.iteration + 1) and self.is_main:
+            draw_best_and_worst(self.rollouts, self.process.run, self.process.log, self.iteration + 1)
+        self.rollouts = None  # states and pictures: not beside those of the next iteration
+        loop.finish(row)
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """Held-out prompts from fixed noise, as `Trained` asks; empty without such prompts."""
+        if not self.eval_prompts:
+            return {}
+        self.loop.phase("evaluating", len(self.eval_prompts) * (1 if self.rewrite is None else 2))
+        attention = self.policy.switches.attending(self.config.kernels.evaluation_attention)
+        with self.policy.uncounted(), attention:
+            held_out = partial(
+                evaluate_held_out,
+                self.config,
+                self.policy,
+                self.eval_prompts,
+                self.scorers,
+                process=self.process.rank,
+                num_processes=self.accelerator.num_processes,
+                advance=self.advance_together,
+                beat=self.loop.alive,
+            )
+            found = held_out()
+            again = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
+        metrics = found.metrics
+        if again is not None:
+            metrics |= {f"eval_rewritten/{key.removeprefix('eval/')}": value for key, value in again.metrics.items()}
+        if self.is_main:
+            samples, log = self.process.run.samples, self.process.log
+            show(found, samples, log, iteration)
+            if again is not None:
+                show(again, samples / "rewritten", log, iteration, name="samples/rewritten")
+        return metrics
+
+    def export(self, folder: Path) -> None:
+        """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""
+        if self.weights.is_lora:
+            with self.loop.averaged():
+                save_lora(self.policy, folder / "lora", self.probe)
+
+    @property
+    def probe(self) -> Batch:
+        """One sample, to compare models by."""
+        sampling, first = self.config.sampling, self.prompts[0]
+        return Batch(
+            [first.text],
+            [("probe", self.config.seed)],
+            call_arguments(sampling),
+            inputs=batch_inputs(sampling.inputs, [first]),
+        )
+
+    def micro_batch_sizes(self) -> list[int]:
+        """The present size of micro-batches and the smaller ones that can be taken."""
+        return sizes(self.config)
+
+    def resize(self, size: int) -> None:
+        """From here on micro-batches have this size."""
+        sampling = self.config.sampling.model_copy(update={"batch_size": size})
+        self.loop.config = self.config.model_copy(update={"sampling": sampling})
+        self.replays = False  # other shapes may run other kernels
+        if self.config.kernels.compile and self.loop.started:
+            start_over(self.policy.denoisers.values())
+
+    def forget(self) -> None:
+        """Let go of the samples of the running iteration."""
+        self.rollouts = None
+
+    def conclude(self) -> None:
+        """The end of a run, complete or not: LoRA, before/after picture, report, and where they are."""
+        run, config, loop = self.process.run, self.config, self.loop
+        rows = [row for row in read_metrics(run.metrics) if row.get("eval/total_mean") is not None]
+        best = ended_at(loop)
+        if best is not None and config.evaluation.monitor.action == "roll_back":  # the weights are those of then
+            rows = [row for row in rows if row["step"] <= best]
+        if self.weights.is_lora and loop.is_complete:
+            with loop.averaged():
+                save_lora(self.policy, run.lora, self.probe)
+            write_card(run.lora, config, rows, list(dict.fromkeys(prompt.text for prompt in self.eval_prompts))[:5])
+        picture = before_after(run.samples)
+        if picture is not None:
+            self.process.progress.say(f"before and after: {save_png(picture, run.samples / 'before_after.png')}")
+        result = f"to write the pipeline: genrl export {run.folder} --out FOLDER"
+        if self.weights.is_lora:
+            result = f"LoRA, for pipe.load_lora_weights: {run.lora}"
+        say_result(loop, rows, "total", label="held-out reward", pictures="curves and pictures", result=result)
+
+
+def loss_scale(config: Config, rollouts: Rollouts) -> float:
+    """Power of two by which losses are multiplied before their backward pass where activations are float16, and
+    gradients divided after it. A loss is a mean over samples and steps, and over the elements of a sample where
+    log-probabilities are: undone, the gradient of an activation is of order 1 instead of below float16's least.
+    """
+    if "float16" not in (config.model.dtype, config.model.autocast):
+        return 1.0
+    terms = rollouts.num_samples / config.trainer.updates * config.sampling.num_inference_steps
+    if getattr(config.trainer, "log_prob_reduction", "mean") == "mean":
+        terms *= rollouts.sample_elements
+    return 2.0 ** round(math.log2(terms))

@@ -1,0 +1,155 @@
+"""The one frame of all runs: claim the folder, open, restore, train, finish; and again in smaller pieces where memory
+runs out."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from genrl.config import AnyConfig
+from genrl.config.method import code_of
+from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
+from genrl.runtime.metrics import check_trackers
+from genrl.runtime.process import Process, begin, claim, make_accelerator
+from genrl.runtime.report import write_report
+
+logger = logging.getLogger(__name__)
+
+
+class Kind(NamedTuple):
+    """What differs between runs of pipelines, token models and robot policies.
+
+    An opened run has `loop`, `settings`, `begin(found)`, called after the checkpoint `found` was restored, and
+    `conclude()`, called by the main process at the end; the rest of it is its methods' business.
+    """
+
+    unit: str
+    """Of progress."""
+    check_processes: Callable[[Any, int], None]
+    """(configuration, number of processes): ValueError where they do not fit together."""
+    prepare: Callable[[Any, Accelerator], Any]
+    """What is loaded, and may raise ValueError, before anything is written."""
+    open: Callable[[Any, Process, Any, ExitStack], Any]
+    """(configuration, process, what was prepared, stack that closes it) -> the run."""
+    reopen: Callable[[Any, str, int], Any]
+    """(configuration, device, iteration) -> the model without the run (`replay.Reopened`)."""
+    memory_hint: str
+    """Which keys to lower where memory runs out."""
+
+
+def kind_of(config: AnyConfig) -> Kind:
+    """The kind of run that a configuration describes: `KIND` of `genrl.<kind>.train`."""
+    kind: Kind = import_module(f"genrl.{config.kind}.train").KIND
+    return kind
+
+
+def train(config: AnyConfig, resume: Path | None = None) -> Path:
+    """Train as `config` says, into its run folder, or go on in the folder `resume`; returns the folder.
+
+    Every process of a distributed run calls this. Raises ConfigError or ValueError for what is wrong before work
+    starts, SystemExit (130, 143) where the process was asked to end and has saved.
+    """
+    check_trackers(config.trackers)
+    kind, code = kind_of(config), code_of(config.trainer)
+    accelerator = make_accelerator(config.distributed.timeout_s)
+    kind.check_processes(config, accelerator.num_processes)
+    set_seed(config.seed)  # the global generators too: loading may draw from them
+    with ExitStack() as stack:
+        claimed = claim(stack, config.output, resume, accelerator)
+        prepared = kind.prepare(config, accelerator)
+        process = begin(stack, claimed, config, accelerator, unit=kind.unit)
+        run = kind.open(config, process, prepared, stack)
+        if claimed.found:
+            run.loop.restore(claimed.found)
+        stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
+        run.begin(claimed.found)
+        _train(run, code.train, kind.memory_hint)
+        run.loop.save()
+        if process.is_main:
+            run.conclude()
+    if process.stop.requested:
+        raise SystemExit(process.stop.exit_code)
+    return claimed.run.folder
+
+
+def _train(run: Any, method: Callable[[Any, Any], None], memory_hint: str) -> None:
+    loop: Loop = run.loop
+    while True:
+        try:
+            return method(run, run.settings)
+        except Interrupted:
+            loop.undo()
+            logger.info("the running iteration is done again on resume")
+            return
+        except torch.OutOfMemoryError as error:
+            size = loop.trained.micro_batch_sizes()[0]
+            error.add_note(f"micro-batches of {size} samples do not fit: {memory_hint}")
+            raise
+        except MemoryRanOut:
+            pass  # until here the error holds what did not fit
+        loop.undo()
+        shrink(loop, memory_hint)
+
+
+def shrink(loop: Loop, memory_hint: str) -> None:
+    """Smaller micro-batches, in all processes, after memory ran out in an iteration that was undone. It is sampled and
+    trained anew: replayed in pieces of what sampling did as one, ratios would be off 1.
+
+    Raises RuntimeError where there is no smaller one.
+    """
+    gc.collect()
+    loop.optimizer.zero_grad(set_to_none=True)
+    if loop.process.accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+    was, *smaller = loop.trained.micro_batch_sizes()
+    if not smaller:
+        raise too_large(was, memory_hint)
+    loop.memory["batch_size"] = smaller[0]
+    loop.trained.resize(smaller[0])
+    loop.process.progress.say(
+        f"memory ran out in iteration {loop.iteration + 1} with {was} samples in a micro-batch: it is done again, "
+        f"with {smaller[0]} from here on"
+    )
+
+
+def halvings(most: int, multiple: int = 1) -> list[int]:
+    """most and, each half of the one before in whole multiples, the smaller ones: 12, 6, 3, 1."""
+    sizes = [most]
+    while sizes[-1] >= 2 * multiple:
+        sizes.append(sizes[-1] // multiple // 2 * multiple)
+    return sizes
+
+
+def too_large(size: int, memory_hint: str) -> RuntimeError:
+    """The error where not even the smallest micro-batch fits."""
+    return RuntimeError(f"a micro-batch of {size} samples does not fit into the device's memory: {memory_hint}")
+
+
+def say_result(
+    loop: Loop, rows: Sequence[Mapping[str, float]], metric: str, *, label: str, pictures: str, result: str
+) -> None:
+    """What the evaluations of `eval/<metric>_mean` came to (`rows` of metrics), where the report is, and the result, or
+    how to go on."""
+    run, say = loop.process.run, loop.process.progress.say
+    known = [row for row in rows if row.get(f"eval/{metric}_mean") is not None]
+    if len(known) > 1:
+        first, last = known[0], known[-1]
+        before, after = first[f"eval/{metric}_mean"], last[f"eval/{metric}_mean"]
+        interval = ""
+        if last.get(f"eval/{metric}_low") is not None:
+            interval = f" ({last[f'eval/{metric}_low']:.3f} to {last[f'eval/{metric}_high']:.3f})"
+        say(f"{label}: {before:.3f} before, {after:.3f}{interval} after {last['step']} iterations")
+    say(f"{pictures}: {write_report(run.folder)}")
+    if loop.is_complete:
+        say(result)
+    else:
+        say(f"stopped after {loop.iteration} of {loop.config.iterations} iterations; go on: genrl resume {run.folder}")

@@ -1,0 +1,106 @@
+"""One process of one run: its accelerator, its folder, its log, what it shows, and what stops it."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+
+from genrl.config import AnyConfig, dump
+from genrl.config.method import metrics_of
+from genrl.runtime import checkpoint
+from genrl.runtime import run as run_folder
+from genrl.runtime.metrics import MetricLogger
+from genrl.runtime.progress import Progress
+from genrl.runtime.run import Run
+from genrl.runtime.signals import Stop, Watchdog, catch_stop
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The folder of a run that this process has begun or goes on with: from its checkpoint `found`, if it has one."""
+
+    run: Run
+    found: Path | None
+    resumes: bool
+
+    @property
+    def start(self) -> int:
+        """Iterations that are finished."""
+        return int(self.found.name.removeprefix("step-")) if self.found else 0
+
+
+@dataclass(frozen=True)
+class Process:
+    """What every part of a run may use."""
+
+    accelerator: Accelerator
+    run: Run
+    log: MetricLogger
+    progress: Progress
+    watchdog: Watchdog
+    stop: Stop
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def rank(self) -> int:
+        return int(self.accelerator.process_index)
+
+
+def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accelerator) -> Claim:
+    """Lock the folder `resume`, or else that of a new run, until the stack ends. Writes nothing that stays."""
+    run = Run(resume or Path(output))
+    if accelerator.is_main_process:
+        stack.enter_context(run_folder.lock(run.folder))
+    return Claim(run, checkpoint.latest(run.checkpoints) if resume else None, resume is not None)
+
+
+def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Accelerator, *, unit: str) -> Process:
+    """Write what a run begins with; from here on signals are caught and progress is shown. The watchdog is not entered
+    yet: loading has no progress to tell it. unit: of progress."""
+    if accelerator.is_main_process:
+        run_folder.prepare(
+            claimed.run.folder,
+            dump(config),
+            seed=config.seed,
+            processes=accelerator.num_processes,
+            resumed_from=claimed.start if claimed.resumes else None,
+        )
+    accelerator.wait_for_everyone()
+    stop = stack.enter_context(catch_stop())
+    watchdog = Watchdog(claimed.run, config.distributed.timeout_s, rank=accelerator.process_index)
+    shown = Progress(config.iterations, start=claimed.start, enabled=accelerator.is_main_process, unit=unit)
+    stack.enter_context(shown)
+    log = MetricLogger(
+        claimed.run,
+        config.trackers,
+        config=config.model_dump(mode="json"),
+        resumed_from=claimed.start,
+        enabled=accelerator.is_main_process,
+        own=metrics_of(type(config.trainer)),
+    )
+    stack.callback(log.finish)
+    return Process(accelerator, claimed.run, log, shown, watchdog, stop)
+
+
+def make_accelerator(timeout_s: float) -> Accelerator:
+    """accelerate's process group and device; nothing is wrapped by it, so models keep their own modules."""
+    return Accelerator(
+        cpu=not torch.cuda.is_available(),  # MPS has no float64 and was never tried
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))],
+    )
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Of this process since its start, in MiB: on the device, or resident where that is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -1,0 +1,332 @@
+"""One process of a run that trains a policy in simulation: rollouts, what they were like, evaluation, the folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.config.vla import Diffusion, VLAConfig
+from genrl.objectives.advantages.gae import normalise_advantages
+from genrl.runtime.frame import halvings, say_result
+from genrl.runtime.loop import Loop
+from genrl.runtime.pictures import save_png
+from genrl.runtime.process import Process
+from genrl.runtime.run import Run, read_metrics
+from genrl.vla.data.videos import contact_sheet, write_clips
+from genrl.vla.evaluate import Judged, evaluate, success_rates
+from genrl.vla.methods.minibatches import Minibatch, minibatches
+from genrl.vla.methods.scores import context_of
+from genrl.vla.methods.shared_settings import Update
+from genrl.vla.methods.update import Figures
+from genrl.vla.policies.folder import save_first_steps, save_policy
+from genrl.vla.policies.policy import KeepsFeatures, Policy
+from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.ray_rollout import RayRollouts
+from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
+from genrl.vla.rollout.sampling import Acting, Frozen, draw, replay, sample
+from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side, untrained
+from genrl.vla.simulators.contract import Environment
+
+FPS = 4
+"""Of films, which have a frame for every decision."""
+ON_POLICY = 1e-6
+"""How far a ratio may be from 1 where nothing was trained yet."""
+
+
+@dataclass
+class VLARun:
+    """One process of one run; `loop` is set once it is opened. env: this process's share of the environments,
+    first_slot on. The stack closes what is opened later."""
+
+    process: Process
+    policy: Any
+    frozen: Any
+    """DPPO's policy before fine-tuning, which does the first denoising steps; None for other samplers."""
+    env: Environment | RayRollouts
+    stack: ExitStack
+    first_slot: int = 0
+    frames: Any = None
+    """What supervised training imitates; None where it imitates nothing."""
+    loop: Loop = field(init=False, repr=False)
+    judge: Callable[[int], dict[str, float]] | None = None
+    """Another evaluation than that of the policy in its environment."""
+    table: Any = None
+    """The environment of evaluations: made when it is first needed, and kept."""
+    told: dict[str, float] = field(default_factory=dict)
+    """Figures of a method's preparation, logged with every iteration."""
+    _dropped: int = 0
+    _off: float = 0.0
+
+    @property
+    def config(self) -> VLAConfig:
+        config: VLAConfig = self.loop.config
+        return config
+
+    @property
+    def settings(self) -> Any:
+        """Of the method."""
+        return self.config.trainer
+
+    @property
+    def acting(self) -> Acting:
+        """The policy with the sampler of the running iteration."""
+        return Acting(self.policy, sampler_of(self.config, self.policy, self.loop.iteration))
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.process.accelerator
+
+    def begin(self, found: Path | None) -> None:
+        """Write the policy that checkpoints belong to, or see that it is the one the run began with."""
+        begun = untrained(self.policy, self.frozen) if self.config.policy.path else None
+        if found:
+            if self.loop.memory.get("untrained", begun) != begun:
+                raise ValueError(
+                    f"policy.path: {self.config.policy.path} is not what the run began with: the encoder that is not "
+                    "trained, the statistics, or the first denoising steps of DPPO are others, and checkpoints do not "
+                    "hold them. Put back what was there, or begin a new run"
+                )
+        elif self.process.is_main:
+            self.save_policy()
+            self.stack.push(self._remove_policy_of_failed_start)
+        self.loop.memory["untrained"] = begun
+
+    def _remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Else the command, put right, would be refused because of the folder."""
+        run = self.process.run
+        if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
+            shutil.rmtree(run.folder / "policy")
+
+    def collect(self, settings: Update) -> ChunkRollout:
+        """The rollout of this iteration, on this process."""
+        config, loop = self.config, self.loop
+        whole = settings.first_episodes
+        decisions = settings.rollout_decisions or longest_episode(self.env)
+        if decisions is None and not whole:
+            raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
+        loop.phase("acting", decisions or 0)
+        waited, dropped = self.env.waited_s, self.env.dropped
+        plan = RolloutPlan(
+            decisions=decisions or 1_000_000,
+            seed=config.seed,
+            iteration=loop.iteration,
+            one_episode=whole,
+            first_slot=self.first_slot,
+            keep_contexts=self.keeps_features,
+        )
+        with loop.timed("rollout"):
+            rollout = self.acted(
+                self.policy,
+                sampler_of(config, self.policy, loop.iteration),
+                plan,
+                frozen=self.frozen,
+                advance=partial(loop.advance_or_leave, 1),
+            )
+        loop.timings["simulator"] = self.env.waited_s - waited
+        self._dropped = self.env.dropped - dropped
+        loop.check_stop()
+        parts = self.env.parts if isinstance(self.env, RayRollouts) else [torch.arange(len(rollout.group))]
+        self._off = max(check_on_policy(self.policy, rollout, slots) for slots in parts)
+        return rollout
+
+    @property
+    def acted(self) -> Callable[..., ChunkRollout]:
+        """`collect` in the environments of this process: here, or on its Ray actors."""
+        return self.env.collect if isinstance(self.env, RayRollouts) else partial(collect, self.env)
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether what the frozen encoder computed in the rollout is used again in training."""
+        policy = self.config.policy
+        return policy.frozen and policy.keep_features and isinstance(self.policy, KeepsFeatures)
+
+    def dealt(self, decisions: int, settings: Update, epoch: int) -> Iterator[Minibatch]:
+        """The minibatches of an epoch, of `decisions` of this process."""
+        loop = self.loop
+        counts = gather_object([decisions])
+        keys = (self.config.seed, "minibatches", loop.iteration, epoch)
+        return minibatches(counts, loop.process.accelerator.process_index, settings.minibatch, *keys)
+
+    def normalised(self, advantages: Tensor, kept: Tensor) -> Tensor:
+        """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
+        every = torch.cat(gather_object([advantages[kept].double()]))
+        if len(every) == 0:
+            return torch.zeros_like(advantages)
+        own = torch.cat([every, advantages.double().flatten()])
+        valid = torch.arange(len(own)) < len(every)
+        return normalise_advantages(own, valid, eps=1e-5)[len(every) :].view(advantages.shape)
+
+    def summed(self, values: dict[str, Tensor]) -> dict[str, float]:
+        """Sums of this process, [] each, over all processes; the names are the same in all."""
+        table = torch.stack([value.double() for value in values.values()])
+        return dict(zip(values, torch.stack(gather_object([table])).sum(0).tolist(), strict=True))
+
+    def finish(self, rollout: ChunkRollout, figures: Figures, found: Mapping[str, float]) -> None:
+        """End of an iteration: what the episodes were like, what the updates did, evaluation, checkpoint."""
+        loop = self.loop
+        first = rollout.valid & (rollout.episode == 0)
+        whole = first.any(0)  # of the others the first episode was lost with its simulator
+        mine = {
+            "returns": episode_returns(rollout)[whole].tolist(),
+            "success": (rollout.success & first).any(0)[whole].tolist(),
+            "instruction": [rollout.instruction[slot] for slot in whole.nonzero()[:, 0].tolist()],
+            "group": rollout.group[whole].tolist(),
+            "length": (rollout.n_executed * first).sum(0)[whole].tolist(),
+            "ended": (rollout.done & first).any(0)[whole].tolist(),
+            "steps": int(rollout.n_executed.sum()),
+            "dropped": self._dropped,
+            "seconds": loop.timings["rollout"],
+        }
+        every = gather_object([mine])
+        steps = sum(one["steps"] for one in every)
+        loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + steps
+        success = [flag for one in every for flag in one["success"]]
+        lengths = [n for one in every for n, ended in zip(one["length"], one["ended"], strict=True) if ended]
+        spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
+        row = figures.means | dict(found) | self.told
+        row |= {
+            "rollout/success": sum(success) / max(1, len(success)),
+            "rollout/return_mean": sum(sum(one["returns"]) for one in every) / max(1, len(success)),
+            "rollout/length_mean": sum(lengths) / max(1, len(lengths)),
+            "rollout/mixed": _mixed(every, by_group=self.config.environment.group_size > 1),
+            "rollout/dropped": float(sum(one["dropped"] for one in every)),
+            "rollout/env_steps": float(loop.memory["env_steps"]),
+            "rollout/action_std": spread,
+            "rollout/log_prob_off": max(gather_object([self._off])),
+            "env_steps_per_s": steps / max(one["seconds"] for one in every),
+            "lr": loop.lr,
+        }
+        loop.finish(row)
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """Success and films of the policy as it is."""
+        if self.judge is not None:
+            return self.judge(iteration)
+        found = self.judged(iteration)
+        if self.process.is_main:
+            show(found, self.process.run, iteration)
+        return success_rates(found)
+
+    def judged(self, iteration: int) -> Judged:
+        """All episodes of the evaluation, in their order, shared out to the processes; the same in all of them."""
+        config, settings = self.config, self.config.evaluation
+        processes, rank = self.accelerator.num_processes, self.process.rank
+        shares = [len(part) for part in np.array_split(np.arange(settings.episodes), processes)]
+        if self.table is None:
+            self.table = open_tables(config, self.policy, num_envs=side_by_side(config, shares[rank]))
+            self.stack.callback(self.table.close)
+        self.loop.phase("evaluating", settings.episodes)
+        mine = evaluate(
+            Acting(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
+            self.table,
+            episodes=shares[rank],
+            seed=settings.seed,
+            first=sum(shares[:rank]),
+            clips=settings.videos if rank == 0 else 0,
+            advance=self.loop.advance_or_leave,
+        )
+        joined = Judged([], [], [], [], [])
+        for part in gather_object([mine]):
+            joined = joined.joined(part)
+        return joined
+
+    def export(self, folder: Path) -> None:
+        """Checkpoints hold the trained weights alone."""
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Decisions per pass of the policy, and the smaller numbers that can be taken."""
+        settings = self.settings
+        if not isinstance(settings, Update):
+            return [settings.batch_size]  # its loss is a mean over the batch, which is drawn as a whole
+        return halvings(settings.microbatch or settings.minibatch)
+
+    def resize(self, size: int) -> None:
+        """From here on a pass has so many decisions."""
+        trainer = self.settings.model_copy(update={"microbatch": size})
+        self.loop.config = self.config.model_copy(update={"trainer": trainer})
+
+    def forget(self) -> None:
+        """Rollouts begin with a reset: nothing of an iteration that is undone is left."""
+
+    def save_policy(self) -> Path:
+        """The policy's folder, with DPPO's frozen half."""
+        folder, sampler = self.process.run.folder / "policy", self.config.sampler
+        save_policy(self.policy, folder)
+        if self.frozen is not None and isinstance(sampler, Diffusion):
+            save_first_steps(self.frozen, folder, sampler.steps, sampler.ft_denoising_steps)
+        return folder
+
+    def conclude(self) -> None:
+        """The end of a run, complete or not: the policy's folder, report, and where they are."""
+        with self.loop.averaged():
+            folder = self.save_policy()
+        rows = read_metrics(self.process.run.metrics)
+        result = f"the policy, in LeRobot's layout: {folder}"
+        say_result(self.loop, rows, "success", label="success", pictures="curves and films", result=result)
+
+
+def show(found: Judged, run: Run, iteration: int) -> None:
+    """Films of an evaluation in videos/step-..., and their contact sheet among the samples."""
+    if found.clips:
+        name = f"step-{iteration:06d}"
+        write_clips(run.videos / name, found.clips, fps=FPS)
+        save_png(contact_sheet(found.clips), run.samples / f"{name}.png")
+
+
+def _mixed(every: list[dict[str, Any]], *, by_group: bool) -> float:
+    """Share of groups (of instructions, where there are none) that neither always nor never succeed."""
+    found: dict[Any, set[bool]] = defaultdict(set)
+    for one in every:
+        for key, flag in zip(one["group" if by_group else "instruction"], one["success"], strict=True):
+            found[key].add(flag)
+    return sum(len(flags) == 2 for flags in found.values()) / max(1, len(found))
+
+
+@torch.no_grad()
+def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
+    """How far the policy scores the first decisions of some slots from what it did when it drew them, log-probability.
+
+    Raises RuntimeError beyond rounding: before the first update the ratio is 1, and anything else is dropout, another
+    normalisation, old weights, or a sampler that does not do what is scored (ReinFlow as released). slots: those that
+    were drawn in one batch, so that equal weights give equal bits.
+    """
+    rows = training_rows(rollout, slots)
+    context = context_of(policy, rows.observation, rows.context)
+    again = replay(policy, rollout.sampler, context, rows.states, rows.next_states, rows.step_index)
+    off = float((again.log_prob.cpu() - rows.log_prob).abs().max())
+    if not off <= ON_POLICY * max(1.0, float(rows.log_prob.abs().max())):
+        raise RuntimeError(
+            f"the policy scores its own chunks otherwise than when it drew them: log-probabilities are {off:.2g} off "
+            "before any update. Look for dropout, statistics that change, or another device or precision."
+        )
+    return off
+
+
+@torch.no_grad()
+def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int, slots: int = 32) -> float:
+    """Standard deviation that the drawn steps give the executed action, in the policy's units: over eight chunks from
+    the same initial noise, for the first observations of some slots."""
+    rows = training_rows(rollout, torch.arange(min(slots, rollout.valid.shape[1])))
+    context = context_of(policy, rows.observation, rows.context)
+    before = None if frozen is None else Frozen(frozen, frozen.encode(rows.observation))
+    chunks, first = [], None
+    for k in range(8):
+        rngs = [torch.Generator().manual_seed(seed + 1000 * k + i) for i in range(len(rows.states))]
+        drawn = draw(rollout.sampler, policy, rngs, torch.Generator().manual_seed(seed + k))
+        first = drawn.noise[:, :1] if first is None else first
+        noise = torch.cat([first, drawn.noise[:, 1:]], 1)
+        chunks.append(sample(policy, rollout.sampler, context, drawn._replace(noise=noise), frozen=before).chunk)
+    size = rollout.rewards.shape[-1]
+    return float(torch.stack(chunks)[:, :, :size, : rollout.action_dim].std(0).mean())

@@ -1,0 +1,1 @@
+"""Episodes of a vision-language model in an environment: acting, rows of a loss, credit, evaluation."""

@@ -1,0 +1,122 @@
+"""The most probable answers in held-out episodes, how many of these succeed, and pictures of some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+from genrl.config.vlm import VLMConfig
+from genrl.mdp.noise import derive_seed
+from genrl.runtime.intervals import wilson
+from genrl.vlm.engines.generation import Sampling
+from genrl.vlm.episodes.episodes import Episode, Table, play
+from genrl.vlm.policies.policy import Policy
+
+TOGETHER = 64
+"""Episodes side by side."""
+FILMED = 6
+"""Episodes whose pictures are kept."""
+LONGEST = 10
+"""Pictures of one of them, evenly spaced."""
+
+SEEDS = 2**31  # that environments take
+
+
+@dataclass
+class Judged:
+    """Episodes: figures of each, and of the first ones a strip of pictures and what was to be done."""
+
+    episodes: list[dict[str, float]]
+    films: list[tuple[Image.Image, str]]
+
+    def joined(self, other: Judged) -> Judged:
+        """Both, one after the other."""
+        return Judged(self.episodes + other.episodes, self.films + other.films)
+
+
+def judge(
+    policy: Policy,
+    config: VLMConfig,
+    table: Table,
+    numbers: Sequence[int],
+    *,
+    blind: bool = False,
+    films: int = FILMED,
+    advance: Callable[[int], None] = lambda ended: None,
+) -> Judged:
+    """Act in the held-out episodes of these numbers, greedily. blind: with black pictures."""
+    found = Judged([], [])
+    sampling = Sampling(config.generation.max_new_tokens, temperature=0.0)
+    together = table.settings.parallel if table.settings.processes else TOGETHER
+    for begin in range(0, len(numbers), together):
+        some = numbers[begin : begin + together]
+        seeds = {slot: derive_seed("held out", number) % SEEDS for slot, number in enumerate(some)}
+        filmed = range(max(0, min(len(some), films - begin)))
+        shots: dict[int, list[Image.Image]] = {slot: [] for slot in filmed}
+
+        def watch(ended: int, shots: dict[int, list[Image.Image]] = shots) -> None:
+            episodes = {slot: table.episodes[slot] for slot in shots}  # a picture of each state, the last one too
+            new = [slot for slot, one in episodes.items() if not one.lost and len(shots[slot]) <= len(one.said)]
+            for slot, picture in table.draw(new).items():
+                shots[slot].append(picture)
+            advance(ended)
+
+        play(policy, table, seeds, "eval", sampling, ("held out",), blind=blind, watch=watch)
+        ended = [table.episodes[slot] for slot in seeds]
+        figures = [
+            {"success": float(one.success), "total": one.total, "steps": float(len(one.said))}
+            | {"lost": float(one.lost), "full": float(one.full)}
+            | one.parts
+            for one in ended
+        ]
+        clips = [(strip(shots[slot] or [Image.new("RGB", (96, 96))]), asked(ended[slot])) for slot in filmed]
+        found = found.joined(Judged(figures, clips))
+    return found
+
+
+def figures_of(found: Judged) -> dict[str, float]:
+    """Metrics of the episodes whose environment was not lost: success with its 95 % interval (Wilson), return, steps,
+    and parts of the reward. Raises RuntimeError where all were."""
+    kept = [one for one in found.episodes if not one["lost"]]
+    if not kept:
+        raise RuntimeError(f"the environments of all {len(found.episodes)} episodes of the evaluation hung or died")
+    low, high = wilson(int(sum(one["success"] for one in kept)), len(kept))
+    row = summary(kept, "eval") | {"eval/success_low": low, "eval/success_high": high}
+    row["eval/dropped"] = float(len(found.episodes) - len(kept))
+    return row | {"eval/too_long": sum(one["full"] for one in kept)}
+
+
+def asked(episode: Episode) -> str:
+    """The first text that was shown."""
+    return next((part for part in episode.seen[0] if isinstance(part, str)), "")
+
+
+def strip(pictures: Sequence[Image.Image], height: int = 96) -> Image.Image:
+    """At most `LONGEST` of the pictures side by side, evenly spaced from the first to the last."""
+    number = min(LONGEST, len(pictures))
+    chosen = [pictures[round(k * (len(pictures) - 1) / max(number - 1, 1))] for k in range(number)]
+    sized = [one.resize((round(one.width * height / one.height), height), Image.Resampling.NEAREST) for one in chosen]
+    whole = Image.new("RGB", (sum(one.width + 2 for one in sized) - 2, height), (255, 255, 255))
+    left = 0
+    for one in sized:
+        whole.paste(one, (left, 0))
+        left += one.width + 2
+    return whole
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of numbers, at least one."""
+    return sum(values) / len(values)
+
+
+def summary(episodes: Sequence[dict[str, float]], prefix: str) -> dict[str, float]:
+    """Means over episodes: success, return, steps, and the parts of the reward, which not all may have."""
+    row = {f"{prefix}/success{'' if prefix == 'rollout' else '_mean'}": mean([one["success"] for one in episodes])}
+    row |= {f"{prefix}/return_mean": mean([one["total"] for one in episodes])}
+    row |= {f"{prefix}/length_mean": mean([one["steps"] for one in episodes])}
+    names = dict.fromkeys(name for one in episodes for name in one)
+    parts = [name for name in names if name not in ("success", "total", "steps", "lost", "full")]
+    where = "reward" if prefix == "rollout" else prefix
+    return row | {f"{where}/{name}_mean": mean([one.get(name, 0.0) for one in episodes]) for name in parts}

@@ -1,0 +1,83 @@
+"""Opening a run of a vision-language model that acts in an environment."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, cast
+
+from accelerate import Accelerator
+
+from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_agents import Environment
+from genrl.runtime.loop import Loop
+from genrl.runtime.optimization import Schedule, adamw
+from genrl.runtime.process import Process
+from genrl.runtime.weights import Weights
+from genrl.vlm.environments.hosts import open_host
+from genrl.vlm.episodes.critic import ValueHead
+from genrl.vlm.episodes.episodes import Table
+from genrl.vlm.episodes.run import EpisodesRun
+from genrl.vlm.methods.episodes.settings import Critic, Episodes
+from genrl.vlm.policies.folder import open_policy
+from genrl.vlm.policies.policy import Policy
+
+
+def settings_of(config: VLMConfig) -> Environment:
+    """The section `environment`, which is there."""
+    assert config.environment is not None
+    return config.environment
+
+
+def check_environment(config: VLMConfig, policy: Policy) -> None:
+    """ValueError for an environment that cannot be opened, or whose first prompt does not fit into the model."""
+    settings = settings_of(config)
+    host = open_host(settings)
+    try:
+        table = Table(settings, host)
+        table.begin({0: 0}, "train")
+        policy.check_room([policy.encode(table.prompt(0))], config.generation.max_new_tokens)
+    finally:
+        host.close()
+
+
+def prepare(config: VLMConfig, accelerator: Accelerator) -> Policy:
+    """The model, seen to fit its environment, before anything is written."""
+    policy = open_policy(config, accelerator.device)
+    check_environment(config, policy)
+    return policy
+
+
+def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
+    """The value function, where the method has one."""
+    method = cast(Episodes, config.trainer)
+    if not method.with_critic:
+        return None
+    width = policy.model.config.get_text_config().hidden_size
+    return ValueHead(width, (method.critic or Critic()).hidden, config.seed).to(policy.device)
+
+
+def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> EpisodesRun:
+    """What one process trains with: environments, reference, critic, optimiser, log; `stack` closes them."""
+    method, settings, device = cast(Episodes, config.trainer), settings_of(config), process.accelerator.device
+    reference = None
+    if method.reference and policy.peft is None:
+        reference = open_policy(config, device)
+        reference.model.requires_grad_(False)
+    groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]
+    rates = {"policy": config.optimizer.lr}
+    critic = critic_of(config, policy)
+    if critic is not None:
+        groups.append({"params": list(critic.parameters()), "name": "critic"})
+        rates["critic"] = (method.critic or Critic()).lr
+    tables = []
+    for _ in range(2):  # of training, whose episodes go on, and of evaluation
+        host = open_host(settings)
+        stack.callback(host.close)
+        tables.append(Table(settings, host))
+    recipe = method.recipe(config)
+    run = EpisodesRun(process, config, settings, recipe, policy, reference, critic, tables[0], tables[1])
+    weights = Weights({name: p for name, p in policy.model.named_parameters() if p.requires_grad})
+    optimizer = adamw(groups, config.optimizer)
+    schedule = Schedule(config.optimizer, rates, config.iterations)
+    run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
+    return run

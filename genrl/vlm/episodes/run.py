@@ -1,0 +1,357 @@
+"""One process of a run that learns from episodes: what was acted out, estimated together with the other processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_agents import Environment as Settings
+from genrl.mdp.noise import derive_seed
+from genrl.runtime.loop import Loop
+from genrl.runtime.pictures import save_samples
+from genrl.runtime.process import Process
+from genrl.vlm.engines.generation import Sampling
+from genrl.vlm.episodes.critic import Credit, ValueHead, credit_of_steps, credit_of_tokens
+from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
+from genrl.vlm.episodes.evaluate import SEEDS, Judged, figures_of, judge, mean, summary
+from genrl.vlm.episodes.rows import Rows, replay, rows_of
+from genrl.vlm.methods.dealing import dealt, everyones, ours
+from genrl.vlm.methods.episodes.settings import Episodes
+from genrl.vlm.methods.estimate import estimate
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.rollout.token_batch import TokenBatch
+from genrl.vlm.run import Estimated, check_gap, pass_sizes, resized, save_result, warn_blind
+
+
+@dataclass(frozen=True)
+class Acted:
+    """What this process acted out in an iteration. With a critic, walk, and kept int64 [R]: of each row, which of the
+    K E steps it is (lost ones are no rows); else totals: returns [R] of whole episodes, NaN of those that were lost,
+    whose rows have no tokens."""
+
+    rows: Rows
+    walk: Walk | None = None
+    kept: Tensor | None = None
+    totals: Tensor | None = None
+
+
+class Actor(NamedTuple):
+    """What a loss is called with: the policy, and the critic where there is one."""
+
+    policy: Policy
+    critic: ValueHead | None
+
+
+@dataclass
+class EpisodesRun:
+    """One process of one run; `loop` is set once it is opened.
+
+    reference: the model before training where the loss reads it and there is no LoRA;
+    critic: of vl_dac and poad."""
+
+    process: Process
+    config: VLMConfig
+    environment: Settings
+    preset: Preset
+    policy: Policy
+    reference: Policy | None
+    critic: ValueHead | None
+    table: Table
+    held_out: Table
+    """The environments of evaluations."""
+    begun: dict[int, int] = field(default_factory=dict)
+    """With a critic: how many episodes each of this process's slots has begun."""
+    loop: Loop = field(init=False, repr=False)
+
+    @property
+    def actor(self) -> Actor:
+        """What the loss is called with."""
+        return Actor(self.policy, self.critic)
+
+    @property
+    def settings(self) -> Episodes:
+        """Of the method."""
+        return cast(Episodes, self.config.trainer)
+
+    @property
+    def size(self) -> int:
+        """Rows that are compared with each other: episodes from one start, or, with a critic, none."""
+        return 1 if self.critic is not None else self.config.generation.group_size
+
+    @property
+    def slots(self) -> list[int]:
+        """Those of this process."""
+        generation, processes = self.config.generation, self.loop.process.accelerator.num_processes
+        if self.critic is not None:
+            share = self.environment.parallel // processes
+        else:
+            share = generation.prompts_per_iteration // processes * generation.group_size
+        first = self.loop.process.accelerator.process_index * share
+        return list(range(first, first + share))
+
+    def begin(self, found: Path | None) -> None:
+        """Play the episodes again in the middle of which the checkpoint was written. Raises RuntimeError as `Table`."""
+        if found:
+            self.restore()
+        if self.critic is not None:
+            self.loop.keep("critic", self.critic)
+
+    def forget(self) -> None:
+        """Go back to the episodes that were going on when the iteration began, which is undone."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Play the episodes again that the loop's memory holds. Raises RuntimeError as `Table`."""
+        own = set(self.slots)
+        self.begun = {slot: count for slot, count in self.loop.memory.get("begun", []) if slot in own}
+        self.table.restore([one for one in self.loop.memory.get("episodes", []) if one[0] in own])
+
+    def remember(self, row: Mapping[str, float]) -> None:
+        """How many steps were made (`row`: the iteration's metrics), and the episodes that go on in the next one."""
+        self.loop.memory["env_steps"] = row["rollout/env_steps"]
+        if self.critic is not None:
+            for name, mine in (("begun", [list(one) for one in self.begun.items()]), ("episodes", self.table.state())):
+                self.loop.memory[name] = [one for every in gather_object([mine]) for one in every]
+
+    def act(self) -> tuple[Acted, dict[str, float]]:
+        """An iteration's steps or episodes, and figures of those of all processes."""
+        config, loop, slots = self.config, self.loop, self.slots
+        sampling = Sampling(config.generation.max_new_tokens, config.generation.temperature)
+        keys, critic = (config.seed, "act"), self.critic is not None
+        loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
+        with loop.timed("rollout"):
+            if critic:
+                steps, watch = self.environment.steps, loop.advance_or_leave
+                done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)
+                decisions = [one for step in done.decisions for one in step]
+                # that an environment was lost is not the policy's doing: nothing of such a step is trained
+                kept = [place for place, one in enumerate(decisions) if not one.lost]
+                self._check_alive(len(kept))
+                rows = rows_of([[decisions[place]] for place in kept])
+                acted, ended = Acted(rows, done, torch.tensor(kept)), done.ended
+            else:
+                seeds = {slot: self._start(slot // self.size) for slot in slots}
+                watch = loop.advance_or_leave
+                played = play(self.policy, self.table, seeds, "train", sampling, keys, watch=watch)
+                decisions = [one for row in played for one in row]
+                ended = [self.table.episodes[slot] for slot in slots]
+                worths = [math.nan if one.lost else one.total for one in ended]
+                totals = torch.tensor(worths, dtype=torch.float64)
+                self._check_alive(sum(not one.lost for one in ended))
+                rows = rows_of(played)
+                acted = Acted(replace(rows, place=rows.place.masked_fill(totals.isnan()[:, None], -1)), totals=totals)
+        loop.check_stop()
+        return acted, self._figures(decisions, ended)
+
+    def _check_alive(self, left: int) -> None:
+        """left: steps or episodes of this process that were not lost. Raises RuntimeError, in all processes alike,
+        where nothing is left to learn from: of any process's steps, or of all episodes."""
+        counts = gather_object([left])
+        if not (min(counts) if self.critic is not None else sum(counts)):
+            where = "" if sum(counts) == 0 else f" of process {counts.index(0)}"
+            raise RuntimeError(f"{self.environment.name}: all environments{where} hung or died in one iteration")
+
+    def _next_seed(self, slot: int) -> int:
+        self.begun[slot] = self.begun.get(slot, 0) + 1
+        return derive_seed(self.config.seed, "episode", slot, self.begun[slot]) % SEEDS
+
+    def _start(self, group: int) -> int:
+        return derive_seed(self.config.seed, "start", self.loop.iteration, group) % SEEDS
+
+    def _figures(self, decisions: Sequence[Decision], ended: Sequence[Episode]) -> dict[str, float]:
+        mine = {
+            "tokens": [int(one.mask.sum()) for one in decisions],
+            "cut": [one.cut for one in decisions],
+            "ended": [
+                {"success": one.success, "total": one.total, "steps": len(one.said)}
+                | {"lost": one.lost, "full": one.full}
+                | one.parts
+                for one in ended
+            ],
+            "valid": [one.valid for one in decisions],
+        }
+        every = gather_object([mine])
+        tokens, cut, valid = ([value for one in every for value in one[name]] for name in ("tokens", "cut", "valid"))
+        episodes = [value for one in every for value in one["ended"]]
+        row = {
+            "rollout/tokens_mean": mean(tokens),
+            "rollout/cut": mean(cut),
+            "rollout/invalid": 1.0 - mean(valid),
+            "rollout/env_steps": self.loop.memory.get("env_steps", 0.0) + len(tokens),
+            "rollout/episodes": float(len(episodes)),
+            "rollout/dropped": float(sum(one["lost"] for one in episodes)),
+            "rollout/too_long": float(sum(one["full"] for one in episodes)),
+            "tokens_per_s": sum(tokens) / max(gather_object([self.loop.timings["rollout"]])),
+        }
+        if episodes:
+            row |= summary(episodes, "rollout")
+        return row
+
+    def estimate(self, acted: Acted) -> tuple[Estimated, dict[str, float]]:
+        """Advantages and weights of this process's rows from those of all processes, and figures of the critic."""
+        config, loop, rows = self.config, self.loop, acted.rows
+        settings, mask = self.settings, rows.place >= 0
+        updates = dealt(
+            mask,
+            self.size,
+            updates=settings.updates,
+            micro=settings.micro_batch,
+            seed=config.seed,
+            loop=loop,
+            whole_groups=self.preset.group_loss is not None,
+        )
+        loop.phase("estimating", 0)
+        with loop.timed("estimate"), loop.fitting():
+            mine = self._computed(acted, [part for update in updates for part in update.parts])
+        loop.check_stop()
+        counts = gather_object([len(mask)])
+        whole = everyones(mine | {"mask": mask, "sampler": rows.laid(rows.sampler)})
+        row = {}
+        if self.critic is not None:
+            kept = whole["mask"] if whole["returns"].dim() == 2 else torch.ones(len(whole["mask"]), dtype=torch.bool)
+            returns, values = whole["returns"][kept], whole["old_value"][kept].double()
+            spread = returns.var(correction=0).clamp(min=1e-12)
+            row["critic/explained_variance"] = float(1.0 - (returns - values).var(correction=0) / spread)
+        batch = TokenBatch(
+            mask=whole.pop("mask"),
+            group=torch.arange(sum(counts)) // self.size,
+            rewards=whole.pop("rewards", None),
+            old_log_prob=whole.pop("old"),
+            sampler_log_prob=whole.pop("sampler"),
+            ref_log_prob=whole.pop("ref", None),
+            extra=whole,
+        )
+        found = estimate(self.preset, batch)
+        if loop.iteration == 0:
+            check_gap(found.metrics["sampler_gap_mean"])
+        own = ours(found.batch, counts, loop.process.accelerator.process_index, mask.shape[1])
+        return Estimated(own, found, updates), row
+
+    @torch.no_grad()
+    def _computed(self, acted: Acted, parts: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Tensors of this process's rows: old and reference log-probabilities, entropies, and rewards or credit."""
+        rows, temperature = acted.rows, self.config.generation.temperature
+        by_turn = {name: torch.zeros(rows.mask.shape) for name in ("old", "ref", "entropy", "value")}
+        for part in parts:
+            turns = rows.of(part)
+            now = replay(self.policy, rows, turns, temperature, entropy="entropy" in self.preset.reads)
+            by_turn["old"][turns] = now.log_prob.float().cpu()
+            if now.entropy is not None:
+                by_turn["entropy"][turns] = now.entropy.float().cpu()
+            if self.critic is not None:
+                by_turn["value"][turns] = self.critic(now.states).cpu()
+            if self.reference is not None:
+                by_turn["ref"][turns] = replay(self.reference, rows, turns, temperature).log_prob.float().cpu()
+            elif "ref" in self.preset.reads:
+                with self.policy.reference():
+                    by_turn["ref"][turns] = replay(self.policy, rows, turns, temperature).log_prob.float().cpu()
+        values = by_turn.pop("value")
+        wanted = {"old": True, "ref": "ref" in self.preset.reads, "entropy": "entropy" in self.preset.reads}
+        found = {name: rows.laid(by_turn[name]) for name, want in wanted.items() if want}
+        if acted.walk is None:
+            assert acted.totals is not None
+            return found | {"rewards": acted.totals}
+        assert acted.kept is not None
+        credit = self._credit(acted.walk, acted.kept, values, rows.mask)
+        by_token = credit.advantages.dim() == 2
+        return found | {
+            "credit": credit.advantages[acted.kept],
+            "returns": credit.returns[acted.kept],
+            "old_value": values if by_token else values[:, 0],
+        }
+
+    def _credit(self, done: Walk, kept: Tensor, values: Tensor, mask: Tensor) -> Credit:
+        """Of all K E steps; values and mask [R, T] are of those at the places `kept`."""
+        choice = self.preset.advantage
+        assert isinstance(choice, CriticAdvantage) and self.critic is not None
+        steps, slots = len(done.decisions), len(done.decisions[0])
+
+        def table(name: str) -> Tensor:
+            return torch.tensor([[float(getattr(one, name)) for one in step] for step in done.decisions])
+
+        rewards, terminated, truncated, lost = map(table, ("reward", "terminated", "truncated", "lost"))
+        terminated, truncated, lost = terminated.bool(), truncated.bool(), lost.bool()
+        value = torch.zeros(steps * slots, values.shape[1]).index_copy(0, kept, values).view(steps, slots, -1)
+        chosen = torch.zeros_like(value, dtype=torch.bool).flatten(0, 1).index_copy(0, kept, mask).view_as(value)
+        after = torch.zeros(steps, slots)
+        died = [(k, slot) for k, slot in lost.nonzero().tolist()]
+        asked = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
+        places = list(asked)
+        size = self.settings.micro_batch or max(1, len(places))
+        for first in range(0, len(places), size):
+            some = places[first : first + size]
+            _, states = self.policy.prefix([asked[place] for place in some])
+            for place, found in zip(some, self.critic(states).tolist(), strict=True):
+                (value[..., 0] if lost[place] else after)[place] = found
+        constants = {"gamma": choice.gamma, "lam": choice.lam}
+        if choice.level == "step":
+            return credit_of_steps(value[..., 0], rewards, terminated, truncated, after[-1], **constants)
+        chosen[lost] = torch.arange(value.shape[2]) == 0
+        for k, slot in died:  # what led to a lost step ends before it, bootstrapped by its value
+            if k and not (terminated | truncated)[k - 1, slot]:
+                truncated[k - 1, slot], after[k - 1, slot] = True, value[k, slot, 0]
+        return credit_of_tokens(value, chosen, rewards, terminated, truncated, after, **constants)
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """The most probable answers in held-out episodes; at the ends of the run with black pictures, too."""
+        found = self._acted(blind=False)
+        row = figures_of(found)
+        if iteration in (0, self.config.iterations) and self.config.evaluation.blind:
+            blind = figures_of(self._acted(blind=True))["eval/success_mean"]
+            row["eval/success_blind"] = blind
+            if iteration == 0:
+                warn_blind(self.process, row["eval/success_mean"], blind, "episodes succeed")
+        if self.process.is_main and found.films:
+            scores = {"success": [one["success"] for one in found.episodes[: len(found.films)]]}
+            pictures, texts = [film for film, _ in found.films], [text for _, text in found.films]
+            sheet = save_samples(self.process.run.samples, iteration, pictures, texts, scores)
+            self.process.log.log_picture(iteration, "samples/grid", sheet)
+        return row
+
+    def _acted(self, *, blind: bool) -> Judged:
+        number = self.config.evaluation.questions
+        self.loop.phase("evaluating", number)
+        numbers = np.array_split(np.arange(number), self.process.accelerator.num_processes)
+        mine = judge(
+            self.policy,
+            self.config,
+            self.held_out,
+            numbers[self.process.rank].tolist(),
+            blind=blind,
+            films=6 if self.process.is_main and not blind else 0,
+            advance=self.loop.advance_or_leave,
+        )
+        every = gather_object([mine])
+        found: Judged = every[0]
+        for part in every[1:]:
+            found = found.joined(part)
+        return found
+
+    def export(self, folder: Path) -> None:
+        """Checkpoints hold the trained weights alone."""
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Rows per pass, and the smaller numbers that can be taken."""
+        generation, place = self.config.generation, self.environment
+        rows = generation.prompts_per_iteration * generation.group_size
+        rows = rows if self.critic is None else place.parallel * place.steps
+        return pass_sizes(self.config, rows, whole_groups=self.preset.group_loss is not None)
+
+    def resize(self, size: int) -> None:
+        """From here on a pass has so many rows."""
+        self.loop.config = self.config = resized(self.config, size)
+
+    def conclude(self) -> None:
+        """The end of a run, complete or not: the model's folder, report, and where they are."""
+        save_result(self.loop, self.policy, "success", pictures="curves and pictures")

@@ -1,1 +1,0 @@
-"""`genrl train` for a vision-language model that acts in an environment."""

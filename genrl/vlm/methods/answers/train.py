@@ -1,0 +1,101 @@
+"""The algorithm: answer, score, estimate over all answers, update. What a method is, its recipe says."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from genrl.objectives import decay
+from genrl.runtime.recorded import Recorded
+from genrl.vlm.methods.dealing import Update
+from genrl.vlm.methods.extras import degraded_prompts
+from genrl.vlm.methods.updates import recipe_loss, update
+from genrl.vlm.policies.policy import Encoded, Policy, Replay
+from genrl.vlm.recipe.method import RecipeMethod
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.regularisers import Perception
+from genrl.vlm.rollout.recorded import Asked, token_tensors
+from genrl.vlm.rollout.rollout import Answers
+from genrl.vlm.run import AnswersRun, Estimated
+
+
+def train(run: AnswersRun, settings: RecipeMethod) -> None:
+    """All iterations that are left."""
+    for _ in run.loop.iterations():
+        answers, row = run.draw()
+        ready = run.estimate(answers)
+        if ready is not None:
+            found = ready.found.metrics
+            row |= {"advantage/abs_mean": found["advantage_abs_mean"]}
+            row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
+            gaps = {name.replace("_", "/", 1): value for name, value in found.items() if name.startswith("sampler_")}
+            row |= {} if run.bounds else gaps
+            row |= learn(run, answers, ready)
+        row["lr"] = run.loop.lr
+        run.loop.finish(row)
+
+
+def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, float]:
+    """The optimiser steps of an iteration; means of what they measured."""
+    loop, settings = run.loop, cast(RecipeMethod, run.config.trainer)
+    assert run.preset is not None, "a method of this folder has one"
+    preset = annealed(run.preset, loop.iteration, run.config.iterations)
+    changed = degraded_prompts(run.policy, answers, run.config, loop.iteration) if "degraded" in run.reads else None
+
+    def recorded(one: Update, rows: Tensor) -> Recorded:
+        asked = Asked(answers.prompts, answers.group[rows], run.config.generation.temperature, preset, changed)
+        tensors = token_tensors(one.part(ready.batch, rows))
+        return Recorded(asked, tensors | {"answers": answers.tokens[rows], "answered": answers.mask[rows]})
+
+    figures: dict[str, list[float]] = defaultdict(list)
+    loop.phase("training", settings.epochs * len(answers.texts))
+    with loop.timed("train"):
+        for _ in range(settings.epochs):
+            for one in ready.updates:
+                dtype = run.policy.model.dtype
+                found = update(loop, settings, run.policy, one, recorded, loss, dtype=dtype)
+                if run.average is not None:
+                    run.average.step()
+                for name, value in found.items():
+                    figures[name].append(value)
+    return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+def loss(settings: RecipeMethod, policy: Policy, given: Recorded) -> dict[str, Tensor]:
+    """This micro-batch's part of the update's loss, [], its log-probabilities [b, T], and figures."""
+    asked: Asked = given.batch
+    assert asked.preset is not None, "a method of this folder has one"
+
+    def answered(prompts: Sequence[Encoded], *, entropy: bool = False) -> Replay:
+        return policy.log_probs(
+            prompts,
+            given["answers"],
+            given["answered"],
+            group=asked.group,
+            temperature=asked.temperature,
+            entropy=entropy,  # as for `old`: the same operations give the same bits
+        )
+
+    now = answered(asked.prompts, entropy="entropy" in asked.preset.reads)
+    extra = {} if now.entropy is None else {"policy_entropy": now.entropy.cpu()}
+    if asked.changed is not None:
+        with torch.no_grad():
+            extra["degraded"] = answered(asked.changed).log_prob.cpu()
+    return recipe_loss(asked.preset, now.log_prob.cpu(), extra, given)
+
+
+def annealed(preset: Preset, iteration: int, iterations: int) -> Preset:
+    """Q-Hawkeye: the weight of the perception loss falls by half a cosine over the run; others stay as they are."""
+    if not any(isinstance(one, Perception) for one in preset.regularisers):
+        return preset
+    factor = decay.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
+    changed = [
+        one.model_copy(update={"gamma": one.gamma * factor}) if isinstance(one, Perception) else one
+        for one in preset.regularisers
+    ]
+    return replace(preset, regularisers=tuple(changed))

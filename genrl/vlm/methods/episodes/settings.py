@@ -1,0 +1,123 @@
+"""Agents: PPO over the tokens of their answers with a critic (VL-DAC, POAD), or GRPO and its family over groups of
+episodes that begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from genrl.config.method import Finding, MetricDoc
+from genrl.config.section import Count, Positive, Section, Whole
+from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.recipe.method import RecipeMethod
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.regularisers import ValueLoss
+
+if TYPE_CHECKING:
+    from genrl.config.vlm import VLMConfig
+
+OF_QUESTIONS = {"masked_image", "degraded", "ema", "divergence", "scores", "components"}
+"""What only answers to questions have (`Choice.tensors`)."""
+
+
+class Critic(Section):
+    """The value function of vl_dac and poad: a small network on the language model's last state, which it does not
+    train."""
+
+    hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (3072, 2048)
+    """Widths of its hidden layers (VL-DAC: 3072 and 2048)."""
+    lr: Positive = 1e-4
+    """Its learning rate; the schedule is the optimiser's."""
+    warmup: Whole | None = None
+    """Iterations at the start that train nothing but the critic; null = the method's (vl_dac: 2, poad: 0)."""
+    kl_stop: Positive | None = None
+    """Leave an iteration's updates once the mean of l_old - l exceeds this; null = the method's (poad: .02, vl_dac:
+    never)."""
+
+
+class Episodes(RecipeMethod):
+    """Episodes in an environment: a published method by name, and what is changed of it."""
+
+    acts: ClassVar[bool] = True
+    title: ClassVar[str] = "Vision-language agents"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = {
+        "rollout/invalid": MetricDoc(
+            "answers that say nothing the environment can do / answers",
+            "Falls first. Not near 0: the model has not learnt the form; show it by examples, or supervised.",
+            "share 0..1",
+        ),
+        "rollout/episodes": MetricDoc(
+            "episodes that ended in the iteration, over all processes",
+            "What `rollout/success`, `return_mean` and `length_mean` are of.",
+            "episodes",
+        ),
+        "rollout/too_long": MetricDoc(
+            "those of `rollout/episodes` that were cut because the model has no positions left for a further answer",
+            "0. Else fewer turns (`environment.max_steps`), smaller pictures, or a model of more positions.",
+            "episodes",
+        ),
+        "eval/dropped": MetricDoc(
+            "episodes of the evaluation whose environment hung or died; the other `eval/` figures are of the rest",
+            "0. Many: `eval/success_mean` is of fewer, perhaps other episodes.",
+            "episodes",
+        ),
+        "eval/too_long": MetricDoc(
+            "episodes of the evaluation that were cut as those of `rollout/too_long`; they count as failures "
+            "unless they had succeeded before",
+            "0. As `rollout/too_long`.",
+            "episodes",
+        ),
+        "eval/success_blind": MetricDoc(
+            "`eval/success_mean` with black pictures, before training and after it",
+            "What can be had without seeing. Where `eval/success_mean` is no higher, reinforcement has little to "
+            "work on.",
+            "share 0..1",
+        ),
+    }
+
+    algorithm: Literal["episodes"] = "episodes"
+    """Which method."""
+    critic: Critic | None = None
+    """The value function of vl_dac and poad; null = as its defaults."""
+
+    @property
+    def with_critic(self) -> bool:
+        """Whether a value function says what a step is worth, instead of the group."""
+        return isinstance(self.composed.advantage, CriticAdvantage)
+
+    def shared(self, config: VLMConfig) -> tuple[str, int]:
+        assert config.environment is not None
+        if self.with_critic:
+            return "environment.parallel", config.environment.parallel
+        return super().shared(config)
+
+    def sampled(self, config: VLMConfig) -> tuple[str, int, str]:
+        place = config.environment
+        assert place is not None
+        if self.with_critic:
+            made = f"{place.parallel} episodes side by side x {place.steps}, {place.name}"
+            return "steps", place.parallel * place.steps, made
+        starts, size = config.generation.prompts_per_iteration, config.generation.group_size
+        return "episodes", starts * size, f"{starts} starts x {size}, {place.name}"
+
+    def refused(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
+        yield from super().refused(config, preset)
+        critic, lacks = isinstance(preset.advantage, CriticAdvantage), sorted(preset.reads & OF_QUESTIONS)
+        if lacks:
+            text = f"{self.preset} reads what only questions have ({lacks[0]}), not episodes; nearest: grpo"
+            yield ("trainer.preset",), text
+        if critic != any(isinstance(one, ValueLoss) for one in preset.regularisers):
+            text = (
+                "a critic's advantage and its loss go together: advantage {name: critic} and regulariser {name: value}"
+            )
+            yield (self.key("regularisers"),), text
+        if self.critic is not None and not critic:
+            yield ("trainer.critic", "trainer.preset"), f"{self.preset} has no critic; leave it out, or write vl_dac"
+        place = config.environment
+        if place is not None and critic and self.updates > place.parallel * place.steps:
+            yield ("trainer.updates", "environment.steps"), "an update needs a step; write fewer updates or more steps"
+        if not critic and self.updates > config.generation.prompts_per_iteration:
+            text = f"{self.updates} updates need a group each; there are {config.generation.prompts_per_iteration}"
+            yield ("trainer.updates", "generation.prompts_per_iteration"), text

@@ -1,0 +1,91 @@
+"""The algorithm: act, estimate, update. With a critic: VL-DAC and POAD, PPO over the tokens of an agent's answers; else
+GRPO and its family over groups of episodes that begin alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from genrl.runtime.recorded import Recorded
+from genrl.vlm.episodes.rows import laid
+from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
+from genrl.vlm.methods.dealing import Update
+from genrl.vlm.methods.episodes.settings import Critic, Episodes
+from genrl.vlm.methods.updates import recipe_loss, update
+from genrl.vlm.rollout.recorded import Asked, token_tensors
+from genrl.vlm.run import Estimated
+
+
+def train(run: EpisodesRun, settings: Episodes) -> None:
+    """All iterations that are left."""
+    for _ in run.loop.iterations():
+        acted, row = run.act()
+        ready, figures = run.estimate(acted)
+        found = ready.found.metrics
+        row |= figures | {"advantage/abs_mean": found["advantage_abs_mean"]}
+        row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
+        row |= {"sampler/gap_mean": found["sampler_gap_mean"], "sampler/gap_max": found["sampler_gap_max"]}
+        row |= learn(run, acted, ready)
+        row["lr"] = run.loop.lr
+        run.remember(row)
+        run.loop.finish(row)
+
+
+def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
+    """The optimiser steps of an iteration; means of what they measured.
+
+    In the first iterations (`warmup`) only the critic is stepped. Updates end where the mean of l_old - l over an
+    update's tokens, before its step, exceeds `kl_stop`. Both are `trainer.critic`'s, or the method's own.
+    """
+    loop, settings, rows = run.loop, run.settings, acted.rows
+    critic = settings.critic or Critic()
+    warmup = run.preset.warmup if critic.warmup is None else critic.warmup
+    kl_stop = run.preset.kl_stop if critic.kl_stop is None else critic.kl_stop
+    groups = ["policy"] if run.critic is None else ["policy", "critic"]
+    if run.critic is not None and loop.iteration < warmup:
+        groups = ["critic"]
+
+    def recorded(one: Update, some: Tensor) -> Recorded:
+        turns = rows.of(some)
+        prompts = [rows.prompts[turn] for turn in turns.tolist()]
+        asked = Asked(prompts, torch.arange(len(turns)), run.config.generation.temperature, run.preset)
+        tensors = token_tensors(one.part(ready.batch, some)) | {"places": rows.places(some, turns)}
+        return Recorded(asked, tensors | {"answers": rows.tokens[turns], "answered": rows.mask[turns]})
+
+    figures: dict[str, list[float]] = defaultdict(list)
+    dtype: torch.dtype = run.policy.model.dtype
+    loop.phase("training", settings.epochs * len(rows.place))
+    with loop.timed("train"):
+        for one in [one for _ in range(settings.epochs) for one in ready.updates]:
+            found = update(loop, settings, run.actor, one, recorded, loss, dtype=dtype, groups=groups)
+            for name, value in found.items():
+                figures[name].append(value)
+            if kl_stop is not None and found["ratio/drift"] > kl_stop:
+                break
+    return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+def loss(settings: Episodes, actor: Actor, given: Recorded) -> dict[str, Tensor]:
+    """This micro-batch's part of the update's loss, [], its log-probabilities [b, L], and what `policy_loss` measures.
+
+    Every turn has a prompt of its own.
+    """
+    asked: Asked = given.batch
+    assert asked.preset is not None, "a method of this folder has one"
+    places = given["places"].cpu()
+    now = actor.policy.log_probs(  # the same operations as for `old` give the same bits
+        asked.prompts,
+        given["answers"],
+        given["answered"],
+        group=asked.group,
+        temperature=asked.temperature,
+        entropy="entropy" in asked.preset.reads,
+        share_prefix=False,
+    )
+    extra = {} if now.entropy is None else {"policy_entropy": laid(now.entropy.cpu(), places)}
+    if actor.critic is not None:
+        values = actor.critic(now.states).cpu()  # a row is a turn
+        extra["value"] = values if given["extra/returns"].dim() == 2 else values[:, 0]
+    return recipe_loss(asked.preset, laid(now.log_prob.cpu(), places), extra, given)

@@ -1,0 +1,48 @@
+"""MusicRL (arXiv 2402.04229): REINFORCE of audio tokens with a value for every token and a KL over all codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from genrl.config.method import Finding, MetricDoc
+from genrl.config.section import Count, Share
+from genrl.config.vlm_method import VLMMethod
+
+if TYPE_CHECKING:
+    from genrl.config.vlm import VLMConfig
+
+
+class MusicRL(VLMMethod):
+    """MusicRL: REINFORCE of audio tokens with a value for every token and a KL over all codes. One update an
+    iteration."""
+
+    title: ClassVar[str] = "MusicRL"
+    with_heads: ClassVar[bool] = True
+    metrics: ClassVar[Mapping[str, MetricDoc]] = {
+        "grad_norm/baseline": MetricDoc(
+            "norm of the gradient of MusicRL's value function, before clipping", "As `grad_norm`."
+        ),
+    }
+
+    algorithm: Literal["music_rl"] = "music_rl"
+    """Which method."""
+    alpha: Share = 0.05
+    """Share of the KL in the loss; the rest is the policy's."""
+    micro_batch: Count | None = None
+    """Answers per pass of the model, to save memory; null = all of the update."""
+
+    @property
+    def reference(self) -> bool:
+        return True
+
+    @property
+    def rows_per_pass(self) -> int | None:
+        return self.micro_batch
+
+    def problems(self, config: VLMConfig) -> Iterator[Finding]:
+        if config.vlm.output != "audio":
+            text = "music_rl is of models whose output is audio; write it, or algorithm: answers"
+            yield ("trainer.algorithm", "vlm.output"), text
+        if config.vlm.lora is not None:
+            yield ("vlm.lora",), "all weights of this model are trained (music_rl); leave it out"

@@ -1,0 +1,119 @@
+"""The optimiser steps of methods over tokens: micro-batches of rows, their loss, and what it measures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from genrl.runtime.loop import Loop
+from genrl.runtime.recorded import Recorded
+from genrl.vlm.methods.dealing import Update
+from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.rollout.recorded import token_batch
+
+ON_POLICY = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+"""How far a log-probability may be from that before the update where nothing was trained yet."""
+
+NAMES = {
+    "entropy": "entropy/sampled",
+    "policy_entropy": "entropy/policy",
+    "ratio_mean": "ratio/mean",
+    "ratio_max": "ratio/max",
+    "clipped": "ratio/clipped",
+    "kl_k2": "kl",
+    "kl_k3": "kl",
+    "kl_k3_clamped": "kl",
+    "drift": "ratio/drift",
+}
+"""From what `policy_loss` measures to the catalogue of metrics."""
+NORMS = {"policy": "grad_norm", "critic": "grad_norm/critic"}
+"""The same, from groups of parameters to the norms of their gradients."""
+EVIDENCE = ("loss", "log_prob")
+"""What a loss returns beside its metrics."""
+
+Loss = Callable[[Any, Any, Recorded], Mapping[str, Tensor]]
+
+
+def recipe_loss(preset: Preset, log_prob: Tensor, extra: Mapping[str, Tensor], given: Recorded) -> dict[str, Tensor]:
+    """The loss of rows, [], from their log-probabilities [b, T] under the weights as they are, and what it measures."""
+    part = token_batch(given.tensors).with_log_prob(log_prob, extra)
+    found = policy_loss(preset, part)
+    return {"loss": found.loss, "log_prob": log_prob, **found.metrics}
+
+
+def update(
+    loop: Loop,
+    settings: Any,
+    policy: Any,
+    one: Update,
+    recorded: Callable[[Update, Tensor], Recorded],
+    loss: Loss,
+    *,
+    dtype: torch.dtype,
+    groups: Sequence[str] = ("policy",),
+) -> dict[str, float]:
+    """One optimiser step. The loss is the sum of those of the micro-batches of all processes.
+
+    recorded: what the loss of some of this process's rows is made of. policy: what the loss is called with. groups: of
+    parameters that are stepped.
+    """
+    fresh = loop.updates == 0
+    sums: dict[str, float] = defaultdict(float)
+    most, error, seen = 0.0, 0.0, 0
+    for k in range(one.passes):
+        results: Mapping[str, Tensor] = {"loss": torch.zeros(())}
+        given = Recorded(None, {})
+        with loop.fitting():
+            if k < len(one.parts):  # else it is another process that has the last ones
+                given = recorded(one, one.parts[k])
+                results = loss(settings, policy, given)
+                mask = given["mask"]
+                number = int(mask.sum())
+                if number:
+                    apart = (results["log_prob"].detach() - given["old_log_prob"])[mask]
+                    error = max(error, float(apart.abs().max()) if fresh else 0.0)
+                    sums["drift"] -= float(apart.sum())
+                for name in [name for name in results if name not in EVIDENCE]:
+                    value = float(results[name])
+                    if name == "ratio_max":
+                        most = max(most, value)
+                    else:  # parts of the loss add up; the others are means over the part's tokens
+                        sums[name] += value * (1 if name.startswith("loss/") else number)
+                seen += number
+                sums["loss"] += float(results["loss"].detach())
+            loop.backward(settings, results, given)
+        loop.advance(0 if k >= len(one.parts) else len(one.parts[k]))
+    loop.check_stop()
+    found = _joint(sums, most, error, seen)
+    check_on_policy(found.pop("error"), dtype)
+    norms = loop.step(groups)
+    return found | {NORMS[name]: norm for name, norm in norms.items()}
+
+
+def _joint(sums: dict[str, float], most: float, error: float, seen: int) -> dict[str, float]:
+    every = gather_object([{"sums": dict(sums), "most": most, "error": error, "seen": seen}])
+    tokens = max(1, sum(one["seen"] for one in every))
+    found = {"error": max(one["error"] for one in every)}
+    for name in dict.fromkeys(name for one in every for name in one["sums"]):
+        total = sum(one["sums"].get(name, 0.0) for one in every)
+        mean = total if name == "loss" or name.startswith("loss/") else total / tokens
+        found[NAMES.get(name, name)] = mean
+    if "ratio/mean" in found:
+        found["ratio/max"] = max(one["most"] for one in every)
+    return found
+
+
+def check_on_policy(error: float, dtype: torch.dtype) -> None:
+    """Raise RuntimeError unless the first update's log-probabilities are those that its ratios compare with."""
+    if not error <= ON_POLICY[dtype]:
+        raise RuntimeError(
+            "the model assigns different log-probabilities to the answers it has just generated: they are "
+            f"{error:.2g} off before any update. Look for dropout, statistics that change, or another "
+            "device or precision."
+        )

@@ -1,0 +1,230 @@
+"""From rewards to advantages: terms added to the rewards, estimators, and transforms of what they give."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from genrl.config.section import Count, Flag, NonNegative, Number, Share
+from genrl.vlm.recipe.choice import Choice, Factor
+
+# --- estimators: rewards of the whole rollout batch -> [B] or [B, T]
+
+
+class GroupAdvantage(Choice):
+    """Reward less the mean of its group, over a sample standard deviation (`groups.group_advantages`)."""
+
+    name: Literal["group"] = "group"
+    scale: Literal["group", "global", "none"] = "group"
+    """Whose deviation: of the group (GRPO), of the batch, or none (Dr. GRPO)."""
+    eps: NonNegative = 1e-4
+    """Added to the deviation (TRL: 1e-4, verl: 1e-6)."""
+
+
+class LeaveOneOut(Choice):
+    """Reward less the mean of the others of its group: RLOO (`token_advantages.leave_one_out`)."""
+
+    name: Literal["leave_one_out"] = "leave_one_out"
+
+
+class WhitenedReturns(Choice):
+    """Returns of [token_rewards], or of the row's reward at its last token, whitened over the tokens of the batch:
+    REINFORCE++ (`token_advantages.reinforce_plus_plus`)."""
+
+    name: Literal["whitened_returns"] = "whitened_returns"
+    baseline: Flag = False
+    """Subtract the group's mean from the row's reward first (REINFORCE++-baseline)."""
+    gamma: Factor = 1.0
+    """Discount per token."""
+    eps: NonNegative = 1e-8
+    """Added to the variance."""
+
+
+class VirtualReward(Choice):
+    """z-score of a group with virtual samples of the best reward: NGRPO (`token_advantages.with_virtual_reward`)."""
+
+    name: Literal["virtual_reward"] = "virtual_reward"
+    best: Number = 1.0
+    """Reward of a virtual sample: the most that an answer can get."""
+    count: Count = 1
+    """Virtual samples of a group."""
+    eps: NonNegative = 1e-6
+    """Added to the deviation."""
+
+
+class SmoothedAdvantage(Choice):
+    """z-scores of this visit of a prompt and of all its visits: DCPO (`token_advantages.smoothed_advantages`). The
+    statistics are part of a checkpoint."""
+
+    name: Literal["smoothed"] = "smoothed"
+
+
+class RankQuantiles(Choice):
+    """Standard normal quantiles of ranks: G2RPO (`token_advantages.rank_quantiles`)."""
+
+    name: Literal["rank_quantiles"] = "rank_quantiles"
+    scope: Literal["group", "task"] = "group"
+    """Ranks within a group, or within a task ([task], integers [B])."""
+
+
+class NormaliseThenSum(Choice):
+    """Each reward a z-score in its group, then their weighted sum: GDPO (`token_advantages.normalise_then_sum` of
+    [components] [B, K])."""
+
+    tensors = ("components",)
+    name: Literal["normalise_then_sum"] = "normalise_then_sum"
+    weights: tuple[Number, ...] = ()
+    """One for each reward; [] = the weights of `rewards`."""
+    eps: NonNegative = 1e-4
+    """Added to the deviations."""
+    rewhiten: Flag = True
+    """Make the sum a z-score over the batch."""
+
+
+class CriticAdvantage(Choice):
+    """Generalised advantages from a value function, [credit] [B] or [B, T] (`token_credit`): VL-DAC, POAD."""
+
+    name: Literal["critic"] = "critic"
+    level: Literal["step", "token"] = "step"
+    """Over environment steps, one row each (VL-DAC), or over the tokens of actions (POAD)."""
+    gamma: Factor = 0.95
+    """Discount per environment step."""
+    lam: Factor = 0.95
+    """Factor of later errors of the critic, per step or per token."""
+
+
+class Hierarchical(Choice):
+    """z-scores of the rewards [high] and [low] of an answer's two steps, for the tokens of either ([step]): Hi-GRPO
+    (`token_advantages.hierarchical_advantages`)."""
+
+    tensors = ("step",)
+    name: Literal["hierarchical"] = "hierarchical"
+    share: NonNegative = 0.5
+    """Weight of the second step's reward in that of the first."""
+    eps: NonNegative = 1e-8
+    """Added to the deviations."""
+
+
+Advantage = (
+    GroupAdvantage
+    | LeaveOneOut
+    | WhitenedReturns
+    | VirtualReward
+    | SmoothedAdvantage
+    | RankQuantiles
+    | NormaliseThenSum
+    | CriticAdvantage
+    | Hierarchical
+)
+
+# --- added to the rewards before the estimator
+
+
+class LengthReward(Choice):
+    """A trapezoid of the number of tokens: 0, up to 1, and down to 0 (`reward_shaping.length_reward`)."""
+
+    name: Literal["length"] = "length"
+    thresholds: tuple[Number, Number, Number, Number]
+    """Numbers of tokens at which it begins to rise, is 1, begins to fall, and is 0."""
+    coefficient: Number = 1.0
+    """Factor."""
+
+
+class OverlongPenalty(Choice):
+    """From 0 down to -1 over the last tokens allowed: DAPO (`reward_shaping.overlong_penalty`)."""
+
+    name: Literal["overlong"] = "overlong"
+    maximum: Count
+    """Tokens at which it is -1 (DAPO: 20480)."""
+    buffer: Count
+    """Tokens before that at which it is 0 (DAPO: 4096)."""
+
+
+class ConsistencyBonus(Choice):
+    """For right answers that a moving average of the model finds likely after the reasoning: GRPO-CARE
+    (`reward_shaping.consistency_bonus` of [accuracy] [B], [ema] and [answer_mask])."""
+
+    tensors = ("ema",)
+    name: Literal["consistency"] = "consistency"
+    coefficient: Number = 0.5
+    """Bonus of an accuracy of 1."""
+    margin: Number = 0.0
+    """How far below the mean of the group's right answers the likelihood may lie (general video: .01)."""
+    floor: Number = 0.1
+    """Accuracy above which an answer can get it."""
+    cap: Share = 0.95
+    """Most that a likelihood counts."""
+    decay: Share = 0.995
+    """Share of the average that an update keeps."""
+    every: Count = 10
+    """Optimiser steps between updates of the average."""
+
+
+class KlInReward(Choice):
+    """`-beta (l_old - l_ref)`: per token for whitened_returns, else summed over the row."""
+
+    tensors = ("ref",)
+    name: Literal["kl_in_reward"] = "kl_in_reward"
+    beta: NonNegative
+    """Weight (RLOO in TRL: .05, REINFORCE++ in OpenRLHF: .01)."""
+
+
+RewardTerm = LengthReward | OverlongPenalty | ConsistencyBonus | KlInReward
+
+# --- transforms of advantages, in order
+
+
+class BatchNormalise(Choice):
+    """z-scores over the batch (`token_advantages.batch_normalised`)."""
+
+    name: Literal["batch_normalise"] = "batch_normalise"
+    eps: NonNegative = 1e-8
+    """Added to the deviation."""
+
+
+class SigmaFilter(Choice):
+    """Advantages far from the mean become 0: StableReinforce (`token_advantages.sigma_filtered`)."""
+
+    name: Literal["sigma_filter"] = "sigma_filter"
+    limit: NonNegative = 3.0
+    """Standard deviations that are kept."""
+
+
+class Uncertainty(Choice):
+    """Times `exp(-alpha u)`, u the scatter of the scores that a group wrote, [scores] [B]: Q-Hawkeye
+    (`token_advantages.score_uncertainty`)."""
+
+    tensors = ("scores",)
+    name: Literal["uncertainty"] = "uncertainty"
+    alpha: Number = 0.2
+    """How much scatter counts."""
+    low: Number = 1.0
+    """Lowest score."""
+    high: Number = 5.0
+    """Highest score."""
+
+
+class TrajectoryDependency(Choice):
+    """Times a factor that grows with how much an answer depends on its picture, [masked_image]: VPPO
+    (`token_advantages.trajectory_weight`)."""
+
+    tensors = ("masked_image",)
+    name: Literal["trajectory_dependency"] = "trajectory_dependency"
+    minimum: Factor = 0.9
+    """Smallest factor; their mean is 1."""
+
+
+class ClampAdvantage(Choice):
+    """No larger than a limit on either side."""
+
+    name: Literal["clamp"] = "clamp"
+    limit: NonNegative
+    """Largest absolute advantage."""
+
+
+class PositiveOnly(Choice):
+    """Negative advantages become 0."""
+
+    name: Literal["positive_only"] = "positive_only"
+
+
+Transform = BatchNormalise | SigmaFilter | Uncertainty | TrajectoryDependency | ClampAdvantage | PositiveOnly

@@ -1,0 +1,37 @@
+"""What the functions of a recipe have in common: a name, constants, and the tensors that they read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+from genrl.config.section import Section
+
+Factor = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]  # in [0, 1]
+
+
+class Choice(Section):
+    """A function of a method, by name, and its constants. What it computes is in `genrl.objectives`."""
+
+    tensors: ClassVar[tuple[str, ...]] = ()
+    """What it reads beside rewards and log-probabilities: "ref" is `TokenBatch.ref_log_prob`, others are in `extra`."""
+
+    name: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """`tensors`, as far as its constants ask for them."""
+        return self.tensors
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Its name means what it does."""
+        cls.model_fields["name"].description = " ".join((cls.__doc__ or "").split())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core))
+        schema["properties"]["name"]["description"] = cls.model_fields["name"].description
+        return schema

@@ -1,0 +1,213 @@
+"""The settings of a method that is a recipe: a published one by name, and what is changed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
+
+from genrl.config.method import Finding
+from genrl.config.section import Count
+from genrl.config.unions import AnyOf
+from genrl.config.vlm_method import Row, VLMMethod
+from genrl.config.vlm_names import OUTPUTS
+from genrl.vlm.recipe.advantages import (
+    Advantage,
+    ConsistencyBonus,
+    CriticAdvantage,
+    Hierarchical,
+    NormaliseThenSum,
+    RewardTerm,
+    Transform,
+    WhitenedReturns,
+)
+from genrl.vlm.recipe.choice import Choice
+from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset, extra_forwards
+from genrl.vlm.recipe.presets import PRESETS, PresetName
+from genrl.vlm.recipe.regularisers import EntropyBonus, Regulariser
+from genrl.vlm.recipe.surrogates import GroupLoss, LinearBound, Regression, Surrogate
+from genrl.vlm.recipe.weights import EngineMismatch, TokenWeight
+
+if TYPE_CHECKING:
+    from genrl.config.vlm import VLMConfig
+
+ONE = ("advantage", "surrogate", "group_loss")
+SEVERAL = ("transforms", "weights", "regularisers", "reward_terms")
+OF_PICTURES = {"masked_image", "degraded", "ema", "divergence"}
+"""What only texts about pictures have (`Choice.tensors`)."""
+
+
+ByName = (Field(discriminator="name"), AnyOf(alone=True))
+
+
+class RecipeMethod(VLMMethod):
+    """A published method by name, and what is changed of it. A function is written by its name, `sapo`, or with
+    constants, `{name: clip, high: 0.28}`; constants that are not written are the preset's, where it has the function.
+    Without a name, `{high: 0.28}`, it is the preset's own."""
+
+    preset: PresetName = "grpo"
+    """The method; the functions below are null = as it has them."""
+    advantage: Annotated[Advantage, *ByName] | None = None
+    """From rewards to advantages."""
+    transforms: tuple[Annotated[Transform, *ByName], ...] | None = None
+    """Changes of the advantages, in order."""
+    weights: tuple[Annotated[TokenWeight, *ByName], ...] | None = None
+    """Factors per token."""
+    surrogate: Annotated[Surrogate, *ByName] | None = None
+    """Ratio and clip rule."""
+    group_loss: Annotated[GroupLoss, *ByName] | None = None
+    """A loss of whole groups, in its place."""
+    aggregation: Aggregation | None = None
+    """From terms per token to one number."""
+    regularisers: tuple[Annotated[Regulariser, *ByName], ...] | None = None
+    """Added to the loss; [] = none."""
+    reward_terms: tuple[Annotated[RewardTerm, *ByName], ...] | None = None
+    """Added to the rewards."""
+    updates: Count = 1
+    """Optimiser steps per pass over an iteration's answers, each on a part of the groups (GSPO: 4)."""
+    epochs: Count = 1
+    """Passes over an iteration's answers."""
+    micro_batch: Count | None = None
+    """Answers per pass of the model, to save memory; null = all of an update."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, written: Any) -> Any:
+        return cls.completed(written) if isinstance(written, Mapping) else written
+
+    @classmethod
+    def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With the constants that its functions have from the preset."""
+        own = PRESETS.get(written.get("preset", cls.model_fields["preset"].default))
+        if own is None:
+            return written
+        changes: dict[str, Any] = {}
+        for key in ONE:
+            known = [choice] if (choice := getattr(own, key)) is not None else []
+            if key in written:
+                value = written[key]
+                named = {"name": known[0].name, **value} if known and isinstance(value, Mapping) else value
+                changes[key] = _completed(named, known)
+        for key in SEVERAL:
+            if isinstance(written.get(key), list | tuple):
+                changes[key] = [_completed(value, getattr(own, key)) for value in written[key]]
+        return {**written, **changes}
+
+    @property
+    def composed(self) -> Preset:
+        """The functions: those that are written, else the preset's. Raises Contradiction."""
+        own = PRESETS[self.preset]
+        changes = {key: value for key in (*ONE, *SEVERAL, "aggregation") if (value := getattr(self, key)) is not None}
+        if "surrogate" in changes and "group_loss" not in changes:
+            changes["group_loss"] = None
+        if "group_loss" in changes and "surrogate" not in changes:
+            changes["surrogate"] = None
+        return replace(own, **changes)
+
+    def recipe(self, config: VLMConfig) -> Preset:
+        """`composed`, with what other sections decide: the weights of GDPO's rewards, the longest answer, and the
+        correction of an engine that samples."""
+        made = self.composed
+        if isinstance(made.advantage, NormaliseThenSum) and not made.advantage.weights:
+            weights = tuple(reward.weight for reward in config.rewards)
+            made = replace(made, advantage=made.advantage.model_copy(update={"weights": weights}))
+        if made.aggregation == "const":
+            made = replace(made, length=config.generation.max_new_tokens)
+        corrected = self.weights is not None or any(isinstance(one, EngineMismatch) for one in made.weights)
+        if config.generation.engine == "vllm" and not corrected and made.group_loss is None:
+            made = replace(made, weights=(*made.weights, EngineMismatch()))  # TRL's default
+        return made
+
+    @property
+    def name(self) -> str:
+        return self.preset
+
+    @property
+    def rows_per_pass(self) -> int | None:
+        return self.micro_batch
+
+    @property
+    def reference(self) -> bool:
+        return "ref" in self.composed.reads
+
+    @property
+    def average(self) -> tuple[float, int] | None:
+        bonus = next((one for one in self.composed.reward_terms if isinstance(one, ConsistencyBonus)), None)
+        return None if bonus is None else (bonus.decay, bonus.every)
+
+    @property
+    def bounds(self) -> bool:
+        return isinstance(self.composed.surrogate, LinearBound)
+
+    def iteration(self, config: VLMConfig) -> Iterator[Row]:
+        yield from super().iteration(config)
+        yield "updates", f"{self.updates * self.epochs:,}", f"{self.epochs} passes"
+        for forward in extra_forwards(self.composed):
+            yield "further forward", forward.extra, f"picture: {forward.image}, model: {forward.model}"
+
+    def problems(self, config: VLMConfig) -> Iterator[Finding]:
+        """Of functions that do not go together, or not with the other sections."""
+        try:
+            preset = self.composed
+        except Contradiction as error:
+            yield (self.key(error.field),), str(error)
+            return
+        if preset.output not in (None, config.vlm.output) and config.vlm.output in OUTPUTS.built_in:
+            text = f"{self.preset} is of models whose output is {preset.output}; write it, or preset: grpo"
+            yield ("trainer.preset", "vlm.output"), text
+            return
+        yield from self.refused(config, preset)
+
+    def refused(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
+        """What cannot work of functions that go together."""
+        yield from self._of_groups(config, preset)
+        yield from self._of_outputs(config, preset)
+
+    def key(self, field: str) -> str:
+        """Where a function was chosen: its own key, or the preset."""
+        return "trainer.preset" if getattr(self, field, None) is None else f"trainer.{field}"
+
+    def _of_groups(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
+        size, advantage = config.generation.group_size, preset.advantage
+        alone = isinstance(advantage, CriticAdvantage) or (
+            isinstance(advantage, WhitenedReturns) and not advantage.baseline
+        )
+        if size < 2 and not alone:
+            text = f"{advantage.name!r} compares the answers of a group; write 2 or more (8 is usual)"
+            yield ("generation.group_size",), text
+        if preset.group_loss is not None and self.micro_batch is not None and self.micro_batch < size:
+            text = f"{preset.group_loss.name!r} is a loss of whole groups; write {size} (generation.group_size) or more"
+            yield ("trainer.micro_batch",), text
+        if isinstance(preset.group_loss, Regression) and self.updates == self.epochs == 1:
+            text = "the regression compares with what the weights were; write 2 or more updates or epochs"
+            yield ("trainer.epochs",), text
+        number = len(advantage.weights) if isinstance(advantage, NormaliseThenSum) else 0
+        if number and number != len(config.rewards):
+            text = f"{number} weights for {len(config.rewards)} rewards; write one each"
+            yield (self.key("advantage"),), text
+
+    def _of_outputs(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
+        output, makes, pictured = config.vlm.output, config.vlm.makes, preset.reads & OF_PICTURES
+        if makes and any(isinstance(one, EntropyBonus) for one in preset.regularisers):
+            text = f"entropies of a model whose output is {output} have no gradient; nearest: entropy_penalty"
+            yield (self.key("regularisers"),), text
+        if makes and pictured:
+            text = f"it reads {min(pictured)}, of texts about pictures; this model's output is {output}"
+            yield ("trainer.preset",), f"{text}; nearest: grpo"
+        if isinstance(preset.advantage, Hierarchical) and output != "voxels" and output in OUTPUTS.built_in:
+            yield (self.key("advantage"),), "only answers of two steps have it; write vlm.output: voxels, or group"
+        if isinstance(preset.surrogate, LinearBound) and output != "masked_text" and output in OUTPUTS.built_in:
+            text = "its columns are bounds of a masked diffusion model; write output: masked_text, or surrogate: clip"
+            yield (self.key("surrogate"), "vlm.output"), text
+
+
+def _completed(written: Any, known: Sequence[Choice]) -> Any:
+    """A function with its constants; those that are not written are those of `known`, where it is there."""
+    if isinstance(written, str):
+        written = {"name": written}
+    if not isinstance(written, Mapping):
+        return written
+    own = next((choice for choice in known if choice.name == written.get("name")), None)
+    return written if own is None else {**own.model_dump(mode="json"), **written}

@@ -1,0 +1,121 @@
+"""A method for token policies, as the choices that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from genrl.vlm.recipe.advantages import Advantage, CriticAdvantage, Hierarchical, RewardTerm, Transform, WhitenedReturns
+from genrl.vlm.recipe.choice import Choice
+from genrl.vlm.recipe.regularisers import Regulariser
+from genrl.vlm.recipe.surrogates import GroupLoss, LinearBound, SequenceClip, Surrogate, Vespo
+from genrl.vlm.recipe.weights import OffPolicyMask, TokenWeight
+
+Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum", "otm", "balanced"]
+"""`token_aggregation.aggregate` has the formulas."""
+
+
+class Contradiction(ValueError):
+    """Choices that mean nothing together; `field` is the one to change."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(text)
+        self.field = field
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A method: `aggregate(-weight * surrogate(advantage) + KL) + regularisers`, or a loss of whole groups.
+
+    length: the divisor of aggregation "const", the longest completion allowed.
+    warmup: with a critic, iterations at the start that train it alone. kl_stop: with a critic, the mean of l_old - l
+    above which an iteration's updates end; None = they never do.
+    output: `vlm.output` of the models that it is for; None = any.
+    source: paper; notes: what belongs to the method and is not a setting of the loss, and what is our reading.
+    Raises Contradiction for a combination that means nothing.
+    """
+
+    advantage: Advantage
+    surrogate: Surrogate | None = None
+    aggregation: Aggregation = "token_mean_global"
+    reward_terms: tuple[RewardTerm, ...] = ()
+    transforms: tuple[Transform, ...] = ()
+    weights: tuple[TokenWeight, ...] = ()
+    regularisers: tuple[Regulariser, ...] = ()
+    group_loss: GroupLoss | None = None
+    length: int | None = None
+    warmup: int = 0
+    kl_stop: float | None = None
+    output: str | None = None
+    source: str = ""
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.surrogate is None) == (self.group_loss is None):
+            raise Contradiction("surrogate", "a preset needs a surrogate or a group_loss, and not both")
+        if self.group_loss is not None and self.weights:
+            raise Contradiction("weights", "a group loss compares whole completions: token weights do not apply to it")
+        if self.group_loss is not None and self.aggregation == "balanced":
+            raise Contradiction("aggregation", "a group loss compares whole completions: 'balanced' does not apply")
+        per_token = isinstance(self.advantage, WhitenedReturns | Hierarchical) or (
+            isinstance(self.advantage, CriticAdvantage) and self.advantage.level == "token"
+        )
+        rowwise = isinstance(self.surrogate, SequenceClip | Vespo | LinearBound) or self.group_loss is not None
+        if per_token and (rowwise or self.aggregation == "balanced"):
+            raise Contradiction(
+                "surrogate",
+                f"advantage {self.advantage.name!r} differs by token, but this loss needs one per completion; nearest: "
+                "surrogate 'sequence_token_clip'",
+            )
+        if any(isinstance(weight, OffPolicyMask) for weight in self.weights) and per_token:
+            raise Contradiction("weights", "the off-policy mask looks at the sign of one advantage per completion")
+        if self.aggregation == "const" and self.length is not None and self.length < 1:
+            raise Contradiction("length", f"length must be at least 1, got {self.length}")
+
+    @property
+    def choices(self) -> Iterator[Choice]:
+        """All of them."""
+        yield from (self.advantage, *self.reward_terms, *self.transforms, *self.weights, *self.regularisers)
+        yield from (one for one in (self.surrogate, self.group_loss) if one is not None)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What they read beside rewards and log-probabilities: names of `Choice.tensors`."""
+        return frozenset(name for choice in self.choices for name in choice.reads)
+
+
+@dataclass(frozen=True)
+class ExtraForward:
+    """One more evaluation of the same tokens, without gradient, that the trainer is asked for.
+
+    extra: its name in `TokenBatch.extra` ("ref": the field `ref_log_prob`). image: what the model is shown.
+    model: whose weights. when: once per "rollout" batch, or at each "update".
+    """
+
+    extra: str
+    image: Literal["same", "masked", "degraded"] = "same"
+    model: Literal["policy", "old", "ref", "ema"] = "old"
+    when: Literal["rollout", "update"] = "rollout"
+
+
+FORWARDS = (
+    ExtraForward("ref", model="ref"),
+    ExtraForward("masked_image", image="masked"),
+    ExtraForward("degraded", image="degraded", model="policy", when="update"),
+    ExtraForward("ema", model="ema"),
+)
+
+
+def extra_forwards(preset: Preset) -> tuple[ExtraForward, ...]:
+    """The further forwards that the preset's choices read, each once."""
+    return tuple(forward for forward in FORWARDS if forward.extra in preset.reads)
+
+
+def changed(preset: Preset) -> dict[str, object]:
+    """The fields of a preset that are not the defaults: what to print."""
+    return {
+        field.name: getattr(preset, field.name)
+        for field in fields(preset)
+        if getattr(preset, field.name) != field.default
+    }

@@ -1,0 +1,328 @@
+"""Every published method as settings: `PRESETS["vppo"]`.
+
+A preset holds the loss. Data, rewards and prompts of a system are named in its `notes`; "inferred" there marks a
+constant that its source does not give and that is ours. `recipe.changed(preset)` prints one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from genrl.vlm.recipe.advantages import (
+    BatchNormalise,
+    ConsistencyBonus,
+    CriticAdvantage,
+    GroupAdvantage,
+    Hierarchical,
+    KlInReward,
+    LeaveOneOut,
+    NormaliseThenSum,
+    RankQuantiles,
+    SigmaFilter,
+    SmoothedAdvantage,
+    TrajectoryDependency,
+    Uncertainty,
+    VirtualReward,
+    WhitenedReturns,
+)
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Kl, Perception, ValueLoss
+from genrl.vlm.recipe.surrogates import (
+    Cispo,
+    Classification,
+    Clip,
+    DistributionMatching,
+    DynamicClip,
+    ElasticClip,
+    LinearBound,
+    LogClamp,
+    Preference,
+    Regression,
+    Reinforce,
+    Sapo,
+    SequenceClip,
+    SequenceTokenClip,
+    Vespo,
+)
+from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, StepMeans, TopDependency, TopEntropy
+
+PresetName = Literal[
+    "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "luspo", "cispo", "sapo", "vespo", "rloo",
+    "reinforce_pp", "reinforce_pp_baseline", "gdpo", "ngrpo", "dcpo", "etr", "balanced", "forking_tokens",
+    "off_policy_mask", "vppo", "tw_grpo", "q_hawkeye", "g2rpo", "grpo_care", "stable_reinforce", "spine",
+    "para_grpo", "reg_grpo", "real", "dmpo", "dpo", "hi_grpo", "vl_dac", "poad", "bgpo", "just_grpo", "conan",
+    "vrag_rl", "time_master", "med_vl_thinker", "patho_r1", "lmm_r1", "k_frames", "jigsaw", "syn_grpo",
+]  # fmt: skip
+
+_Z = GroupAdvantage()  # TRL and the trainers made from R1-V: std + 1e-4
+_Z_VERL = GroupAdvantage(eps=1e-6)  # verl and EasyR1
+_DAPO_CLIP = Clip(low=0.2, high=0.28)
+_GRPO = Preset(_Z, Clip(), "seq_mean", regularisers=(Kl(beta=0.04),), source="arXiv 2402.03300")
+_REINFORCE_PP = Preset(
+    WhitenedReturns(),
+    Clip(),
+    "seq_mean",
+    reward_terms=(KlInReward(beta=0.01),),
+    source="arXiv 2501.03262",
+    notes="beta is OpenRLHF's default; no groups are needed",
+)
+# of trainers that have a KL k3 of .01
+_VERL_KL = Preset(_Z_VERL, Clip(), "token_mean", regularisers=(Kl(beta=0.01),))
+_SEQ_KL = Preset(_Z, Clip(), "seq_mean", regularisers=(Kl(beta=0.01),))
+
+PRESETS: dict[PresetName, Preset] = {
+    # --- methods of language models that carry over to pictures unchanged
+    "grpo": _GRPO,
+    "dr_grpo": Preset(
+        GroupAdvantage(scale="none"),
+        Clip(),
+        "const",
+        source="arXiv 2503.20783",
+        notes="the divisor is the longest completion allowed",
+    ),
+    "dapo": Preset(
+        _Z,
+        _DAPO_CLIP,
+        "token_mean_global",
+        source="arXiv 2503.14476",
+        notes="groups without spread are dropped and drawn again; overlong rows are masked or get OverlongPenalty",
+    ),
+    "bnpo": Preset(_Z, Clip(), "token_mean", source="TRL loss_type bnpo"),
+    "gspo": Preset(_Z, SequenceClip(), "seq_mean", source="arXiv 2507.18071", notes="4 updates per rollout"),
+    "gspo_token": Preset(_Z, SequenceTokenClip(), "seq_mean", source="arXiv 2507.18071"),
+    "luspo": Preset(_Z, SequenceClip(), "seq_sum", source="TRL loss_type luspo"),
+    "cispo": Preset(_Z, Cispo(), "token_mean_global", source="arXiv 2506.13585"),
+    "sapo": Preset(_Z, Sapo(), "seq_mean", source="arXiv 2511.20347"),
+    "vespo": Preset(_Z, Vespo(), "token_mean_global", source="TRL loss_type vespo"),
+    "rloo": Preset(
+        LeaveOneOut(),
+        Reinforce(),
+        "seq_mean",
+        reward_terms=(KlInReward(beta=0.05),),
+        source="arXiv 2402.14740",
+        notes="beta is TRL's default",
+    ),
+    "reinforce_pp": _REINFORCE_PP,
+    "reinforce_pp_baseline": replace(_REINFORCE_PP, advantage=WhitenedReturns(baseline=True)),
+    "gdpo": Preset(
+        NormaliseThenSum(),
+        Clip(),
+        "seq_mean",
+        source="arXiv 2601.05242; TRL normalize_then_sum",
+        notes="weights are those of the rewards",
+    ),
+    "ngrpo": Preset(
+        VirtualReward(),
+        Clip(low=0.16, high=0.24),
+        "token_mean",
+        source="arXiv 2509.18851 and code",
+        notes="groups that are all correct are dropped; rewards are at most `best`",
+    ),
+    "dcpo": Preset(
+        SmoothedAdvantage(),
+        DynamicClip(),
+        "otm",
+        source="arXiv 2509.02333 and code",
+        notes="statistics by prompt are part of a checkpoint; the scripts have widths .2 and .28",
+    ),
+    "etr": Preset(_Z, ElasticClip(), "seq_mean", source="abstract", notes="experimental: form and constants inferred"),
+    "balanced": Preset(_Z, Clip(), "balanced", source="abstract", notes="signs pooled over a micro-batch: inferred"),
+    "forking_tokens": Preset(
+        _Z, _DAPO_CLIP, "token_mean_global", weights=(TopEntropy(share=0.2),), source="arXiv 2506.01939"
+    ),
+    "off_policy_mask": Preset(
+        _Z,
+        Clip(),
+        "seq_mean",
+        weights=(OffPolicyMask(threshold=0.5),),
+        source="DeepSeek-V3.2; TRL",
+        notes="threshold inferred",
+    ),
+    # --- vision-language systems whose loss is their own
+    "vppo": Preset(
+        _Z_VERL,
+        Clip(low=0.2, high=0.28, dual=3.0),
+        "token_mean",
+        transforms=(TrajectoryDependency(minimum=0.9),),
+        weights=(TopDependency(share=0.4),),
+        regularisers=(EntropyPenalty(coefficient=0.06),),
+        source="VPPO, paper and code",
+        notes="masked picture: patches of 14 pixels black with probability .5; groups filtered; aggregation as coded, "
+        "the paper has seq_mean; penalty .12 for 8B",
+    ),
+    "tw_grpo": Preset(
+        _Z,
+        Clip(),
+        "token_mean",
+        weights=(Divergence(alpha=1.7),),
+        source="TW-GRPO, paper and code",
+        notes="with a KL: Kl(weighted=True); multi-choice soft accuracy as reward, questions inverted to multi-choice",
+    ),
+    "q_hawkeye": Preset(
+        _Z,
+        Clip(),
+        "seq_mean",
+        transforms=(Uncertainty(alpha=0.2),),
+        regularisers=(Kl(beta=0.04), Perception()),
+        source="Q-Hawkeye, paper and code",
+        notes="gamma falls to 0 over 5 epochs (objectives.decay.cosine); G = 4; reward_shaping.score_reward + .8 "
+        "format",
+    ),
+    "g2rpo": Preset(
+        RankQuantiles(),
+        Clip(),
+        "seq_mean",
+        regularisers=(EntropyBand(coefficient=0.01, low=0.2, high=0.9),),
+        source="OpenVLThinkerV2",
+        notes="band and its coefficient inferred (they are per task); a LengthReward per task; ranks within the group",
+    ),
+    "grpo_care": Preset(
+        _Z,
+        Clip(),
+        "seq_mean",
+        reward_terms=(ConsistencyBonus(),),
+        source="arXiv 2506.16141",
+        notes="on policy, one update per rollout; reference is the policy's moving average, decay .995, every 10 "
+        "steps; margin .01 for general video",
+    ),
+    "stable_reinforce": Preset(
+        WhitenedReturns(eps=0.0),
+        LogClamp(),
+        "seq_mean",
+        reward_terms=(KlInReward(beta=1e-3),),
+        transforms=(SigmaFilter(limit=3.0),),
+        source="arXiv 2505.02835",
+        notes="R1-Reward; reward accuracy (1 + .5 consistency) + .5 format, consistency from a judge; G = 1",
+    ),
+    "spine": Preset(
+        _Z,
+        Clip(),
+        "seq_mean",
+        weights=(TopEntropy(share=0.2, scope="row"),),
+        regularisers=(EntropyBand(coefficient=0.01, low=0.25, high=0.75, bounds="quantile", tokens="weighted"),),
+        source="abstract",
+        notes="reward: majority vote of the group, no labels; share, quantiles and coefficient inferred",
+    ),
+    "para_grpo": Preset(
+        _Z,
+        Clip(),
+        "token_mean",
+        transforms=(BatchNormalise(),),
+        weights=(EngineMismatch(level="token", mode="mask", high=5.0),),
+        regularisers=(Kl(beta=0.01),),
+        source="ParaVT",
+        notes="forced prefix `<think>` with mask 0; a random frame budget per prompt; rewards accuracy + format + tool",
+    ),
+    "reg_grpo": Preset(
+        _Z,
+        None,
+        "seq_mean",
+        regularisers=(Kl(beta=0.04),),
+        group_loss=Regression(),
+        source="arXiv 2506.07464",
+        notes="DeepVideo-R1; two updates per rollout or more, with gradient clipping; augmentation by difficulty; eps "
+        "and beta inferred",
+    ),
+    "real": Preset(_Z, None, "seq_mean", group_loss=Classification(), source="REAL; group rule of ms-swift"),
+    "dmpo": Preset(
+        _Z, None, "seq_mean", group_loss=DistributionMatching(), source="abstract", notes="experimental: inferred"
+    ),
+    "dpo": Preset(
+        _Z,
+        None,
+        "seq_mean",
+        group_loss=Preference(),
+        source="arXiv 2305.18290; on pairs of its own drawings as in the study of Janus-Pro, arXiv 2505.17017",
+        notes="the best and the worst of each group are the pair; the reference is the model before training",
+    ),
+    "hi_grpo": Preset(
+        Hierarchical(share=0.5),
+        _DAPO_CLIP,
+        "token_mean_global",
+        weights=(StepMeans(),),
+        regularisers=(Kl(beta=0.01, weighted=True),),
+        output="voxels",
+        source="AR3D-R1, arXiv 2512.10949",
+        notes="each answer thinks and makes a coarse shape, then thinks and makes a fine one; rewards of six rendered "
+        "views (maximum, sum); G = 8; the paper keeps the KL and decouples the clip; share and both constants inferred",
+    ),
+    # --- agents with a critic: advantages come from genrl.objectives.tokens.token_credit, run over episodes
+    "vl_dac": Preset(
+        CriticAdvantage(level="step", gamma=0.95, lam=0.95),
+        Clip(low=0.1, high=0.1, drop_above=10.0),
+        "seq_mean",
+        transforms=(BatchNormalise(),),
+        regularisers=(Kl(beta=0.04), ValueLoss(coefficient=0.5, clip=0.1)),
+        warmup=2,
+        source="VL-DAC, paper and code",
+        notes="a value head on the detached state of the last prompt token; gamma .9 to .99 by environment; a row is "
+        "one environment step",
+    ),
+    "poad": Preset(
+        CriticAdvantage(level="token", gamma=0.95, lam=0.95),
+        Clip(),
+        "token_mean",
+        transforms=(BatchNormalise(),),
+        regularisers=(EntropyBonus(coefficient=0.01), ValueLoss(coefficient=0.5, clip=0.2)),
+        kl_stop=0.02,
+        source="arXiv 2405.15821",
+        notes="a value per token; an iteration's updates end where the mean of l_old - l exceeds kl_stop; weights of "
+        "entropy and value are inferred",
+    ),
+    # --- diffusion language models
+    "bgpo": Preset(
+        _Z,
+        LinearBound(),
+        "seq_mean",
+        output="masked_text",
+        source="arXiv 2510.11683",
+        notes="for a masked diffusion language model: log_prob [B, M] are M samples of the ELBO, run backwards one by "
+        "one",
+    ),
+    "just_grpo": Preset(
+        _Z,
+        Clip(),
+        "seq_mean",
+        output="masked_text",
+        source="JustGRPO, paper and code",
+        notes="for a masked diffusion language model: the log-prob of position t with all later positions masked, run "
+        "backwards position by position",
+    ),
+    # --- systems whose own part is data, rewards or tools
+    "conan": replace(
+        _SEQ_KL,
+        source="Conan",
+        notes="multi-turn video; outcome + clue + action + .5 format; tool turns have mask 0; aggregation inferred",
+    ),
+    "vrag_rl": replace(
+        _VERL_KL,
+        source="VRAG-RL",
+        notes="search and crop in up to 4 turns; .7 judge + .1 rule + .2 NDCG; observations have mask 0",
+    ),
+    "time_master": replace(_VERL_KL, source="TimeMaster", notes="plots of time series; .9 correct + .1 format; G = 5"),
+    "med_vl_thinker": replace(
+        _VERL_KL, source="MedVLThinker", notes="prompts that the model always or never solves are dropped; G = 8"
+    ),
+    "patho_r1": replace(_SEQ_KL, source="Patho-R1", notes="pretraining, SFT, then this or DAPO; aggregation inferred"),
+    "lmm_r1": Preset(
+        WhitenedReturns(baseline=True),
+        Clip(),
+        "seq_mean",
+        reward_terms=(KlInReward(beta=1e-3),),
+        source="LMM-R1",
+        notes="two stages, text only and then with pictures; G = 16",
+    ),
+    "k_frames": replace(
+        _SEQ_KL,
+        source="K-frames, abstract",
+        notes="reward: a frozen model answers from the chosen clips, and format; loss inferred",
+    ),
+    "jigsaw": replace(_SEQ_KL, source="Jigsaw-R1", notes="shuffled patches; accuracy + .5 format; G = 8, curriculum"),
+    "syn_grpo": replace(
+        _GRPO,
+        source="Syn-GRPO, abstract",
+        notes="GRPO; what is new is data: pictures synthesised from the policy's descriptions, and a reward for "
+        "diversity",
+    ),
+}

@@ -1,0 +1,182 @@
+"""Rules of ratio and clip (`genrl.objectives.tokens.token_surrogates`), and losses of whole groups in their place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from genrl.config.section import NonNegative, Number, Positive
+from genrl.vlm.recipe.choice import Choice
+
+
+class Clip(Choice):
+    """PPO's clip of the ratio of each token: GRPO, DAPO."""
+
+    name: Literal["clip"] = "clip"
+    low: NonNegative = 0.2
+    """The ratio is clipped below 1 - low."""
+    high: NonNegative = 0.2
+    """The ratio is clipped above 1 + high (DAPO: .28)."""
+    cap: Positive | None = None
+    """Largest ratio where the clip does not bind (INTELLECT-2's two-sided clip); null = none."""
+    dual: Positive | None = None
+    """Negative advantages: the objective is at least dual * A (verl: 3); null = unbounded."""
+    drop_above: Positive | None = None
+    """Rows with a ratio above it keep the clipped branch alone (VL-DAC: 10); null = none do."""
+
+
+class ElasticClip(Choice):
+    """`clip` with widths that grow with the advantage and the group's spread: ETR, experimental."""
+
+    name: Literal["elastic_clip"] = "elastic_clip"
+    low: NonNegative = 0.2
+    """Narrowest width below 1."""
+    high: NonNegative = 0.2
+    """Narrowest width above 1."""
+    alpha: NonNegative = 0.5
+    """Growth with the advantage."""
+    gamma: NonNegative = 0.5
+    """Growth with the spread."""
+
+
+class SequenceClip(Choice):
+    """PPO's clip of one ratio per row, the geometric mean of its tokens': GSPO, LUSPO."""
+
+    name: Literal["sequence_clip"] = "sequence_clip"
+    low: NonNegative = 3e-4
+    """The ratio is clipped below 1 - low."""
+    high: NonNegative = 4e-4
+    """The ratio is clipped above 1 + high."""
+
+
+class SequenceTokenClip(Choice):
+    """`sequence_clip` with an advantage per token: GSPO-token."""
+
+    name: Literal["sequence_token_clip"] = "sequence_token_clip"
+    low: NonNegative = 3e-4
+    """The ratio is clipped below 1 - low."""
+    high: NonNegative = 4e-4
+    """The ratio is clipped above 1 + high."""
+
+
+class DynamicClip(Choice):
+    """PPO's clip with bounds by the token's old probability: DCPO."""
+
+    name: Literal["dynamic_clip"] = "dynamic_clip"
+    low: NonNegative = 0.16
+    """Width below 1 (the scripts: .2)."""
+    high: NonNegative = 0.2
+    """Width above 1 (the scripts: .28)."""
+    maximum: Positive = 10.0
+    """Largest upper bound."""
+    dual: Positive = 10.0
+    """Negative advantages: the objective is at least dual * A."""
+
+
+class LogClamp(Choice):
+    """`clip` of a ratio that is clamped before the exponential: StableReinforce."""
+
+    name: Literal["log_clamp"] = "log_clamp"
+    delta: Positive = 1e3
+    """The ratio stays within 1 / delta and delta."""
+    low: NonNegative = 0.2
+    """The ratio is clipped below 1 - low."""
+    high: NonNegative = 0.2
+    """The ratio is clipped above 1 + high."""
+
+
+class Cispo(Choice):
+    """The clipped ratio as a weight without gradient: CISPO."""
+
+    name: Literal["cispo"] = "cispo"
+    lowest: NonNegative = 0.0
+    """Smallest weight."""
+    highest: NonNegative = 5.0
+    """Largest weight."""
+
+
+class Sapo(Choice):
+    """A soft gate of the ratio: SAPO."""
+
+    name: Literal["sapo"] = "sapo"
+    positive: Positive = 1.0
+    """Steepness of the gate for positive advantages."""
+    negative: Positive = 1.05
+    """Steepness of the gate for the others."""
+
+
+class Reinforce(Choice):
+    """The policy gradient itself, without a ratio."""
+
+    name: Literal["reinforce"] = "reinforce"
+
+
+class Vespo(Choice):
+    """A soft weight by the ratio W of the row, `W^k exp(lambda (1 - W))`: VESPO."""
+
+    name: Literal["vespo"] = "vespo"
+    positive: tuple[Number, Number] = (2.0, 3.0)
+    """k and lambda for advantages of 0 or more."""
+    negative: tuple[Number, Number] = (3.0, 2.0)
+    """k and lambda for the others."""
+
+
+class LinearBound(Choice):
+    """A linear lower bound of the objective, of samples of a masked diffusion model's evidence bound in place of
+    log-probabilities of tokens: BGPO (`masked_diffusion.linear_bound_loss`)."""
+
+    name: Literal["linear_bound"] = "linear_bound"
+
+
+Surrogate = (
+    Clip
+    | ElasticClip
+    | SequenceClip
+    | SequenceTokenClip
+    | DynamicClip
+    | LogClamp
+    | Cispo
+    | Sapo
+    | Reinforce
+    | Vespo
+    | LinearBound
+)
+
+# --- losses of whole groups, in place of weights, surrogate and aggregation
+
+
+class Regression(Choice):
+    """Log-ratios regressed on advantages: Reg-GRPO (`group_losses.regression_loss`)."""
+
+    name: Literal["regression"] = "regression"
+    eps: Positive = 1e-6
+    """Added to the deviation of the log-ratios."""
+
+
+class Classification(Choice):
+    """Answers of positive advantage told from the others: REAL (`group_losses.classification_loss`)."""
+
+    name: Literal["classification"] = "classification"
+    tau: Positive = 0.5
+    """Temperature."""
+
+
+class DistributionMatching(Choice):
+    """The model's distribution over a group's answers brought to that of their rewards: DMPO, experimental
+    (`group_losses.distribution_matching_loss`)."""
+
+    name: Literal["distribution_matching"] = "distribution_matching"
+    tau: Positive = 1.0
+    """Temperature of the rewards."""
+
+
+class Preference(Choice):
+    """DPO on the best and the worst answer of each group (`preference.dpo_loss`). A group without spread has no pair,
+    and counts in the mean."""
+
+    tensors = ("ref",)
+    name: Literal["preference"] = "preference"
+    beta: Positive = 0.1
+    """Weight of the log-ratios to the model before training."""
+
+
+GroupLoss = Regression | Classification | DistributionMatching | Preference

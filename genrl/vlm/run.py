@@ -1,0 +1,384 @@
+"""One process of a run that trains a vision-language model: answers drawn, estimated together with those of the other
+processes, and what is measured of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
+from genrl.config.vlm import VLMConfig
+from genrl.config.vlm_method import VLMMethod
+from genrl.runtime.frame import halvings, say_result
+from genrl.runtime.loop import Loop
+from genrl.runtime.pictures import save_samples
+from genrl.runtime.process import Process
+from genrl.runtime.run import read_metrics, write_atomic
+from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
+from genrl.vlm.methods.dealing import Update, dealt, everyones, ours
+from genrl.vlm.methods.estimate import Estimate, estimate
+from genrl.vlm.methods.extras import Average, computed
+from genrl.vlm.policies.contract import SequencePolicy
+from genrl.vlm.policies.folder import save_model
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.method import RecipeMethod
+from genrl.vlm.recipe.preset import Preset
+from genrl.vlm.rollout import artefacts
+from genrl.vlm.rollout.augment import augmented, gaps
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.passes import leave_out
+from genrl.vlm.rollout.rollout import Answers, draw, joined, totals, worth
+from genrl.vlm.rollout.synthesis import Synthesis
+from genrl.vlm.rollout.token_batch import TokenBatch
+from genrl.vlm.tasks.rows import Row
+from rewards.contract import Reward
+
+SHOWN = 32
+"""Answers of an evaluation that are written into samples/."""
+SEEN = 0.02
+"""Accuracy or success with pictures over that without them, below which reinforcement has nothing to work on."""
+SAMPLER_GAP = 0.1
+"""Mean difference of log-probabilities between sampler and trainer above which something is wrong (spec 6.3)."""
+
+
+class Estimated(NamedTuple):
+    """batch: this process's rows, with advantages and weights, `extra["row"]` their numbers; found: what `estimate`
+    says of all of them; updates: how they are shared out."""
+
+    batch: TokenBatch
+    found: Estimate
+    updates: list[Update]
+
+
+class Headed(NamedTuple):
+    """What a loss is called with where a method trains modules beside the policy."""
+
+    policy: Policy
+    heads: Mapping[str, nn.Module]
+
+
+@dataclass
+class AnswersRun:
+    """One process of one run; `loop` is set once it is opened.
+
+    reference: the model before training where the loss reads it and there is no LoRA."""
+
+    process: Process
+    stage_config: VLMConfig
+    """The configuration of the present stage; `loop.config` is that of the run."""
+    preset: Preset | None
+    policy: Policy
+    reference: Policy | None
+    average: Average | None
+    opened: Mapping[str, Reward]
+    questions: Questions
+    heads: Mapping[str, nn.Module] = field(default_factory=dict)
+    """What the method trains beside the policy."""
+    synthesis: Synthesis | None = None
+    stage: int = -1
+    """Whose questions and method these are; -1: none was entered."""
+    loop: Loop = field(init=False, repr=False)
+    held_out: Questions | None = None
+    """The questions of evaluations, read when they are first needed."""
+    shown: artefacts.Shown = field(default_factory=artefacts.Shown)
+    """What the last evaluation made that is no text."""
+
+    @property
+    def config(self) -> VLMConfig:
+        return self.stage_config
+
+    @property
+    def settings(self) -> Any:
+        """Of the method."""
+        return self.config.trainer
+
+    def begin(self, found: Path | None) -> None:
+        """Average and stage go into checkpoints."""
+        if self.average is not None:
+            self.loop.keep("average", self.average)
+
+    @property
+    def bounds(self) -> bool:
+        """Whether the columns of the log-probabilities are estimates of a bound instead of tokens: BGPO."""
+        return self.config.trainer.bounds
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What the loss reads beside rewards and log-probabilities."""
+        return frozenset() if self.preset is None else self.preset.reads
+
+    def enter(self) -> None:
+        """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""
+        whole: VLMConfig = self.loop.config
+        number, config = whole.at(self.loop.iteration)
+        if number == self.stage:
+            return
+        self.stage, self.stage_config, self.preset = number, config, config.trainer.recipe(config)
+        self.questions = Questions(config, "train")
+        leave_out(config, self.questions, self.policy, self.loop, number)
+
+    def draw(self) -> tuple[Answers, dict[str, float]]:
+        """This process's groups of the iteration, and figures of all processes' answers, those left out included."""
+        self.enter()
+        config, loop = self.config, self.loop
+        wanted, processes = config.generation.prompts_per_iteration, loop.process.accelerator.num_processes
+        share, rank = wanted // processes, loop.process.accelerator.process_index
+        drawn: list[Answers] = []
+        kept: list[Answers] = []
+        mine: list[int] = [0] * processes
+        memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
+        described: Answers | None = None
+        first = loop.memory.get("questions", 0)
+        for _ in range(config.trainer.rounds):
+            loop.phase("answering", share * config.generation.group_size)
+            numbers = self.questions.asked(loop.iteration, first, wanted)[rank * share : (rank + 1) * share]
+            rows = [self.questions[number] for number in numbers]
+            if self.synthesis is not None:
+                rows = self.synthesis.replaced(rows)
+            with loop.timed("rollout"):
+                found = self._ask(rows, "answers", loop.iteration, first)
+                drawn.append(found)
+                if config.augmentation is not None:
+                    gap, memory = gaps(config, loop, found)
+                    if gap is not None:
+                        ask = partial(self._ask, iteration=loop.iteration, first=first)
+                        found = augmented(config, found, gap, ask, loop.iteration)
+                if self.synthesis is not None:
+                    chosen = numbers[-self.synthesis.settings.questions :]
+                    asked = [self.synthesis.described(number) for number in chosen]
+                    described = self._ask(asked, "describe", loop.iteration, first)
+            loop.check_stop()
+            first += wanted
+            kept.append(found.chosen(worth(config, found)))
+            mine = [a + b for a, b in zip(mine, gather_object([len(kept[-1].rows)]), strict=True)]
+            if sum(mine) >= wanted:
+                break
+        loop.memory |= memory | {"questions": first}
+        # of more groups than wanted, the first of each process are left out last
+        before, room = sum(mine[:rank]), wanted
+        own = joined(kept)
+        answers = own.chosen(list(range(max(0, min(mine[rank], room - before)))))
+        row = self._answered(joined(drawn), len(drawn), min(sum(mine), wanted) / (wanted * len(drawn)))
+        if self.synthesis is not None and described is not None:
+            paid, figures = self.synthesis.paid(drawn[0])
+            self.synthesis.park(chosen, described)
+            answers, row = joined([answers, *paid]), row | figures
+        return answers, row
+
+    def _ask(self, rows: Sequence[Row], key: str, iteration: int, first: int) -> Answers:
+        """Groups of answers to these questions. key: of which kind, part of the samples' keys."""
+        return (artefacts.draw if isinstance(self.policy, SequencePolicy) else draw)(
+            self.policy,
+            self.config,
+            self.opened,
+            rows,
+            (self.config.seed, key, iteration, first),
+            advance=self.loop.advance_or_leave,
+        )
+
+    def _answered(self, drawn: Answers, rounds: int, share: float) -> dict[str, float]:
+        config = self.config
+        mine = {"tokens": drawn.mask.sum(1).double(), "cut": drawn.cut.double(), "total": totals(config, drawn.scores)}
+        mine |= {f"reward/{label}": values for label, values in drawn.scores.items()}
+        every = gather_object([mine])
+        joint = {name: torch.cat([one[name] for one in every]) for name in mine}
+        seconds = max(gather_object([self.loop.timings["rollout"]]))
+        row = {
+            "rollout/tokens_mean": float(joint["tokens"].mean()),
+            "rollout/cut": float(joint["cut"].mean()),
+            "rollout/rounds": float(rounds),
+            "rollout/kept": share,
+            "tokens_per_s": float(joint["tokens"].sum()) / seconds,
+        }
+        for name in ("total", *(f"reward/{label}" for label in drawn.scores)):
+            label = "reward/total" if name == "total" else name
+            scored = joint[name][~joint[name].isnan()]
+            row[f"{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")
+            row[f"{label}_std"] = float(scored.std(correction=0)) if len(scored) else float("nan")
+            if name != "total":
+                row[f"{label}_failed"] = float(joint[name].isnan().sum())
+        return row
+
+    def estimate(self, answers: Answers) -> Estimated | None:
+        """Advantages and weights of this process's answers, from those of all processes; None where there are none."""
+        config, loop, rank = self.config, self.loop, self.loop.process.accelerator.process_index
+        counts = gather_object([len(answers.rows)])
+        if sum(counts) == 0:
+            return None
+        size, settings, preset = config.generation.group_size, cast(RecipeMethod, config.trainer), self.preset
+        assert preset is not None, "the methods whose answers are estimated have one"
+        updates = dealt(
+            answers.mask,
+            size,
+            updates=settings.updates,
+            micro=settings.micro_batch,
+            seed=config.seed,
+            loop=loop,
+            whole_groups=preset.group_loss is not None,
+        )
+        parts = [part for update in updates for part in update.parts]
+        loop.phase("estimating", 0)
+        with loop.timed("estimate"), loop.fitting():
+            mine: dict[str, Any] = computed(
+                self.policy, self.reference, self.average, answers, parts, self.reads, config, loop.iteration
+            )
+        loop.check_stop()
+        mine |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}
+        if self.bounds:
+            mine["mask"] = torch.ones(mine["old"].shape, dtype=torch.bool)
+        else:
+            mine["sampler"] = answers.sampler_log_prob
+        whole = everyones(mine)
+        batch = TokenBatch(
+            mask=whole.pop("mask"),
+            group=torch.arange(sum(counts)).repeat_interleave(size),
+            rewards=whole.pop("rewards"),
+            old_log_prob=whole.pop("old"),
+            sampler_log_prob=whole.pop("sampler", None),
+            ref_log_prob=whole.pop("ref", None),
+            extra=whole,
+        )
+        prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
+        visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
+        found = estimate(preset, batch, prompts=prompts, visits=visits)
+        if found.visits:
+            loop.memory["visits"] = {name: list(entry) for name, entry in found.visits.items()}
+        if loop.iteration == 0 and not self.bounds:
+            check_gap(found.metrics["sampler_gap_mean"])
+        own = ours(found.batch, [count * size for count in counts], rank, mine["mask"].shape[1])
+        return Estimated(own, found, updates)
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """The most probable answers to held-out questions; at the ends of the run with black pictures, too."""
+        whole: VLMConfig = self.loop.config
+        if whole.ema is not None:
+            self.weights_changed()
+        found = self._asked(whole, blind=False)
+        assert self.held_out is not None
+        row = figures(whole, found)
+        if iteration in (0, whole.iterations) and whole.evaluation.blind and shows_pictures(self.held_out):
+            blind = figures(whole, self._asked(whole, blind=True))["eval/accuracy_mean"]
+            row["eval/accuracy_blind"] = blind
+            if iteration == 0:
+                warn_blind(self.process, row["eval/accuracy_mean"], blind, "answers are right")
+        if self.process.is_main:
+            self._write(found, iteration)
+        if whole.ema is not None:  # the caller puts the trained ones back
+            self.weights_changed()
+        return row
+
+    def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
+        if self.held_out is None:
+            self.held_out = Questions(whole, "eval")
+        numbers = np.array_split(np.arange(len(self.held_out)), self.process.accelerator.num_processes)
+        self.loop.phase("evaluating", len(self.held_out))
+        mine = numbers[self.process.rank].tolist()
+        asked = (self.policy, whole, self.opened, self.held_out, mine)
+        if isinstance(self.policy, SequencePolicy):
+            self.shown = artefacts.Shown()
+            own = artefacts.judge(*asked, shown=self.shown, blind=blind, advance=self.loop.advance_or_leave)
+        else:
+            own = judge(*asked, blind=blind, advance=self.loop.advance_or_leave)
+        every = gather_object([own])
+        found: Judged = every[0]
+        for part in every[1:]:
+            found = found.joined(part)
+        return found
+
+    def _write(self, found: Judged, iteration: int) -> None:
+        samples = self.process.run.samples
+        lines = [
+            json.dumps({"question": name, "answer": text, **{label: v[k] for label, v in found.scores.items()}})
+            for k, (name, text) in enumerate(zip(found.names[:SHOWN], found.texts, strict=False))
+        ]
+        samples.mkdir(parents=True, exist_ok=True)
+        for name, sound in self.shown.sounds.items():
+            write_atomic(samples / f"step-{iteration:06d}-{name}.wav", sound)
+        if self.shown.images:
+            number = len(self.shown.images)
+            scores = {label: values[:number] for label, values in found.scores.items()}
+            sheet = save_samples(samples, iteration, self.shown.images, found.names[:number], scores)
+            self.process.log.log_picture(iteration, "samples/grid", sheet)
+        write_atomic(samples / f"step-{iteration:06d}.jsonl", "\n".join(lines) + "\n")
+
+    def export(self, folder: Path) -> None:
+        """Checkpoints hold the trained weights alone."""
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Answers per pass, and the smaller numbers that can be taken."""
+        generation = self.config.generation
+        rows = generation.prompts_per_iteration * generation.group_size
+        return pass_sizes(
+            self.config, rows, whole_groups=self.preset is not None and self.preset.group_loss is not None
+        )
+
+    def resize(self, size: int) -> None:
+        """From here on a pass has so many answers."""
+        self.loop.config = resized(self.loop.config, size)
+        self.stage_config = resized(self.stage_config, size)
+
+    def forget(self) -> None:
+        """Answers of an iteration that is undone are no part of this; the weights are those of its beginning."""
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Tell an engine with a copy of them, where there is one, outside of an optimiser's steps."""
+        if getattr(self.policy, "sampler", None) is not None:
+            self.policy.sampler.stepped()
+
+    def conclude(self) -> None:
+        """The end of a run, complete or not: the model's folder, report, and where they are."""
+        save_result(self.loop, self.policy, "accuracy", pictures="curves")
+
+
+def warn_blind(process: Process, seeing: float, blind: float, what: str) -> None:
+    """Say that the model does not see what it is asked, where black pictures do as well."""
+    if seeing - blind < SEEN:
+        process.progress.say(
+            f"warning: {seeing:.3f} of the {what}, {blind:.3f} with black pictures: the model does not go by what it "
+            "sees, and reinforcement learning will hardly teach it to"
+        )
+
+
+def pass_sizes(config: VLMConfig, rows: int, *, whole_groups: bool) -> list[int]:
+    """Rows per pass of the model, of `rows` in an iteration, and the smaller numbers that can be taken."""
+    size = config.generation.group_size if whole_groups else 1
+    return halvings(config.trainer.rows_per_pass or rows, size)
+
+
+def resized(config: VLMConfig, size: int) -> VLMConfig:
+    """The configuration with so many rows per pass, or fewer where a stage has fewer."""
+
+    def less(trainer: VLMMethod) -> VLMMethod:
+        return trainer.model_copy(update={"micro_batch": min(size, trainer.rows_per_pass or size)})
+
+    stages = tuple(one.model_copy(update={"trainer": one.trainer and less(one.trainer)}) for one in config.stages)
+    return config.model_copy(update={"trainer": less(config.trainer), "stages": stages})
+
+
+def save_result(loop: Loop, policy: Policy, metric: str, *, pictures: str) -> None:
+    """The model's folder, its average's weights where the run keeps one, and what is said at the end."""
+    folder = loop.process.run.folder / "model"
+    with loop.averaged():
+        save_model(policy, loop.config.vlm.path, folder)
+    rows = read_metrics(loop.process.run.metrics)
+    result = f"the model, as transformers saves it: {folder}"
+    say_result(loop, rows, metric, label=metric, pictures=pictures, result=result)
+
+
+def check_gap(gap: float) -> None:
+    """Raise RuntimeError where sampler and trainer do not see the same."""
+    if not gap <= SAMPLER_GAP:
+        raise RuntimeError(
+            f"the trainer and the sampler assign different log-probabilities to the same tokens: {gap:.3g} apart on "
+            "average before any training. Look for another resizing of pictures, chat template, position ids or "
+            "precision."
+        )

@@ -1,0 +1,261 @@
+"""What counts as the same run, which configurations are run how, and one comparison of this commit with itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from benchmarks import brief_runs, run_entries, same_numbers
+from benchmarks.run_in_tree import Outcome, Tree
+from genrl.config import load
+from genrl.runtime.metrics import METRICS
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST = "checkpoints/step-000002"
+STATE = f"{LAST}/state.json"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Two equal run folders; what differs between equal runs differs in them."""
+    for name, seconds in (("there", 1.5), ("here", 2.5)):
+        run = tmp_path / name
+        for step in (1, 2):
+            folder = run / f"checkpoints/step-00000{step}"
+            folder.mkdir(parents=True)
+            weights = {"net.a": torch.arange(6.0).reshape(2, 3) * step, "net.b": torch.ones(2, dtype=torch.bfloat16)}
+            save_file(weights, folder / "weights.safetensors")
+            save_file({"state/0/step": torch.tensor(float(step))}, folder / "optimizer.safetensors")
+            state = {
+                "optimizer_steps": step,
+                "optimizer": {
+                    "state": {"$dict": [[0, {"step": {"$tensor": "state/0/step"}}]]},
+                    "betas": {"$tuple": [0.9]},
+                },
+                "unfinished_row": {"timing/train_s": seconds},
+                "kept": {},
+            }
+            (folder / "state.json").write_text(json.dumps(state))
+            (folder / "manifest.json").write_text(json.dumps({"seconds": seconds}))
+        rows = [{"step": step, "loss": 0.5 / (step + 1), "timing/train_s": seconds} for step in range(3)]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (run / "run.json").write_text(json.dumps({"command": [name]}))
+        (run / "samples").mkdir()
+        Image.new("RGB", (4, 4), (10, 20, 30)).save(run / "samples/step-000000.png", compress_level=int(seconds))
+        (run / "samples/step-000001.jsonl").write_text('{"answer": "red"}\n')
+    return tmp_path / "there", tmp_path / "here"
+
+
+def compared(runs: tuple[Path, Path], renames: dict[str, str] | None = None) -> list[str]:
+    there, here = (run_entries.read(run) for run in runs)
+    return [one.name for one in run_entries.differences(there, here, renames)]
+
+
+def test_equal_runs_are_equal_whatever_their_times_and_however_their_pictures_are_packed(runs: Any) -> None:
+    assert (runs[0] / "samples/step-000000.png").read_bytes() != (runs[1] / "samples/step-000000.png").read_bytes()
+    assert compared(runs) == []
+    entries = run_entries.read(runs[0])
+    assert entries["metrics.jsonl:step-1:loss"] == "0.25"
+    assert entries[f"{STATE}:optimizer.betas.0"] == "0.9"
+    assert entries[f"{LAST}/weights.safetensors:net.a"].startswith("F32 [2, 3] sum 30 sha256 ")
+    assert entries[f"{LAST}/weights.safetensors:net.b"].startswith("BF16 [2] sha256 ")
+    assert len(entries) == 3 + 2 * (2 + 1 + 3) + 2
+
+
+def _one_byte(run: Path) -> None:
+    file = run / LAST / "weights.safetensors"
+    tensors = load_file(file)
+    tensors["net.b"].view(torch.uint8)[0] ^= 1
+    save_file(tensors, file)
+
+
+def _another_type(run: Path) -> None:
+    file = run / LAST / "weights.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"net.a": tensors["net.a"].view(torch.int32)}, file)
+
+
+def _one_pixel(run: Path) -> None:
+    with Image.open(run / "samples/step-000000.png") as picture:
+        changed = picture.copy()
+    changed.putpixel((3, 3), (10, 20, 31))
+    changed.save(run / "samples/step-000000.png")
+
+
+def _edit(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def edit(run: Path) -> None:
+        text = (run / name).read_text()
+        assert old in text
+        (run / name).write_text(text.replace(old, new))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (_one_byte, [f"{LAST}/weights.safetensors:net.b"]),
+        (_another_type, [f"{LAST}/weights.safetensors:net.a"]),
+        (_one_pixel, ["samples/step-000000.png"]),
+        (_edit("metrics.jsonl", "0.25", "0.25000000000000006"), ["metrics.jsonl:step-1:loss"]),
+        (_edit("metrics.jsonl", '"loss": 0.25, ', ""), ["metrics.jsonl:step-1:loss"]),
+        (_edit(STATE, '"optimizer_steps": 2', '"optimizer_steps": 3'), [f"{STATE}:optimizer_steps"]),
+        (_edit(STATE, '"kept": {}', '"kept": {"a": {}}'), [f"{STATE}:kept", f"{STATE}:kept.a"]),
+        (_edit("samples/step-000001.jsonl", "red", "rid"), ["samples/step-000001.jsonl"]),
+        (lambda run: (run / "samples/step-000001.jsonl").unlink(), ["samples/step-000001.jsonl"]),
+        (lambda run: (run / "samples/new.wav").write_bytes(b"RIFF"), ["samples/new.wav"]),
+        (lambda run: shutil.rmtree(run / "checkpoints/step-000001"), None),
+    ],
+)  # fmt: skip
+def test_what_differs_is_named(runs: Any, change: Callable[[Path], None], names: list[str] | None) -> None:
+    change(runs[1])
+    found = compared(runs)
+    assert found == names if names is not None else len(found) == 6
+    assert sorted(compared(runs[::-1])) == sorted(found)
+    word, notes = same_numbers.compare(run_entries.read(runs[0]), run_entries.read(runs[1]), {}, [])
+    assert word == "DIFFERS" and f"first {found[0]}: there " in notes
+
+
+def test_both_values_are_shown(runs: Any) -> None:
+    _edit("metrics.jsonl", "0.25", "0.75")(runs[1])
+    (runs[1] / "samples/step-000001.jsonl").unlink()
+    entries = [run_entries.read(run) for run in runs]
+    first, second = (str(one) for one in run_entries.differences(*entries))
+    assert first == "metrics.jsonl:step-1:loss: there 0.25, here 0.75"
+    assert second.startswith("samples/step-000001.jsonl: there sha256 ") and second.endswith(", here missing")
+
+
+def test_a_container_with_another_name_is_the_same_where_that_is_said(runs: Any) -> None:
+    for step in (1, 2):
+        folder = runs[1] / f"checkpoints/step-00000{step}"
+        (folder / "optimizer.safetensors").rename(folder / "adamw.safetensors")
+    assert len(compared(runs)) == 4
+    assert compared(runs, {"optimizer.safetensors": "adamw.safetensors"}) == []
+    _edit(STATE, "optimizer_steps", "steps")(runs[1])
+    renames = {"optimizer.safetensors": "adamw.safetensors", "state.json:optimizer_steps": "state.json:steps"}
+    assert compared(runs, renames) == [
+        f"checkpoints/step-000001/state.json:{name}" for name in ("steps", "optimizer_steps")
+    ]
+
+
+def test_what_may_differ_is_told_and_nothing_else_is_let_through(runs: Any) -> None:
+    _edit("metrics.jsonl", "0.25", "0.75")(runs[1])
+    there, here = (run_entries.read(run) for run in runs)
+    assert same_numbers.compare(there, here, {}, ["los"])[0] == "DIFFERS"
+    assert same_numbers.compare(there, here, {}, ["loss"]) == ("equal", "17 entries, but (allowed) loss 1")
+    _one_byte(runs[1])
+    word, notes = same_numbers.compare(there, run_entries.read(runs[1]), {}, ["loss", "*state.json:*"])
+    assert word == "DIFFERS" and notes.startswith("1 of 17 entries")
+
+
+def test_runs_that_train_nothing_are_told(runs: Any) -> None:
+    entries = run_entries.read(runs[0])
+    assert run_entries.trained(entries)
+    shutil.copy(runs[0] / LAST / "weights.safetensors", runs[0] / "checkpoints/step-000001")
+    still = run_entries.read(runs[0])
+    assert not run_entries.trained(still)
+    assert "no weight moves" in same_numbers.compare(still, still, {}, [])[1]
+
+
+def test_the_metrics_left_out_are_those_that_the_catalogue_calls_not_reproducible() -> None:
+    varying = {key for key in METRICS if run_entries.varies(key)}
+    assert varying == {key for key, doc in METRICS.items() if not doc.reproducible}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
+def test_brief_runs_are_configurations_that_hold(file: Path) -> None:
+    """Overrides name keys that exist and go together; both iterations train, evaluate and save."""
+    tree = brief_runs.load(file)
+    if brief_runs.left_out(tree, ROOT):
+        return
+    changes = brief_runs.overrides(tree, 2)
+    config = load(file, [f"{key}={number}" for key, number in changes.items()])
+    assert config.iterations == 2 and config.evaluation.every == 2 and config.checkpoint.every == 1
+    assert getattr(config.trainer, "critic_warmup", 0) == 0
+
+
+def test_what_cannot_run_here_is_left_out_with_its_reason() -> None:
+    reasons = {
+        file.stem: brief_runs.left_out(brief_runs.load(file), ROOT) for file in (ROOT / "configs").rglob("*.yaml")
+    }
+    assert reasons["quickstart"] is None and reasons["flow_sde"] is None
+    assert reasons["flux1_dev_flow_grpo"] == "model.path black-forest-labs/FLUX.1-dev is not among the embedded models"
+    assert reasons["pi0_libero"] == "policy.path pi0_libero is not among the embedded models"
+    assert brief_runs.left_out({"environment": {"name": "libero"}}, ROOT) == "the package libero is not installed"
+
+
+def test_included_files_lie_beneath_the_one_that_includes_them() -> None:
+    tree = brief_runs.load(ROOT / "configs/diffusion/grpo_guard.yaml")
+    assert brief_runs.value(tree, "trainer.kernel") == "flow_sde" and brief_runs.value(tree, "trainer.guard") is True
+    assert brief_runs.value(tree, "trainer.guard.more") is None
+
+
+def _given(**changes: Any) -> Namespace:
+    return Namespace(**{"rename": [], "iterations": 2, "only": ["*"], "processes": [1, 2], **changes})
+
+
+def test_every_third_is_run_by_two_processes_and_a_missing_file_is_told(tmp_path: Path) -> None:
+    for name in ("there", "here"):
+        shutil.copytree(ROOT / "configs", tmp_path / name / "configs")
+        (tmp_path / name / "assets").symlink_to(ROOT / "assets")
+    there, here = tmp_path / "there", tmp_path / "here"
+    jobs, others = same_numbers.select(there, here, _given())
+    once = [job.config for job in jobs if job.processes == 1]
+    assert [job.config for job in jobs if job.processes == 2] == once[::3]
+    assert {result.word for result in others} == {"left out"}
+    (here / once[0]).rename(here / "configs/new.yaml")
+    _, others = same_numbers.select(there, here, _given(only=[once[0]]))
+    assert [(result.word, result.job.config) for result in others] == [("MISSING", once[0])]
+    (job, *_), others = same_numbers.select(there, here, _given(only=[once[0]], rename=[(once[0], "configs/new.yaml")]))
+    assert (job.config, job.here, others) == (once[0], "configs/new.yaml", [])
+
+
+def test_the_cache_gives_back_what_a_commit_left_and_no_failure(tmp_path: Path) -> None:
+    job = same_numbers.Job("configs/a.yaml", "configs/a.yaml", 1, ["iterations=2"])
+    cache = same_numbers.Cache(tmp_path, "abc")
+    cache.put(job, Outcome({}, 1, "killed", 1.0))
+    assert cache.get(job) is None
+    outcome = Outcome({"metrics.jsonl:step-1:loss": "0.5"}, 0, "", 1.0)
+    cache.put(job, outcome)
+    assert cache.get(job) == outcome
+    assert same_numbers.Cache(tmp_path, "abd").get(job) is None
+    assert cache.get(same_numbers.Job("configs/a.yaml", "configs/a.yaml", 1, ["iterations=3"])) is None
+
+
+@pytest.mark.slow
+def test_a_tree_trains_by_its_own_code_and_says_why_it_could_not(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (other / "genrl").mkdir(parents=True)
+    (other / "genrl/cli.py").write_text("import sys\ndef main():\n    raise RuntimeError(' '.join(sys.argv[1:]))\n")
+    tree = Tree(other, tmp_path / "runs")
+    outcome = tree.train("configs/a.yaml", ["iterations=2"], 2)
+    tree.close()
+    assert outcome.code == 1 and outcome.entries == {}
+    assert outcome.log.endswith(
+        f"RuntimeError: train configs/a.yaml iterations=2 output={tmp_path}/runs/configs-a-2 --nproc 2"
+    )
+
+
+@pytest.mark.slow
+def test_this_commit_trains_as_itself(tmp_path: Path) -> None:
+    """One configuration by the command; its second call takes the other side from the cache."""
+    command = [sys.executable, "-m", "benchmarks.same_numbers", "HEAD", "--only", "vlm/quickstart", "--processes", "1"]
+    command += ["--cache", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "configs/vlm/quickstart.yaml" in done.stdout and done.stdout.endswith("1 equal\n")
+    (kept,) = tmp_path.rglob("*.json")
+    kept.write_text(kept.read_text().replace('optimizer_steps": "2', 'optimizer_steps": "3'))
+    again = subprocess.run([*command, "--allow", "loss"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 1 and "state.json:optimizer_steps: there 3, here 2" in again.stdout

@@ -1,0 +1,135 @@
+"""`genrl plan`: the tree of a configuration as text, its calls by hand, and no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genrl.cli.plan import lines
+from genrl.config import Config, load
+from genrl.config.estimate import plan
+from tests.cli.commands import ROOT, run, words
+
+PIPELINES = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if isinstance(load(path), Config)]
+
+
+def config(trainer: dict[str, Any], iterations: int = 10, **sampling: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "org/model"},
+            "prompts": {"train": "a.txt"},
+            "rewards": [{"name": "shapes"}],
+            "sampling": {"num_inference_steps": 10, "prompts_per_iteration": 4, "guidance_scale": 1.0, **sampling},
+            "trainer": {"algorithm": "flow_grpo", **trainer},
+            "evaluation": {"every": 0},
+            "iterations": iterations,
+        }
+    )
+
+
+TREE_GRPO = """\
+10 steps, with noise in a window of 3, sampled in each iteration, each place 0.5 times as likely as the one before
+
+steps 0-2 trained, in 50.4% of the iterations (expected)
+per prompt: 1 root, 27 leaves, 229 nodes, 228 edges
+  steps  states  ways      noise   edges  trained
+      0       1     3        0.7       3        3
+      1       3     3        0.7       9        9
+      2       9     3        0.7      27       27
+    3-9      27     1       none     189        0
+model calls in sampling: 202, 7.48 per image; independent rollouts with as many leaves: 270, ratio 0.748
+model calls in training: 13, 0.48 per image, for 39 edges
+
+steps 6-8 trained, in 0.8% of the iterations (expected)
+per prompt: 1 root, 27 leaves, 73 nodes, 72 edges
+  steps  states  ways      noise   edges  trained
+    0-5       1     1       none       6        0
+      6       1     3        0.7       3        3
+      7       3     3        0.7       9        9
+      8       9     3        0.7      27       27
+      9      27     1       none      27        0
+model calls in sampling: 46, 1.70 per image; independent rollouts with as many leaves: 270, ratio 0.170
+model calls in training: 13, 0.48 per image, for 39 edges
+
+ share    trained    calls  per image  ratio  training
+ 50.4%        0-2      202       7.48  0.748        13
+ 25.2%        1-3      176       6.52  0.652        13
+ 12.6%        2-4      150       5.56  0.556        13
+  6.3%        3-5      124       4.59  0.459        13
+  3.1%        4-6       98       3.63  0.363        13
+  1.6%        5-7       72       2.67  0.267        13
+  0.8%        6-8       46       1.70  0.170        13
+
+an iteration, 4 prompts x 27 = 108 images, mean of 10:
+model calls in sampling: 709.7, 6.57 per image; independent rollouts: 1,080, ratio 0.657
+model calls in training: 52, 0.48 per image; 52 of them with gradient"""
+
+
+def test_tree_grpo() -> None:
+    """202, 176, ... 46 calls by place, 177 of 270 on average: TreeGRPO's accounting (arXiv 2512.08153)."""
+    tree = {"window": {"size": 3, "schedule": "geometric"}, "tree": {"ways": 3, "at": "window"}}
+    assert "\n".join(lines(config(tree, group_size=27))) == TREE_GRPO
+
+
+def test_branch_grpo_of_the_paper() -> None:
+    """FLUX, 20 steps, splits at 0, 3, 6, 9: 203 calls for 16 leaves, whatever is trained."""
+    tree = {"tree": {"ways": 2, "at": [0, 3, 6, 9], "spread": 4.0}}
+    text = "\n".join(lines(config(tree, group_size=16, num_inference_steps=20)))
+    assert "1 root, 16 leaves, 219 nodes, 218 edges" in text and "correlation 0.0588" in text
+    assert "model calls in sampling: 203, 12.69 per image" in text
+    assert "20 steps, all but the last with noise" in text
+    assert "model calls in sampling: 812, 12.69 per image; independent rollouts: 1,280, ratio 0.634" in text
+
+
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        ({"window": {"size": 2}}, "sampled in each iteration, all places equally likely"),
+        ({"window": {"size": 2, "high": 2}}, "a window of 2, which stays"),
+        ({"window": {"size": 2, "schedule": "progressive", "every": 3}}, "steps 3-4 trained, in 10.0% of the iter"),
+        (
+            {"window": {"size": 2, "schedule": "decaying", "every": 3}},
+            "by 1 every 3 iterations, faster after step 13",
+        ),
+        (
+            {"window": {"size": 4, "schedule": "backward", "shortest": 1}},
+            "the last 1 steps before step 9 at first, 4",
+        ),
+        ({"window": {"size": 2}, "noise_outside_window": True}, "outside the window also have noise"),
+        ({"window": {"size": 2}, "tail_ratio": 0.4}, "the last 4 steps in place of 8 of the schedule's"),
+        ({"window": {"size": 2}, "tree": {"ways": 8}, "layer_tuning": {}}, "layer_tuning evaluates the best path"),
+        ({"window": {"size": 2}, "tree": {"ways": 8, "contrast": {}}}, "training calls are at most these"),
+        ({"tree": {"ways": 2, "at": [0], "prune": {"width": "best_sibling"}}}, "training calls are at most these"),
+        ({"tree": {"ways": 2, "at": [0], "prune": {"depths": [4], "until": 0.5}}}, "steps 0-2,4-8 trained"),
+        ({"kl_weight": 0.1}, "model calls in training: 576, 18.00 per image; 288 of them with gradient"),
+    ],
+)
+def test_words(trainer: dict[str, Any], says: str) -> None:
+    text = "\n".join(lines(config(trainer)))
+    assert says in text, text
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
+def test_totals_are_those_of_check(path: Path) -> None:
+    found = load(path)
+    text, expected = "\n".join(lines(found)), plan(found)
+    assert f"model calls in sampling: {round(expected.sample_calls, 1):,}".removesuffix(".0") in text
+    assert f"model calls in training: {round(expected.train_calls, 1):,}".removesuffix(".0") in text
+
+
+def test_guidance_counts_twice() -> None:
+    once, twice = (list(lines(config({}, guidance_scale=scale))) for scale in (1.0, 4.5))
+    assert "model calls in sampling: 320, 10.00 per image; independent rollouts: 320, ratio 1.000" in once
+    assert "model calls in sampling: 640, 20.00 per image; independent rollouts: 640, ratio 1.000" in twice
+    assert twice[-1] == "a step with guidance counts as two calls"
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert "per prompt: 1 root, 12 leaves" in run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 12}")
+    wrong = run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 5}", code=2)
+    assert "12 samples are not whole trees of 5^1 = 5 leaves; use 10 or 15" in wrong
+    for kind, what in (("vla/flow_sde", "a policy"), ("vlm/grpo", "a vision-language model")):
+        assert f"trains {what}" in words(run("plan", f"configs/{kind}.yaml", code=2))

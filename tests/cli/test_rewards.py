@@ -1,0 +1,239 @@
+"""`genrl rewards`, `score` and `serve` as a user meets them; what cannot be read is named and counted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from genrl.cli.app import app
+
+MINE = """
+def brightness(images):
+    return images.mean((1, 2, 3)), {"red": images[:, 0].mean((1, 2))}
+
+def words(images, prompts):
+    return [None if p == "none" else float(len(p.split())) for p in prompts]
+
+def column(images, style):
+    return [float(len(s)) for s in style]
+
+def best(images, group):
+    means = images.mean((1, 2, 3)).tolist()
+    return [float(m == max(means)) for m in means]
+
+def like(images, reference_images):
+    return [float(np_mean(r)) for r in reference_images]
+
+def np_mean(picture):
+    return sum(picture.convert("L").tobytes()) / 255 / picture.width / picture.height
+
+def broken(images):
+    raise KeyError("oops")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: rewards in mine.py, and pictures of three levels in `shots`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("GENRL_REWARD_TOKEN", raising=False)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "shots").mkdir()
+    for name, level, size in (("a.png", 0, (4, 3)), ("b.png", 51, (4, 3)), ("c.png", 255, (5, 5))):
+        Image.new("RGB", size, (level, level, level)).save(tmp_path / "shots" / name)
+    (tmp_path / "shots" / "notes.txt").write_text("not a picture")
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_rewards_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = run("rewards").output
+    assert all(name in text for name in ("shapes", "ocr", "clipscore", "pickscore", "tag_format"))
+
+
+def test_reward_names_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rewards
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("rewards.listing", lambda: [rewards.Listed("a" * 70, "built-in", "images", "0 to 1", "?")])
+    monkeypatch.setattr("rewards.scorers.texts.completions.listing_texts", list)
+    text = run("rewards").output
+    assert "…" not in text and sum(line.split("│")[1].count("a") for line in text.splitlines() if "│" in line) == 70
+
+
+def test_a_folder_becomes_one_row_per_picture(folder: Path) -> None:
+    result = run("score", "mine.py:brightness", "shots")
+    found = rows(result)
+    assert [row["image"] for row in found] == [f"shots/{name}.png" for name in "abc"]
+    assert [row["score"] for row in found] == pytest.approx([0.0, 0.2, 1.0])
+    assert [row["parts"]["red"] for row in found] == pytest.approx([0.0, 0.2, 1.0])
+    assert "3 scored, 0 without a score, 0 skipped; mean 0.4000" in result.stderr
+
+
+def test_the_grid_of_sample_is_no_picture(folder: Path) -> None:
+    """Where its prompts.json is beside it; a picture of that name is scored otherwise."""
+    shots = folder / "shots"
+    (shots / "a.png").rename(shots / "00000.png")
+    Image.new("RGB", (9, 9)).save(shots / "grid.png")
+
+    def scored() -> list[str]:
+        return [Path(row["image"]).stem for row in rows(run("score", "mine.py:brightness", "shots"))]
+
+    assert scored() == ["00000", "b", "c", "grid"]
+    (shots / "prompts.json").write_text('[{"file": "00000.png", "prompt": "a", "seed": 0}]')
+    assert scored() == ["00000", "b", "c"]
+
+
+def test_the_size_of_a_batch_changes_nothing(folder: Path) -> None:
+    assert run("score", "mine.py:brightness", "shots", "--batch-size", "1").stdout == (
+        run("score", "mine.py:brightness", "shots").stdout
+    )
+
+
+def test_csv_has_the_parts_as_columns(folder: Path) -> None:
+    assert run("score", "mine.py:brightness", "shots/a.png", "shots/b.png", "--out", "s.csv").exit_code == 0
+    found = list(csv.reader((folder / "s.csv").open()))
+    assert found[0] == ["image", "prompt", "score", "red"]
+    assert found[1] == ["shots/a.png", "", "0.0", "0.0"] and float(found[2][2]) == pytest.approx(0.2)
+
+
+def test_rows_of_a_jsonl_bring_prompts_columns_and_pictures(folder: Path) -> None:
+    lines = [
+        {"image": "shots/a.png", "prompt": "one two", "style": "oil", "reference_image": "shots/c.png"},
+        {"image": "shots/b.png", "prompt": "none", "style": "", "reference_image": "shots/b.png"},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = rows(run("score", "mine.py:words", "rows.jsonl"))
+    assert [row["score"] for row in found] == [2.0, None] and found[0]["style"] == "oil"
+    assert [row["score"] for row in rows(run("score", "mine.py:column", "rows.jsonl"))] == [3.0, 0.0]
+    assert [row["score"] for row in rows(run("score", "mine.py:like", "rows.jsonl"))] == pytest.approx([1.0, 0.2])
+    assert [r["score"] for r in rows(run("score", "mine.py:words", "shots", "--prompt", "a b c"))] == [3.0] * 3
+
+
+def test_a_groupwise_reward_gets_whole_groups(folder: Path) -> None:
+    lines = [{"image": f"shots/{name}.png", "group": group} for name, group in (("a", 1), ("c", 2), ("b", 1))]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = rows(run("score", "mine.py:best", "rows.jsonl", "--batch-size", "1"))
+    assert [row["score"] for row in found] == [0.0, 1.0, 1.0]
+    assert "different sizes" in run("score", "mine.py:best", "shots", "--prompt", "x").stderr
+
+
+def test_what_cannot_be_read_is_named_skipped_and_counted(folder: Path) -> None:
+    (folder / "shots" / "b.png").write_bytes(b"\x89PNG broken")
+    truncated = (folder / "shots" / "c.png").read_bytes()[:45]
+    (folder / "shots" / "d.png").write_bytes(truncated)
+    result = run("score", "mine.py:brightness", "shots")
+    assert [row["image"] for row in rows(result)] == ["shots/a.png", "shots/c.png"]
+    assert "skipped: picture 'shots/b.png' cannot be read" in result.stderr
+    assert "skipped: picture 'shots/d.png' cannot be read" in result.stderr
+    assert "2 scored, 0 without a score, 2 skipped" in result.stderr
+    lines = ['{"image": "shots/a.png"}', "{", "[]", '{"image": "../a.png"}', '{"image": "gone.png"}', "\xff"]
+    (folder / "rows.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+    result = run("score", "mine.py:brightness", "rows.jsonl")
+    assert len(rows(result)) == 1 and "5 skipped" in result.stderr
+    for words in (
+        "rows.jsonl:2: ",
+        "rows.jsonl:3: a row is an object",
+        "rows.jsonl:4: '../a.png' is outside",
+        "gone.png",
+    ):
+        assert words in result.stderr
+    (folder / "only").mkdir()
+    (folder / "only" / "b.png").write_bytes(b"broken")
+    result = run("score", "mine.py:brightness", "only")
+    assert result.exit_code == 1 and "0 scored, 0 without a score, 1 skipped" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("pickscor", "shots"), "unknown reward 'pickscor'. Did you mean 'pickscore'"),
+        (("mine.py:brightness", "empty"), "empty: no pictures in this folder"),
+        (("mine.py:brightness", "gone"), "gone: no such file or folder"),
+        (("mine.py:brightness", "none.jsonl"), "no rows in this file"),
+        (("mine.py:words", "shots"), "shots/a.png has none: give --prompt"),
+        (("mine.py:column", "shots"), "asks for the column 'style'"),
+        (("mine.py:brightness", "shots", "--out", "a.txt"), "must end in .jsonl or .csv"),
+        (("mine.py:brightness", "shots", "--arg", "x"), "is not key=value"),
+        (("mine.py:brightness", "shots", "--arg", "x=1"), "do not fit"),
+        (("mine.py:brightness", "shots", "--dtype", "float16"), "cannot be run in float16"),
+        (("mine.py:brightness", "shots", "--remote", "ftp://x"), "is not the URL of a reward server"),
+    ],
+)
+def test_wrong_input_is_answered_in_words(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    (folder / "empty").mkdir()
+    (folder / "none.jsonl").write_text("")
+    result = run("score", *arguments)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert words in re.sub(r"[\s│]+", " ", result.stderr), result.stderr
+
+
+def test_a_missing_extra_names_the_pip_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rewards import loading
+    from rewards.service import serve
+
+    monkeypatch.setitem(loading.BUILT_IN, "ocr", loading.BUILT_IN["ocr"]._replace(packages=("not_here",)))
+    assert "pip install 'genrl[ocr]'" in run("score", "ocr", "shots", "--prompt", "x").stderr
+    monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "not_here"))
+    assert "serving needs not_here, which is not installed here: pip install 'genrl[serve]'" in (
+        run("serve", "mine.py:brightness").stderr
+    )
+
+
+def test_a_reward_that_raises_ends_with_its_traceback_as_the_message(folder: Path) -> None:
+    result = run("score", "mine.py:broken", "shots")
+    assert result.exit_code == 1 and "raised for 3 of 3" in result.stderr and "in broken" in result.stderr
+
+
+def test_serve_needs_a_token_for_other_addresses(folder: Path) -> None:
+    result = run("serve", "mine.py:brightness", "--host", "0.0.0.0")
+    assert result.exit_code == 2 and "set a token" in result.stderr
+    assert "Did you mean 'pickscore'" in run("serve", "pickscor").stderr
+
+
+@pytest.mark.slow
+def test_scores_of_a_served_reward_are_the_local_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "genrl", "serve", "mine.py:brightness", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"GENRL_REWARD_TOKEN": "abc", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    try:
+        assert server.stderr is not None
+        url = re.search(r"served at (http://127.0.0.1:\d+)", server.stderr.readline()).group(1)
+        with urllib.request.urlopen(f"{url}/health", timeout=30) as reply:
+            assert json.load(reply) == {"status": "ok"}
+        local = run("score", "mine.py:brightness", "shots")
+        arguments = ("score", "mine.py:brightness", "shots", "--remote", url)
+        assert "401" in run(*arguments).stderr
+        monkeypatch.setenv("GENRL_REWARD_TOKEN", "abc")
+        assert run(*arguments).stdout == local.stdout != ""
+        assert run("score", "mine.py:brightness", "shots", "--isolate").stdout == local.stdout
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) in (0, -signal.SIGTERM)
+    assert math.isfinite(rows(local)[0]["score"])

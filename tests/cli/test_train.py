@@ -1,0 +1,105 @@
+"""`genrl train` and all that follows it on the embedded model; several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import MODEL, ROOT, run
+
+
+class TestLaunch:
+    """`--nproc`: torchrun of the same command, without the option."""
+
+    @pytest.fixture
+    def executed(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        commands: list[str] = []
+
+        class Replaced(Exception):
+            pass
+
+        def execv(path: str, arguments: list[str]) -> None:
+            commands.extend(arguments)
+            raise Replaced
+
+        monkeypatch.setattr("genrl.cli.train.os.execv", execv)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        self.replaced = Replaced
+        return commands
+
+    @pytest.mark.parametrize("option", [["--nproc", "2"], ["--nproc=2"]])
+    def test_command(
+        self, option: list[str], executed: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        arguments = ["train", "small.yaml", *option, "model.path=org/model", "seed=2"]
+        monkeypatch.setattr(sys, "argv", ["genrl", *arguments])
+        with pytest.raises(self.replaced):
+            run(*arguments)
+        assert executed[1:] == [
+            *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "genrl"),
+            *("train", "small.yaml", "model.path=org/model", "seed=2"),
+        ]
+        assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+
+    def test_inside_a_launcher_it_just_runs(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "1")
+        assert "already is one of several" in " ".join(
+            run("train", "small.yaml", "model.path=org/model", "--nproc", "2", code=2).split()
+        )
+
+
+@pytest.mark.slow
+def test_a_whole_run(folder: Path) -> None:
+    """train, resume, sample, eval, report, export on the embedded model, in one process."""
+    if not MODEL.is_dir():
+        pytest.skip("assets/tiny-t2i is not built")
+    from genrl.config import load
+    from genrl.config.estimate import plan, read_components
+
+    run("train", "small.yaml", "iterations=2")
+    first = folder / "runs" / "small"
+    (folder / "one.txt").write_text("a blue star")
+    rows = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
+    expected = plan(load("small.yaml"), read_components(MODEL))
+    # The second iteration: in the first the pipeline is probed, and the old policy still is the present one.
+    assert rows[-1]["model_calls/sample"] == expected.sample_calls
+    assert rows[-1]["model_calls/train"] == expected.train_calls
+    assert load(first / "config.yaml") == load("small.yaml", ["iterations=2"])
+
+    assert "is not empty" in run("train", "small.yaml", code=2)
+    more = "runs/small has done all of its 2 iterations; for more of them: genrl resume runs/small iterations=102"
+    assert more in run("resume", "runs/small")
+    assert "has done all" not in run("resume", "runs/small", "iterations=3")
+    assert load(first / "config.yaml").iterations == 3
+
+    assert "2 pictures" in run("sample", "runs/small", "--prompt", "a star", "--prompts", "one.txt", "--out", "drawn")
+    assert {path.name for path in (folder / "drawn").iterdir()} >= {"00000.png", "00001.png", "grid.png"}
+
+    # The newest checkpoint's adapter, not that of an earlier end of the run; nor of a save that was cut short.
+    shutil.copytree(first / "checkpoints" / "step-000003", first / "checkpoints" / "step-000004.tmp-1")
+    text = run("eval", "runs/small", "--out", "new/scores.json", "--num-prompts", "1", "--batch-size", "1")
+    scores = json.loads((folder / "new" / "scores.json").read_text())
+    assert "eval/brightness_mean" in text and scores["num_prompts"] == 1
+    assert scores["lora"] == "runs/small/checkpoints/step-000003/lora"
+
+    assert "report.html" in run("report", "runs/small")
+    run("export", "runs/small", "--out", "lora")
+    assert (folder / "lora" / "README.md").is_file() and list((folder / "lora").glob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_two_processes(folder: Path) -> None:
+    """`genrl train --nproc 2` as it is typed."""
+    if not MODEL.is_dir():
+        pytest.skip("assets/tiny-t2i is not built")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "genrl", "train", "small.yaml", "--nproc", "2", "output=two"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((folder / "two" / "run.json").read_text())["processes"] == 2

@@ -1,0 +1,221 @@
+"""Trees: shapes, credit and costs (golden tree_invariants, tree_treegrpo, tree_b2_diffurl and tree_dynamic_treerpo)."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from genrl.mdp.plan import SamplingPlan, caterpillar, make_plan
+from genrl.mdp.tree import from_parents, grow
+from genrl.mdp.windows import backward_interval, draw_start, geometric_start_probabilities, growing_noise
+from genrl.objectives.advantages import credit
+from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from tests.golden_cases import Arrays
+from tests.reference.branchgrpo import copied_calls
+from tests.reference.treegrpo import effective_sample_size, leaf_weights, log_partition, sibling_weights
+
+
+def counts(plan: SamplingPlan) -> list[int]:
+    return [plan.calls, plan.edges, sum(plan.nodes), plan.leaves]
+
+
+def test_invariants(golden) -> None:
+    a = Arrays(golden("tree_invariants"))
+    names = [str(name) for name in a.data["cfg_names"]]
+    a.used.add("cfg_names")
+    for name in names:
+        steps, roots = a.given(f"cfg_{name}_T_roots").tolist()
+        branching = tuple(a.given(f"cfg_{name}_branch").tolist())
+        plan = SamplingPlan(roots=roots, branching=branching, noise_levels=(0.7,) * steps)
+        a.check(f"cfg_{name}_nodes_per_level", plan.nodes)
+        a.check(f"cfg_{name}_forwards_edges_nodes_leaves", counts(plan))
+        every = range(steps)
+        a.check(f"cfg_{name}_train_forwards_shared_unshared", [plan.training_calls(every), plan.trained_edges(every)])
+        a.check(f"cfg_{name}_independent_forwards", plan.independent_calls)
+        tree = grow(plan)
+        assert [len(tree.level(depth)) for depth in range(steps + 1)] == list(plan.nodes)
+
+    for tag in a.tags(r"(ragged\d+)_parent"):
+        parent, rewards = a.given(f"{tag}_parent"), a.given(f"{tag}_leaf_reward")
+        log_prob = a.given(f"{tag}_edge_logp")
+        tree = from_parents(parent)
+        a.check(f"{tag}_depth", tree.depth)
+        a.check(f"{tag}_leaf_index", tree.leaves)
+        a.check(f"{tag}_leaf_index", credit.leaf_nodes(parent))
+        a.check(f"{tag}_num_leaves_below", tree.num_leaves)
+        a.check(f"{tag}_num_leaves_below", credit.leaf_counts(parent))
+        a.check(f"{tag}_representative_leaf", tree.first_leaf)
+        uniform = credit.mean_of_leaves(parent, rewards)
+        a.check(f"{tag}_reward_uniform", uniform)
+        a.check(f"{tag}_reward_path_softmax", credit.path_softmax(parent, rewards, log_prob))
+        a.check(f"{tag}_reward_level_softmax", credit.level_softmax(parent, rewards, log_prob))
+        a.check(f"{tag}_log_partition", log_partition(parent, log_prob))
+        one_group = torch.zeros(len(rewards), dtype=torch.int64)
+        advantages = group_advantages(rewards, one_group, scale="group", eps=1e-8, ddof=1)
+        a.check(f"{tag}_leaf_group_adv", advantages)
+        edge = credit.mean_of_leaves(parent, advantages)
+        a.check(f"{tag}_edge_credit_mean_of_leaf_adv", edge)
+        multiplicity = credit.leaf_counts(parent).double() / len(rewards)
+        a.check(f"{tag}_edge_multiplicity_weight", multiplicity)
+        normalised = credit.normalise_per_depth(uniform, tree.depth, min_nodes=2)
+        a.check(f"{tag}_depth_norm_adv_uniform", normalised.advantages)
+        has_edge = parent >= 0
+        weights = credit.edge_weights(has_edge, credit.leaf_counts(parent), "leaf_multiplicity")
+        assert torch.equal(weights / len(rewards), torch.where(has_edge, multiplicity, 0.0))
+        phi = a.given(f"{tag}_phi")
+        a.check(f"{tag}_path_duplicated_gradient", (weights * edge * phi).sum() / len(rewards))
+    assert a.given("note_prefix_zero") == 1.0  # a remark: a prefix shared by all leaves has credit 0 (see test_credit)
+
+    rows = []
+    for steps, first, candidates, *_ in a.given("caterpillar_T_d_k_forwards_compare_candidates").tolist():
+        plan = caterpillar(steps, noise=dict.fromkeys(range(steps), 1.0), first=first, candidates=candidates)
+        compared = range(first, steps)
+        calls = [plan.calls, plan.training_calls(compared), plan.trained_edges(compared)]
+        rows.append([steps, first, candidates, *calls])
+    a.check("caterpillar_T_d_k_forwards_compare_candidates", rows)
+    rows = []
+    for split, group, steps, *_ in a.given("prefix_k_G_T_forwards_shared_unshared").tolist():
+        plan = make_plan(steps, noise={split: 0.7}, splits={split: group})
+        rows.append([split, group, steps, plan.calls, copied_calls(plan)])
+    a.check("prefix_k_G_T_forwards_shared_unshared", rows)
+    a.all_used()
+
+
+def test_treegrpo(golden) -> None:
+    a = Arrays(golden("tree_treegrpo"))
+    for tag in a.tags(r"(\w+)_k_d"):
+        ways, depth = a.given(f"{tag}_k_d").tolist()
+        plan = make_plan(depth, noise=dict.fromkeys(range(depth), 0.7), splits=dict.fromkeys(range(depth), ways))
+        tree = grow(plan)
+        a.check(f"{tag}_parent", tree.parent)
+        a.check(f"{tag}_depth", tree.depth)
+        a.check(f"{tag}_leaf_index", tree.leaves)
+        scores, weights = a.given(f"{tag}_leaf_scores"), a.given(f"{tag}_score_weights")
+        group = torch.zeros(len(scores), dtype=torch.int64)
+        population, unbiased = (
+            sum(
+                w * group_advantages(s, group, scale="group", eps=eps, ddof=ddof)
+                for s, w in zip(scores.T, weights, strict=True)
+            )
+            for eps, ddof in ((0.0, 0), (1e-8, 1))
+        )
+        a.check(f"{tag}_leaf_adv_popstd", population)
+        a.check(f"{tag}_leaf_adv_unbiased_eps", unbiased)
+        old, new = a.given(f"{tag}_edge_logp_old"), a.given(f"{tag}_edge_logp_new")
+        has_edge = tree.parent >= 0
+        share = sibling_weights(tree.parent, old)
+        padding = a.given(f"{tag}_sibling_weight")[~has_edge]
+        a.check(f"{tag}_sibling_weight", torch.where(has_edge, share, padding))
+        leaf = leaf_weights(tree.parent, old)
+        a.check(f"{tag}_leaf_weight_from_root", leaf)
+        a.check(f"{tag}_effective_sample_size_root", effective_sample_size(leaf))
+        edge = credit.level_softmax(tree.parent, population, old)
+        a.check(f"{tag}_edge_adv", edge)
+        a.check(f"{tag}_edge_adv_uniform", credit.level_softmax(tree.parent, population, old, alpha=0.0))
+        clip = float(a.given(f"{tag}_clip_eps"))
+        loss = clipped_surrogate(new, old, edge, clip, clip).loss
+        a.check(f"{tag}_loss_sum_edges", loss[has_edge].sum())
+        weights = credit.edge_weights(has_edge, tree.num_leaves, "per_edge")
+        a.check(f"{tag}_loss_mean_edges", (loss * weights).sum() / weights.sum())
+
+    for tag in a.tags(r"start_pmf_(\w+)"):
+        steps, size, ratio = re.fullmatch(r"T(\d+)_w(\d+)_r(\d+)", tag).groups()
+        law = geometric_start_probabilities(int(steps) - int(size), 1.0 if ratio == "10" else float(f"0.{ratio}"))
+        a.check(f"start_pmf_{tag}", law)
+        drawn = [draw_start(law, u) for u in a.given(f"start_u_{tag}").tolist()]
+        a.check(f"start_icdf_{tag}", drawn)
+
+    rows = []
+    for steps, ways, depth, start, *_ in a.given("nfe_T_k_d_start_forwards_trainedges_leaves").tolist():
+        window = range(start, start + depth)
+        plan = make_plan(steps, noise=dict.fromkeys(window, 0.7), splits=dict.fromkeys(window, ways))
+        rows.append([steps, ways, depth, start, plan.calls, plan.trained_edges(window), plan.leaves])
+    a.check("nfe_T_k_d_start_forwards_trainedges_leaves", rows)
+    a.all_used()
+
+
+def test_b2_diffurl(golden) -> None:
+    a = Arrays(golden("tree_b2_diffurl"))
+    size, branches, batches = (int(a.given(name)) for name in ("batch_size", "branches", "num_batches"))
+    high, low = float(a.given("pos_threshold")), float(a.given("neg_threshold"))
+    a.check("first_trained_step", backward_interval(
+        int(a.given("num_steps")), shortest=int(a.given("split_step")), longest=int(a.given("num_steps")),
+        stages=100, stage=0).start)  # fmt: skip
+    flat = torch.arange(size * branches * batches)  # branch-major inside a batch
+    branch = (flat % size) * batches + flat // (size * branches)
+    history = credit.PromptHistory(int(a.given("history_cnt")))
+    scores, chosen = [], []
+    for rewards, prompts in zip(a.given("rewards"), a.given("prompt_id").tolist(), strict=True):
+        scores.append(history.normalise(rewards, [str(prompt) for prompt in prompts]))
+        sign = credit.branch_extremes(scores[-1], branch, high=high, low=low)
+        picked = sorted(sign.nonzero()[:, 0].tolist(), key=lambda n: (int(branch[n]), -int(sign[n])))
+        chosen.append(torch.tensor(picked))
+    a.check("norm_score", torch.stack(scores))
+    a.check("selected_count", [len(picked) for picked in chosen])
+    indices, values = a.given("selected_flat_index"), a.given("selected_score")
+    for row, (score, picked) in enumerate(zip(scores, chosen, strict=True)):
+        assert indices[row].tolist() == picked.tolist() + [-1] * (indices.shape[1] - len(picked))
+        assert torch.allclose(values[row, : len(picked)], score[picked], rtol=1e-9)
+        assert values[row, len(picked) :].isnan().all()
+
+    for tag in a.tags(r"(curriculum_\w+)_split_step"):
+        shortest, longest, stages = a.given(f"{tag}_left_right_stages").tolist()
+        lengths = [
+            len(backward_interval(longest, shortest=shortest, longest=longest, stages=stages, stage=stage))
+            for stage in range(stages)
+        ]
+        a.check(f"{tag}_split_step", lengths)
+
+    old, new, score = (a.given(f"loss_{name}") for name in ("logp_old", "logp_new", "score"))
+    for tag in a.tags(r"(loss_w\w+)_grad_logp"):
+        positive, negative, clip, largest = a.given(f"{tag}_beta_pos_beta_neg_eps_advmax").tolist()
+        advantage = credit.signed_advantage(score, clip=largest, positive=positive, negative=negative)
+        moving = new.clone().requires_grad_()
+        loss = clipped_surrogate(moving, old, advantage, clip, clip).loss.mean()
+        a.check(tag, loss.detach())
+        a.check(f"{tag}_grad_logp", torch.autograd.grad(loss, moving)[0])
+
+    steps = int(a.given("nfe_T"))
+    plans = [
+        make_plan(steps, noise={steps - s: 1.0}, splits={steps - s: ways})
+        for s, ways in zip(a.given("nfe_s").flatten().tolist(), a.given("nfe_K").flatten().tolist(), strict=True)
+    ]
+    shape = a.given("nfe_s").shape
+    a.check("nfe_branch_rollout", torch.tensor([copied_calls(plan) for plan in plans]).view(shape))
+    a.check("nfe_branch_rollout_shared_split_forward", torch.tensor([plan.calls for plan in plans]).view(shape))
+    a.check("nfe_independent", torch.tensor([plan.independent_calls for plan in plans]).view(shape))
+    a.all_used()
+
+
+def test_dynamic_treerpo(golden) -> None:
+    a = Arrays(golden("tree_dynamic_treerpo_inferred"))
+    base, growth, depths = a.given("noise_base_growth_depth").tolist()
+    a.check("noise_scale_per_level", growing_noise(base, growth, int(depths)))
+    rewards = a.given("leaf_reward")
+    advantages = group_advantages(
+        rewards, torch.zeros(len(rewards), dtype=torch.int64), scale="group", eps=1e-8, ddof=1
+    )
+    a.check("leaf_adv", advantages)
+    low, high, sensitivity = a.given("clip_low_high_eta").tolist()
+    lower, upper = dynamic_clip_bounds(advantages, low=low, high=high, sensitivity=sensitivity)
+    a.check("clip_lower", lower)
+    a.check("clip_upper", upper)
+    weights = progress_weights(rewards)
+    a.check("progress_weight", weights)
+    best = int(weights.argmin())
+    a.check("best_leaf", best)
+    new, old = a.given("v_new"), a.given("v_old")
+
+    def at_every_depth(weight: Tensor) -> Tensor:
+        target = old[best]
+        per_depth = [progress_loss(weight, new[:, j], target[j].expand_as(new[:, j])) for j in range(new.shape[1])]
+        return torch.stack(per_depth, dim=1)
+
+    a.check("sft_mse", at_every_depth(torch.ones(len(rewards))))
+    a.check("progress_loss", at_every_depth(weights).mean())
+    assert float(a.given("lam")) > 0  # its factor in the loss: a setting of the trainer
+    a.all_used()

@@ -1,0 +1,33 @@
+"""A run of any kind as `train` opens it, for tests that look at a method from inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from genrl.config import AnyConfig
+from genrl.runtime.frame import Kind
+from genrl.runtime.metrics import MetricLogger
+from genrl.runtime.process import Process, make_accelerator
+from genrl.runtime.progress import Progress
+from genrl.runtime.run import Run
+from genrl.runtime.signals import Watchdog, catch_stop
+
+
+@contextmanager
+def opened(config: AnyConfig, kind: Kind) -> Iterator[Any]:
+    """The run, before its first iteration; `begin` is not called, and its folder not claimed."""
+    accelerator, run = make_accelerator(config.distributed.timeout_s), Run(Path(config.output))
+    torch.manual_seed(config.seed)
+    with ExitStack() as stack:
+        stop = stack.enter_context(catch_stop())
+        progress = stack.enter_context(Progress(config.iterations, enabled=False))
+        log = MetricLogger(run, (), enabled=accelerator.is_main_process)
+        stack.callback(log.finish)
+        prepared = kind.prepare(config, accelerator)
+        watchdog = stack.enter_context(Watchdog(run, 600, rank=accelerator.process_index))
+        yield kind.open(config, Process(accelerator, run, log, progress, watchdog, stop), prepared, stack)

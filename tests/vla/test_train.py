@@ -1,0 +1,153 @@
+"""What a run of a policy has beside its method: the average, the monitor, undone iterations, smaller micro-batches."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.config import ConfigError, load
+from genrl.runtime.loop import Loop
+from genrl.runtime.run import Run
+from genrl.vla.methods import update
+from genrl.vla.run import VLARun
+from genrl.vla.setup import load_trained
+from genrl.vla.train import train
+from tests.vla import vla_runs
+
+EVALUATED: dict[str, Any] = {"every": 1, "episodes": 4, "num_envs": 4}
+AVERAGED: dict[str, Any] = {"ema": {"decay": 0.5}, "optimizer": {"lr": 1e-2}}
+SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
+
+
+def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged, seen = VLARun.judged, []
+
+    def watched(self: VLARun, iteration: int) -> Any:
+        seen.append({name: p.detach().clone() for name, p in self.loop.weights.named.items()})
+        return judged(self, iteration)
+
+    monkeypatch.setattr(VLARun, "judged", watched)
+    run = train(vla_runs.config(tmp_path, iterations=2, evaluation=EVALUATED, **AVERAGED))
+    tensors = vla_runs.last_state(run).tensors
+    average, trained = tensors["snapshot-average"], tensors["weights"]
+    assert len(seen) == 3 and all(torch.equal(value, average[name]) for name, value in seen[-1].items())
+    assert any(not torch.equal(value, trained[name]) for name, value in average.items())
+    for written in (vla_runs.trained_weights(run), load_trained(run).state_dict()):
+        assert all(torch.equal(written[name], value) for name, value in average.items())
+
+
+def resumed(place: Path, monkeypatch: pytest.MonkeyPatch, call: int, **changes: Any) -> tuple[Path, Path, int]:
+    """The same run in one go, and asked to end before its `call`-th backward pass (from 0) and resumed; after how many
+    iterations it ended."""
+    straight = train(vla_runs.config(place, output=str(place / "straight"), **changes))
+    backward, calls = Loop.backward, iter(range(10**6))
+
+    def watched(self: Loop, *arguments: Any, **options: Any) -> None:
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        backward(self, *arguments, **options)
+
+    stopped = place / "stopped"
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(Loop, "backward", watched)
+        train(vla_runs.config(place, output=str(stopped), **changes))
+    after = vla_runs.last_state(stopped).step
+    train(load(Run(stopped).config), stopped)  # type: ignore[arg-type]
+    return straight, stopped, after
+
+
+@pytest.mark.parametrize(
+    ("changes", "call", "left"),
+    [({}, 3, 0), (vla_runs.GRPO, 1, 0), ({"trainer": {"critic_warmup": 1}}, 3, 0), (vla_runs.SFT, 4, 1)],
+    ids=["ppo", "grpo", "ppo in its warm-up", "sft"],
+)
+def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
+    changes: dict[str, Any], call: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the average and the optimiser, to the bit; nothing of it was logged."""
+    common = {"iterations": 2, "checkpoint": {"every": 9}, "ema": {"decay": 0.5}}
+    straight, stopped, after = resumed(tmp_path, monkeypatch, call, **{**common, **changes})
+    assert after == left
+    assert vla_runs.differences(straight, stopped) == []
+
+
+@pytest.mark.parametrize("action", ["stop", "roll_back"])
+def test_the_monitor_ends_a_run_whose_success_falls(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+
+    def scripted(self: VLARun, iteration: int) -> dict[str, float]:
+        found.append({name: p.detach().clone() for name, p in self.loop.weights.named.items()})
+        return {"eval/success_mean": SCORES[iteration]}
+
+    monkeypatch.setattr(VLARun, "evaluate", scripted)
+    watched = {"reward": "success", "tolerance": 0.05, "patience": 2, "action": action}
+    evaluation = {**EVALUATED, "monitor": watched}
+    run = train(vla_runs.config(tmp_path, iterations=4, evaluation=evaluation, **AVERAGED))
+    rows = vla_runs.rows(run)
+    assert [row["eval/monitor_drop"] for row in rows] == pytest.approx([0.0, 0.0, 0.3, 0.4])
+    weights = vla_runs.last_state(run).tensors["weights"]
+    back = all(torch.equal(value, found[1][name]) for name, value in weights.items())
+    assert back == (action == "roll_back") and len(found) == 4
+    written = vla_runs.trained_weights(run)
+    if back:
+        assert all(torch.equal(written[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"monitor": {"reward": "succes", "tolerance": 0.1}}, "did you mean 'success'"),
+        ({"monitor": {"reward": "success", "tolerance": 0.1}, "every": 0}, "nothing can be watched"),
+        ({"monitor": {"reward": "success", "tolerance": 0.1, "patience": 3}}, "only 2 evaluations follow the first"),
+    ],
+)
+def test_what_cannot_be_watched(evaluation: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        vla_runs.config(tmp_path, iterations=2, evaluation={**EVALUATED, **evaluation})
+
+
+def room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device that holds so many decisions in a pass, from the second update on; the sizes that are tried."""
+    score, tried = update.score, []
+
+    def full(policy: Any, rollout: Any, chosen: Any, settings: Any) -> Any:
+        tried.append(len(chosen.row))
+        if len(tried) > 1 and len(chosen.row) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return score(policy, rollout, chosen, settings)
+
+    monkeypatch.setattr(update, "score", full)
+    return tried
+
+
+def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """After an update: to the bit the run that has the smaller pieces from the start. A resumed run keeps them."""
+    wanted = train(vla_runs.config(tmp_path, iterations=2, trainer={"microbatch": 4}, output=str(tmp_path / "by hand")))
+    with monkeypatch.context() as patched:
+        tried = room_for(7, patched)
+        found = train(vla_runs.config(tmp_path, iterations=1, trainer={"fit_batch": True}))
+    said = capsys.readouterr().err
+    assert "memory ran out in iteration 1 with 16 samples in a micro-batch: it is done again, with 8" in said
+    assert "with 8 samples in a micro-batch: it is done again, with 4 from here on" in said
+    assert tried[0] > 8 and tried[1] > 8 and tried[2] == 8 and max(tried[3:]) <= 4
+    train(vla_runs.config(tmp_path, iterations=2, trainer={"fit_batch": True}), found)
+    first, second = vla_runs.last_state(found), vla_runs.last_state(wanted)
+    assert first.state["memory"].pop("batch_size") == 4 and first.state == second.state
+    for stem, tensors in first.tensors.items():
+        assert all(torch.equal(value, second.tensors[stem][name]) for name, value in tensors.items())
+    assert vla_runs.rows(found) == vla_runs.rows(wanted)
+
+
+def test_without_the_key_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room_for(7, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        train(vla_runs.config(tmp_path))
+    assert "micro-batches of 16 samples do not fit: lower trainer.microbatch" in error.value.__notes__[0]

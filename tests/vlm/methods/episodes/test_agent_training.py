@@ -1,0 +1,437 @@
+"""Tiny whole runs of agents: the gradient of an update by hand, warm-up, resume, groups of episodes, evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from typer.testing import CliRunner
+
+from genrl.cli.app import app
+from genrl.vlm.environments.hosts import Outcome, Say
+from genrl.vlm.episodes import episodes
+from genrl.vlm.episodes.rows import Rows
+from genrl.vlm.episodes.run import Acted, EpisodesRun
+from genrl.vlm.methods.episodes.train import learn
+from genrl.vlm.policies.log_probs import IMPOSSIBLE
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.run import Estimated
+from genrl.vlm.train import train
+from tests.run_folders import differences, rows, start_ranks, wait
+from tests.vlm import vlm_ranks
+from tests.vlm.methods.episodes import agent_runs
+
+
+def naive_log_probs(run: EpisodesRun, acted: Rows) -> list[Tensor]:
+    """Of each turn's tokens [n], from the logits of the turn by itself."""
+    policy, temperature = run.policy, run.config.generation.temperature
+    found = []
+    for number, prompt in enumerate(acted.prompts):
+        own = acted.tokens[number][acted.mask[number]]
+        logits = policy.model(**policy.inputs([prompt], own[None])).logits[0, prompt.length - 1 : -1]
+        scores = (logits / temperature).index_fill(1, policy.forbidden, IMPOSSIBLE).log_softmax(-1)
+        found.append(scores.gather(1, own[:, None])[:, 0])
+    return found
+
+
+def an_update(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch) -> tuple[Acted, Estimated, dict[str, Tensor], Any]:
+    """What was acted and estimated in the first iteration, the gradient of its first step, and the figures."""
+    seen: list[dict[str, Tensor]] = []
+    step = run.loop.step
+
+    def watched(groups: Any) -> dict[str, float]:
+        seen.append({name: p.grad.clone() for name, p in run.loop.weights.named.items() if p.grad is not None})
+        return step(groups)
+
+    monkeypatch.setattr(run.loop, "step", watched)
+    acted, _ = run.act()
+    ready, _ = run.estimate(acted)
+    before = {name: p.detach().clone() for name, p in run.loop.weights.named.items()}
+    figures = learn(run, acted, ready)
+    for name, parameter in run.loop.weights.named.items():
+        parameter.data.copy_(before[name])
+    return acted, ready, seen[0], figures
+
+
+def compare(run: EpisodesRun, found: dict[str, Tensor]) -> None:
+    """The gradients that now lie in the parameters with those of the update."""
+    wanted = {name: p.grad for name, p in run.loop.weights.named.items() if p.grad is not None}
+    scale = max(float(gradient.abs().max()) for gradient in wanted.values())
+    assert scale > 1e-3
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
+@pytest.mark.parametrize("preset", ["vl_dac", "poad"])
+def test_the_gradient_of_the_first_update_is_that_of_the_formula(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new critic values everything at 0, so advantages are discounted sums of rewards; at ratio 1 the surrogate is A
+    times the log-probability, and the KL to the same weights has no gradient."""
+    config = agent_runs.config(tmp_path, preset, trainer={"regularisers": [{"name": "value"}]})
+    with agent_runs.opened(config) as run:
+        acted, ready, found, figures = an_update(run, monkeypatch)
+        assert acted.walk is not None and figures["ratio/mean"] == 1.0 == figures["ratio/max"]
+        steps = acted.walk.decisions
+        assert len(steps) == 3 and {len(step) for step in steps} == {4}
+        credit = torch.zeros(3, 4, dtype=torch.float64)
+        for slot in range(4):
+            ahead = 0.0
+            for k in (2, 1, 0):
+                one = steps[k][slot]
+                ahead = one.reward + 0.95 * 0.95 * ahead * (not one.terminated)
+                credit[k, slot] = ahead
+        log_probs = naive_log_probs(run, acted.rows)
+        lengths = torch.tensor([len(one) for one in log_probs])
+        if preset == "vl_dac":  # the mean of each step's tokens, of an advantage that all of them share
+            advantage = (credit.flatten() - credit.mean()) / (credit.std() + 1e-8)
+            loss = -sum(a * one.mean() for a, one in zip(advantage.tolist(), log_probs, strict=True)) / 12
+        else:  # the mean of all tokens; gamma counts between actions, lambda from token to token
+            by_token: dict[int, list[float]] = {}
+            for slot in range(4):
+                running = 0.0
+                for k in (2, 1, 0):
+                    one, n = steps[k][slot], int(lengths[k * 4 + slot])
+                    running = one.reward + 0.95 * 0.95 * running * (not one.terminated)
+                    own = []
+                    for _ in range(n):
+                        own.append(running)
+                        running *= 0.95
+                    running = own[-1]
+                    by_token[k * 4 + slot] = own[::-1]
+            every = torch.tensor([value for row in range(12) for value in by_token[row]], dtype=torch.float64)
+            whitened = ((every - every.mean()) / (every.std() + 1e-8)).split(lengths.tolist())
+            loss = -sum((a.float() * one).sum() for a, one in zip(whitened, log_probs, strict=True)) / lengths.sum()
+        assert credit.unique().numel() > 3
+        loss.backward()
+        compare(run, found)
+
+
+def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO over groups of episodes: an episode is one row, whose mean is over the tokens of all of its turns."""
+    config = agent_runs.config(tmp_path, "grpo", trainer={"regularisers": []}, generation={"group_size": 3})
+    with agent_runs.opened(config) as run:
+        acted, ready, found, figures = an_update(run, monkeypatch)
+        assert acted.totals is not None and figures["ratio/max"] == 1.0
+        turns = [int((acted.rows.row == row).sum()) for row in range(6)]
+        assert max(turns) > 1, "no episode has two turns"
+        reward = acted.totals.view(2, 3)
+        assert acted.totals.tolist() == [episode.total for episode in run.table.episodes.values()]
+        advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).flatten()
+        log_probs, loss = naive_log_probs(run, acted.rows), torch.zeros(())
+        for row in range(6):
+            own = torch.cat([log_probs[turn] for turn in (acted.rows.row == row).nonzero()[:, 0].tolist()])
+            loss = loss - float(advantage[row]) * own.mean() / 6
+        loss.backward()
+        compare(run, found)
+
+
+def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a process died is not the policy's doing: its group's other episodes are compared without it."""
+    own = {"updates": 2, "regularisers": [{"name": "kl", "beta": 0.1}]}
+    config = agent_runs.config(tmp_path, "grpo", trainer=own, generation={"group_size": 3})
+    with agent_runs.opened(config) as run:
+        work = run.table.host.do
+
+        def failing(pieces: Any) -> Any:
+            told = work(pieces)
+            return {k: Outcome(lost="died") if k == 1 and isinstance(pieces[k], Say) else told[k] for k in told}
+
+        monkeypatch.setattr(run.table.host, "do", failing)
+        acted, row = run.act()
+        ready, _ = run.estimate(acted)
+        learn(run, acted, ready)
+    assert acted.totals is not None and ready.batch.advantage is not None and row["rollout/dropped"] == 1
+    assert acted.totals.isnan().tolist() == [False, True, False, False, False, False]
+    left = acted.totals[[0, 2]]
+    wanted = (left - left.mean()) / (left.std() + 1e-4)
+    tokens = [int(acted.rows.mask[acted.rows.row == row].sum()) for row in range(6)]
+    assert ready.batch.mask.sum(1).tolist() == [*tokens[:1], 0, *tokens[2:]]  # nor does a KL read it
+    assert sum(one.tokens for one in ready.updates) == sum(tokens) - tokens[1]
+    assert ready.batch.advantage[1] == 0 and torch.allclose(ready.batch.advantage[[0, 2]], wanted)
+
+
+@pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
+def test_an_iteration_in_which_all_environments_die_is_an_error(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with agent_runs.opened(agent_runs.config(tmp_path, preset)) as run:
+        work = run.table.host.do
+
+        def failing(pieces: Any) -> Any:
+            told = work(pieces)
+            return {k: Outcome(lost="died") if isinstance(pieces[k], Say) else told[k] for k in told}
+
+        monkeypatch.setattr(run.table.host, "do", failing)
+        with pytest.raises(RuntimeError, match="all environments hung or died in one iteration"):
+            run.act()
+
+
+@pytest.mark.slow
+def test_where_those_of_one_process_die_no_other_waits(tmp_path: Path) -> None:
+    dies = {"parallel": 2, "steps": 2, "processes": True}
+    agent_runs.config(tmp_path, "vl_dac", environment={**dies, "name": f"{tmp_path / 'pays.py'}:Pays"})
+    own = "        if os.environ['RANK'] == '1': os._exit(7)\n        self.left -= 1\n"
+    text = agent_runs.PAYS.replace("import numpy", "import os, numpy").replace("        self.left -= 1\n", own)
+    (tmp_path / "pays.py").write_text(text)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in "01":  # not `start_ranks`, whose processes may have none of their own
+        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-c", "from genrl.cli.app import app; app()", "train", str(tmp_path / "tiny.yaml")]
+        own_place = (
+            os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+        )
+        ranks.append(
+            subprocess.Popen(command, env=own_place, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+        )
+    try:
+        for process in ranks:
+            told = " ".join(process.communicate(timeout=100)[0].split())
+            assert process.returncode == 1
+            assert "all environments of process 1 hung or died in one iteration" in told, told[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.parametrize("preset", ["vl_dac", "poad"])
+def test_a_step_whose_environment_is_lost_is_not_trained(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it end anything: the step before it is bootstrapped by the value of what the lost one was shown."""
+    with agent_runs.opened(agent_runs.config(tmp_path, preset)) as run:
+        work, said = run.table.host.do, []
+
+        def failing(pieces: Any) -> Any:
+            told = work(pieces)
+            said.extend(k for k in pieces if k == 1 and isinstance(pieces[k], Say))
+            lost = said.count(1) == 2 and isinstance(pieces.get(1), Say)
+            return {k: Outcome(lost="died") if k == 1 and lost else told[k] for k in told}
+
+        monkeypatch.setattr(run.table.host, "do", failing)
+        assert run.critic is not None
+        torch.nn.init.constant_(run.critic.layers[-1].bias, 0.5)
+        acted, row = run.act()
+        ready, _ = run.estimate(acted)
+        learn(run, acted, ready)
+    assert acted.walk is not None and row["rollout/dropped"] == 1
+    assert acted.rows.tokens.shape == acted.rows.place.shape == ready.batch.mask.shape
+    before, lost, after = (acted.walk.decisions[k][1] for k in range(3))
+    assert lost.lost and not before.terminated and len(acted.rows.prompts) == 11
+    assert not any(prompt is lost.prompt for prompt in acted.rows.prompts)
+    credit = ready.batch.extra["credit"]  # of the first step, and of the one that begins the next episode
+    for place, one in ((1, before), (8, after)):
+        wanted = one.reward + (0.0 if one.terminated else 0.95 * 0.5) - 0.5
+        own = credit[place] if preset == "vl_dac" else credit[place][acted.rows.mask[place]][-1]
+        assert float(own) == pytest.approx(wanted)
+
+
+TALK = """
+from PIL import Image
+class Talk:
+    layout, help, begun = 'conversation', 'answer with one of them', ''
+    def reset(self, seed, split): return (Image.new('RGB', (56, 56)), 'get to the goal')
+    def step(self, text): return ('what do you see ?',), 1.0, False, False, {'valid': True}
+    def render(self): ...
+    def close(self): ...
+"""
+
+
+@pytest.mark.parametrize("preset", ["poad", "grpo"])
+def test_a_conversation_that_the_model_has_no_positions_for_is_cut(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(TALK)
+    place = {"name": f"{tmp_path / 'talk.py'}:Talk", "parallel": 2, "steps": 9}
+    with agent_runs.opened(agent_runs.config(tmp_path, preset, environment=place)) as run:
+        run.policy.room = 110
+        acted, row = run.act()
+        run.estimate(acted)
+        new = run.config.generation.max_new_tokens
+        lengths = [prompt.length for prompt in acted.rows.prompts]
+        assert max(lengths) + new <= 110 < max(lengths) + new + 12  # another turn is eight tokens and the answer
+        assert row["rollout/too_long"] == row["rollout/episodes"] >= 2 and row["rollout/success"] == 0
+        if acted.walk is not None:
+            cut = [(k, e) for k, step in enumerate(acted.walk.decisions) for e, one in enumerate(step) if one.truncated]
+            assert cut and all(acted.walk.following[k, e] is acted.walk.decisions[k][e].prompt for k, e in cut)
+
+
+def test_a_group_begins_alike_and_is_given_its_first_word(tmp_path: Path) -> None:
+    with agent_runs.opened(agent_runs.config(tmp_path, "para_grpo")) as run:
+        acted, _ = run.act()
+        first = [int((acted.rows.row == row).nonzero()[0, 0]) for row in range(4)]
+        ids = [acted.rows.prompts[turn].tokens.ids.tolist() for turn in first]
+        pixels = [acted.rows.prompts[turn].tokens.pixels["pixel_values"] for turn in first]
+        assert ids[0] == ids[1] and torch.equal(pixels[0], pixels[1]) and not torch.equal(pixels[0], pixels[2])
+        assert run.policy.tokenizer.decode(ids[0][-1:]) == "<think>"
+        second = [turn for turn in range(len(acted.rows.prompts)) if turn not in first]
+        for turn in second:  # the conversation so far, with what the model said
+            text = run.policy.tokenizer.decode(acted.rows.prompts[turn].tokens.ids)
+            said = run.policy.tokenizer.decode(acted.rows.tokens[turn - 1][acted.rows.mask[turn - 1]])
+            assert said in text
+
+
+def test_the_place_of_a_picture_that_is_spelt_out_is_only_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark itself cannot be drawn, but its letters can; in the conversation so far it would ask for a picture."""
+    draw = episodes.generate
+
+    def spelt(*arguments: Any) -> Any:
+        made = draw(*arguments)
+        return replace(made, texts=["is it <image> ? </think>"] * len(made.texts))
+
+    monkeypatch.setattr(episodes, "generate", spelt)
+    with agent_runs.opened(agent_runs.config(tmp_path, "para_grpo")) as run:
+        run.act()
+        assert set(run.table.episodes[0].said) == {"is it < image> ? </think>"}
+
+
+def test_an_iteration_in_which_all_episodes_end_needs_no_value_of_what_follows(tmp_path: Path) -> None:
+    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", environment={"parallel": 1, "steps": 1})) as run:
+        run._next_seed = lambda slot: 0  # type: ignore[method-assign]  # whose episode has two steps
+        run.estimate(run.act()[0])
+        acted, _ = run.act()
+        assert acted.walk is not None and acted.walk.decisions[0][0].terminated and not acted.walk.following
+        _, row = run.estimate(acted)
+        assert row["critic/explained_variance"] == 1.0  # of one return
+
+
+def test_no_pass_is_larger_than_a_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor that for the values of what follows the last step."""
+    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 2})) as run:
+        acted, _ = run.act()
+        sizes: list[int] = []
+        inputs = run.policy.inputs
+        monkeypatch.setattr(
+            run.policy, "inputs", lambda rows, *a, **k: (sizes.append(len(rows)), inputs(rows, *a, **k))[1]
+        )
+        run.estimate(acted)
+        assert acted.walk is not None and len(acted.walk.following) > 2 and max(sizes) == 2
+
+
+def test_the_first_iterations_train_the_critic_alone(tmp_path: Path) -> None:
+    config = agent_runs.config(tmp_path, "vl_dac", trainer={"critic": {"hidden": [8], "warmup": 1}}, iterations=2)
+    before = Policy(str(agent_runs.MODEL)).parameters
+    train(config)
+    first, second = rows(tmp_path / "run")
+    assert "grad_norm" not in first and first["grad_norm/critic"] > 0 < second["grad_norm"]
+    assert first["ratio/max"] == 1.0  # nothing has moved
+    after = Policy(str(tmp_path / "run" / "model")).parameters
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_updates_end_where_the_policy_has_moved_too_far(tmp_path: Path) -> None:
+    far = {"hidden": [8], "warmup": 0, "kl_stop": 1e-9}
+    for place, stop in (("never", 1e9), ("soon", 1e-9)):
+        (tmp_path / place).mkdir()
+        changes: dict[str, Any] = {"trainer": {"epochs": 4, "critic": {**far, "kl_stop": stop}}}
+        train(agent_runs.config(tmp_path / place, "poad", optimizer={"lr": 1e-3}, **changes))
+    assert rows(tmp_path / "never" / "run")[0]["updates"] == 4 > rows(tmp_path / "soon" / "run")[0]["updates"]
+
+
+@pytest.mark.parametrize("preset", ["vl_dac", "para_grpo"])
+def test_a_resumed_run_is_the_uninterrupted_one(preset: str, tmp_path: Path) -> None:
+    """With episodes in their middle, which are played again, and the critic."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    train(agent_runs.config(tmp_path / "a", preset, iterations=3))
+    train(agent_runs.config(tmp_path / "b", preset, iterations=2))
+    train(agent_runs.config(tmp_path / "b", preset, iterations=3), resume=tmp_path / "b" / "run")
+    assert differences(tmp_path / "a" / "run", tmp_path / "b" / "run") == []
+
+
+def test_steps_of_an_iteration_that_is_left_are_not_in_the_checkpoint(tmp_path: Path) -> None:
+    """What is remembered at the end of an iteration is saved where the next one is left in its middle."""
+    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac")) as run:
+        _, row = run.act()
+        run.remember(row)
+        kept = json.dumps(run.loop.memory)
+        run.act()
+        assert json.dumps(run.loop.memory) == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["vl_dac", "vrag_rl"])
+def test_two_processes_do_what_one_does(preset: str, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        # the presets' token_mean is one of each process's tokens
+        own = {"trainer": {"aggregation": "token_mean_global"}, "evaluation": {"every": 1, "questions": 4}}
+        config = agent_runs.config(tmp_path / name, preset, **own)
+        if name == "one":
+            train(config)
+        else:
+            file = str(tmp_path / name / "tiny.yaml")
+            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
+    for one, two in zip(rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run"), strict=True):
+        assert one.keys() == two.keys()
+        for key in one:
+            assert two[key] == pytest.approx(one[key], rel=2e-3, abs=5e-5), key
+
+
+def test_a_run_from_the_command_line(tmp_path: Path) -> None:
+    agent_runs.config(tmp_path, "vl_dac", evaluation={"every": 1, "questions": 3})
+    file, run = tmp_path / "tiny.yaml", tmp_path / "run"
+    assert CliRunner().invoke(app, ["train", str(file)]).exit_code == 0
+    first, last = rows(run)
+    assert first["eval/success_low"] <= first["eval/success_mean"] <= first["eval/success_high"]
+    assert "eval/success_blind" in first and "eval/success_blind" in last
+    assert (run / "samples" / "step-000001" / "00.png").is_file() and "Success" in (run / "report.html").read_text()
+    out, films = tmp_path / "scores.json", tmp_path / "films"
+    found = CliRunner().invoke(app, ["eval", str(run), "--episodes", "2", "--out", str(out), "--videos", str(films)])
+    assert found.exit_code == 0 and "2 episodes" in " ".join(found.output.split())
+    assert json.loads(out.read_text())["scores"]["eval/success_mean"] in (0, 0.5, 1)
+    assert (films / "episode-00.png").is_file()
+    assert CliRunner().invoke(app, ["eval", str(run), "--num-prompts", "2"]).exit_code == 2
+
+
+def test_the_embedded_agent_reads_and_answers_in_minigrid(tmp_path: Path) -> None:
+    """No word that it is told is unknown to it, its actions are the environment's, and an iteration runs."""
+    pytest.importorskip("minigrid")
+    place = {"name": "MiniGrid-Empty-Random-5x5-v0", "answer": "plain", "parallel": 2, "steps": 2}
+    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", environment=place)) as run:
+        acted, row = run.act()
+        run.estimate(acted)
+        assert run.policy.tokenizer.unk_token_id not in acted.rows.prompts[0].tokens.ids.tolist()
+        assert row["rollout/invalid"] == 0
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("changes", "text"),
+        [
+            ({"task": {"name": "shapes"}}, "questions, or an environment"),
+            ({"rewards": [{"name": "exact"}]}, "an environment has a reward of its own"),
+            ({"trainer": {"preset": "grpo", "critic": {}}}, "grpo has no critic"),
+            ({"trainer": {"filter": "spread"}}, "it belongs to another trainer.algorithm"),
+            ({"environment": None, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}, "learns from episodes"),
+            ({"environment": {"name": "gird"}}, "did you mean grid"),
+            ({"trainer": {"preset": "vppo"}}, "reads what only questions have"),
+            ({"trainer": {"regularisers": []}}, "a critic's advantage and its loss go together"),
+        ],
+    )
+    def test_what_does_not_go_together(self, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+        tree: dict[str, Any] = {
+            "vlm": {"path": str(agent_runs.MODEL)},
+            "environment": {"name": "grid"},
+            "trainer": {"preset": "vl_dac"},
+            "output": str(tmp_path / "run"),
+        }
+        for name, change in changes.items():
+            tree[name] = {**tree.get(name, {}), **change} if isinstance(change, dict) else change
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump({k: v for k, v in tree.items() if v is not None}))
+        found = CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")])
+        assert found.exit_code != 0
+        assert text in " ".join(found.output.replace("│", " ").split()) + str(found.exception)

@@ -1,0 +1,147 @@
+"""A task and a policy from files outside the package: checked, trained, evaluated, resumed; what they lack is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genrl.cli.vlm import evaluate
+from genrl.config import ConfigError, check_files, load_located
+from genrl.vlm.policies.folder import open_policy
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.train import train
+from tests.run_folders import differences, rows
+from tests.vlm import vlm_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = '''
+class Sums:
+    """Questions that are read."""
+    def __init__(self, split):
+        self.answers = range(2, 12) if split == "train" else range(12, 15)
+    def __len__(self):
+        return len(self.answers)
+    def __getitem__(self, number):
+        return (f"what is {self.answers[number] - 1} plus 1 ?",), str(self.answers[number]), number
+
+def wrong(rng, split):
+    return "what ?"
+'''
+POLICIES = '''
+from genrl.vlm.policies.codes import CodePolicy
+from genrl.vlm.policies.policy import Policy
+
+class Careful(Policy):
+    """A vision-language model that is loaded in its own way."""
+    @classmethod
+    def open(cls, config, device, path):
+        made = cls(path, device=device)
+        made.model.get_input_embeddings().weight.requires_grad_(False)
+        return made
+
+class Bodies(CodePolicy):
+    """A policy that samples its answers itself."""
+    @classmethod
+    def open(cls, config, device, path):
+        return cls(path, device=device)
+
+class Incomplete:
+    sees = False
+    @classmethod
+    def open(cls, config, device, path):
+        return cls()
+'''
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    (example,) = re.findall(
+        r"```python\n(# stripes\.py.*?)```", (ROOT / "docs" / "vlm_tasks.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "tasks.py").write_text(example + TASKS)
+    (tmp_path / "policies.py").write_text(POLICIES)
+    return tmp_path
+
+
+def trains_and_resumes(place: Path, **changes: Any) -> list[dict[str, Any]]:
+    """Rows of a run of three iterations, which is the same when its last one is made in a second process's place."""
+    for name in ("whole", "parted"):
+        (place / name).mkdir()
+    train(vlm_runs.config(place / "whole", iterations=3, **changes))
+    train(vlm_runs.config(place / "parted", iterations=2, **changes))
+    train(vlm_runs.config(place / "parted", iterations=3, **changes), resume=place / "parted" / "run")
+    assert differences(place / "whole" / "run", place / "parted" / "run") == []
+    return rows(place / "whole" / "run")
+
+
+def test_a_task_from_a_file(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = {"name": f"{code / 'tasks.py'}:stripes"}
+    config = vlm_runs.config(code, task=task)
+    assert check_files(config, {})[-1] == f"task.name: training runs the code of {task['name']}"
+    held_out, trained = Questions(config, "eval"), Questions(config, "train")
+    assert held_out[3].name == "stripes/eval/3" and held_out[3].columns["shade"] % 2 == 0
+    assert trained[3].columns["shade"] % 2 == 1 and trained[3].columns["question"] == held_out[3].columns["question"]
+    found = trains_and_resumes(code, task=task, evaluation={"every": 1, "questions": 8, "blind": False})
+    assert found[-1]["step"] == 3 and found[-1]["eval/accuracy_mean"] is not None
+    evaluate(code / "whole" / "run", vlm_runs.config(code, task=task), questions=4, out=None)
+    assert "right answers" in capsys.readouterr().out
+
+
+def test_a_task_whose_questions_are_read(code: Path) -> None:
+    config = vlm_runs.config(code, task={"name": f"{code / 'tasks.py'}:Sums"})
+    assert len(Questions(config, "train")) == 10 and len(Questions(config, "eval")) == 3
+    assert Questions(config, "train")[4].columns["answer"] == "6"
+    train(config)
+    assert rows(code / "run")[-1]["rollout/tokens_mean"] > 0
+
+
+def test_a_vision_language_model_that_is_loaded_in_its_own_way(code: Path) -> None:
+    output = f"{code / 'policies.py'}:Careful"
+    trains_and_resumes(code, vlm={"output": output})
+    policy = open_policy(vlm_runs.config(code, vlm={"output": output}))
+    assert not policy.model.get_input_embeddings().weight.requires_grad
+
+
+def test_a_policy_that_samples_its_answers_itself(code: Path) -> None:
+    changes = {
+        "vlm": {"path": str(vlm_runs.MODEL.parent / "tiny-bodies"), "output": f"{code / 'policies.py'}:Bodies"},
+        "task": {"name": "bodies"},
+        "generation": {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens": 24},
+        "rewards": [{"name": "shapes"}],
+        "evaluation": {"every": 1, "questions": 4},
+    }
+    found = trains_and_resumes(code, **changes)
+    assert found[-1]["rollout/tokens_mean"] > 0 and (code / "whole" / "run" / "samples" / "step-000003.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "text"),
+    [
+        ({"task": {"name": "shape"}}, "task.name", "unknown task 'shape'; did you mean shapes?"),
+        ({"task": {"name": "tasks.py:strips"}}, "task.name", "did you mean stripes?"),
+        ({"task": {"name": "task.py:stripes"}}, "task.name", "did you mean"),
+        ({"task": {"name": "tasks.py:wrong"}}, "task.name", "gives no question"),
+        ({"vlm": {"output": "imge"}}, "vlm.output", "unknown output 'imge'; did you mean image?"),
+        ({"vlm": {"output": "policies.py:Carefull"}}, "vlm.output", "did you mean Careful?"),
+    ],
+)
+def test_what_cannot_be_found_is_said(
+    changes: dict[str, Any], key: str, text: str, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(code)
+    with pytest.raises(ConfigError, match=key) as caught:
+        vlm_runs.config(code, **changes)
+        check_files(*load_located(code / "tiny.yaml"))
+    assert text in str(caught.value) and "tiny.yaml:" in str(caught.value)
+
+
+def test_what_a_policy_lacks_is_said(code: Path) -> None:
+    config = vlm_runs.config(code, vlm={"output": f"{code / 'policies.py'}:Incomplete"})
+    with pytest.raises(ValueError, match="Incomplete has no check_room, device, draw, encode, greedy, log_probs"):
+        open_policy(config)
+    config = vlm_runs.config(code, vlm={"output": f"{code / 'tasks.py'}:stripes"})
+    with pytest.raises(ValueError, match="stripes is no policy: a class with open"):
+        open_policy(config)

@@ -1,0 +1,237 @@
+"""Whole tiny runs: the gradient of an update by hand, every preset, resume, evaluation, what is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.vlm.evaluate import figures, judge
+from genrl.vlm.methods.answers.train import learn
+from genrl.vlm.policies.log_probs import IMPOSSIBLE
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.presets import PRESETS
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.rollout import Answers, open_rewards, order
+from genrl.vlm.run import AnswersRun
+from genrl.vlm.train import train
+from tests.run_folders import differences, rows, start_ranks, wait
+from tests.vlm import vlm_ranks, vlm_runs
+
+RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in ("vl_dac", "poad")]
+
+
+def naive_log_probs(policy: Policy, answers: Answers) -> Tensor:
+    """[B, T] from the logits of every answer by itself, as the model's own forward gives them."""
+    found = []
+    for number, row in enumerate(answers.tokens):
+        length = int(answers.mask[number].sum())
+        prompt = answers.prompts[int(answers.group[number])]
+        logits = policy.model(**policy.inputs([prompt], row[None, :length])).logits[0, prompt.length - 1 : -1]
+        logits = logits.index_fill(1, policy.forbidden, IMPOSSIBLE)
+        chosen = logits.log_softmax(-1).gather(1, row[:length, None])[:, 0]
+        found.append(torch.nn.functional.pad(chosen, (0, len(row) - length)))
+    return torch.stack(found)
+
+
+def gradients_of_an_update(run: AnswersRun, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, dict[str, Tensor]]:
+    """The answers of the first iteration, and the gradient of its first optimiser step."""
+    seen: list[dict[str, Tensor]] = []
+    step = run.loop.step
+
+    def watched(groups: Any) -> dict[str, float]:
+        seen.append({name: p.grad.clone() for name, p in run.loop.weights.named.items() if p.grad is not None})
+        return step(groups)
+
+    monkeypatch.setattr(run.loop, "step", watched)
+    answers, _ = run.draw()
+    ready = run.estimate(answers)
+    assert ready is not None
+    learn(run, answers, ready)
+    return answers, seen[0]
+
+
+def by_hand(preset: str, answers: Answers, log_prob: Tensor) -> Tensor:
+    """The loss whose gradient the first update is to have: at ratio 1 the surrogate is A times the log-probability,
+    and the gradient of the KL to the same weights is 0."""
+    reward = (answers.scores["exact"] + 0.2 * answers.scores["tag_format"]).view(4, 4)
+    centred = reward - reward.mean(1, keepdim=True)
+    length = answers.mask.sum(1)
+    if preset == "grpo":  # arXiv 2402.03300: z-scores of the group, the mean of each answer's tokens, their mean
+        advantage = (centred / (reward.std(1, keepdim=True) + 1e-4)).flatten()
+        return -(advantage * log_prob.sum(1) / length).mean()
+    if preset == "dr_grpo":  # arXiv 2503.20783: no division by spread or length, but by the longest allowed
+        return -(centred.flatten() * log_prob.sum(1)).sum() / (16 * 12)
+    others = (reward.sum(1, keepdim=True) - reward) / 3  # rloo: the mean of the other three
+    return -((reward - others).flatten() * log_prob.sum(1) / length).mean()
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo"])
+def test_the_gradient_of_the_first_update_is_that_of_the_formula(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": preset})) as run:
+        before = {name: p.detach().clone() for name, p in run.loop.weights.named.items()}
+        answers, found = gradients_of_an_update(run, monkeypatch)
+        for name, parameter in run.loop.weights.named.items():
+            parameter.data.copy_(before[name])
+        by_hand(preset, answers, naive_log_probs(run.policy, answers)).backward()
+        wanted = {name: p.grad for name, p in run.loop.weights.named.items() if p.grad is not None}
+    scale = max(float(gradient.abs().max()) for gradient in wanted.values())
+    assert scale > 1e-3
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
+def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for micro in (None, 5):  # 5: groups are cut
+        with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "dapo", "micro_batch": micro})) as run:
+            found.append(gradients_of_an_update(run, monkeypatch)[1])
+    scale = max(float(gradient.abs().max()) for gradient in found[0].values())
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "vppo", "tw_grpo", "q_hawkeye", "grpo_care", "reg_grpo", "dcpo"])
+def test_a_preset_trains(preset: str, tmp_path: Path) -> None:
+    trains(preset, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", RUNS)
+def test_every_preset_trains(preset: str, tmp_path: Path) -> None:
+    trains(preset, tmp_path)
+
+
+def trains(preset: str, tmp_path: Path) -> None:
+    """Two iterations of two updates: the first is on policy, weights move, all figures are numbers."""
+    config = vlm_runs.config(tmp_path, trainer={"preset": preset, "epochs": 2}, iterations=2)
+    train(config)
+    first, second = rows(tmp_path / "run")
+    assert first["sampler/gap_max"] < 1e-4
+    assert first["updates"] == second["updates"] == 2
+    assert 0 < first["grad_norm"] and all(value is not None for value in second.values())
+    assert second["sampler/gap_max"] < 1e-4  # the sampler has the weights of the last update
+
+
+def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path) -> None:
+    with vlm_runs.opened(vlm_runs.config(tmp_path)) as run:
+        answers, _ = run.draw()
+        ready = run.estimate(answers)
+        assert ready is not None
+        next(iter(run.loop.weights.named.values())).data.add_(0.1)
+        with pytest.raises(RuntimeError, match="before any update"):
+            learn(run, answers, ready)
+        with pytest.raises(RuntimeError, match="the trainer scores the sampler's tokens otherwise"):
+            run.estimate(replace(answers, sampler_log_prob=answers.sampler_log_prob - 1.0))
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    """With DCPO's statistics by question and GRPO-CARE's average, which are part of a checkpoint."""
+    for preset in ("dcpo", "grpo_care"):
+        place = tmp_path / preset
+        (place / "a").mkdir(parents=True)
+        (place / "b").mkdir()
+        trained: dict[str, Any] = {"preset": preset}
+        if preset == "grpo_care":
+            trained["reward_terms"] = [{"name": "consistency", "every": 1}]
+        train(vlm_runs.config(place / "a", trainer=trained, iterations=3, task={"rows": 6}))
+        train(vlm_runs.config(place / "b", trainer=trained, iterations=1, task={"rows": 6}))
+        again = vlm_runs.config(place / "b", trainer=trained, iterations=3, task={"rows": 6})
+        train(again, resume=place / "b" / "run")
+        assert differences(place / "a" / "run", place / "b" / "run") == []
+
+
+def test_groups_without_spread_are_drawn_again(tmp_path: Path) -> None:
+    train(vlm_runs.config(tmp_path, trainer={"preset": "dapo", "filter": "spread", "resample": 4}))
+    (row,) = rows(tmp_path / "run")
+    assert row["rollout/rounds"] > 1 and row["rollout/kept"] == pytest.approx(1 / row["rollout/rounds"])
+    assert row["zero_std_ratio"] == 0
+
+
+def test_an_iteration_without_groups_changes_nothing(tmp_path: Path) -> None:
+    constant = tmp_path / "constant.py"
+    constant.write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    config = vlm_runs.config(tmp_path, rewards=[{"name": f"{constant}:one"}], trainer={"filter": "spread"})
+    train(config)
+    (row,) = rows(tmp_path / "run")
+    assert row["updates"] == 0 and row["rollout/kept"] == 0 and "loss" not in row
+
+
+def test_a_reward_of_the_wrong_length_is_named(tmp_path: Path) -> None:
+    short = tmp_path / "short.py"
+    short.write_text("def short(completions, **kwargs):\n    return [1.0]\n")
+    with pytest.raises(ValueError, match="short"):
+        train(vlm_runs.config(tmp_path, rewards=[{"name": f"{short}:short"}]))
+
+
+def test_evaluation_says_what_is_right_and_what_can_be_guessed(tmp_path: Path) -> None:
+    train(vlm_runs.config(tmp_path, evaluation={"every": 1, "questions": 48}))
+    first, last = rows(tmp_path / "run")
+    assert first["eval/accuracy_low"] < first["eval/accuracy_mean"] < first["eval/accuracy_high"]
+    assert first["eval/accuracy_blind"] < first["eval/accuracy_mean"] - 0.1  # the embedded model sees
+    assert last["eval/accuracy_blind"] < last["eval/accuracy_mean"]
+    assert (tmp_path / "run" / "samples" / "step-000001.jsonl").is_file()
+
+
+def test_a_lora_trains_and_its_adapter_is_written(tmp_path: Path) -> None:
+    train(vlm_runs.config(tmp_path, vlm={"lora": {"rank": 4, "alpha": 8.0}}))
+    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
+
+
+def test_the_written_model_is_one_for_transformers(tmp_path: Path) -> None:
+    train(vlm_runs.config(tmp_path))
+    again = Policy(str(tmp_path / "run" / "model"))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(again.parameters, Policy(str(vlm_runs.MODEL)).parameters, strict=True)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["grpo", "stable_reinforce"])
+def test_two_processes_do_what_one_does(preset: str, tmp_path: Path) -> None:
+    """The same answers, statistics over all of them, and one gradient. (Adam makes steps of its rounding.)"""
+    trained = {"preset": preset, "updates": 2, "micro_batch": 4}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        config = vlm_runs.config(tmp_path / name, trainer=trained)
+        if name == "one":
+            train(config)
+        else:
+            file = str(tmp_path / name / "tiny.yaml")
+            assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
+    (one,), (two,) = rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run")
+    assert one.keys() == two.keys()
+    for key in one:
+        assert two[key] == pytest.approx(one[key], rel=2e-3, abs=1e-5), key
+
+
+def test_every_pass_asks_every_question_once() -> None:
+    found = order(7, 3, 0, 14)
+    assert sorted(found[:7]) == sorted(found[7:]) == list(range(7)) and found[:7] != found[7:]
+    assert order(7, 3, 5, 4) == found[5:9]
+
+
+@pytest.mark.slow
+def test_grpo_teaches_the_embedded_model(tmp_path: Path) -> None:
+    """In miniature: configs/vlm/grpo.yaml in 120 iterations in place of 400. What is gained comes from seeing."""
+    config = vlm_runs.config(
+        tmp_path,
+        generation={"prompts_per_iteration": 16, "group_size": 8},
+        trainer={"preset": "grpo", "regularisers": [{"name": "kl", "beta": 0.01}]},
+        optimizer={"lr": 5e-4, "betas": [0.9, 0.95], "schedule": "linear"},
+        evaluation={"every": 120, "questions": 256},
+        checkpoint={"every": 120},
+        iterations=120,
+    )
+    train(config)
+    found = [row for row in rows(tmp_path / "run") if "eval/accuracy_mean" in row]
+    assert found[-1]["eval/accuracy_low"] > found[0]["eval/accuracy_high"]
+    policy, questions = Policy(str(tmp_path / "run" / "model")), Questions(config, "eval")
+    blind = judge(policy, config, open_rewards(config), questions, range(128), blind=True)
+    assert figures(config, blind)["eval/accuracy_mean"] < 0.3
