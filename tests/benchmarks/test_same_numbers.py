@@ -197,8 +197,10 @@ def test_what_cannot_run_here_is_left_out_with_its_reason() -> None:
 
 def test_included_files_lie_beneath_the_one_that_includes_them() -> None:
     tree = brief_runs.load(ROOT / "configs/diffusion/grpo_guard.yaml")
-    assert brief_runs.value(tree, "trainer.kernel") == "flow_sde" and brief_runs.value(tree, "trainer.guard") is True
-    assert brief_runs.value(tree, "trainer.guard.more") is None
+    assert (
+        brief_runs.value(tree, "trainer.kernel") == "flow_sde" and brief_runs.value(tree, "sampling.group_size") == 12
+    )
+    assert brief_runs.value(tree, "trainer.kernel.more") is None
 
 
 def _given(**changes: Any) -> Namespace:
