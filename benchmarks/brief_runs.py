@@ -118,9 +118,12 @@ def _samples(tree: Tree) -> Overrides:
 
 def _answers(tree: Tree, iterations: int) -> Overrides:
     small: Overrides = {}
+    grid = value(tree, "environment.name") == "grid"  # episodes of many short answers
     if value(tree, "generation.prompts_per_iteration") is not None:
         group = value(tree, "generation.group_size") or 8
-        small["generation.prompts_per_iteration"] = 4 if group > 1 else 16
+        small["generation.prompts_per_iteration"] = 2 if grid else 4 if group > 1 else 16
+    if grid:
+        small |= {"environment.max_steps": 12, "evaluation.questions": 6}
     if value(tree, "task.name") is not None:
         small["task.rows"] = 64
     if value(tree, "trainer.critic") is not None:

@@ -235,16 +235,25 @@ def test_the_cache_gives_back_what_a_commit_left_and_no_failure(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_tree_trains_by_its_own_code_and_says_why_it_could_not(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    (other / "genrl").mkdir(parents=True)
-    (other / "genrl/cli.py").write_text("import sys\ndef main():\n    raise RuntimeError(' '.join(sys.argv[1:]))\n")
-    tree = Tree(other, tmp_path / "runs")
-    outcome = tree.train("configs/a.yaml", ["iterations=2"], 2)
-    tree.close()
-    assert outcome.code == 1 and outcome.entries == {}
-    assert outcome.log.endswith(
-        f"RuntimeError: train configs/a.yaml iterations=2 output={tmp_path}/runs/configs-a-2 --nproc 2"
+    """The second process fails, and the first, which would wait for ever, is ended with it; then the next run works."""
+    (tmp_path / "genrl").mkdir()
+    (tmp_path / "genrl/cli.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "def main():\n"
+        "    if os.environ.get('RANK') == '1':\n"
+        "        raise RuntimeError(' '.join(sys.argv) + ' of ' + os.environ['WORLD_SIZE'])\n"
+        "    time.sleep(600 if 'RANK' in os.environ else 0)\n"
+        "    folder = pathlib.Path(sys.argv[-1].removeprefix('output='))\n"
+        "    folder.mkdir()\n"
+        "    (folder / 'metrics.jsonl').write_text('{\"step\": 1, \"loss\": 0.5}')\n"
     )
+    tree = Tree(tmp_path, tmp_path / "runs")
+    failed, done = (tree.train("configs/a.yaml", ["iterations=2"], processes) for processes in (2, 1))
+    tree.close()
+    assert failed.code == 1 and failed.entries == {}
+    where = f"output={tmp_path}/runs/configs-a-2"
+    assert failed.log.endswith(f"RuntimeError: genrl train configs/a.yaml iterations=2 {where} of 2")
+    assert done.code == 0 and done.entries == {"metrics.jsonl:step-1:loss": "0.5"}
 
 
 @pytest.mark.slow
