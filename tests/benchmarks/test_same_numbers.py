@@ -257,6 +257,7 @@ def test_a_tree_trains_by_its_own_code_and_says_why_it_could_not(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone of the repository")
 def test_this_commit_trains_as_itself(tmp_path: Path) -> None:
     """One configuration by the command; its second call takes the other side from the cache."""
     command = [sys.executable, "-m", "benchmarks.same_numbers", "HEAD", "--only", "vlm/quickstart", "--processes", "1"]
