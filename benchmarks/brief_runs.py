@@ -128,8 +128,8 @@ def _answers(tree: Tree, iterations: int) -> Overrides:
         small["task.rows"] = 64
     if value(tree, "trainer.critic") is not None:
         small["trainer.critic.warmup"] = 0
-    if value(tree, "trainer.preset") == "grpo_care":
-        small["trainer.ema_every"] = 1
+    if value(tree, "trainer.preset") == "grpo_care":  # its average follows every 10 steps: in the first iteration, too
+        small |= {"trainer.updates": 4, "trainer.epochs": 3}
     stages = tree.get("stages") or ()
     for number in range(len(stages)):  # one iteration of each, the last one has what is left
         last = number == len(stages) - 1
