@@ -125,6 +125,7 @@ def test_what_differs_is_named(runs: Any, change: Callable[[Path], None], names:
     assert sorted(compared(runs[::-1])) == sorted(found)
     word, notes = same_numbers.compare(run_entries.read(runs[0]), run_entries.read(runs[1]), {}, [])
     assert word == "DIFFERS" and f"first {found[0]}: there " in notes
+    assert f"keys {found[0].rsplit(':', 1)[-1]} 1" in notes
 
 
 def test_both_values_are_shown(runs: Any) -> None:
