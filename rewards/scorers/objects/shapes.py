@@ -312,7 +312,7 @@ class Shapes:
     """Count, colour, shape and position in the embedded world, by rules, for captions like "two red stars"; in [0, 1].
 
     The score is the soft one (partial credit), or with `strict` 1 for a completely right picture and 0 otherwise; all
-    parts of `check` are reported beside it. A caption outside the grammar has no score. About 0.3 ms per picture of 64
+    parts of `check` are reported, too. A caption outside the grammar has no score. About 0.3 ms per picture of 64
     x 64 pixels on one CPU core.
     """
 

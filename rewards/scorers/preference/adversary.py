@@ -1,8 +1,8 @@
-"""Rewards that are trained beside the model that they judge (Adv-GRPO, arXiv 2511.20256).
+"""Rewards that are trained alongside the model that they judge (Adv-GRPO, arXiv 2511.20256).
 
-A *trainable* reward has the attributes and methods of `Trainable` beside its `__call__`. The trainer `adv_grpo` shows
-it reference pictures and samples of the same prompts, computes a loss from its logits and takes the optimiser's step;
-the reward owns neither. Nothing is inherited: docs/rewards.md says how to write such a class.
+A *trainable* reward has the attributes and methods of `Trainable` in addition to its `__call__`. The trainer `adv_grpo`
+shows it reference pictures and samples of the same prompts, computes a loss from its logits and takes the optimiser's
+step; the reward owns neither. Nothing is inherited: docs/rewards.md says how to write such a class.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ METHODS = ("logits", "parameters", "state_dict", "load_state_dict")
 
 
 class Trainable(Protocol):
-    """What a trainable reward has beside its `__call__`."""
+    """What a trainable reward has in addition to its `__call__`."""
 
     loss: Loss
-    """hinge and bce tell references from samples; preference ranks a reference above the sample of the same prompt."""
+    """hinge, bce: tell references from samples; preference: rank a reference above the sample of the same prompt."""
     patch_weight: float
     """Weight of the patches' loss, where `logits` gives patches."""
 
@@ -77,7 +77,7 @@ def unit_scale(features: Tensor) -> Tensor:
 
 
 class DinoAdversary:
-    """Does it look like the references? A head on a frozen DINO, trained beside the model (adv_grpo); unbounded.
+    """Does it look like the references? A head on a frozen DINO, trained alongside the model (adv_grpo); unbounded.
 
     `model`        hub id or folder of a DINOv2 (with registers or without) or DINOv3
     `size`         side of the square that it sees, in pixels (the paper: 518)

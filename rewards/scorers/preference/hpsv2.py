@@ -63,7 +63,7 @@ _PROJECTIONS = {"text_projection": "text_projection.weight", "visual.proj": "vis
 def from_open_clip(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of an open_clip CLIP under the names that they have in transformers' CLIPModel.
 
-    Two things change beside names: open_clip has query, key and value in one matrix, and its projections transposed.
+    Besides the names, two things differ: open_clip has query, key and value in one matrix, and transposed projections.
     An unknown name is kept, so that loading reports it.
     """
     renamed: dict[str, torch.Tensor] = {}

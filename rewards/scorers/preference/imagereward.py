@@ -38,7 +38,7 @@ MODEL = "THUDM/ImageReward"
 TOKENIZER = "google-bert/bert-base-uncased"
 FILES = ("ImageReward.safetensors", "ImageReward.pt")
 TOKENS = 35  # longer prompts are cut
-HEAD_WIDTH = 64  # of an attention head of BLIP's ViT, whatever its size
+HEAD_WIDTH = 64  # of an attention head of BLIP's ViT of any size
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw score over the authors' data
 CHUNK = 16  # pictures per forward pass, to bound memory
 
@@ -118,7 +118,7 @@ def build(weights: Mapping[str, torch.Tensor], med: Mapping[str, Any], what: str
     text = transformers.BlipTextConfig(
         **{key: med[key] for key in MED_KEYS},
         encoder_hidden_size=width,
-        is_decoder=True,  # gives the layers their cross-attention; the mask is not causal unless asked for
+        is_decoder=True,  # gives the layers their cross-attention; the mask is causal only on request
     )
     with no_init_weights():
         model = ImageRewardModel(vision, text)
@@ -163,8 +163,8 @@ class ImageReward:
 
     def __init__(self, model: str = MODEL, tokenizer: str = TOKENIZER, dtype: str = "float32", device: str = "cpu"):
         file = find(model, FILES, "imagereward")
-        beside = str(file.parent) if Path(model).exists() else model
-        med = json.loads(find(beside, ["med_config.json"], "imagereward").read_text(encoding="utf-8"))
+        folder = str(file.parent) if Path(model).exists() else model
+        med = json.loads(find(folder, ["med_config.json"], "imagereward").read_text(encoding="utf-8"))
         precision = torch_dtype(dtype, "imagereward")
         self.model = build(read_weights(file), med, f"imagereward: {file}").to(device)
         self.to = self.model.to
