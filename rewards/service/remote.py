@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rewards.contract import FROM_SAMPLER, IMAGE_COLUMNS, declare
 from rewards.failures import RewardFailed
 from rewards.service import wire
-from rewards.service.http_client import Unavailable, exchange, never, retry, split_url
+from rewards.service.http_client import Unavailable, exchange, retry, split_url
 from rewards.service.wire import Reply
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Remote:
         *,
         token: str = "",
         outage: Outage | None = None,
-        stopped: Callable[[], bool] = never,
+        stopped: Callable[[], bool] = lambda: False,
     ):
         if not token.isascii() or not token.isprintable():
             raise ValueError("the token of a reward server must be printable ASCII text")

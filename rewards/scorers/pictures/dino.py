@@ -92,12 +92,7 @@ class DinoSimilarity:
     differentiable = True
 
     def __init__(
-        self,
-        model: str = MODEL,
-        tokens: str = "class",
-        size: int = 224,
-        dtype: str = "float32",
-        device: str = "cpu",
+        self, model: str = MODEL, tokens: str = "class", size: int = 224, dtype: str = "float32", device: str = "cpu"
     ):
         check_choice("dino: unknown tokens", tokens, TOKENS)
         self.tokens = tokens

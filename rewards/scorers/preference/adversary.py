@@ -18,7 +18,7 @@ from rewards.models.checkpoints import fill
 from rewards.models.clip_model import ClipScorer
 from rewards.models.pixels import eight_bit, frames, mean_over_frames, wants_gradients
 from rewards.scorers.pictures.dino import MODEL as DINO_MODEL
-from rewards.scorers.pictures.dino import DinoFeatures, Features
+from rewards.scorers.pictures.dino import DinoFeatures
 from rewards.scorers.preference.pickscore import MODEL as PICKSCORE_MODEL
 from rewards.scorers.preference.pickscore import PROCESSOR, SCALES, pickscore
 
@@ -121,12 +121,15 @@ class DinoAdversary:
         self.head.to(device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        whole, patches = self._logits(frames(images))
+        whole, patches = self.logits(frames(images), ())
         scores = (1 - self.patch_weight) * whole + self.patch_weight * patches.mean(1)
         return mean_over_frames(scores, images).to(images.device)
 
     def logits(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        return self._logits(images)
+        wanted = wants_gradients(images)
+        with torch.set_grad_enabled(wanted):
+            features = self.dino.features(images if wanted else eight_bit(images))
+        return self.head(unit_scale(features.class_token))[..., 0], self.head(unit_scale(features.patches))[..., 0]
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.head.parameters()
@@ -136,18 +139,6 @@ class DinoAdversary:
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
         fill(self.head, state, "the saved head of dino_adversary")
-
-    def _logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        if wants_gradients(images):
-            features = self.dino.features(images)
-        else:
-            with torch.no_grad():
-                features = self.dino.features(eight_bit(images))
-        return self.judge(features)
-
-    def judge(self, features: Features) -> tuple[Tensor, Tensor]:
-        """The head's logits [B] of class tokens and [B, P] of patches, from the frozen model's features."""
-        return self.head(unit_scale(features.class_token))[..., 0], self.head(unit_scale(features.patches))[..., 0]
 
 
 class PickScoreAdversary:

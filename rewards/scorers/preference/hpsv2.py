@@ -13,18 +13,9 @@ from typing import Any
 import torch
 
 from rewards.contract import check_choice
+from rewards.models import pixels
 from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, torch_dtype, transformers
 from rewards.models.clip_model import CHUNK, cosines_with_prompts, embed_texts, projected
-from rewards.models.pixels import (
-    OPENAI_MEAN,
-    OPENAI_STD,
-    eight_bit,
-    frames,
-    in_batches,
-    normalise,
-    pad_to,
-    wants_gradients,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -170,9 +161,10 @@ class HPSv2:
     def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         with torch.no_grad():
             texts = embed_texts(self.model, self.tokenizer, [clean(prompt) for prompt in prompts])
-        return cosines_with_prompts(in_batches(self._embed, CHUNK, frames(images)), texts, images)
+        return cosines_with_prompts(pixels.in_batches(self._embed, CHUNK, pixels.frames(images)), texts, images)
 
     def _embed(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = images if wants_gradients(images) else eight_bit(images)
-        prepared = normalise(pad_to(pixels.to(self.model.device), self.size), OPENAI_MEAN, OPENAI_STD)
+        images = images if pixels.wants_gradients(images) else pixels.eight_bit(images)
+        square = pixels.pad_to(images.to(self.model.device), self.size)
+        prepared = pixels.normalise(square, pixels.OPENAI_MEAN, pixels.OPENAI_STD)
         return projected(self.model.get_image_features(pixel_values=prepared.to(self.model.dtype))).float()

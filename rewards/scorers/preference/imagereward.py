@@ -15,20 +15,8 @@ from typing import Any
 import torch
 from PIL.Image import Resampling
 
+from rewards.models import pixels
 from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, torch_dtype, transformers
-from rewards.models.pixels import (
-    OPENAI_MEAN,
-    OPENAI_STD,
-    frames,
-    from_pil,
-    in_batches,
-    mean_over_frames,
-    normalise,
-    once_per_frame,
-    resize,
-    shortest_side,
-    wants_gradients,
-)
 from rewards.pictures import pil_list
 from rewards.scorers.preference.aesthetic import Head
 
@@ -139,14 +127,14 @@ def prepare(images: torch.Tensor, size: int) -> torch.Tensor:
 
     Resized by Pillow in 8 bits, as the authors do, or on tensors where gradients are wanted.
     """
-    height, width = shortest_side(images.shape[-2], images.shape[-1], size)
-    if wants_gradients(images):
-        resized = resize(images, height, width).clamp(0, 1)
+    height, width = pixels.shortest_side(images.shape[-2], images.shape[-1], size)
+    if pixels.wants_gradients(images):
+        resized = pixels.resize(images, height, width).clamp(0, 1)
     else:
         pictures = [picture.resize((width, height), Resampling.BICUBIC) for picture in pil_list(images)]
-        resized = torch.cat([from_pil(picture) for picture in pictures]).to(images.device)
+        resized = torch.cat([pixels.from_pil(picture) for picture in pictures]).to(images.device)
     top, left = round((height - size) / 2), round((width - size) / 2)
-    return normalise(resized[..., top : top + size, left : left + size], OPENAI_MEAN, OPENAI_STD)
+    return pixels.normalise(resized[..., top : top + size, left : left + size], pixels.OPENAI_MEAN, pixels.OPENAI_STD)
 
 
 class ImageReward:
@@ -179,8 +167,9 @@ class ImageReward:
         text = self.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
         )
-        tokens, mask = (once_per_frame(text[key], images) for key in ("input_ids", "attention_mask"))
-        return mean_over_frames(in_batches(self._score, CHUNK, frames(images), tokens, mask), images).to(images.device)
+        tokens, mask = (pixels.once_per_frame(text[key], images) for key in ("input_ids", "attention_mask"))
+        scores = pixels.in_batches(self._score, CHUNK, pixels.frames(images), tokens, mask)
+        return pixels.mean_over_frames(scores, images).to(images.device)
 
     def _score(self, pictures: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         device = self.model.vision.device

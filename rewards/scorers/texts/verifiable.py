@@ -98,11 +98,7 @@ def exact(
 
 
 def numeric(
-    completions: list[str],
-    answer: list[float],
-    tag: str = "answer",
-    decimals: int | None = 2,
-    relative: bool = False,
+    completions: list[str], answer: list[float], tag: str = "answer", decimals: int | None = 2, relative: bool = False
 ) -> list[float | None]:
     """1 if the answer is one number that equals the expected one to `decimals` digits (null: within 1e-9).
 
