@@ -16,7 +16,7 @@ import torch
 from PIL.Image import Resampling
 
 from rewards.models import pixels
-from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, torch_dtype, transformers
+from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, renamed, torch_dtype, transformers
 from rewards.pictures import pil_list
 from rewards.scorers.preference.aesthetic import Head
 
@@ -35,33 +35,21 @@ MED_KEYS = (  # of med_config.json, which are transformers' names, too
     *("max_position_embeddings", "layer_norm_eps"),
 )
 
-_VISION = {
-    "cls_token": "embeddings.class_embedding",
-    "pos_embed": "embeddings.position_embedding",
-    "patch_embed.proj.weight": "embeddings.patch_embedding.weight",
-    "patch_embed.proj.bias": "embeddings.patch_embedding.bias",
-    "norm.weight": "post_layernorm.weight",
-    "norm.bias": "post_layernorm.bias",
+NAMES = {  # from the checkpoint's names (timm's in the picture encoder) to those of transformers' BLIP modules
+    r"^blip\.visual_encoder\.": "vision.",
+    r"^blip\.text_encoder\.": "text.",
+    r"^mlp\.": "head.",
+    r"^vision\.cls_token$": "vision.embeddings.class_embedding",
+    r"^vision\.pos_embed$": "vision.embeddings.position_embedding",
+    r"^vision\.patch_embed\.proj\.": "vision.embeddings.patch_embedding.",
+    r"^vision\.norm\.": "vision.post_layernorm.",
+    r"^vision\.blocks\.(\d+)\.": r"vision.encoder.layers.\1.",
+    r"^(vision\.encoder\.layers\.\d+)\.norm([12])\.": r"\1.layer_norm\2.",
+    r"\.attn\.qkv\.": ".self_attn.qkv.",
+    r"\.attn\.proj\.": ".self_attn.projection.",
 }
-_VISION_BLOCK = {
-    "norm1": "layer_norm1",
-    "norm2": "layer_norm2",
-    "attn.qkv": "self_attn.qkv",
-    "attn.proj": "self_attn.projection",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
-_USED = ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
-_CONSTANT = "blip.text_encoder.embeddings.position_ids"
-
-
-def vision_name(name: str) -> str:
-    """transformers' name of a weight of BLIP's picture encoder (a ViT of timm's naming)."""
-    if not name.startswith("blocks."):
-        return _VISION.get(name, name)
-    _, number, rest = name.split(".", 2)
-    part, _, kind = rest.rpartition(".")
-    return f"encoder.layers.{number}.{_VISION_BLOCK.get(part, part)}.{kind}"
+USED = ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
+CONSTANT = "blip.text_encoder.embeddings.position_ids"
 
 
 class ImageRewardModel(torch.nn.Module):
@@ -86,7 +74,7 @@ class ImageRewardModel(torch.nn.Module):
 
 def build(weights: Mapping[str, torch.Tensor], med: Mapping[str, Any], what: str) -> ImageRewardModel:
     """The model for a checkpoint, with its weights; `med` is med_config.json. Raises ValueError if they do not fit."""
-    used = {name: value.float() for name, value in weights.items() if name.startswith(_USED) and name != _CONSTANT}
+    used = {name: value.float() for name, value in weights.items() if name.startswith(USED) and name != CONSTANT}
     patches, positions = "blip.visual_encoder.patch_embed.proj.weight", "blip.visual_encoder.pos_embed"
     if not {patches, positions, "mlp.layers.0.weight"} <= set(used):
         raise ValueError(
@@ -110,16 +98,8 @@ def build(weights: Mapping[str, torch.Tensor], med: Mapping[str, Any], what: str
     )
     with no_init_weights():
         model = ImageRewardModel(vision, text)
-    fill(model, dict(_renamed(name, value) for name, value in used.items()), what)
+    fill(model, {renamed(name, NAMES): value for name, value in used.items()}, what)
     return model.eval().requires_grad_(False)
-
-
-def _renamed(name: str, value: torch.Tensor) -> tuple[str, torch.Tensor]:
-    if name.startswith("blip.visual_encoder."):
-        return f"vision.{vision_name(name.removeprefix('blip.visual_encoder.'))}", value
-    if name.startswith("blip.text_encoder."):
-        return f"text.{name.removeprefix('blip.text_encoder.')}", value
-    return name.replace("mlp.", "head.", 1), value
 
 
 def prepare(images: torch.Tensor, size: int) -> torch.Tensor:
