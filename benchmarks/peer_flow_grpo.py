@@ -32,7 +32,7 @@ from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
-from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.policy.loading import load_pipeline
 

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     import torch
 
 Reward: TypeAlias = Callable[..., Any]
+Scored: TypeAlias = tuple[list[float], dict[str, list[float]]]
+"""What a reward may return: N scores, and named parts with N numbers each."""
 
 IMAGE_COLUMNS = {"reference_images": "reference_image", "source_images": "source_image"}
 FROM_SAMPLER = ("images", "pil_images", "prompts", "group", "pairs", *IMAGE_COLUMNS)

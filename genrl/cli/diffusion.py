@@ -37,12 +37,8 @@ def summary(config: Config) -> list[RenderableType]:
 
 
 def _plan_table(config: Config, cost: Plan) -> Table:
-    from genrl.config.plans import is_flow_grpo
-
     sampling, trainer = config.sampling, config.trainer
-    windowed = is_flow_grpo(trainer) and trainer.window is not None
-    keeps_graph = is_flow_grpo(trainer) and trainer.keep_graph
-    mean = " on average" if windowed else ""
+    mean = " on average" if trainer.varies else ""
     step = f" x {cost.guidance} (guidance)" if cost.guidance > 1 else ""
     each = cost.sample_calls / cost.guidance / cost.images
     shared = each != sampling.num_inference_steps  # by trees, or by a tail in fewer steps
@@ -60,7 +56,7 @@ def _plan_table(config: Config, cost: Plan) -> Table:
         "model calls, training",
         number(cost.train_calls),
         f"{number(cost.trained_steps)} trained steps{mean}; {number(cost.backward_calls)} "
-        f"{'of sampling ' if keeps_graph else ''}with gradient cost about 3 times",
+        f"{'of sampling ' if trainer.keeps_graphs else ''}with gradient cost about 3 times",
     )
     table.add_row("optimiser steps", f"{trainer.updates * trainer.epochs:,}", "")
     table.add_section()

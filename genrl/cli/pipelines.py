@@ -135,14 +135,12 @@ def evaluate(name: str, options: Options) -> None:
 
 def _of_run(config: Config, run: Path) -> Scorers:
     """The rewards of a run; one that is trained beside the model as the newest checkpoint has it."""
-    from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
+    from genrl.config.method import module_of
     from genrl.diffusion.rollout.scoring import open_scorers
 
     scorers = open_scorers(config, default_device())
-    if isinstance(config.trainer, AdvGRPO):
-        from genrl.diffusion.methods.adv_grpo.train import load_trained
-
-        load_trained(scorers, run)
+    if config.trainer.trains_reward:
+        module_of(config.trainer).load_trained(scorers, run)
     return scorers
 
 

@@ -8,26 +8,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genrl.config.candidates import candidate_plan
-from genrl.config.files import read_json
-from genrl.config.plans import Round, is_flow_grpo, is_talk2move, roots_together, rounds, step_evaluation_calls
+from genrl.config.folders import read_json
 from genrl.config.schema import ATTENTION_LAYERS, Config
-from genrl.diffusion.methods.awm.settings import AWM
-from genrl.diffusion.methods.crd.settings import CRD
-from genrl.diffusion.methods.d3po.settings import D3PO
-from genrl.diffusion.methods.dgpo.settings import DGPO
-from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
-from genrl.diffusion.methods.dpo.settings import DPO
-from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
-from genrl.diffusion.methods.draft.settings import Draft
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
-from genrl.diffusion.methods.prdp.settings import PRDP
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -83,142 +70,29 @@ class Plan:
 
 
 def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
-    """Closed-form cost of `config`; `components` tell whether guidance is an input of the model or a second call.
-
-    Of windows and trees that move it is the mean over the run's iterations, where they are drawn at random the
-    expectation. What depends on the scores (pruned widths, contrasted or undecided samples) is counted as trained.
-    """
+    """Closed-form cost of `config`; `components` tell whether guidance is an input of the model or a second call."""
     sampling, trainer, evaluation = config.sampling, config.trainer, config.evaluation
-    images, steps = sampling.images_per_iteration, sampling.num_inference_steps
-    guidance = _guidance(sampling.guidance_scale, sampling.pipeline_args, components)
-    train_guidance, pieces = guidance, sampling.micro_batches
-    drawn, extra = float(images * steps), 0.0
-    if is_flow_grpo(trainer):
-        trains = rounds(config, trainer)
-        drawn = _mean(config, trains, lambda one: one.plan.calls)
-        trained = _mean(config, trains, lambda one: len(one.trained)) / sampling.prompts_per_iteration
-        replayed = _mean(config, trains, lambda one: one.plan.training_calls(one.trained))
-        if not trainer.guidance_in_training:
-            train_guidance = 1
-        if trainer.layer_tuning is not None and trainer.layer_tuning.target == "best_path":
-            extra = _mean(config, trains, lambda one: len(one.trained)) * train_guidance
-        if trainer.guard:  # the means before the first update, of the samples that it does not train on
-            extra += replayed * (1 - 1 / trainer.updates) * train_guidance
-        learned = replayed * replays_per_state(trainer, guidance) + extra
-        if is_talk2move(trainer) and trainer.exit_step is None:
-            times = math.ceil(config.iterations / (trainer.step_evaluation.every or config.iterations))
-            drawn += times * step_evaluation_calls(trainer, steps) / config.iterations
-        if trainer.tree is not None:
-            first = trains[0].plan
-            pieces = math.ceil(first.roots * sampling.prompts_per_iteration / roots_together(config, first, 1))
-    elif trainer.algorithm == "spo":
-        crawl = candidate_plan(sampling, trainer, last=trainer.kernel == "ddim")
-        drawn, trained = float(images * crawl.calls), float(len(crawl.splits))
-        replayed = images * trained  # at most, where every comparison counts
-        learned = 2 * replayed * trainer.epochs * guidance  # the policy and the reference
-    elif trainer.algorithm == "draft":
-        drawn, trained, forwards = _direct(trainer, steps)
-        drawn, replayed = images * drawn, images * trained
-        learned = images * forwards * guidance
-    elif trainer.algorithm == "diff_instruct":  # the assistant learning; both scores; the generator
-        teacher = 1 if trainer.guidance == "none" else 2
-        trained, through = 1.0, (1 + teacher) * (trainer.divergence == "score")
-        learned = float(images * (trainer.assistant_steps + 1 + teacher + 1))
-        replayed = float(images * (trainer.assistant_steps + through + 1))
-    elif trainer.algorithm != "diffusion_nft":
-        if trainer.algorithm in ("dgpo", "dpo", "dpo_offline") and not trainer.guidance_in_training:
-            train_guidance = 1
-        if trainer.algorithm == "dpo_offline":
-            drawn = 0.0
-        trained, replayed = _trained_states(config)
-        learned = replayed * _calls_per_state(config, train_guidance, components)
-    else:
-        trained = float(trainer.timesteps_per_sample or steps - 1)
-        replayed = images * trained
-        forwards = 3 if trainer.kl_weight > 0 else 2  # the policy, the old one, and the reference for its KL
-        learned = forwards * replayed * trainer.epochs * guidance
-        if trainer.old_policy_decay == "none":
-            # Until the first update the old policy is the present one, and its call is saved.
-            until = min(images, sampling.batch_size * (pieces // trainer.updates))
-            learned -= until * trained * guidance
+
+    def guided(scale: float | None) -> int:
+        return _guidance(scale, sampling.pipeline_args, components)
+
+    calls = trainer.calls(config, guided)
     trains_model = config.model_iterations / config.iterations
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
-    eval_steps = (evaluation.num_inference_steps or steps) * evaluation.group_size
-    if trainer.algorithm == "prompt_rl":  # the prompts as they are, and rewritten
-        eval_steps *= 2
-    every = evaluation.every
+    pictures = evaluation.num_prompts * evaluation.group_size * trainer.pictures_per_prompt
+    steps, every = evaluation.num_inference_steps or sampling.num_inference_steps, evaluation.every
     return Plan(
-        images=images,
-        micro_batches=pieces,
-        trained_steps=trained,
-        guidance=guidance,
-        sample_calls=drawn * guidance,
-        train_calls=learned * trains_model,
-        backward_calls=replayed * trainer.epochs * train_guidance * trains_model,
+        images=sampling.images_per_iteration,
+        micro_batches=trainer.micro_batches(config),
+        trained_steps=calls.trained,
+        guidance=guided(sampling.guidance_scale),
+        sample_calls=calls.sample,
+        train_calls=calls.train * trains_model,
+        backward_calls=calls.backward * trains_model,
         optimizer_steps=config.optimizer_steps,
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
-        evaluation_calls=evaluation.num_prompts * eval_steps * _guidance(scale, sampling.pipeline_args, components),
+        evaluation_calls=pictures * steps * guided(scale),
     )
-
-
-def _direct(trainer: Draft, steps: int) -> tuple[float, float, float]:
-    """Of a sample, expected: model calls that draw it, trained steps, and calls of training.
-
-    Where several steps are trained, each is computed again in the backward pass.
-    """
-    most = trainer.last_steps(steps)
-    if trainer.truncation == "refl":
-        return steps - (most - 1) / 2, 1.0, 1.0
-    lengths = range(1, most + 1) if trainer.truncation == "alignprop" else (most,)
-    again = [length if length == 1 else 2 * length for length in lengths]
-    return float(steps), math.fsum(lengths) / len(lengths), math.fsum(again) / len(lengths)
-
-
-def _trained_states(config: Config) -> tuple[float, float]:
-    """Steps or noise levels per sample, and noised states trained in one pass over an iteration, all pairs decided."""
-    trainer, sampling = config.trainer, config.sampling
-    last = max(1, sampling.num_inference_steps - 1)
-    match trainer:
-        case DPO() | OfflineDPO():
-            return trainer.timesteps_per_pair, 2.0 * sampling.prompts_per_iteration * trainer.timesteps_per_pair
-        case D3PO() | PRDP():
-            trained = last
-        case _:
-            trained = trainer.timesteps_per_sample or last
-    return float(trained), float(sampling.images_per_iteration * trained)
-
-
-def _calls_per_state(config: Config, guidance: int, components: tuple[Component, ...]) -> float:
-    """Model calls of an iteration for each of these states: the policy's and those it is compared with."""
-    trainer, sampling = config.trainer, config.sampling
-    calls, epochs = guidance * 2.0, trainer.epochs  # the policy and the reference, or the old policy
-    match trainer:
-        case AWM():
-            calls = guidance * (1.0 + (trainer.kl_weight > 0) + (trainer.ema_kl_weight > 0))
-            updates = trainer.updates
-            if updates * epochs > 1:  # the old policy, from the second update on
-                first = sampling.batch_size * (sampling.micro_batches // updates) / sampling.images_per_iteration
-                return calls * epochs + guidance * (epochs - min(1.0, first))
-        case PRDP():  # the reference once; the policy twice, but for the first time: its values are recorded
-            return 2.0 * guidance * epochs
-        case DGPO() | CRD() if config.uses_reference:
-            scale, args = trainer.reference_guidance, sampling.pipeline_args
-            calls += guidance if scale is None else _guidance(scale, args, components)
-    return calls * epochs
-
-
-def replays_per_state(trainer: FlowGRPO, guidance: int) -> int:
-    """Model calls of training, in an iteration, for each state whose transitions are trained. guidance: 1 or 2."""
-    forwards = (not trainer.keep_graph) + (trainer.kl_weight > 0)  # the policy, and the reference for its KL
-    if trainer.guidance_in_training:
-        return trainer.epochs * forwards * guidance
-    return trainer.epochs * forwards + 1  # log-probabilities without guidance, once before the first update
-
-
-def _mean(config: Config, trains: Sequence[Round], count: Callable[[Round], int]) -> float:
-    """Of what is counted per prompt, the mean over the run's iterations, of all prompts of one."""
-    per_prompt = math.fsum(one.share * count(one) for one in trains)
-    return round(config.sampling.prompts_per_iteration * per_prompt, 6)
 
 
 def _guidance(scale: float | None, pipeline_args: Mapping[str, Any], components: tuple[Component, ...]) -> int:
@@ -330,10 +204,8 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
     for name in snapshots(config):
         parts.append((name, trained * 4))
     activations = _activations(config, components)
-    if activations and is_flow_grpo(config.trainer) and config.trainer.keep_graph:
-        # in the iteration that keeps most, by one process; several share it
-        most = max(one.plan.training_calls(one.trained) for one in rounds(config, config.trainer))
-        kept = most * config.sampling.prompts_per_iteration / config.sampling.batch_size
+    if activations and config.trainer.keeps_graphs:  # one process; several share it
+        kept = config.trainer.kept_graphs(config)
         parts.append(("activations kept from sampling (rough)", round(activations * kept)))
     elif activations:
         parts.append(("activations of one micro-batch (rough)", activations))
@@ -346,22 +218,9 @@ def snapshots(config: Config) -> list[str]:
     monitor = config.evaluation.monitor
     if monitor is not None and monitor.action == "roll_back":
         names += ["best evaluation (monitor)"]
-    trainer = config.trainer
-    match trainer:
-        case DiffusionNFT():
-            names += ["old policy"]
-        case CRD():
-            names += ["old policy", "sampling policy"]
-        case AWM() | DGPO():
-            names += ["slow copy"]
-            names += ["old policy"] if trainer.algorithm == "awm" and config.optimizer_steps > config.iterations else []
-        case DiffInstruct():
-            names += ["assistant", "assistant's first moment", "assistant's second moment"]
-        case DPO() | OfflineDPO():
-            names += [] if trainer.reference_every is None else ["refreshed reference"]
+    names += config.trainer.snapshots(config)
     if config.model.lora is None and config.uses_reference:  # with adapters it is the model without them
-        always = trainer.algorithm in ("spo", "d3po", "dpo", "dpo_offline", "dgpo", "diff_instruct")
-        names.append("reference" if always else "reference (kl_weight above 0)")
+        names.append("reference")
     return names
 
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import rewards
-from genrl.config.combinations import looks_local
-from genrl.config.direct_rules import DIRECT
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
+from genrl.config.folders import looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
 from genrl.config.schema import Config
 from genrl.config.vla import VLAConfig
+from genrl.config.vla_files import vla_files
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
-from genrl.data import references
-from genrl.data.preferences import missing_images
-from genrl.data.prompts import PromptError, PromptRows, is_data_set
+from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
 from rewards.contract import FROM_SAMPLER, nearest
 from rewards.service.isolation import python_of
@@ -41,13 +37,12 @@ def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
     """
     notes: list[str] = []
     if isinstance(config, VLAConfig):
-        wrong = [*_policy(config), *_demonstrations(config), *_simulator(config, notes), *_trackers(config)]
+        wrong = [*(_Wrong(path, text) for path, text in vla_files(config, notes)), *_trackers(config)]
     elif isinstance(config, VLMConfig):
         wrong = [*(_Wrong(path, text) for path, text in vlm_files(config, notes)), *_trackers(config)]
     else:
         wrong = [
             *_model(config, notes),
-            *_rewriter(config, notes),
             *_prompts_and_rewards(config, notes),
             *_trackers(config),
         ]
@@ -73,17 +68,6 @@ def model_folder(config: Config) -> Path | None:
     return Path(index).parent if isinstance(index, str) else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A small JSON object of a model folder; empty where there is no such file or it is broken."""
-    if not path.is_file() or path.stat().st_size > 10_000_000:
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     key: KeyPath = ("model", "path")
     path = Path(config.model.path).expanduser()
@@ -95,10 +79,7 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         elif not read_json(path / "model_index.json"):
             yield _Wrong(key, f"{path / 'model_index.json'} is not a JSON object")
     elif looks_local(config.model.path):
-        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-        close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
-        yield _Wrong(key, f"no such folder: {path}{hint}")
+        yield _Wrong(key, f"no such folder: {path}{nearest_folder(path)}")
     try:
         folder = model_folder(config)
     except ValueError as error:
@@ -110,60 +91,20 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         yield from _scheduler(config, read_json(folder / "scheduler" / "scheduler_config.json"))
 
 
-def _rewriter(config: Config, notes: list[str]) -> Iterator[_Wrong]:
-    """The language model of PromptRL."""
-    if config.trainer.algorithm != "prompt_rl":
-        return
-    rewriter, key = config.trainer.rewriter, ("trainer", "rewriter", "path")
-    path = Path(rewriter.path).expanduser()
-    if not path.is_dir():
-        if looks_local(rewriter.path):
-            names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-            close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-            hint = f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
-            yield _Wrong(key, f"no such folder: {path}{hint}")
-        else:
-            notes.append(f"trainer.rewriter.path: {rewriter.path} is loaded from the hub when training starts")
-        return
-    settings = read_json(path / "config.json")
-    if "model_type" not in settings:
-        yield _Wrong(key, f"{path} has no config.json with a model_type, so it is no saved transformers model")
-        return
-    kinds = settings.get("architectures") or []
-    if kinds and not any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
-        yield _Wrong(
-            key, f"{path} is a {', '.join(map(str, kinds))}; a rewriter is a causal language model (...ForCausalLM)"
-        )
-    tokenizer = read_json(path / "tokenizer_config.json")
-    if not tokenizer:
-        yield _Wrong(key, f"{path} has no tokenizer_config.json; save the tokenizer beside the model")
-    elif tokenizer.get("eos_token") is None:
-        yield _Wrong(key, f"the tokenizer of {path} has no eos_token, so no answer would ever end; set it and save it")
-    room = settings.get("max_position_embeddings") or settings.get("n_positions")
-    if isinstance(room, int) and rewriter.max_new_tokens >= room:
-        text = f"{rewriter.max_new_tokens} new tokens leave no place for the prompt in {room} positions of {path}"
-        yield _Wrong(("trainer", "rewriter", "max_new_tokens"), f"{text}; use {room // 2} or less")
-
-
 def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]:
     if not scheduler:
         return
     name, trainer = scheduler.get("_class_name", "?"), config.trainer
+    kernel = trainer.transition
     is_flow = "FlowMatch" in str(name) or scheduler.get("prediction_type") == "flow_prediction"
-    if trainer.algorithm in ("dpo", "dpo_offline", "draft"):
-        return
-    if trainer.algorithm in ("diffusion_nft", "awm", "dgpo", "crd", "diff_instruct"):
-        if not is_flow:
-            text = (
-                f"{trainer.algorithm} needs a flow model, but this one predicts for {name}; "
-                "use flow_grpo with kernel ddim"
-            )
-            yield _Wrong(("trainer", "algorithm"), text)
-    elif is_flow and trainer.kernel == "ddim":
+    if trainer.needs_flow and not is_flow:
+        text = f"{trainer.algorithm} needs a flow model, but this one predicts for {name}"
+        yield _Wrong(("trainer", "algorithm"), f"{text}; use flow_grpo with kernel ddim")
+    if kernel == "ddim" and is_flow:
         text = f"ddim is for epsilon and v prediction, but this is a flow model ({name}); use flow_sde or flow_cps"
         yield _Wrong(("trainer", "kernel"), text)
-    elif not is_flow and trainer.kernel != "ddim":
-        text = f"{trainer.kernel} is for flow models, but this one predicts for {name}; use ddim with noise_level 1"
+    elif kernel not in (None, "ddim") and not is_flow:
+        text = f"{kernel} is for flow models, but this one predicts for {name}; use ddim with noise_level 1"
         yield _Wrong(("trainer", "kernel"), text)
 
 
@@ -183,16 +124,9 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         skipped = found[name].skipped
         notes += [f"prompts.{name}: skipped {row}" for row in skipped[:10]]
         notes += [f"prompts.{name}: {len(skipped)} rows skipped in all"] if len(skipped) > 10 else []
-    if config.trainer.algorithm == "dpo_offline":
-        if Path(config.prompts.train).suffix == ".txt":
-            text = f"{config.prompts.train} has prompts only; a preference set is .jsonl or a data set id:split"
-            yield _Wrong(("prompts", "train"), text)
-        elif "train" in found and (wrong := missing_images(config.prompts.train, found["train"].rows)):
-            yield _Wrong(("prompts", "train"), wrong)
-    if config.trainer.algorithm == "adv_grpo":
-        yield from _references(config.trainer.adversary.references, found.get("train"), config.prompts.train, notes)
+    wrong = config.trainer.file_problems(config, found.get("train"), notes)
+    yield from (_Wrong(path, text) for path, text in wrong)
     yield from _trainable(config)
-    yield from _tamed(config)
     if len(found) == 2:
         yield from _overlap(found["train"], found["eval"], notes)
     for index, reward in enumerate(config.rewards):
@@ -211,7 +145,11 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         except ValueError as error:
             yield _Wrong(key, str(error))
             continue
-        if config.trainer.algorithm in DIRECT and reward.weight != 0 and rewards.declaration(origin).gradients is False:
+        if (
+            config.trainer.differentiates_rewards
+            and reward.weight != 0
+            and rewards.declaration(origin).gradients is False
+        ):
             fit = [label for label, fits in zip(config.reward_labels, _with_gradients(config), strict=True) if fits]
             instead = f"train on {fit[0]}" if fit else "train on clipscore, pickscore, aesthetic, hpsv2 or imagereward"
             text = f"{config.trainer.algorithm} differentiates the reward, and {reward.name} has no gradients"
@@ -238,22 +176,9 @@ def _with_gradients(config: Config) -> Iterator[bool]:
             yield False  # told in its own place
 
 
-def _references(source: str, train: PromptRows | None, prompts: str, notes: list[str]) -> Iterator[_Wrong]:
-    """A picture for every prompt."""
-    if is_data_set(source):
-        notes.append(f"trainer.adversary.references: {source} is a data set; it is read when training starts")
-        return
-    try:
-        wrong = references.read(source).missing(train.rows if train else (), prompts)
-    except PromptError as error:
-        wrong = str(error)
-    if wrong is not None:
-        yield _Wrong(("trainer", "adversary", "references"), wrong)
-
-
 def _trainable(config: Config) -> Iterator[_Wrong]:
     """One reward that can be trained, where it is, and none where it is not."""
-    trains = config.trainer.algorithm == "adv_grpo"
+    trains = config.trainer.trains_reward
     found, surely = [], True
     for index, reward in enumerate(config.rewards):
         try:
@@ -266,7 +191,8 @@ def _trainable(config: Config) -> Iterator[_Wrong]:
         elif origin.kind != "built-in":
             surely = False  # it may inherit what its source does not show
     if trains and not found and surely:
-        text = "adv_grpo trains one of them; add {name: dino_adversary, args: {model: ...}}, or see docs/adv_grpo.md"
+        text = f"{config.trainer.algorithm} trains one of them; "
+        text += "add {name: dino_adversary, args: {model: ...}}, or see docs/adv_grpo.md"
         yield _Wrong(("rewards",), text)
     for index in found if not trains else found[1:]:
         text = "is trained beside the model, "
@@ -287,25 +213,6 @@ def _trainable(config: Config) -> Iterator[_Wrong]:
                 yield _Wrong(("rewards", index, key), f"{why}; remove it")
 
 
-def _tamed(config: Config) -> Iterator[_Wrong]:
-    """log-tame takes ln(1 + r) of whichever reward varies most, so none of several may fall to -1."""
-    aggregate = getattr(config.trainer, "aggregate", "sum")
-    trained = [index for index, reward in enumerate(config.rewards) if reward.weight != 0]
-    if aggregate not in ("log_tame", "log_tame_released") or len(trained) < 2:  # one alone is never tamed
-        return
-    for index in trained:
-        name = config.rewards[index].name
-        try:
-            found = rewards.declaration(rewards.resolve(name)).range
-        except ValueError:
-            continue  # told in its own place
-        least = rewards.lower_end(found)
-        if least is not None and least <= -1:
-            text = f"{aggregate} takes ln(1 + r), and the scores of {name} may be -1 or less (its range: {found})"
-            instead = "write trainer.aggregate: gdpo or sum, or score by a file of your own that shifts them"
-            yield _Wrong(("rewards", index, "name"), f"{text}; {instead}")
-
-
 def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Iterator[_Wrong]:
     known = {row.text for row in train.rows}
     shared = sum(row.text in known for row in held_out.rows)
@@ -318,66 +225,6 @@ def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Itera
 def declared_columns(origin: rewards.Origin) -> tuple[str, ...]:
     """Metadata columns that a reward asks for, read from its source text; () where that cannot tell."""
     return rewards.declaration(origin).columns
-
-
-def _policy(config: VLAConfig) -> Iterator[_Wrong]:
-    """A folder with a policy in LeRobot's layout, or of a run that trained one."""
-    if config.policy.path is None:
-        return
-    path, key = Path(config.policy.path).expanduser(), ("policy", "path")
-    if not path.is_dir():
-        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-        close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {path.parent / close[0]}?" if close else "; download it first, or train one by sft"
-        yield _Wrong(key, f"there is no folder {path}{hint}")
-    elif not (path / "config.json").is_file() and not (path / "policy" / "config.json").is_file():
-        yield _Wrong(key, f"{path} has no config.json: it is neither a policy's folder nor the run of one")
-    elif (path / "config.json").is_file() and "output_features" not in read_json(path / "config.json"):
-        yield _Wrong(key, f"{path / 'config.json'} does not describe a policy: it has no output_features")
-    else:
-        file = next(f for f in (path / "config.json", path / "policy" / "config.json") if f.is_file())
-        executed, held = config.environment.chunk, read_json(file).get("chunk_size")
-        if executed is not None and isinstance(held, int) and executed > held:
-            text = f"{executed} actions cannot be executed of chunks of {held}"
-            yield _Wrong(("environment", "chunk"), text)
-
-
-def _demonstrations(config: VLAConfig) -> Iterator[_Wrong]:
-    source = config.demonstrations.dataset if config.demonstrations else None
-    if source is not None and not (Path(source) / "meta" / "info.json").is_file():
-        text = f"{source} is no LeRobotDataset v3: there is no meta/info.json in it"
-        yield _Wrong(("demonstrations", "dataset"), text)
-
-
-SIMULATORS = {
-    "metaworld": ("metaworld", "'genrl[metaworld]'"),
-    "maniskill": ("mani_skill", "mani-skill"),
-    "libero": ("libero", "hf-libero"),
-}
-"""The module that shows an environment installed, and what pip calls it."""
-
-
-def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[_Wrong]:
-    """An environment that is installed."""
-    name, workers = config.environment.name, config.environment.workers
-    file, colon, _ = name.rpartition(":")
-    if name.endswith(".py"):
-        yield _Wrong(("environment", "name"), f"say which function of the file makes it: {name}:make")
-    elif file.endswith(".py"):
-        notes.append(f"environment.name: training runs the code of {file}")
-        if not Path(file).is_file():
-            yield _Wrong(("environment", "name"), f"there is no file {file}")
-    elif name in SIMULATORS and importlib.util.find_spec(SIMULATORS[name][0]) is None:
-        text = f"the package {SIMULATORS[name][0]} is not installed: pip install {SIMULATORS[name][1]}"
-        yield _Wrong(("environment", "name"), text)
-    elif name not in ("minitable", *SIMULATORS) and "/" not in name and "-v" not in name and not colon:
-        close = get_close_matches(name, ("minitable", *SIMULATORS), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        known = ", ".join(("minitable", *SIMULATORS))
-        text = f"no environment {name!r}{hint}; there are {known}, gymnasium ids and path/file.py:function"
-        yield _Wrong(("environment", "name"), text)
-    if workers in ("ray", "ray_simulators") and importlib.util.find_spec("ray") is None:
-        yield _Wrong(("environment", "workers"), "the package ray is not installed: pip install 'genrl[ray]'")
 
 
 def _trackers(config: AnyConfig) -> Iterator[_Wrong]:

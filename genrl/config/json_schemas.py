@@ -80,18 +80,24 @@ def _resolved(root: str, methods: tuple[type[Method], ...] = ()) -> Schema:
     return schema
 
 
-def schema_of(data: Any) -> Schema:
-    """Schema of the file that says `data`."""
-    root = root_of(data)
+def method_of(data: Any) -> type[Method] | None:
+    """The method that a file names; None where it names none, or an unknown one (which is told where it is named)."""
     trainer = data.get("trainer") if isinstance(data, Mapping) else None
     name = trainer.get("algorithm") if isinstance(trainer, Mapping) else None
-    known = tag_values(_resolved(root)["properties"]["trainer"])
-    if not isinstance(name, str) or not known or name in known:
-        return _resolved(root)
+    kind = roots()[root_of(data)].kind
+    if not isinstance(name, str):
+        return None
     try:
-        return _resolved(root, (outside(name, roots()[root].kind),))
-    except ValueError:  # told where it is named
-        return _resolved(root)
+        return built_in(kind).get(name) or outside(name, kind)
+    except ValueError:
+        return None
+
+
+def schema_of(data: Any) -> Schema:
+    """Schema of the file that says `data`."""
+    root, method = root_of(data), method_of(data)
+    known = method is None or method in built_in(roots()[root].kind).values()
+    return _resolved(root) if known else _resolved(root, (method,))
 
 
 def tag_of(section: Schema) -> str | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from genrl.config.kernels import BUILT_IN
+from genrl.config.method import Finding
+
 if TYPE_CHECKING:
     from genrl.config.schema import Config
 
-Finding = tuple[tuple[str, ...], str]
-ONE_CALL_AT_A_TIME = ("flow_grpo", "diffusion_nft")
-"""Trainers whose backward pass follows its model call at once."""
 HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
 
 
@@ -23,12 +23,15 @@ def kernel_rules(config: Config) -> Iterator[Finding]:
     if kernels.backend != "auto" and not fused:
         yield ("kernels.backend", "kernels.fused"), "nothing is fused, so nothing has a back-end; write auto"
     if "step" in fused:
-        kernel = getattr(trainer, "kernel", None)
+        kernel = trainer.transition
         if kernel is None:
             text = f"{trainer.algorithm} takes no stochastic step with a log-probability; leave step out"
             yield ("kernels.fused", "trainer.algorithm"), text
         elif kernel == "ddim":
             text = "step is for flow models, whose mean is linear in state and velocity; leave it out with ddim"
+            yield ("kernels.fused", "trainer.kernel"), text
+        elif kernel not in BUILT_IN:
+            text = "step is for transitions that are linear in state and velocity, as this package's are; leave it out"
             yield ("kernels.fused", "trainer.kernel"), text
     yield from _compiled(config)
     if model.dtype == "float32" and model.autocast is None:
@@ -49,9 +52,6 @@ def _compiled(config: Config) -> Iterator[Finding]:
         yield ("kernels.compile", "distributed.fsdp"), text
     if mode != "cuda_graphs":
         return
-    if trainer.algorithm not in ONE_CALL_AT_A_TIME:
+    if not trainer.one_call_at_a_time:
         text = f"{trainer.algorithm} makes further model calls before a backward pass, and a recorded call's memory is "
         yield ("kernels.compile", "trainer.algorithm"), f"{text}that of the one before; write true"
-    if getattr(trainer, "keep_graph", False):
-        text = "a recorded call writes over the activations of the one before; write true, or keep_graph: false"
-        yield ("kernels.compile", "trainer.keep_graph"), text

@@ -15,6 +15,7 @@ from genrl.config.json_schemas import (
     branches,
     keys_in,
     keys_of,
+    method_of,
     node_at,
     schema_of,
     tag_of,
@@ -105,6 +106,8 @@ def _without_tags(location: tuple[str | int, ...], data: Any) -> KeyPath:
 
 def _text(kind: str, path: KeyPath, data: Any) -> str:
     node = node_at(path, data)
+    if (instead := _moved(path, data)) is not None:
+        return instead
     if kind == "extra_forbidden":
         return _unknown_key(path, data)
     if kind in ("missing", "union_tag_not_found"):
@@ -114,17 +117,29 @@ def _text(kind: str, path: KeyPath, data: Any) -> str:
     return f"found {_shown(value)}; allowed: {allowed(node)}{_hint(value, node)}"
 
 
+def _moved(path: KeyPath, data: Any) -> str | None:
+    """What to write instead of a key, or a value, that a method no longer has."""
+    if path[:1] != ("trainer",):
+        return None
+    method, key = method_of(data), dotted(path[1:])
+    moved = method.moved if method is not None else {}
+    return moved.get(key) or moved.get(f"{key}: {value_at(path, data)}")
+
+
 def _unknown_key(path: KeyPath, data: Any) -> str:
     siblings = keys_of(path[:-1], data)
     everywhere = keys_in(schema_of(data))
     close = suggestions(str(path[-1]), path[:-1], siblings, everywhere)
     did_you_mean = f"; did you mean {' or '.join(close)}?" if close else ";"
     inside = f"keys of {dotted(path[:-1])}" if len(path) > 1 else "top-level keys"
-    tag = tag_of(node_at(path[:-1], data) or {})
-    other = [key for key in close if key.startswith(f"{path[0]}.") and key.rpartition(".")[2] not in siblings]
-    if other and tag is not None:
-        named = value_at((*path[:-1], tag), data)
-        did_you_mean = f"; it belongs to another {dotted(path[:-1])}.{tag} than {named!r};"
+    tags = {path[:end]: tag_of(node_at(path[:end], data) or {}) for end in range(1, len(path))}
+    for section, tag in tags.items():
+        other = [
+            key for key in close if key.startswith(f"{dotted(section)}.") and key.rpartition(".")[2] not in siblings
+        ]
+        if other and tag is not None:
+            named = value_at((*section, tag), data)
+            did_you_mean = f"; it belongs to another {dotted(section)}.{tag} than {named!r};"
     return f"unknown key{did_you_mean} {inside}: {', '.join(siblings)}"
 
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from symtable import symtable
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args
 
 from pydantic import (
     Discriminator,
@@ -34,6 +34,7 @@ from genrl.config.plugins import Group, beside, find, names
 from genrl.config.section import Section, Text
 
 Kind = Literal["diffusion", "vla", "vlm"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Finding = tuple[tuple[str, ...], str]
 """Keys concerned, and what is wrong with them and what to write instead."""
 
@@ -60,7 +61,7 @@ class Method(Section):
     title: ClassVar[str] = ""
     """Heading of its metrics in docs/metrics.md; empty = the name of the class."""
     metrics: ClassVar[Mapping[str, MetricDoc]] = {}
-    """What it logs beside what every run logs."""
+    """What it logs beside what every run of its kind logs, and beside the `metrics` of its base classes."""
     moved: ClassVar[Mapping[str, str]] = {}
     """Keys, or `key: value`, that it no longer has -> what to write instead."""
 
@@ -82,9 +83,14 @@ class Code(NamedTuple):
     module: ModuleType
 
 
+def module_of(settings: Method) -> ModuleType:
+    """Import the module that a method's functions are in."""
+    return beside(sys.modules[type(settings).__module__], "train")
+
+
 def code_of(settings: Method) -> Code:
     """Import what a method runs. Raises ValueError, naming what is missing, for a file without the interface."""
-    module = beside(sys.modules[type(settings).__module__], "train")
+    module = module_of(settings)
     if missing := [name for name in FUNCTIONS if not callable(vars(module).get(name))]:
         raise ValueError(_incomplete(settings.algorithm, missing, str(module.__file__)))
     return Code(module.train, module.loss, module)
@@ -107,6 +113,17 @@ def built_in(kind: Kind) -> dict[str, type[Method]]:
                 if isinstance(value, type) and issubclass(value, Method) and value.__module__ == settings.__name__:
                     found[value.model_fields["algorithm"].default] = value
     return found
+
+
+def headings(method: type[Method]) -> dict[str, Mapping[str, MetricDoc]]:
+    """The `metrics` of a method and of each of its base classes, by their titles."""
+    classes = [base for base in reversed(method.__mro__) if vars(base).get("metrics")]
+    return {vars(base).get("title") or base.__name__: vars(base)["metrics"] for base in classes}
+
+
+def metrics_of(method: type[Method]) -> dict[str, MetricDoc]:
+    """All that a method logs beside what every run of its kind logs."""
+    return {key: doc for entries in headings(method).values() for key, doc in entries.items()}
 
 
 def union_of(kind: Kind) -> Any:

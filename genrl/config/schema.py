@@ -268,15 +268,7 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         """Whether training evaluates the model before training."""
-        if self.trainer.algorithm in ("spo", "d3po", "prdp", "diff_instruct"):
-            return True
-        if self.trainer.algorithm == "draft":
-            return False
-        if self.trainer.algorithm in ("dpo", "dpo_offline"):
-            return self.trainer.reference_every is None
-        if self.trainer.algorithm == "dgpo" and self.trainer.reference == "model":
-            return True
-        return self.trainer.kl_weight > 0
+        return self.trainer.uses_reference
 
     @property
     def optimizer_steps(self) -> int:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import rewards
-from genrl.config.combinations import looks_local
+from genrl.config.folders import looks_local
 from genrl.config.plugins import find
 from genrl.config.vlm import Synthesis, VLMConfig
 from genrl.config.vlm_names import OUTPUTS, TASKS

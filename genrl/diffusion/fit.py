@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import gather_object
 
-from genrl.config.combinations import WHOLE_GROUPS
 from genrl.config.estimate import snapshots
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
@@ -50,7 +49,7 @@ def settle(run: DiffusionRun) -> None:
 def sizes(config: Config) -> list[int]:
     """The present size of micro-batches and the smaller ones that can be taken."""
     sampling = config.sampling
-    return halvings(sampling.batch_size, sampling.group_size if config.trainer.algorithm in WHOLE_GROUPS else 1)
+    return halvings(sampling.batch_size, sampling.group_size if config.trainer.whole_groups else 1)
 
 
 def largest(sizes: list[int], fits: Callable[[int], bool], agreed: Callable[[bool], bool]) -> int:

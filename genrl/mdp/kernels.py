@@ -176,6 +176,20 @@ def _transition(x: Tensor, velocity: Tensor, t: Tensor, t_next: Tensor, *, c1: T
     return Transition(on_x * x.to(dtype) + on_velocity * velocity.to(dtype), _std_column(std, x, dtype))
 
 
+def transition_of(x: Tensor, mean: Tensor, std: Scalar) -> Transition:
+    """What a kernel of a user's own returned, as the others do. mean: as x [B, ...]; std: a float, [], [B] or
+    [B, 1, ..., 1]. Raises ValueError for other shapes, and for a std that is negative or not finite."""
+    if mean.shape != x.shape:
+        raise ValueError(f"the kernel's mean has the shape {tuple(mean.shape)} where the state has {tuple(x.shape)}")
+    dtype = compute_dtype(x, mean)
+    spread = torch.as_tensor(std).detach().to(x.device, dtype)
+    if spread.numel() not in (1, x.shape[0]):
+        raise ValueError(f"the kernel's std is one number per sample, [{x.shape[0]}], not {tuple(spread.shape)}")
+    if not bool(((spread >= 0) & spread.isfinite()).all()):
+        raise ValueError(f"the kernel's std must be 0 or more and finite, got {spread.flatten().tolist()}")
+    return Transition(mean.to(dtype), spread.reshape(-1, *[1] * (x.dim() - 1)).expand(x.shape[0], *[1] * (x.dim() - 1)))
+
+
 def _std_column(std: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return per_sample(std, x, dtype).expand(x.shape[0], *[1] * (x.dim() - 1))
 

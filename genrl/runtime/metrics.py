@@ -1,6 +1,8 @@
 """What a run measures: the catalogue of metrics, and the logger that writes them.
 
 Every logged key has an entry in `METRICS`, with its formula and how to read it; `docs/metrics.md` is made from it.
+What all runs and those of pipelines share is here, what those of the other kinds share in `genrl.config`, and what a
+method logs beside it in its settings (`Method.metrics`).
 `<name>` stands for the name of a reward (`shapes`) or of a part of it (`shapes/count`).
 """
 
@@ -10,9 +12,11 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from genrl.config.method import MetricDoc, built_in
+from genrl.config import vla_metrics, vlm_metrics
+from genrl.config.method import KINDS, Kind, MetricDoc, built_in, headings
 from genrl.runtime.run import Run, json_line
 
 if TYPE_CHECKING:
@@ -114,275 +118,6 @@ _UPDATE = {
     "updates": MetricDoc("optimiser steps of this iteration that moved weights", "0: no group had spread.", "steps"),
 }
 
-_FLOW_GRPO = {
-    "loss/policy": MetricDoc("the policy term of `loss` alone", "As `loss`."),
-    "ratio/mean": MetricDoc(
-        "mean of exp(log-prob now - log-prob when sampled) over samples and trained steps",
-        "Exactly 1 in the first update of an on-policy iteration, close to 1 afterwards.",
-    ),
-    "ratio/std": MetricDoc(
-        "standard deviation of the same ratio over samples and trained steps",
-        "How far the updates of one iteration went.",
-    ),
-    "ratio/max_abs_dev": MetricDoc(
-        "max of |ratio - 1| over samples and trained steps",
-        "Should be of the order of clip_range. Not 0 in the first update: training does not replay what sampling did.",
-    ),
-    "clip_frac_high": MetricDoc(
-        "share of (sample, step) pairs with positive advantage and ratio > 1 + clip_high: no gradient",
-        "0 always: updates are too timid for the clip to matter. Above 0.5: the learning rate or the number of "
-        "updates per iteration is too high for the clip range.",
-        "share 0..1",
-    ),
-    "clip_frac_low": MetricDoc(
-        "share of (sample, step) pairs with negative advantage and ratio < 1 - clip_low: no gradient",
-        "As `clip_frac_high`, for samples that are pushed away.",
-        "share 0..1",
-    ),
-    "window/first": MetricDoc(
-        "index of the first stochastic denoising step of this iteration", "Moves only with `trainer.window`.", "step"
-    ),
-    "layer_tuning/distance": MetricDoc(
-        "mean squared distance of the velocity from that of the group's best sample, weighted by how far the sample "
-        "falls short (Dynamic-TreeRPO), before its weight",
-        "Falls slowly. Large against the policy loss: lower `trainer.layer_tuning.weight`.",
-    ),
-    "window/size": MetricDoc("number of stochastic denoising steps that are trained on", "As configured.", "steps"),
-}
-
-_TALK2MOVE = {
-    "exit/variance": MetricDoc(
-        "variance of the total reward over samples that leave the chain at the exit step, mean over instructions, when "
-        "the steps were last evaluated; not with a given `trainer.exit_step`",
-        "What exploring up to that step is worth. The exit step itself is `window/size`.",
-        "weighted sum, squared",
-    ),
-}
-
-_ADV_GRPO = {
-    "adversary/loss": MetricDoc(
-        "mean loss of the trainable reward on samples and references of this iteration, before its update",
-        "Hinge: 1.3 is a reward that says nothing (patches of weight 0.3), 0 one that is never wrong. Preference: "
-        "log 2 and 0. Near 0 from the beginning: it tells them by what the model cannot change (a decoder's traces).",
-    ),
-    "adversary/accuracy": MetricDoc(
-        "mean of the shares of references above 0 and of samples below (preference: pairs whose reference is above)",
-        "0.5 is chance, or samples that cannot be told from references.",
-        "share 0..1",
-    ),
-    "adversary/reference_mean": MetricDoc(
-        "mean score of the references, as the samples are scored", "Beside `reward/<name>_mean`.", "the reward's own"
-    ),
-    "adversary/margin": MetricDoc(
-        "mean score of the references - mean score of the samples",
-        "What the model has still to gain. The trainable reward moves: its own curve cannot be compared over time, "
-        "a frozen reward of weight 0 can. Below 0: the schedule `lag` trains the reward.",
-        "the reward's own",
-    ),
-    "adversary/updates": MetricDoc("optimiser steps of the reward in this iteration", "As scheduled.", "steps"),
-    "adversary/grad_norm": MetricDoc(
-        "L2 norm of the gradient of the reward's loss, before clipping; only where the reward is trained",
-        "As `grad_norm`.",
-    ),
-}
-
-_NFT = {
-    "policy/old_decay": MetricDoc(
-        "decay d of the sampling policy: old <- d * old + (1 - d) * current",
-        "0: sampling always uses the current policy. It rises as `old_policy_decay` says.",
-        "0..1",
-    ),
-    "nft/reward_weight_mean": MetricDoc(
-        "mean of r = clip(advantage / advantage_clip, -1, 1) / 2 + 1/2 over samples (DiffusionNFT, arXiv 2509.16117)",
-        "0.5 for centred advantages.",
-        "0..1",
-    ),
-    "nft/old_deviation": MetricDoc(
-        "mean of (velocity - old velocity)^2 over elements",
-        "How far the policy moved from the one that sampled. A steep rise comes before divergence.",
-        "velocity squared",
-    ),
-}
-
-_FORWARD = {
-    "forward/error": MetricDoc(
-        "mean of (prediction - target)^2 at the trained noise levels; of a flow the target is noise - sample",
-        "The error of training a model on these samples. It need not fall: bad samples are unlearnt.",
-        "velocity squared",
-    ),
-    "kl/ema": MetricDoc(
-        "mean of (velocity - that of the slow copy)^2 (AWM), before its weight",
-        "How far the last updates went.",
-        "velocity squared",
-    ),
-    "policy/ema_decay": MetricDoc(
-        "decay d of the slow copy (AWM, DGPO): copy <- d * copy + (1 - d) * current", "min(0.001 n, 0.3).", "0..1"
-    ),
-    "dgpo/group_weight": MetricDoc(
-        "mean of sigmoid(S) over samples, S = beta * mean over the group of advantage * (error - reference error)",
-        "0.5 in the first update. Falls as the groups come into order; near 0: nothing is left to learn at this beta.",
-        "0..1",
-    ),
-    "dgpo/clip_frac": MetricDoc(
-        "share of samples whose ratio to the slow average is beyond 1 +- clip_range: no gradient",
-        "Above 0.5: lower the learning rate, or raise clip_range.",
-        "share 0..1",
-    ),
-    "crd/residual": MetricDoc(
-        "mean of the distillation loss: [beta (implicit - centre) - (aim - centre)]^2",
-        "Falls as differences of implicit rewards become those of the rewards. Compare within one run only.",
-    ),
-    "crd/implicit_abs": MetricDoc(
-        "mean of |implicit reward|, the old policy's matching error minus the present one's",
-        "0 in the first update; then how far the policy is from the old one.",
-    ),
-    "policy/sampling_decay": MetricDoc(
-        "decay d of the policy that samples (CRD): sampling <- d * sampling + (1 - d) * current",
-        "0 for the first 75 optimiser steps, then it rises.",
-        "0..1",
-    ),
-}
-
-_PREFERENCE = {
-    "preference/pairs": MetricDoc(
-        "pairs that differ in reward / all pairs (DPO: one per group; D3PO: all within the groups)",
-        "Only these are trained on. Near 0: the reward hardly tells the samples of a prompt apart.",
-        "share 0..1",
-    ),
-    "preference/correct": MetricDoc(
-        "share of the trained pairs whose winner the policy raised more against the reference than the loser",
-        "0 in the first update of a run, when both are equal; afterwards above 0.5 where the preferences of earlier "
-        "iterations hold for new pairs.",
-        "share 0..1",
-    ),
-    "preference/logit": MetricDoc(
-        "mean of what the sigmoid is taken of", "Far above 1: the pairs are settled, lower beta or stop."
-    ),
-    "preference/clip_frac": MetricDoc(
-        "share of ratios to the reference outside 1 +- clip_range: no gradient (D3PO)",
-        "Rises with the distance from the model before training. Near 1: nothing is learnt any more.",
-        "share 0..1",
-    ),
-}
-
-_SPO = {
-    "spo/valid_ratio": MetricDoc(
-        "share of comparisons whose best and worst candidate are decidedly apart: tanh(gap / 2) > threshold",
-        "Only these are trained on. Near 0: lower trainer.threshold, or raise the weights of the rewards.",
-        "share 0..1",
-    ),
-    "spo/gap": MetricDoc(
-        "mean over comparisons of the total reward of the best candidate minus that of the worst",
-        "What `trainer.threshold` is to be chosen by.",
-        "weighted sum",
-    ),
-    "spo/correct": MetricDoc(
-        "share of the trained pairs whose better candidate the policy raised more against the reference than the other",
-        "0 in the first update of a run, when both are equal; afterwards above 0.5 where the preferences of earlier "
-        "iterations hold for new samples.",
-        "share 0..1",
-    ),
-    "spo/clip_frac": MetricDoc(
-        "share of ratios to the reference outside 1 +- clip_range: no gradient",
-        "Rises with the distance from the model before training. Near 1: nothing is learnt any more.",
-        "share 0..1",
-    ),
-}
-
-_PRDP = {
-    "prdp/pairs": MetricDoc(
-        "pairs of samples of one prompt in the regression", "As configured, less samples without a score.", "pairs"
-    ),
-    "prdp/unexplained": MetricDoc(
-        "sum over pairs of (predicted - target)^2 / sum of target^2, target = difference of rewards / beta, predicted "
-        "= difference of log-ratios to the reference; before each update",
-        "1: the policy is still the reference. It falls as the policy comes to predict its rewards. Above 1: it "
-        "overshoots, lower the learning rate or raise beta.",
-    ),
-    "prdp/correct": MetricDoc(
-        "share of the pairs of different rewards whose better sample the policy raised more against the reference",
-        "0 in the first update of a run, when both are equal; 0.5 is chance.",
-        "share 0..1",
-    ),
-    "prdp/clip_frac": MetricDoc(
-        "share of pairs whose error is larger with log-ratios kept within clip_range of the old policy's",
-        "0 in the first update of an iteration. Steps that are clipped have no gradient in these pairs.",
-        "share 0..1",
-    ),
-}
-
-_DIRECT = {
-    "draft/steps": MetricDoc("denoising steps that the gradient runs through", "As configured, or as drawn.", "steps"),
-    "draft/pull": MetricDoc(
-        "mean over samples of the norm of d loss / d x_0, through the decoder and the rewards",
-        "0: the reward is flat there, or margin is reached. It rises where pictures leave what the reward model knows.",
-    ),
-    "diff_instruct/divergence": MetricDoc(
-        "mean over samples of sigma^2 (sqrt(|s_assistant - s_teacher|^2 + c^2) - c) at the drawn noise levels",
-        "How far the generator's pictures are from the teacher's, as the assistant sees it: about 0 at the start, when "
-        "the assistant is the teacher; it rises as the assistant learns, then falls as the generator does.",
-    ),
-    "diff_instruct/pull": MetricDoc(
-        "mean over samples of the norm of the divergence's gradient at x_0", "To be compared with `reward_pull`."
-    ),
-    "diff_instruct/reward_pull": MetricDoc(
-        "mean over samples of the norm of the weighted rewards' gradient at x_0",
-        "Far above `pull`: the reward leads alone, and will be hacked; far below: it does nothing. Its weight decides.",
-    ),
-    "assistant/error": MetricDoc(
-        "mean over samples and their numbers of (noise - the assistant's prediction of it)^2",
-        "Falls from the teacher's error on the generator's pictures. Rising: the generator runs away; lower its "
-        "learning rate, or take more assistant_steps.",
-    ),
-    "assistant/grad_norm": MetricDoc("norm of the assistant's gradient before clipping", "As `grad_norm`."),
-}
-
-_PROMPT_RL = {
-    "rewriter/format": MetricDoc(
-        "share of the answers that end and hold one new prompt between their tags, which the text encoders take whole",
-        "Goes to 1 early. The others are drawn from the prompt as it is.",
-        "share 0..1",
-    ),
-    "rewriter/gain": MetricDoc(
-        "mean over prompts of the mean reward of refined samples less that of retained ones, format left out",
-        "What the rewriting is worth in this iteration; below 0 it harms. It shrinks again where the flow model learns "
-        "to draw the prompts as they are.",
-        "weighted sum",
-    ),
-    "rewriter/distinct": MetricDoc(
-        "different new prompts of a group / all its refined samples, mean over groups",
-        "Near 1 / (n - m): one answer to each prompt is left, and the language model has little to learn from.",
-        "share 0..1",
-    ),
-    "rewriter/tokens": MetricDoc("tokens of an answer, its end included, mean", "At max_new_tokens: answers are cut."),
-    "rewriter/loss": MetricDoc(
-        "mean over answers of the token mean of kl_weight k3 - exp(l - sg l) A", "Its value says little: l - sg l is 0."
-    ),
-    "rewriter/kl": MetricDoc(
-        "k3 = exp(d) - d - 1, d = l_ref - l, mean over tokens; before the update",
-        "Distance from the language model before training. 0 in the first iteration.",
-        "nats per token",
-    ),
-    "rewriter/ratio/max_abs_dev": MetricDoc(
-        "max over tokens of |exp(l - l_old) - 1|, l recomputed for training, l_old as it was sampled",
-        "0 up to rounding: the policy that is trained is the one that wrote. Large in half precision for tokens of "
-        "small probability.",
-    ),
-    "rewriter/ratio/mean_abs_dev": MetricDoc(
-        "mean over tokens of |exp(l - l_old) - 1|", "As its maximum; above 0.05 in the first iteration the run stops."
-    ),
-    "rewriter/grad_norm": MetricDoc("norm of the language model's gradient before clipping", "As `grad_norm`."),
-    "timing/rewrite_s": MetricDoc("wall time of writing the new prompts", "Beside `timing/sample_s`.", "s", False),
-    "eval_rewritten/<name>_mean": MetricDoc(
-        "as `eval/<name>_mean`, drawn from rewritten prompts and scored by the prompts as they were",
-        "What a user of both models gets; `eval/<name>_mean` is what one of the flow model alone gets.",
-        "the reward's own",
-    ),
-    "eval_rewritten/<name>_std": MetricDoc("as `eval/<name>_std`", "As there.", "the reward's own"),
-    "eval_rewritten/<name>_failed": MetricDoc("as `eval/<name>_failed`", "As there.", "samples"),
-    "eval_rewritten/total_mean": MetricDoc("as `eval/total_mean`", "As `eval_rewritten/<name>_mean`."),
-}
-
 _EVALUATION = {
     "eval/<name>_mean": MetricDoc(
         "mean of reward `<name>` over the held-out prompts: fixed prompts, fixed noise, deterministic sampler",
@@ -441,177 +176,15 @@ _COST = {
     ),
 }
 
-_SIMULATION = {
-    "rollout/success": MetricDoc(
-        "first episodes of the iteration's environments that succeeded / environments, with exploration",
-        "What training raises. Below `eval/success_mean`, because exploration costs precision.",
-        "share 0..1",
-    ),
-    "rollout/return_mean": MetricDoc(
-        "mean over environments of the undiscounted return of their first episode",
-        "As `rollout/success` where the reward is 1 at success.",
-        "the environment's own",
-    ),
-    "rollout/length_mean": MetricDoc(
-        "mean number of executed actions of the first episodes that ended",
-        "Falls as the policy becomes quicker, or where it fails early.",
-        "actions",
-    ),
-    "rollout/mixed": MetricDoc(
-        "groups (instructions, where there are no groups) that neither always nor never succeeded / all of them",
-        "Where learning comes from. Below about 0.15 there is next to nothing to learn: start from a policy of more "
-        "demonstrations and fewer steps, or explore more.",
-        "share 0..1",
-    ),
-    "rollout/action_std": MetricDoc(
-        "standard deviation of the executed actions over eight chunks from one initial noise, mean over numbers and "
-        "environments",
-        "Exploration as the robot sees it: later denoising steps contract the noise of the earlier ones. A few "
-        "percent of the actions' range is usual; near 0 nothing is tried out.",
-        "units of the policy, -1 to 1",
-    ),
-    "rollout/env_steps": MetricDoc(
-        "actions executed in rollouts since the run began, evaluations apart",
-        "The cost that success curves are drawn over.",
-        "actions",
-    ),
-    "rollout/log_prob_off": MetricDoc(
-        "largest difference between log-probabilities of the first decisions as they were drawn and as the trainer "
-        "scores them before any update",
-        "0 on the CPU. More than 1e-6 of the largest one ends the run.",
-        "nats",
-    ),
-    "rollout/dropped": MetricDoc(
-        "episodes of the iteration that a simulator lost: it died, hung or raised",
-        "0. They are not trained on; the log says why.",
-        "episodes",
-    ),
-    "ratio/clipped": MetricDoc(
-        "share of ratios outside the clip range on the side where they have no gradient; mean over updates",
-        "0 in the first update. Above about 0.3: lower the learning rate or the epochs.",
-        "share 0..1",
-    ),
-    "kl/updates": MetricDoc(
-        "mean of r - 1 - ln r over the ratios of an update, r = pi / pi of the rollout; mean over updates",
-        "How far an iteration moves the policy. `trainer.kl_stop` ends its updates.",
-        "nats",
-    ),
-    "grad_norm/policy": MetricDoc(
-        "L2 norm of the policy's gradient before clipping to max_grad_norm; mean over updates",
-        "As `grad_norm`.",
-    ),
-    "entropy": MetricDoc(
-        "mean entropy of a number of an action under a learned noise, at each denoising step",
-        "Falls as the policy becomes sure; at once to its lower bound: raise trainer.entropy_weight.",
-        "nats",
-    ),
-    "env_steps_per_s": MetricDoc(
-        "actions executed in the rollout / seconds of the rollout",
-        "Compare `timing/simulator_s` with `timing/rollout_s`: what is waited for.",
-        "actions/s",
-        False,
-    ),
-    "timing/rollout_s": MetricDoc("seconds of acting: policy, simulators and scoring", "Acting.", "s", False),
-    "timing/simulator_s": MetricDoc(
-        "seconds of these that were spent on simulators", "Near `timing/rollout_s`: more workers help.", "s", False
-    ),
-    "eval/success_mean": MetricDoc(
-        "episodes of the evaluation's fixed list that succeeded / episodes; no exploration",
-        "The figure of a policy.",
-        "share 0..1",
-    ),
-    "eval/success_low": MetricDoc(
-        "lower end of the 95 % Wilson interval of `eval/success_mean`", "What more episodes could show.", "share 0..1"
-    ),
-    "eval/success_high": MetricDoc(
-        "upper end of the 95 % Wilson interval of `eval/success_mean`", "What more episodes could show.", "share 0..1"
-    ),
-    "eval/success/<name>": MetricDoc(
-        "success of the episodes with the instruction `<name>`", "Which tasks are not learnt.", "share 0..1"
-    ),
-    "eval/length_mean": MetricDoc("mean number of executed actions of an episode", "Quicker is better.", "actions"),
-    "eval/return_mean": MetricDoc(
-        "mean undiscounted return of an episode", "As the reward says.", "the environment's own"
-    ),
-}
 
-_OFFLINE = {
-    "data/success_mean": MetricDoc(
-        "episodes that succeeded / episodes of the data that are learned from (RL-100: of this round)",
-        "What the behaviour could do that the policy learns from.",
-        "share 0..1",
-    ),
-    "critic/q_loss": MetricDoc(
-        "mean over updates of (Q - target)^2, both copies (FISOR: of rewards)",
-        "Falls to the spread of what follows an action.",
-        "",
-    ),
-    "critic/value_loss": MetricDoc(
-        "mean over updates of the expectile loss of V (online in RL-100: squared error to the return)",
-        "Small beside the spread of Q.",
-        "",
-    ),
-    "critic/value": MetricDoc(
-        "mean of V over the last batches", "Below 1 where the reward is 1 at success.", "returns"
-    ),
-    "loss/imitation": MetricDoc(
-        "mean matching loss of the imitation that ends a round (RL-100) or comes first (DiWA)", "As any imitation.", ""
-    ),
-}
+def _of_methods(kind: Kind) -> dict[str, dict[str, MetricDoc]]:
+    """What the built-in methods for a kind of run log beside what all its runs do, by heading."""
+    found: dict[str, dict[str, MetricDoc]] = {}
+    for method in built_in(kind).values():
+        for title, entries in headings(method).items():
+            found.setdefault(title, {}).update(entries)
+    return found
 
-_LANGUAGE = {
-    "eval/accuracy_mean": MetricDoc(
-        "held-out questions whose most probable answer is right (first reward >= `evaluation.right_at`) / questions",
-        "The figure of a model.",
-        "share 0..1",
-    ),
-    "eval/accuracy_low": MetricDoc(
-        "lower end of the 95 % Wilson interval of `eval/accuracy_mean`", "What more questions could show.", "share 0..1"
-    ),
-    "eval/accuracy_high": MetricDoc(
-        "upper end of the 95 % Wilson interval of `eval/accuracy_mean`", "What more questions could show.", "share 0..1"
-    ),
-    "eval/accuracy_blind": MetricDoc(
-        "the same with black pictures, before and after training",
-        "What can be guessed. Where `eval/accuracy_mean` is no higher, the model does not see what is asked, and "
-        "reinforcement sharpens its guesses only.",
-        "share 0..1",
-    ),
-    "rollout/tokens_mean": MetricDoc(
-        "mean number of tokens of an answer, its end included", "Grows where longer answers pay.", "tokens"
-    ),
-    "rollout/cut": MetricDoc(
-        "answers that `max_new_tokens` ended / answers",
-        "High: they are scored as they stand; allow more tokens, or punish length.",
-        "share 0..1",
-    ),
-    "rollout/rounds": MetricDoc(
-        "rounds of sampling in the iteration (`trainer.resample`)", "Grows as more groups are without spread.", "rounds"
-    ),
-    "rollout/kept": MetricDoc(
-        "groups that are trained on / groups that were sampled",
-        "Falls to 0 as all answers become right: there is nothing left to learn.",
-        "share 0..1",
-    ),
-    "synthesis/drawn": MetricDoc(
-        "descriptions that passed the check and were rendered / descriptions, of those that became due",
-        "The rest are worth 0. Falls: the model writes what the check cannot read.",
-        "share 0..1",
-    ),
-    "synthesis/diversity_mean": MetricDoc(
-        "mean over these descriptions of what they are worth: normalised entropy of the answers to their pictures",
-        "Up to 1, where all answers to a picture differ.",
-        "0 to 1",
-    ),
-    "sampler/gap_mean": MetricDoc(
-        "mean of |log-prob of the trainer - log-prob of the sampler| over tokens, before the update",
-        "About 1e-7 in float32, 1e-3 in bfloat16. More: the two see different inputs.",
-        "nats",
-    ),
-    "tokens_per_s": MetricDoc(
-        "tokens of the answers / seconds of sampling and scoring them", "Speed.", "tokens/s", False
-    ),
-}
 
 SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
@@ -619,21 +192,12 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Evaluation": _EVALUATION,
     "Groups and advantages": _ADVANTAGES,
     "Update": _UPDATE,
-    "Flow-GRPO": _FLOW_GRPO,
-    "Adv-GRPO": _ADV_GRPO,
-    "Talk2Move": _TALK2MOVE,
-    "DiffusionNFT": _NFT,
-    "SPO": _SPO,
-    "PRDP": _PRDP,
-    "PromptRL": _PROMPT_RL,
-    "AWM, DGPO and CRD": _FORWARD,
-    "DPO and D3PO": _PREFERENCE,
-    "Direct reward and Diff-Instruct": _DIRECT,
-    "Policies in simulation": _SIMULATION,
-    "Policies from data": _OFFLINE,
-    **{method.title: dict(method.metrics) for method in built_in("vla").values() if method.metrics},
-    "Vision-language models": _LANGUAGE,
-    **{method.title: dict(method.metrics) for method in built_in("vlm").values() if method.metrics},
+    **_of_methods("diffusion"),
+    "Policies in simulation": vla_metrics.SIMULATION,
+    "Policies from data": vla_metrics.OFFLINE,
+    **_of_methods("vla"),
+    "Vision-language models": vlm_metrics.LANGUAGE,
+    **_of_methods("vlm"),
     "Time, memory and cost": _COST,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}
@@ -642,15 +206,18 @@ _NAME = r"[\w.-]+(/[\w.-]+( [\w.-]+)*)?"  # reward, or reward/part; as `rewards.
 _PATTERNS = {key: re.compile(_NAME.join(map(re.escape, key.split("<name>")))) for key in METRICS if "<name>" in key}
 
 
-def document(key: str) -> MetricDoc:
-    """The catalogue's entry of a logged key. Raises ValueError where there is none."""
+def document(key: str, own: Mapping[str, MetricDoc] | None = None) -> MetricDoc:
+    """The entry of a logged key in the catalogue, or in the method's `own`. Raises ValueError where there is none."""
     if key in METRICS:
         return METRICS[key]
+    if own and key in own:
+        return own[key]
     for entry, pattern in _PATTERNS.items():
         if pattern.fullmatch(key):
             return METRICS[entry]
     raise ValueError(
-        f"metric {key!r} has no entry in genrl.runtime.metrics.METRICS: add its formula and how to read it"
+        f"metric {key!r} has no entry in genrl.runtime.metrics.METRICS, nor in the method's `metrics`: add its formula "
+        "and how to read it"
     )
 
 
@@ -665,9 +232,12 @@ class MetricLogger:
         config: Mapping[str, object] | None = None,
         resumed_from: int = 0,
         enabled: bool = True,
+        own: Mapping[str, MetricDoc] | None = None,
     ) -> None:
-        """trackers: names known to accelerate. config: shown by trackers that show one. enabled: main process."""
+        """trackers: names known to accelerate. config: shown by trackers that show one. enabled: main process. own:
+        what the run's method logs beside the catalogue."""
         check_trackers(trackers)
+        self.own = own
         self.run = run
         self.enabled = enabled
         self.trackers = [_start_tracker(name, run, config, resumed_from) for name in trackers] if enabled else []
@@ -679,7 +249,7 @@ class MetricLogger:
         """
         row: dict[str, float | None] = {"step": step}
         for key, value in values.items():
-            document(key)
+            document(key, self.own)
             row[key] = value if value is not None and math.isfinite(value) else None
         if not self.enabled:
             return
@@ -770,12 +340,21 @@ def markdown() -> str:
         "Metrics marked * differ from run to run; all others are equal, byte for byte, in two runs with one seed",
         "on one machine.",
     ]
+    lines += ["", "| `trainer.algorithm` | logs, beside what all runs of its kind do |", "| --- | --- |"]
+    for name, method in chain.from_iterable(built_in(kind).items() for kind in KINDS):
+        titles = ", ".join(f"[{title}](#{_anchor(title)})" for title in headings(method)) or "-"
+        lines.append(f"| `{name}` | {titles} |")
     for title, section in SECTIONS.items():
         lines += ["", f"## {title}", "", "| key | formula | unit | how to read it |", "| --- | --- | --- | --- |"]
         for key, doc in section.items():
             cells = [f"`{key}`" + ("" if doc.reproducible else " *"), doc.formula, doc.unit or "-", doc.reading]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _anchor(title: str) -> str:
+    """The link to a heading."""
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
 
 
 if __name__ == "__main__":

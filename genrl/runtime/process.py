@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from genrl.config import AnyConfig, dump
+from genrl.config.method import metrics_of
 from genrl.runtime import checkpoint
 from genrl.runtime import run as run_folder
 from genrl.runtime.metrics import MetricLogger
@@ -84,6 +85,7 @@ def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Acce
         config=config.model_dump(mode="json"),
         resumed_from=claimed.start,
         enabled=accelerator.is_main_process,
+        own=metrics_of(type(config.trainer)),
     )
     stack.callback(log.finish)
     return Process(accelerator, claimed.run, log, shown, watchdog, stop)

@@ -147,7 +147,7 @@ def _figure(key: str, doc: MetricDoc | None, points: Sequence[Point]) -> str:
     missing = sum(value is None for _, value in points)
     alarm = ' class="warn"' if missing == len(points) else ""  # some are without by design: a reward may answer None
     note = f" <b{alarm}>{missing} without a value</b>" if missing else ""
-    hint = escape(f"{doc.formula}. {doc.reading}" if doc else "written by another version of genrl")
+    hint = escape(f"{doc.formula}. {doc.reading}" if doc else "of a method from outside, or another version")
     head = f'<figcaption title="{hint}"><code>{escape(key)}</code>{note}<span class="last">{last}</span></figcaption>'
     return f"<figure>{head}{chart([(key, points)])}</figure>"
 
@@ -275,7 +275,7 @@ def _points(rows: Sequence[Row], key: str) -> list[Point]:
 
 
 def _document(key: str) -> MetricDoc | None:
-    """None for a key of another version of genrl."""
+    """None for a key of a method from outside, or of another version of genrl."""
     try:
         return document(key)
     except ValueError:

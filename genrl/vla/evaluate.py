@@ -14,9 +14,10 @@ from genrl.mdp.noise import generator
 from genrl.runtime.intervals import wilson
 from genrl.vla.data.videos import Clip
 from genrl.vla.policies.policy import Policy
-from genrl.vla.rollout.rollout import observe
+from genrl.vla.rollout.collect import observe
 from genrl.vla.rollout.sampling import Frozen, Sampler, act
-from genrl.vla.simulators.environments import Environment, evaluation_episodes
+from genrl.vla.simulators.contract import Environment
+from genrl.vla.simulators.environments import evaluation_episodes
 
 
 class Judged(NamedTuple):

@@ -37,7 +37,6 @@ from genrl.vla.setup import (
     policy_folder,
     sampler_of,
     side_by_side,
-    with_heads,
 )
 
 
@@ -74,9 +73,8 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     else:
         frames, words = frames_of(config, None)
         policy = new_policy(config, frames, words)
-    policy = with_heads(
-        policy, critic=critic_values(config, policy), noise_head=noise_head_of(config), seed=config.seed
-    )
+    heads = {"critic": critic_values(config, policy), "noise_head": noise_head_of(config)}
+    policy = policy.with_heads(**heads, seed=config.seed)
     sampler_of(config, policy)  # raises, as do these; nothing is started before the first reset
     open_tables(config, policy, num_envs=1).close()
     if config.policy.path is not None and (policy_folder(Path(config.policy.path)) / FIRST_STEPS).is_dir():

@@ -18,12 +18,13 @@ import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from rewards.contract import FROM_SAMPLER, IMAGE_COLUMNS, declare
 from rewards.failures import RewardFailed
 from rewards.service import wire
 from rewards.service.http_client import Unavailable, exchange, never, retry, split_url
+from rewards.service.wire import Reply
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Policy = Literal["stop", "drop", "pause"]
-Reply: TypeAlias = tuple[list[Any], Mapping[str, Any]]
-"""Scores and parts as JSON has them: null for no score."""
 MAX_REPLY = 2**26
 RETRIED = (408, 429, 502, 503, 504)
 
@@ -102,8 +101,8 @@ class Remote:
     def __call__(self, images: torch.Tensor, **rest: Sequence[Any]) -> Reply:
         frames = images.shape[1] if images.ndim == 5 else 1
         step = len(images) if self._grouped else max(1, self._max_images // frames)
-        scores: list[Any] = []
-        parts: dict[str, list[Any]] = {}
+        scores: list[float | None] = []
+        parts: dict[str, list[float | None]] = {}
         for start in range(0, len(images), step):
             chosen = {name: values[start : start + step] for name, values in rest.items()}
             values, of_parts = self._score(images[start : start + step], chosen)
@@ -143,17 +142,11 @@ class Remote:
 
     def _reply(self, body: bytes, headers: Mapping[str, str], count: int, patience_s: float) -> Reply:
         try:
-            scores, parts = wire.decode_reply(self._request("POST", "/score", body, headers, patience_s))
+            reply = wire.decode_reply(self._request("POST", "/score", body, headers, patience_s), count)
         except (ValueError, RecursionError) as error:
             raise Unavailable(f"its reply cannot be read: {error}") from error
-        for what, row in (("scores", scores), *parts.items()):
-            if not isinstance(row, list) or len(row) != count:
-                number = len(row) if isinstance(row, list) else "no"
-                raise Unavailable(f"it returned {number} {what} for {count} samples")
-            if not all(value is None or type(value) in (int, float) for value in row):
-                raise Unavailable(f"its {what} are not all numbers")
         self._is_down = False
-        return scores, parts
+        return reply
 
     def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str], patience_s: float) -> bytes:
         """The body of a reply with status 200. Raises Unavailable, and ServerRaised for other statuses."""

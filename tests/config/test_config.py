@@ -550,7 +550,7 @@ print(refused, sorted(heavy & {name.split(".")[0] for name in sys.modules}))
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '"a"', "\udcff"])
 def test_broken_model_index(text: str, tmp_path: Path) -> None:
-    from genrl.config.files import read_json
+    from genrl.config.folders import read_json
 
     path = tmp_path / "model_index.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from genrl.config import Config
-from genrl.config.plans import most_micro_batches, rounds
 from genrl.diffusion.methods.plans import roots_together, sampling_plan, trained_steps, window_of
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.mdp.plan import extreme_count, unpruned_steps
 
 
@@ -55,7 +55,6 @@ trees = st.fixed_dictionaries(
     },
     optional={
         "spread": st.just(4.0),
-        "noise_growth": st.sampled_from([0.2, 0.8]),
         "normalise": st.just("depth"),
         "prune": prunes,
         "contrast": st.just({}),
@@ -68,15 +67,24 @@ trainers = st.fixed_dictionaries(
         "tree": trees,
         "tail_ratio": st.sampled_from([0.3, 1.0]),
         "noise_outside_window": st.booleans(),
-        "layer_tuning": st.just({}),
         "kernel": st.sampled_from(["flow_sde", "flow_cps"]),
         "updates_per_iteration": st.integers(1, 4),
     },
 )
+growing = st.fixed_dictionaries(
+    {
+        "algorithm": st.just("dynamic_tree_rpo"),
+        "tree": st.fixed_dictionaries(
+            {"ways": st.integers(2, 3), "at": st.just("window") | st.lists(st.integers(0, 6), min_size=1, max_size=3)},
+            optional={"noise_growth": st.sampled_from([0, 0.2])},
+        ),
+    },
+    optional={"window": windows | backward, "kernel": st.sampled_from(["flow_sde", "flow_cps"])},
+)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(trainer=trainers, group=st.sampled_from([2, 4, 8, 9, 18, 27]), iterations=st.integers(1, 30))
+@given(trainer=trainers | growing, group=st.sampled_from([2, 4, 8, 9, 18, 27]), iterations=st.integers(1, 30))
 def test_every_iteration_of_what_is_accepted_has_a_plan(trainer: dict[str, Any], group: int, iterations: int) -> None:
     try:
         accepted = config(trainer, steps=8, iterations=iterations, group_size=group)
@@ -84,8 +92,9 @@ def test_every_iteration_of_what_is_accepted_has_a_plan(trainer: dict[str, Any],
         assume(False)
         return
     trains, chosen = accepted.trainer, []
-    assert trains.algorithm == "flow_grpo"
-    known = {(r.plan, r.trained) for r in rounds(accepted, trains)}
+    assert isinstance(trains, PolicyGradient)
+    rounds, tree = trains.rounds(accepted), trains.layout.tree
+    known = {(r.plan, r.trained) for r in rounds}
     for iteration in range(iterations):
         plan, trained = sampling_plan(accepted, trains, iteration), trained_steps(accepted, trains, iteration)
         window = window_of(accepted, trains, iteration)
@@ -97,35 +106,35 @@ def test_every_iteration_of_what_is_accepted_has_a_plan(trainer: dict[str, Any],
         assert 1 <= together <= accepted.sampling.batch_size
         if plan.splits:
             pieces = math.ceil(3 * plan.roots / together)
-            assert pieces >= trains.updates_per_iteration  # no update without a micro-batch
-            assert 3 * plan.roots >= most_micro_batches(accepted) >= trains.updates_per_iteration
-        if trains.layer_tuning is not None:
+            assert pieces >= trains.updates  # no update without a micro-batch
+            assert 3 * plan.roots >= trains.most_micro_batches(accepted) >= trains.updates
+        if trains.algorithm == "dynamic_tree_rpo":
             assert plan.roots == 1
         assert plan in {p for p, _ in known}
-    if trains.tree is not None and trains.tree.prune is not None and trains.tree.prune.width == "extremes":
-        assert extreme_count(group, trains.tree.prune.keep) >= 1
-    assert math.isclose(sum(r.share for r in rounds(accepted, trains)), 1.0)
+    if tree is not None and tree.prune is not None and tree.prune.width == "extremes":
+        assert extreme_count(group, tree.prune.keep) >= 1
+    assert math.isclose(sum(r.share for r in rounds), 1.0)
 
 
 @pytest.mark.parametrize("schedule", ["progressive", "decaying", "backward"])
 def test_shares_of_a_window_that_is_not_drawn_are_those_of_the_run(schedule: str) -> None:
     window = {"size": 3, "schedule": schedule} | ({"shortest": 1} if schedule == "backward" else {"every": 7})
     found = config({"window": window}, iterations=37)
-    assert found.trainer.algorithm == "flow_grpo"
+    assert isinstance(found.trainer, PolicyGradient)
     ran = Counter(trained_steps(found, found.trainer, i) for i in range(37))
-    assert {r.trained: r.share for r in rounds(found, found.trainer)} == pytest.approx(
+    assert {r.trained: r.share for r in found.trainer.rounds(found)} == pytest.approx(
         {steps: count / 37 for steps, count in ran.items()}
     )
-    assert len(ran) > 1 and rounds(found, found.trainer)[0].first == 0
+    assert len(ran) > 1 and found.trainer.rounds(found)[0].first == 0
 
 
 @pytest.mark.parametrize(("schedule", "ratio"), [("random", 1.0), ("geometric", 0.5)])
 def test_shares_of_a_window_that_is_drawn_are_those_of_its_law(schedule: str, ratio: float) -> None:
     window = {"size": 3, "schedule": schedule, "low": 1, "high": 6}
     found = config({"window": window}, iterations=2000)
-    assert found.trainer.algorithm == "flow_grpo"
+    assert isinstance(found.trainer, PolicyGradient)
     law = [ratio**k for k in range(3)]
-    shares = {r.trained: r.share for r in rounds(found, found.trainer)}
+    shares = {r.trained: r.share for r in found.trainer.rounds(found)}
     assert shares == pytest.approx({(1 + k, 2 + k, 3 + k): share / sum(law) for k, share in enumerate(law)})
     ran = Counter(trained_steps(found, found.trainer, i) for i in range(2000))
     assert all(abs(ran[steps] - 2000 * p) < 5 * math.sqrt(2000 * p * (1 - p)) for steps, p in shares.items())
@@ -135,9 +144,9 @@ def test_pruned_depths_slide_and_end() -> None:
     """BranchGRPO's window of depths moves up by one every 10 iterations, for the first half of the run."""
     prune = {"depths": [8, 9], "slide_every": 10, "until": 0.5}
     found = config({"tree": {"ways": 2, "at": [0, 3], "prune": prune}}, iterations=40)
-    assert found.trainer.algorithm == "flow_grpo"
+    assert isinstance(found.trainer, PolicyGradient)
     every = tuple(range(9))
-    assert {r.trained: r.share for r in rounds(found, found.trainer)} == pytest.approx(
+    assert {r.trained: r.share for r in found.trainer.rounds(found)} == pytest.approx(
         {
             unpruned_steps(every, (8, 9)): 10 / 40,
             unpruned_steps(every, (7, 8)): 10 / 40,
@@ -150,8 +159,8 @@ def test_pruned_depths_slide_and_end() -> None:
 def test_updates_and_processes_share_trees() -> None:
     tree = {"tree": {"ways": 2, "at": [0, 1, 2]}, "updates_per_iteration": 2}
     found = config(tree, group_size=16, prompts_per_iteration=5, batch_size=80)  # 10 trees
-    assert most_micro_batches(found) == 10
+    assert found.trainer.most_micro_batches(found) == 10
     plan = sampling_plan(found, found.trainer, 0)  # type: ignore[arg-type]
     assert [roots_together(found, plan, processes) for processes in (1, 2, 3, 5)] == [5, 3, 2, 1]
     chain = config({"updates_per_iteration": 2}, batch_size=6)
-    assert most_micro_batches(chain) == 4
+    assert chain.trainer.most_micro_batches(chain) == 4

@@ -95,7 +95,7 @@ def test_pictures_of_references_are_columns(tmp_path: Path, monkeypatch: pytest.
 def tamed(tmp_path: Path, rewards: str) -> Config:
     """Several rewards under PaCo-GRPO's log-tame."""
     path = write(tmp_path, rewards)
-    path.write_text(path.read_text().replace("diffusion_nft", "flow_grpo, aggregate: log_tame"))
+    path.write_text(path.read_text().replace("diffusion_nft", "paco_grpo, aggregate: log_tame"))
     return load(path)
 
 
@@ -106,7 +106,7 @@ def test_what_log_tame_cannot_take_the_logarithm_of_is_refused(tmp_path: Path, m
         'class Low:\n    range = "about -2 to 2"\n    def __call__(self, images): ...\n\n\ndef quiet(images): ...\n'
     )
     for name, says in (("imagereward", "about -2.3 to 2"), ("hpsv3", "-5 to 15"), ("./mine.py:Low", "-2 to 2")):
-        words = rf"rewards.1.name: log_tame .* scores of {name} may be -1 or less \(its range: .*{says}\); write .*gdpo"
+        words = rf"rewards.1.name: log_tame .* scores of {name} may be -1 or less \(its range: .*{says}\); .*gdpo"
         with pytest.raises(ConfigError, match=words):
             check_files(tamed(tmp_path, f"  - {{name: shapes}}\n  - {{name: '{name}'}}"))
         check_files(tamed(tmp_path, f"  - {{name: shapes}}\n  - {{name: '{name}', weight: 0}}"))

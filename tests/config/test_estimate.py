@@ -15,6 +15,7 @@ from genrl.config import Config
 from genrl.config.estimate import Component, HeaderError, memory, plan, read_components, read_header, trained_parameters
 
 FLOW_GRPO = {"algorithm": "flow_grpo"}
+TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 4, "noise_growth": 0}}
 
 
 def config(**sections: Any) -> Config:
@@ -51,7 +52,7 @@ def config(**sections: Any) -> Config:
         ({"trainer": {**FLOW_GRPO, "window": {"size": 2}}}, 60, 24, 24),
         ({"trainer": {**FLOW_GRPO, "inner_epochs": 3, "updates_per_iteration": 3}}, 60, 144, 144),
         ({"trainer": {**FLOW_GRPO, "guidance_in_training": False}, "sampling": {"guidance_scale": 4.0}}, 120, 96, 48),
-        ({"trainer": {**FLOW_GRPO, "guard": True, "updates_per_iteration": 3}}, 60, 80, 48),  # means of two thirds
+        ({"trainer": {"algorithm": "grpo_guard", "updates_per_iteration": 3}}, 60, 80, 48),  # means of two thirds
         ({"trainer": {"algorithm": "prdp", "kernel": "flow_sde"}}, 60, 96, 48),
         ({"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "inner_epochs": 2}}, 60, 192, 96),
         ({"trainer": {"algorithm": "diffusion_nft"}}, 60, 144, 48),
@@ -138,8 +139,8 @@ WINDOW = {"size": 2, "high": 4}
         ({"window": {**WINDOW, "high": 2}, "tail_ratio": 0.5}, 4 * (2 + 2), 8),
         # the last 1, then 2 of steps 0..3 are the window: 5 iterations each
         ({"window": {**WINDOW, "schedule": "backward", "shortest": 1}, "tree": {"ways": 4}}, (8 + 11) / 2, (1 + 5) / 2),
-        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}, "layer_tuning": {}}, 11, 5 + 2),
-        ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}, "layer_tuning": {"target": "best_image"}}, 11, 5),
+        ({**TREE_RPO, "window": {**WINDOW, "low": 2}}, 11, 5 + 2),
+        ({**TREE_RPO, "window": {**WINDOW, "low": 2}, "layer_tuning": {"target": "best_image"}}, 11, 5),
         ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}, "kl_weight": 0.1, "inner_epochs": 2}, 11, 2 * 2 * 5),
     ],
 )
@@ -152,7 +153,7 @@ def test_model_calls_of_windows_and_trees(trainer: dict[str, Any], sample: float
 
 
 def test_guidance_of_trees() -> None:
-    tree = {**FLOW_GRPO, "window": {**WINDOW, "low": 2}, "tree": {"ways": 4}, "layer_tuning": {}}
+    tree = {**TREE_RPO, "window": {**WINDOW, "low": 2}}
     guided = plan(config(trainer=tree, sampling={"guidance_scale": 4.0}))
     assert (guided.sample_calls, guided.train_calls, guided.backward_calls) == (66, 42, 30)
     unguided = plan(config(trainer={**tree, "guidance_in_training": False}, sampling={"guidance_scale": 4.0}))
@@ -220,14 +221,14 @@ def test_memory_parts(tmp_path: Path) -> None:
     assert parts["adapters"] == parts["gradients (float32)"] == parts["average (ema)"] == 4 * adapters
     assert parts["AdamW's two moments (float32)"] == 8 * adapters
     assert parts["weights of transformer"] == 2 * components[0].num_parameters
-    assert "reference (kl_weight above 0)" not in parts
+    assert "reference" not in parts
 
     trainer = {"algorithm": "diffusion_nft"}
     full = config(model={"lora": None, "dtype": "bfloat16", "autocast": "bfloat16"}, trainer=trainer, ema=None)
     parts = dict(memory(full, components))
     size = components[0].num_parameters
     assert trained_parameters(full, components) == size
-    assert parts["weights of transformer"] == parts["old policy"] == parts["reference (kl_weight above 0)"] == 4 * size
+    assert parts["weights of transformer"] == parts["old policy"] == parts["reference"] == 4 * size
     assert "average (ema)" not in parts and parts["weights of vae"] == 12
 
 

@@ -17,7 +17,8 @@ from genrl.vla.data.videos import Clip
 from genrl.vla.evaluate import Judged, balanced, by_task, evaluate, slug, success_rates
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps
-from genrl.vla.simulators.environments import Environment, open_environment
+from genrl.vla.simulators.contract import Environment, Simulation
+from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.minitable import INSTRUCTIONS, TOUCH
 from genrl.vla.train import judge_policy, train
 from tests.vla import vla_runs
@@ -25,7 +26,7 @@ from tests.vla import vla_runs
 
 def tables(num_envs: int, **changes: Any) -> Environment:
     how: dict[str, Any] = {"chunk": 4, "tasks": ("touch",), "max_steps": 16} | changes
-    return open_environment("minitable", num_envs=num_envs, **how)
+    return open_environment(Simulation("minitable", num_envs=num_envs, **how))
 
 
 def policy(kind: str = "flow") -> Any:

@@ -11,6 +11,7 @@ from genrl.cli.vla import export
 from genrl.runtime.progress import Progress
 from genrl.vla import train
 from genrl.vla.evaluate import evaluate, success_rates
+from genrl.vla.methods.diwa.settings import DiWA
 from genrl.vla.policies.folder import load_first_steps, load_policy
 from genrl.vla.policies.policy import ACTION
 from genrl.vla.rollout.sampling import FlowSteps, Frozen, act
@@ -91,7 +92,7 @@ def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
 
 def test_a_policy_that_does_not_act_alone_is_refused(tmp_path: Path) -> None:
     config = vla_runs.config(tmp_path)
-    lone = config.model_copy(update={"trainer": config.trainer.model_copy(update={"algorithm": "diwa"})})
+    lone = config.model_copy(update={"trainer": DiWA()})
     with Progress(1, enabled=False) as progress, pytest.raises(ValueError, match="its world model.*metrics.jsonl"):
         train.judge_policy(lone, tmp_path / "none", progress)
 

@@ -1,17 +1,22 @@
 """From the settings of Flow-GRPO to the sampling plan of an iteration: which steps are noisy, where trees branch.
 
 Functions of (configuration, iteration): the same in all processes, known before anything is run. What needs no random
-number is in `genrl.config.plans`. `choose_kernel` asks the loaded model too whether the transition is one for it.
+number is in `layout`. `choose_kernel` asks the loaded model too whether the transition is one for it.
 """
 
 from __future__ import annotations
 
 from genrl.config import Config
-from genrl.config.plans import fixed_window, plan_of, pruned_depths, roots_together, stochastic_steps, window_end
-from genrl.diffusion.methods.d3po.settings import D3PO
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
-from genrl.diffusion.methods.prdp.settings import PRDP
-from genrl.diffusion.methods.spo.settings import SPO
+from genrl.diffusion.methods.layout import (
+    fixed_window,
+    plan_of,
+    pruned_depths,
+    roots_together,
+    stochastic_steps,
+    window_end,
+)
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
+from genrl.diffusion.methods.stochastic import EveryStep, Stochastic
 from genrl.diffusion.policy.policy import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent
 from genrl.diffusion.run import DiffusionRun
@@ -22,9 +27,9 @@ from genrl.mdp.schedules import geometric_window, window_steps
 __all__ = ["choose_kernel", "every_step", "kept_steps", "roots_together", "sampling_plan", "trained_steps", "window_of"]
 
 
-def window_of(config: Config, settings: FlowGRPO, iteration: int) -> range | None:
+def window_of(config: Config, settings: PolicyGradient, iteration: int) -> range | None:
     """Steps of the window in this iteration, never empty; None without one."""
-    window, steps = settings.window, config.sampling.num_inference_steps
+    window, steps = settings.layout.window, config.sampling.num_inference_steps
     if window is None:
         return None
     place = {"size": window.size, "low": window.low, "high": window_end(window, steps)}
@@ -35,29 +40,29 @@ def window_of(config: Config, settings: FlowGRPO, iteration: int) -> range | Non
     return fixed_window(window, steps=steps, iteration=iteration, iterations=config.iterations)
 
 
-def trained_steps(config: Config, settings: FlowGRPO, iteration: int) -> tuple[int, ...]:
+def trained_steps(config: Config, settings: PolicyGradient, iteration: int) -> tuple[int, ...]:
     """Steps whose transitions are trained: the window and the splits, or all but the last step."""
     window = window_of(config, settings, iteration)
-    return stochastic_steps(settings, window, steps=config.sampling.num_inference_steps)
+    return stochastic_steps(settings.layout, window, steps=config.sampling.num_inference_steps)
 
 
-def kept_steps(config: Config, settings: FlowGRPO, iteration: int) -> tuple[int, ...]:
+def kept_steps(config: Config, settings: PolicyGradient, iteration: int) -> tuple[int, ...]:
     """Steps whose graphs sampling keeps: the trained ones, but for pruned depths; none without `keep_graph`."""
     if not settings.keep_graph:
         return ()
-    steps, prune = trained_steps(config, settings, iteration), settings.tree.prune if settings.tree else None
+    steps, prune = trained_steps(config, settings, iteration), settings.layout.prune
     if prune is None:
         return steps
     plan = sampling_plan(config, settings, iteration)
     return unpruned_steps(steps, pruned_depths(prune, plan, iteration=iteration, iterations=config.iterations))
 
 
-def sampling_plan(config: Config, settings: FlowGRPO, iteration: int) -> SamplingPlan:
+def sampling_plan(config: Config, settings: PolicyGradient, iteration: int) -> SamplingPlan:
     """How the group of one prompt is drawn in this iteration."""
-    return plan_of(config.sampling, settings, window_of(config, settings, iteration))
+    return plan_of(config.sampling, settings.layout, window_of(config, settings, iteration))
 
 
-def choose_kernel(run: DiffusionRun, settings: FlowGRPO | SPO | D3PO | PRDP, plan: SamplingPlan) -> Kernel:
+def choose_kernel(run: DiffusionRun, settings: Stochastic, plan: SamplingPlan) -> Kernel:
     """The configured transition. Raises ValueError where it is not one for what the model predicts."""
     is_flow = run.policy.head.parametrisation == "flow"
     if is_flow == (settings.kernel == "ddim"):
@@ -72,7 +77,7 @@ def choose_kernel(run: DiffusionRun, settings: FlowGRPO | SPO | D3PO | PRDP, pla
     return Kernel(settings.kernel, level, {i: other for i, other in others.items() if other is not None})
 
 
-def every_step(run: DiffusionRun, settings: D3PO | PRDP) -> tuple[range, Draw]:
+def every_step(run: DiffusionRun, settings: EveryStep) -> tuple[range, Draw]:
     """The trained steps, all but the last, and what draws samples whose trained steps are all stochastic."""
     sampling = run.config.sampling
     steps = range(sampling.num_inference_steps - 1)

@@ -26,6 +26,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor, nn
 
+from genrl.config.kernels import find_kernel
 from genrl.diffusion.policy.blocks import Switches
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
@@ -103,7 +104,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Which Gaussian transition a stochastic step is, by name (`genrl.mdp.kernels`), and its noise level (a or eta)."""
+    """Which Gaussian transition a stochastic step is, by name (`genrl.config.kernels`), and its noise level (a or eta).
+
+    Raises ValueError for a name that is none, and for what a kernel from outside returns if it is no transition.
+    """
 
     name: str
     noise_level: float
@@ -144,7 +148,8 @@ class Kernel:
             return kernels.flow_cps(x, out, sigma, sigma_next, noise_level=a)
         if self.name == "flow_ddim":
             return kernels.flow_ddim(x, out, sigma, sigma_next, noise_level=a)
-        raise ValueError(f"unknown kernel {self.name!r}; one of {', '.join(kernels.FLOW_KERNELS)}, ddim")
+        mean, std = find_kernel(self.name)(x, out, sigma, sigma_next, noise_level=a)
+        return kernels.transition_of(x, mean, std)
 
 
 ODE = Kernel("ode", 0.0)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw
 
+from rewards.contract import Scored
 from rewards.pictures import to_uint8
 from rewards.scorers.texts.verifiable import answer_in
 
@@ -318,7 +319,7 @@ class Shapes:
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
 
-    def __call__(self, images: torch.Tensor, prompts: list[str]) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, images: torch.Tensor, prompts: list[str]) -> Scored:
         """images: float tensor [N, 3, H, W] in [0, 1]; prompts: N captions."""
         parts: dict[str, list[float]] = {name: [] for name in PARTS}
         for picture, prompt in zip(to_uint8(images), prompts, strict=True):

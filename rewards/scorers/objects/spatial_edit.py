@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL.Image import Image
 
-from rewards.contract import check_choice
+from rewards.contract import Scored, check_choice
 from rewards.scorers.objects.detection import MASKED, Detector, Thing, thing_of_mask
 from rewards.scorers.objects.geometry import (
     DIRECTIONS,
@@ -33,7 +33,6 @@ DETECTOR = "IDEA-Research/grounding-dino-tiny"
 SEGMENTER = "facebook/mask2former-swin-small-coco-instance"
 BLOB = 0.5
 """Confidence for a thing of the right colour whose outline is none of the embedded world's."""
-Scored: TypeAlias = tuple[list[float], dict[str, list[float]]]
 Verdict: TypeAlias = tuple[float, dict[str, float]]
 """Score and parts of one edit."""
 
@@ -87,11 +86,11 @@ class Finder:
 
     def score(
         self,
-        sources: Sequence[Image],
-        results: Sequence[Image],
-        names: Sequence[str],
+        sources: list[Image],
+        results: list[Image],
+        names: list[str],
         judge: Callable[[int, Thing, Thing], Verdict],
-        parts: Sequence[str],
+        parts: list[str],
     ) -> Scored:
         """Scores and parts of N edits, by `judge` of the row and the thing before and after."""
         rows: list[Verdict] = []
@@ -119,11 +118,7 @@ class EditMove:
         self.to = self.finder.to
 
     def __call__(
-        self,
-        pil_images: Sequence[Image],
-        source_images: Sequence[Image],
-        object: Sequence[str],
-        direction: Sequence[str],
+        self, pil_images: list[Image], source_images: list[Image], object: list[str], direction: list[str]
     ) -> Scored:
         for asked in direction:
             check_choice("edit_move: unknown direction", asked, DIRECTIONS)
@@ -150,11 +145,7 @@ class EditScale:
         self.to = self.finder.to
 
     def __call__(
-        self,
-        pil_images: Sequence[Image],
-        source_images: Sequence[Image],
-        object: Sequence[str],
-        factor: Sequence[float],
+        self, pil_images: list[Image], source_images: list[Image], object: list[str], factor: list[float]
     ) -> Scored:
         factors = [_number(value, "edit_scale", "factor") for value in factor]
         for value in factors:
@@ -189,7 +180,7 @@ class EditRotate:
             raise ValueError(f"edit_rotate: {detector!r} is a {kind!r}, which gives no masks; use a Mask2Former")
 
     def __call__(
-        self, pil_images: Sequence[Image], source_images: Sequence[Image], object: Sequence[str], angle: Sequence[float]
+        self, pil_images: list[Image], source_images: list[Image], object: list[str], angle: list[float]
     ) -> Scored:
         angles = [_number(value, "edit_rotate", "angle") for value in angle]
 
@@ -215,9 +206,7 @@ class EditKeep:
         self.finder = Finder(detector, threshold, device, "edit_keep")
         self.to = self.finder.to
 
-    def __call__(
-        self, pil_images: Sequence[Image], source_images: Sequence[Image], object: Sequence[str]
-    ) -> list[float]:
+    def __call__(self, pil_images: list[Image], source_images: list[Image], object: list[str]) -> list[float]:
         scores = []
         for source, result, name in zip(source_images, pil_images, object, strict=True):
             before, after = self.finder.both(source, result, name)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -106,7 +105,7 @@ class DinoSimilarity:
         self.to = self.dino.to
 
     def __call__(
-        self, images: torch.Tensor, reference_images: Sequence[Image]
+        self, images: torch.Tensor, reference_images: list[Image]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         rows = [(picture.size, picture.tobytes()) for picture in reference_images]
         distinct = {row: picture for row, picture in zip(rows, reference_images, strict=True)}

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from genrl.config import Config, ConfigError, check_files, load
 from genrl.config import dump as to_yaml
-from genrl.config.candidates import candidate_plan
 from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.methods.spo.train import Found, Pairs, chosen_rows, compare, crawl, pair_of
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
@@ -252,7 +251,7 @@ def test_scores_are_the_rewards_of_predicted_pictures(folder: Path, sd: Path) ->
     """Brightness of every decoded prediction, at its chain, step and place, in whatever calls it was decoded."""
     config = runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **QUIET)
     with runs.opened(config) as run:
-        plan = candidate_plan(config.sampling, config.trainer, last=True)  # type: ignore[arg-type]
+        plan = config.trainer.plan(config.sampling, last=True)  # type: ignore[attr-defined]
         kernel, found = Kernel("ddim", 1.0), Found()
         draw = lambda batch, slots: spo.draw(  # noqa: E731
             run.policy, batch, slots, plan=plan, kernel=kernel, batch_size=3, found=found

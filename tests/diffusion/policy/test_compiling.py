@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from genrl.config import Config
-from genrl.diffusion.methods.old_policy import off_policy
+from genrl.diffusion.methods.on_policy import off_policy
 from genrl.diffusion.policy import compiling
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy

@@ -1,11 +1,47 @@
-"""Flow-GRPO with a reward that is trained beside the model (arXiv 2511.20256)."""
+"""Flow-GRPO with a reward that is trained beside the model (Adv-GRPO, arXiv 2511.20256)."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from genrl.config.diffusion_method import FileFinding
+from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Fraction, Positive, Section, Text, Ways, Whole
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
+from genrl.data import references
+from genrl.data.prompts import PromptError, is_data_set
+from genrl.diffusion.methods.policy_gradient import Windowed
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+    from genrl.data.prompts import PromptRows
+
+METRICS = {
+    "adversary/loss": MetricDoc(
+        "mean loss of the trainable reward on samples and references of this iteration, before its update",
+        "Hinge: 1.3 is a reward that says nothing (patches of weight 0.3), 0 one that is never wrong. Preference: "
+        "log 2 and 0. Near 0 from the beginning: it tells them by what the model cannot change (a decoder's traces).",
+    ),
+    "adversary/accuracy": MetricDoc(
+        "mean of the shares of references above 0 and of samples below (preference: pairs whose reference is above)",
+        "0.5 is chance, or samples that cannot be told from references.",
+        "share 0..1",
+    ),
+    "adversary/reference_mean": MetricDoc(
+        "mean score of the references, as the samples are scored", "Beside `reward/<name>_mean`.", "the reward's own"
+    ),
+    "adversary/margin": MetricDoc(
+        "mean score of the references - mean score of the samples",
+        "What the model has still to gain. The trainable reward moves: its own curve cannot be compared over time, "
+        "a frozen reward of weight 0 can. Below 0: the schedule `lag` trains the reward.",
+        "the reward's own",
+    ),
+    "adversary/updates": MetricDoc("optimiser steps of the reward in this iteration", "As scheduled.", "steps"),
+    "adversary/grad_norm": MetricDoc(
+        "L2 norm of the gradient of the reward's loss, before clipping; only where the reward is trained",
+        "As `grad_norm`.",
+    ),
+}
 
 
 class Adversary(Section):
@@ -29,10 +65,16 @@ class Adversary(Section):
     """Its Adam's averaging factors (Adv-GRPO: 0.5, 0.999)."""
 
 
-class AdvGRPO(FlowGRPO):
+class AdvGRPO(Windowed):
     """Flow-GRPO with a reward that is trained beside the model (arXiv 2511.20256)."""
 
-    algorithm: Literal["adv_grpo"] = "adv_grpo"  # type: ignore[assignment]
+    title: ClassVar[str] = "Adv-GRPO"
+    checks_data: ClassVar[bool] = True
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
+    trains_reward: ClassVar[bool] = True
+    not_fitted: ClassVar[str] = "trains another model beside this one, which no trial runs"
+
+    algorithm: Literal["adv_grpo"] = "adv_grpo"
     """Which trainer."""
     adversary: Adversary
     """How the one trainable reward among `rewards` is trained."""
@@ -45,5 +87,35 @@ class AdvGRPO(FlowGRPO):
         return adversary.schedule != "alternate" or (iteration + 1) % adversary.every == 0
 
     def model_iterations(self, iterations: int) -> int:
-        """How many of so many iterations train the model."""
+        """How many of so many iterations train the model; at most these, where a run decides it by its scores."""
         return sum(map(self.trains_model, range(iterations)))
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        adversary = self.adversary
+        if adversary.schedule != "alternate" and adversary.every != type(adversary).model_fields["every"].default:
+            text = f"is of schedule: alternate, and {adversary.schedule} needs none; remove it, or change the schedule"
+            yield ("trainer.adversary.every", "trainer.adversary.schedule"), text
+        if config.model_iterations == 0:
+            keys = ("trainer.adversary.every", "trainer.adversary.warmup", "iterations")
+            text = f"none of {config.iterations} iterations trains the model"
+            if adversary.warmup >= config.iterations:
+                yield keys[1:], f"{text}; use a warm-up of {config.iterations - 1} or less"
+            else:
+                yield keys, f"{text}: the first would be the {adversary.every}th; use more, or a smaller every"
+        if config.sampling.num_frames is not None and config.sampling.num_frames > 1:
+            text = "references are pictures, and these are videos; use 1, or another algorithm"
+            yield ("sampling.num_frames", "trainer.algorithm"), text
+
+    def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
+        """A reference picture for every prompt."""
+        source = self.adversary.references
+        if is_data_set(source):
+            notes.append(f"trainer.adversary.references: {source} is a data set; it is read when training starts")
+            return
+        try:
+            wrong = references.read(source).missing(train.rows if train else (), config.prompts.train)
+        except PromptError as error:
+            wrong = str(error)
+        if wrong is not None:
+            yield ("trainer", "adversary", "references"), wrong

@@ -23,19 +23,22 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 import rewards
+from genrl.config import Config
 from genrl.data.preferences import as_tensor
 from genrl.data.prompts import Prompt, PromptError
 from genrl.data.references import References
 from genrl.data.references import read as read_references
 from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
-from genrl.diffusion.methods.flow_grpo.train import collect, drawing, learn
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.methods.transitions import clipped_loss as loss
+from genrl.diffusion.methods.transitions import collect, flow_grpo_update, sampler
 from genrl.diffusion.rollout.rollout import Rollouts, to_bytes
 from genrl.diffusion.rollout.scoring import Scorers, plain, score
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
+from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward.adversarial import (
     DiscriminatorOutput,
     accuracy,
@@ -48,6 +51,8 @@ from genrl.runtime import checkpoint, state
 from genrl.runtime.run import Run
 from rewards.calls import inner
 from rewards.scorers.preference.adversary import Logits, Trainable, check_trainable
+
+__all__ = ["ADVERSARY", "load_trained", "loss", "references_of", "train", "trainable_of"]
 
 ADVERSARY = "adversary"
 
@@ -77,8 +82,8 @@ def train(run: DiffusionRun, settings: AdvGRPO) -> None:
         plan = sampling_plan(run.config, settings, iteration)
         keeps = settings.keep_graph and settings.trains_model(iteration)  # else no update would go back through them
         drawn = settings.model_copy(update={"keep_graph": keeps})
-        rollouts = collect(run, plan, drawing(run, drawn, plan))
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        rollouts = collect(run, plan, sampler(run, drawn, plan))
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         with run.scorers.placed():
             pairs = paired(run, references, rollouts)
             real, fake = scored_references(run, label, pairs, rollouts), rollouts.scored.values[label]
@@ -99,7 +104,8 @@ def train(run: DiffusionRun, settings: AdvGRPO) -> None:
         del pairs
         # 4. Train the model.
         if trains_model:
-            metrics |= learn(run, settings, rollouts, plan)
+            advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
+            metrics |= flow_grpo_update(run, settings, rollouts, plan, advantages)
         del rollouts
         run.finish(metrics)
 
@@ -190,6 +196,12 @@ def scored_references(run: DiffusionRun, label: str, pairs: list[Pairs], rollout
     pieces = [(one.slots, one.real.float() / 255) for one in pairs]
     scorers = plain({label: run.scorers.rewards[label]})
     return score(scorers, pieces, rows, rollouts.group.tolist(), run.loop.alive).values[label]
+
+
+def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
+    """Raise ValueError where no reward is trainable, or a prompt has no reference."""
+    trainable_of(scorers)
+    references_of(config.trainer, prompts, config.prompts.train).check(row.text for row in prompts)
 
 
 def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import AdvantageScale, Updating
+from genrl.config.diffusion_method import Calls, Guided, first_update
+from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
+from genrl.diffusion.methods.matching import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+
+METRICS = (
+    {
+        "kl/ema": MetricDoc(
+            "mean of (velocity - that of the slow copy)^2 (AWM), before its weight",
+            "How far the last updates went.",
+            "velocity squared",
+        ),
+    }
+    | FORWARD_ERROR
+    | EMA_DECAY
+)
 
 
-class AWM(Updating):
+class AWM(Matching):
     """Advantage weighted matching: a policy gradient on the forward process (arXiv 2509.25050)."""
+
+    title: ClassVar[str] = "AWM"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
 
     algorithm: Literal["awm"] = "awm"
     """Which trainer."""
@@ -19,8 +40,6 @@ class AWM(Updating):
     """Noise levels: of the sampling grid, without the first and the last tenth; SD3's; or uniform in 0.2 .. 1."""
     timesteps_per_sample: Count = 6
     """Noise levels trained per sample, stratified, the same for all of an iteration (AWM: 6)."""
-    advantage_scale: AdvantageScale = "global"
-    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
     advantage_clip: Positive = 5.0
     """Advantages are cut at this and divided by it (AWM: 5)."""
     clip_range: Positive = 1.0
@@ -33,3 +52,28 @@ class AWM(Updating):
     """Optimiser steps per inner epoch (AWM: 1); at most the number of micro-batches."""
     inner_epochs: Count = 1
     """Passes over the samples of one iteration (AWM: 1)."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training."""
+        return self.kl_weight > 0
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        if self.levels == "grid" and config.sampling.num_inference_steps < 2:
+            text = "neither the first noise level is trained nor the last; use 2 or more steps (AWM: 14)"
+            yield ("sampling.num_inference_steps", "trainer.algorithm"), text
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """The policy, the reference and the slow copy; and the old policy, from the second update on."""
+        sampling, guidance = config.sampling, guided(config.sampling.guidance_scale)
+        trained, images = float(self.timesteps_per_sample), sampling.images_per_iteration
+        calls = guidance * (1.0 + (self.kl_weight > 0) + (self.ema_kl_weight > 0)) * self.epochs
+        if self.updates * self.epochs > 1:
+            calls += guidance * (self.epochs - first_update(config, self.updates) / images)
+        states = images * trained
+        return matching_calls(config, guided, trained=trained, states=states * guidance, train=states * calls)
+
+    def snapshots(self, config: Config) -> list[str]:
+        """Copies of the trained parameters that a run comes to keep."""
+        return ["slow copy", *(["old policy"] if self.updates * self.epochs > 1 else [])]

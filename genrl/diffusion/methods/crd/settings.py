@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import AdvantageScale, Updating
+from genrl.config.diffusion_method import Calls, Guided
+from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
+from genrl.diffusion.methods.matching import (
+    FORWARD_ERROR,
+    OLD_DECAY,
+    Matching,
+    matching_calls,
+    no_inner_level,
+    too_many_levels,
+)
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+
+METRICS = (
+    {
+        "crd/residual": MetricDoc(
+            "mean of the distillation loss: [beta (implicit - centre) - (aim - centre)]^2",
+            "Falls as differences of implicit rewards become those of the rewards. Compare within one run only.",
+        ),
+        "crd/implicit_abs": MetricDoc(
+            "mean of |implicit reward|, the old policy's matching error minus the present one's",
+            "0 in the first update; then how far the policy is from the old one.",
+        ),
+        "policy/sampling_decay": MetricDoc(
+            "decay d of the policy that samples (CRD): sampling <- d * sampling + (1 - d) * current",
+            "0 for the first 75 optimiser steps, then it rises.",
+            "0..1",
+        ),
+    }
+    | FORWARD_ERROR
+    | OLD_DECAY
+)
 
 
-class CRD(Updating):
+class CRD(Matching):
     """Centred reward distillation: differences of implicit rewards within a prompt (arXiv 2603.14128)."""
+
+    title: ClassVar[str] = "CRD"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
+    whole_groups: ClassVar[bool] = True
 
     algorithm: Literal["crd"] = "crd"
     """Which trainer."""
@@ -25,11 +62,37 @@ class CRD(Updating):
     """Guidance of the starting model there (CRD on SD3.5: 4.5; not FLUX.1-dev); null = that of sampling."""
     timesteps_per_sample: Count | None = None
     """Noise levels of the sampling grid trained per sample, the same for all; null = all of them but one."""
-    advantage_scale: AdvantageScale = "global"
-    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
     advantage_clip: Positive = 5.0
     """Largest absolute advantage; it also scales the loss (CRD: 5)."""
     updates_per_iteration: Count = 2
     """Optimiser steps per inner epoch (CRD: 2); at most the number of micro-batches."""
     inner_epochs: Count = 1
     """Passes over the samples of one iteration (CRD: 1)."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training."""
+        return self.kl_weight > 0
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        if self.timesteps_per_sample is None:
+            yield from no_inner_level(config)
+        else:
+            steps = config.sampling.num_inference_steps
+            yield from too_many_levels(self.timesteps_per_sample, steps, "sampling.num_inference_steps")
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """The policy, the old one, and the reference under its own guidance."""
+        sampling, guidance = config.sampling, guided(config.sampling.guidance_scale)
+        each = 2.0 * guidance
+        if self.uses_reference:
+            each += guidance if self.reference_guidance is None else guided(self.reference_guidance)
+        trained = float(self.timesteps_per_sample or max(1, sampling.num_inference_steps - 1))
+        states = sampling.images_per_iteration * trained
+        train = states * each * self.epochs
+        return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
+
+    def snapshots(self, config: Config) -> list[str]:
+        """Copies of the trained parameters that a run comes to keep."""
+        return ["old policy", "sampling policy"]

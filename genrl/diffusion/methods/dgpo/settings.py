@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import AdvantageScale, Updating
+from genrl.config.diffusion_method import Calls, Guided, no_true_cfg
+from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Flag, Margin, NonNegative, Positive, Whole
+from genrl.diffusion.methods.matching import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls, too_many_levels
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+
+METRICS = (
+    {
+        "dgpo/group_weight": MetricDoc(
+            "mean of sigmoid(S) over samples, S = beta * mean over the group of advantage * (error - reference error)",
+            "0.5 in the first update. Falls as the groups come into order; near 0: nothing is left to learn at this "
+            "beta.",
+            "0..1",
+        ),
+        "dgpo/clip_frac": MetricDoc(
+            "share of samples whose ratio to the slow average is beyond 1 +- clip_range: no gradient",
+            "Above 0.5: lower the learning rate, or raise clip_range.",
+            "share 0..1",
+        ),
+    }
+    | FORWARD_ERROR
+    | EMA_DECAY
+)
 
 
-class DGPO(Updating):
+class DGPO(Matching):
     """Direct group preference optimisation: one preference of a whole group (arXiv 2510.08425)."""
+
+    title: ClassVar[str] = "DGPO"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
+    whole_groups: ClassVar[bool] = True
 
     algorithm: Literal["dgpo"] = "dgpo"
     """Which trainer."""
@@ -29,13 +57,38 @@ class DGPO(Updating):
     """Noise levels trained per sample, without repetition, the same for all of an iteration (DGPO: 4)."""
     clip_range: Margin = 1e-2
     """No gradient where the ratio to the slow average is beyond 1 +- c (DGPO: 1e-2, PickScore 5e-2, unguided 1e-3)."""
-    advantage_scale: AdvantageScale = "global"
-    """Divide centred rewards by the group's spread (DGPO on GenEval), the iteration's (DGPO), or by nothing."""
-    advantage_clip: Positive = 5.0
-    """Largest absolute advantage (DGPO: 5)."""
     switch_after: Whole = 200
     """After so many optimiser steps the slow average draws the samples (DGPO: 200, GenEval 500)."""
     updates_per_iteration: Count = 1
     """Optimiser steps per inner epoch (DGPO: 1); at most the number of micro-batches."""
     inner_epochs: Count = 1
     """Passes over the samples of one iteration (DGPO: 1)."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training."""
+        return self.reference == "model" or self.kl_weight > 0
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        yield from no_true_cfg(config, self.guidance_in_training)
+        steps = config.sampling.num_inference_steps
+        if self.first_steps > steps:
+            text = f"the sampling grid has {steps} steps; use {steps} or less"
+            yield ("trainer.first_steps", "sampling.num_inference_steps"), text
+        yield from too_many_levels(self.timesteps_per_sample, min(steps, self.first_steps), "trainer.first_steps")
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """The policy, the slow average, and the reference under its own guidance."""
+        guidance = guided(config.sampling.guidance_scale) if self.guidance_in_training else 1
+        each = 2.0 * guidance
+        if self.uses_reference:
+            each += guidance if self.reference_guidance is None else guided(self.reference_guidance)
+        trained = float(self.timesteps_per_sample)
+        states = config.sampling.images_per_iteration * trained
+        train = states * each * self.epochs
+        return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
+
+    def snapshots(self, config: Config) -> list[str]:
+        """Copies of the trained parameters that a run comes to keep."""
+        return ["slow copy"]

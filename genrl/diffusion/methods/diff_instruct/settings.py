@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import DiffusionMethod
+from genrl.config.diffusion_method import Calls, Guided
+from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
+from genrl.diffusion.methods.differentiable import Differentiating
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+
+METRICS = {
+    "diff_instruct/divergence": MetricDoc(
+        "mean over samples of sigma^2 (sqrt(|s_assistant - s_teacher|^2 + c^2) - c) at the drawn noise levels",
+        "How far the generator's pictures are from the teacher's, as the assistant sees it: about 0 at the start, when "
+        "the assistant is the teacher; it rises as the assistant learns, then falls as the generator does.",
+    ),
+    "diff_instruct/pull": MetricDoc(
+        "mean over samples of the norm of the divergence's gradient at x_0", "To be compared with `reward_pull`."
+    ),
+    "diff_instruct/reward_pull": MetricDoc(
+        "mean over samples of the norm of the weighted rewards' gradient at x_0",
+        "Far above `pull`: the reward leads alone, and will be hacked; far below: it does nothing. Its weight decides.",
+    ),
+    "assistant/error": MetricDoc(
+        "mean over samples and their numbers of (noise - the assistant's prediction of it)^2",
+        "Falls from the teacher's error on the generator's pictures. Rising: the generator runs away; lower its "
+        "learning rate, or take more assistant_steps.",
+    ),
+    "assistant/grad_norm": MetricDoc("norm of the assistant's gradient before clipping", "As `grad_norm`."),
+}
 
 
-class DiffInstruct(DiffusionMethod):
+class DiffInstruct(Differentiating):
     """Diff-Instruct*: a one-step generator from a multi-step teacher, by scores and rewards (arXiv 2410.20898)."""
+
+    title: ClassVar[str] = "Diff-Instruct"
+    checks_data: ClassVar[bool] = True
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
+    needs_flow: ClassVar[bool] = True
+    needs_reward: ClassVar[bool] = False
+    not_in_float16: ClassVar[str] = "the loss is a sum over the numbers of a sample, by gradients of scores"
 
     algorithm: Literal["diff_instruct"] = "diff_instruct"
     """Which trainer."""
@@ -23,3 +57,43 @@ class DiffInstruct(DiffusionMethod):
     """Optimiser steps of the assistant network per step of the generator."""
     assistant_lr: Positive | None = None
     """Learning rate of the assistant network; null = optimizer.lr."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training: it is the teacher."""
+        return True
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        sampling, evaluation = config.sampling, config.evaluation
+        if sampling.num_inference_steps != 1:
+            text = f"the generator draws in one step, found {sampling.num_inference_steps}; write 1"
+            yield ("sampling.num_inference_steps", "trainer.algorithm"), text
+        if evaluation.num_inference_steps not in (None, 1):
+            text = "the one-step generator is evaluated, not its teacher; write null"
+            yield ("evaluation.num_inference_steps", "trainer.algorithm"), text
+        none = "guidance is learnt from the teacher (trainer.guidance), the generator itself has none"
+        for key, scale in (
+            ("sampling.guidance_scale", sampling.guidance_scale if sampling.guidance_scale is not None else 2.0),
+            ("evaluation.guidance_scale", evaluation.guidance_scale or 1.0),
+        ):
+            if scale > 1:
+                yield (key, "trainer.algorithm"), f"{none}; write 1"
+        if "true_cfg_scale" in sampling.pipeline_args:
+            yield ("sampling.pipeline_args.true_cfg_scale", "trainer.algorithm"), f"{none}; remove it"
+        if config.distributed.fsdp:
+            text = "the assistant network is not sharded; write false, and train adapters (model.lora)"
+            yield ("distributed.fsdp", "trainer.algorithm"), text
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """The assistant learning; both scores; the generator."""
+        sampling, images = config.sampling, config.sampling.images_per_iteration
+        guidance, teacher = guided(sampling.guidance_scale), 1 if self.guidance == "none" else 2
+        through = (1 + teacher) * (self.divergence == "score")
+        train = float(images * (self.assistant_steps + 1 + teacher + 1))
+        backward = float(images * (self.assistant_steps + through + 1)) * guidance
+        return Calls(float(images * sampling.num_inference_steps * guidance), train, backward, 1.0)
+
+    def snapshots(self, config: Config) -> list[str]:
+        """Copies of the trained parameters that a run comes to keep."""
+        return ["assistant", "assistant's first moment", "assistant's second moment"]

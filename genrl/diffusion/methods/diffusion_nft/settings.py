@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import AdvantageScale, Updating
+from genrl.config.diffusion_method import Calls, Guided, first_update
+from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
+from genrl.diffusion.methods.matching import OLD_DECAY, Matching, matching_calls, no_inner_level, too_many_levels
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+
+METRICS = {
+    "nft/reward_weight_mean": MetricDoc(
+        "mean of r = clip(advantage / advantage_clip, -1, 1) / 2 + 1/2 over samples (DiffusionNFT, arXiv 2509.16117)",
+        "0.5 for centred advantages.",
+        "0..1",
+    ),
+    "nft/old_deviation": MetricDoc(
+        "mean of (velocity - old velocity)^2 over elements",
+        "How far the policy moved from the one that sampled. A steep rise comes before divergence.",
+        "velocity squared",
+    ),
+} | OLD_DECAY
 
 
-class DiffusionNFT(Updating):
+class DiffusionNFT(Matching):
     """Forward-process training on finished samples, without log-probabilities (arXiv 2509.16117)."""
+
+    title: ClassVar[str] = "DiffusionNFT"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
+    one_call_at_a_time: ClassVar[bool] = True
 
     algorithm: Literal["diffusion_nft"] = "diffusion_nft"
     """Which trainer."""
@@ -17,8 +40,6 @@ class DiffusionNFT(Updating):
     """Distance of the implicit positive and negative policies from the old one (paper: 1, or 0.1 for OCR)."""
     kl_weight: NonNegative = 1e-4
     """Weight of the squared velocity difference from the starting model (paper: 1e-4)."""
-    advantage_scale: AdvantageScale = "global"
-    """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
     advantage_clip: Positive = 5.0
     """Largest absolute advantage; it also scales the loss (paper: 5)."""
     timesteps_per_sample: Count | None = None
@@ -29,3 +50,31 @@ class DiffusionNFT(Updating):
     """Optimiser steps per inner epoch (paper: 1, OCR 2); at most the number of micro-batches."""
     inner_epochs: Count = 1
     """Passes over the samples of one iteration (paper: 1)."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training."""
+        return self.kl_weight > 0
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        if self.timesteps_per_sample is None:
+            yield from no_inner_level(config)
+        else:
+            steps = config.sampling.num_inference_steps
+            yield from too_many_levels(self.timesteps_per_sample, steps, "sampling.num_inference_steps")
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """The policy, the old one, and the reference for its KL."""
+        sampling, guidance = config.sampling, guided(config.sampling.guidance_scale)
+        trained = float(self.timesteps_per_sample or sampling.num_inference_steps - 1)
+        states = sampling.images_per_iteration * trained
+        train = (3 if self.kl_weight > 0 else 2) * states * self.epochs * guidance
+        if self.old_policy_decay == "none":
+            # Until the first update the old policy is the present one, and its call is saved.
+            train -= first_update(config, self.updates) * trained * guidance
+        return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
+
+    def snapshots(self, config: Config) -> list[str]:
+        """Copies of the trained parameters that a run comes to keep."""
+        return ["old policy"]

@@ -1,25 +1,52 @@
-"""Diffusion-DPO from a preference data set in prompts.train, with the columns image_win and image_lose."""
+"""Diffusion-DPO from a preference data set (arXiv 2311.12908)."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import Updating
-from genrl.config.section import Count, Flag, Positive
+from genrl.config.diffusion_method import Calls, FileFinding, Guided
+from genrl.config.method import Finding
+from genrl.config.section import Positive
+from genrl.data.preferences import missing_images
+from genrl.diffusion.methods.preferences import DiffusionDPO
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+    from genrl.data.prompts import PromptRows
 
 
-class OfflineDPO(Updating):
+class OfflineDPO(DiffusionDPO):
     """Diffusion-DPO from a preference data set in prompts.train, with the columns image_win and image_lose."""
+
+    title: ClassVar[str] = "Offline DPO"
+    checks_data: ClassVar[bool] = True
+    samples_per_group: ClassVar[int | None] = 2  # a pair
 
     algorithm: Literal["dpo_offline"] = "dpo_offline"
     """Which trainer."""
     beta: Positive = 5000.0
     """Sharpness of the preference (Diffusion-DPO: 5000 for SDXL, 2000 for SD 1.5)."""
-    reference_every: Count | None = None
-    """The trained model becomes the reference every so many optimiser steps; null = never (Diffusion-DPO)."""
-    timesteps_per_pair: Count = 1
-    """Noise levels trained per pair, each drawn anew (Diffusion-DPO: 1)."""
-    guidance_in_training: Flag = False
-    """Train under the guidance of sampling (Diffusion-DPO: false); where it is an input of the model it stays."""
-    inner_epochs: Count = 1
-    """Passes over the pairs of one iteration."""
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        if config.sampling.same_initial_noise:
+            text = "dpo_offline trains on given pictures and draws none, so it would do nothing; write false"
+            yield ("sampling.same_initial_noise", "trainer.algorithm"), text
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """As online, but nothing is sampled."""
+        return super().calls(config, guided)._replace(sample=0.0)
+
+    def file_problems(self, config: Config, train: PromptRows | None, notes: list[str]) -> Iterator[FileFinding]:
+        """Two pictures for every prompt."""
+        if Path(config.prompts.train).suffix == ".txt":
+            text = f"{config.prompts.train} has prompts only; a preference set is .jsonl or a data set id:split"
+            yield ("prompts", "train"), text
+        elif train is not None and (wrong := missing_images(config.prompts.train, train.rows)):
+            yield ("prompts", "train"), wrong
+
+    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
+        """How the samples of a group come about, for `genrl plan`."""
+        yield "dpo_offline samples nothing: its pictures are given"

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import DiffusionMethod
+from genrl.config.diffusion_method import Calls, Guided
+from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, Number
+from genrl.diffusion.methods.differentiable import Differentiating
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config
+
+METRICS = {
+    "draft/steps": MetricDoc("denoising steps that the gradient runs through", "As configured, or as drawn.", "steps"),
+    "draft/pull": MetricDoc(
+        "mean over samples of the norm of d loss / d x_0, through the decoder and the rewards",
+        "0: the reward is flat there, or margin is reached. It rises where pictures leave what the reward model knows.",
+    ),
+}
 
 
-class Draft(DiffusionMethod):
+class Draft(Differentiating):
     """Direct reward back-propagation: DRaFT, AlignProp and ReFL, for rewards with gradients (arXiv 2309.17400)."""
+
+    title: ClassVar[str] = "DRaFT, AlignProp and ReFL"
+    checks_data: ClassVar[bool] = True
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
+    not_in_float16: ClassVar[str] = "the loss is a sum over the numbers of a sample, by the reward's gradient"
 
     algorithm: Literal["draft"] = "draft"
     """Which trainer."""
@@ -26,3 +46,22 @@ class Draft(DiffusionMethod):
         if self.steps is not None:
             return self.steps
         return {"draft": 1, "alignprop": num_steps, "refl": max(1, num_steps // 4)}[self.truncation]
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        steps = config.sampling.num_inference_steps
+        if self.steps is not None and self.steps > steps:
+            text = f"the sampler has {steps} steps; use {steps} or less"
+            yield ("trainer.steps", "sampling.num_inference_steps"), text
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """Expected. Where several steps are trained, each is computed again in the backward pass."""
+        steps, images = config.sampling.num_inference_steps, config.sampling.images_per_iteration
+        guidance, most = guided(config.sampling.guidance_scale), self.last_steps(steps)
+        drawn, trained, forwards = steps - (most - 1) / 2, 1.0, 1.0
+        if self.truncation != "refl":
+            lengths = range(1, most + 1) if self.truncation == "alignprop" else (most,)
+            again = [length if length == 1 else 2 * length for length in lengths]
+            drawn, trained = float(steps), math.fsum(lengths) / len(lengths)
+            forwards = math.fsum(again) / len(lengths)
+        return Calls(images * drawn * guidance, images * forwards * guidance, images * trained * guidance, trained)

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-from genrl.config.diffusion_method import DiffusionMethod, Kernel
-from genrl.config.section import Count, NonNegative, Positive
+from genrl.config.method import MetricDoc
+from genrl.config.section import Count, Positive
+from genrl.diffusion.methods.stochastic import EveryStep
+
+METRICS = {
+    "prdp/pairs": MetricDoc(
+        "pairs of samples of one prompt in the regression", "As configured, less samples without a score.", "pairs"
+    ),
+    "prdp/unexplained": MetricDoc(
+        "sum over pairs of (predicted - target)^2 / sum of target^2, target = difference of rewards / beta, predicted "
+        "= difference of log-ratios to the reference; before each update",
+        "1: the policy is still the reference. It falls as the policy comes to predict its rewards. Above 1: it "
+        "overshoots, lower the learning rate or raise beta.",
+    ),
+    "prdp/correct": MetricDoc(
+        "share of the pairs of different rewards whose better sample the policy raised more against the reference",
+        "0 in the first update of a run, when both are equal; 0.5 is chance.",
+        "share 0..1",
+    ),
+    "prdp/clip_frac": MetricDoc(
+        "share of pairs whose error is larger with log-ratios kept within clip_range of the old policy's",
+        "0 in the first update of an iteration. Steps that are clipped have no gradient in these pairs.",
+        "share 0..1",
+    ),
+}
 
 
-class PRDP(DiffusionMethod):
+class PRDP(EveryStep):
     """Regression of reward differences on log-ratios, over pairs of samples of one prompt (arXiv 2402.08714)."""
+
+    title: ClassVar[str] = "PRDP"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
+    not_in_float16: ClassVar[str] = "the gradient grows with 1 / beta"
 
     algorithm: Literal["prdp"] = "prdp"
     """Which trainer."""
-    kernel: Kernel = "ddim"
-    """Transition density of the steps; ddim is for epsilon- and v-prediction models, the others for flows."""
-    noise_level: NonNegative | None = 1.0
-    """Noise of the kernel (ddim eta 1, flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, flow_ddim eta 1); wan_sde: null."""
     beta: Positive = 3e-5
     """Weight of the divergence from the starting model: log-ratios go to reward / beta (PRDP: 3e-5 or 3e-6)."""
     clip_range: Positive = 1e-4

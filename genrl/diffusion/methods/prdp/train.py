@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import every_step
 from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed

@@ -25,19 +25,22 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.data.prompts import Prompt
-from genrl.diffusion.methods.estimation import advantages_of
-from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, Written
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
+from genrl.diffusion.methods.transitions import clipped_loss as loss
+from genrl.diffusion.methods.transitions import flow_grpo_update, sampler
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import Rollouts, call_arguments
 from genrl.diffusion.run import DiffusionRun
+from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.advantages.prompt_rl import joint_rewards, prompt_group, rewriter_loss, tagged_rewards
 from genrl.objectives.surrogates.policy_losses import kl_k3
+
+__all__ = ["loss", "train"]
 
 OFF_POLICY = 0.05
 """Mean |ratio - 1| of tokens above which the texts were not written by the model that is trained."""
@@ -60,18 +63,18 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         groups = [prompt_group(p.text, texts, retained) for p, (texts, _) in zip(prompts, answers, strict=True)]
         # 2, 3. Collect and score.
         plan = sampling_plan(config, settings, iteration)
-        draw = from_texts([text for group in groups for text in group], flow_grpo.drawing(run, settings, plan))
+        draw = from_texts([text for group in groups for text in group], sampler(run, settings, plan))
         rollouts = run.collect(draw)
         first = not run.replays
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         generation = judged(settings, rollouts, prompts).view(-1, size)
         formats = torch.tensor([[float(right) for right in formed] for _, formed in answers], dtype=torch.float64)
         total = joint_rewards(generation, formats, format_weight=settings.rewriter.format_weight)
         rollouts = replace(rollouts, total=total.flatten())
         # 4, 5. Estimate and update; the flow model's advantages are the same function of the same rewards.
-        advantages = advantages_of(run, settings, rollouts)
-        advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip).view(-1, size)
-        metrics = flow_grpo.learn(run, settings, rollouts, plan)
+        relative = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
+        advantages = relative.clamp(-settings.advantage_clip, settings.advantage_clip).view(-1, size)
+        metrics = flow_grpo_update(run, settings, rollouts, plan, relative)
         metrics |= learn_to_write(run, settings, rewriter, mine, advantages, check=first)
         metrics |= compared(generation, formats, [texts for texts, _ in answers])
         del rollouts

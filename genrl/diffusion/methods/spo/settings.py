@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import Kernel, Updating
-from genrl.config.section import Count, Fraction, Margin, NonNegative, Positive, Ways, Whole
+from genrl.config.diffusion_method import Calls, Guided, Updating
+from genrl.config.method import Finding, MetricDoc
+from genrl.config.section import Count, Fraction, Margin, Positive, Ways, Whole
+from genrl.diffusion.methods.stochastic import Stochastic
+from genrl.mdp.plan import SamplingPlan, caterpillar, describe
+
+if TYPE_CHECKING:
+    from genrl.config.schema import Config, Sampling
+
+METRICS = {
+    "spo/valid_ratio": MetricDoc(
+        "share of comparisons whose best and worst candidate are decidedly apart: tanh(gap / 2) > threshold",
+        "Only these are trained on. Near 0: lower trainer.threshold, or raise the weights of the rewards.",
+        "share 0..1",
+    ),
+    "spo/gap": MetricDoc(
+        "mean over comparisons of the total reward of the best candidate minus that of the worst",
+        "What `trainer.threshold` is to be chosen by.",
+        "weighted sum",
+    ),
+    "spo/correct": MetricDoc(
+        "share of the trained pairs whose better candidate the policy raised more against the reference than the other",
+        "0 in the first update of a run, when both are equal; afterwards above 0.5 where the preferences of earlier "
+        "iterations hold for new samples.",
+        "share 0..1",
+    ),
+    "spo/clip_frac": MetricDoc(
+        "share of ratios to the reference outside 1 +- clip_range: no gradient",
+        "Rises with the distance from the model before training. Near 1: nothing is learnt any more.",
+        "share 0..1",
+    ),
+}
 
 
-class SPO(Updating):
+class SPO(Stochastic, Updating):
     """Preferences between candidates for one next state (arXiv 2406.04314), judged by the configured rewards."""
+
+    title: ClassVar[str] = "SPO"
+    metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
 
     algorithm: Literal["spo"] = "spo"
     """Which trainer."""
-    kernel: Kernel = "ddim"
-    """Transition density of the steps; ddim is for epsilon- and v-prediction models, the others for flows."""
-    noise_level: NonNegative | None = 1.0
-    """Noise of the kernel (ddim eta 1, flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, flow_ddim eta 1); wan_sde: null."""
     candidates: Ways = 4
     """Next states drawn at each compared step, of which one goes on (SPO: 4 on SD 1.5, 2 on SDXL)."""
     first: Whole = 4
@@ -29,3 +59,49 @@ class SPO(Updating):
     """Ratio to the model before training kept in 1 - c .. 1 + c; outside there is no gradient (SPO: 0.1)."""
     inner_epochs: Count = 1
     """Passes over the pairs of one iteration."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training evaluates the model before training."""
+        return True
+
+    @property
+    def stands_alone(self) -> bool:
+        """Candidates are compared, not samples."""
+        return True
+
+    def plan(self, sampling: Sampling, *, last: bool) -> SamplingPlan:
+        """How one chain is sampled: the steps from `first` on split into candidates, of which one goes on.
+
+        last: whether the last step is sampled and compared too, as DDIM's; otherwise it is deterministic.
+        """
+        steps = sampling.num_inference_steps
+        noise = dict.fromkeys(range(steps if last else steps - 1), self.noise_level or 0.0)
+        return caterpillar(steps, noise=noise, first=self.first, candidates=self.candidates)
+
+    def problems(self, config: Config) -> Iterator[Finding]:
+        yield from super().problems(config)
+        steps = config.sampling.num_inference_steps
+        if self.first > steps - 2:
+            fix = f"use {steps - 2} or less" if steps > 1 else "use 2 steps or more"
+            text = f"no step of {steps} is left at which candidates can always be compared; {fix}"
+            yield ("trainer.first", "sampling.num_inference_steps"), text
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """At most, where every comparison counts: the policy and the reference at each compared state."""
+        sampling, guidance = config.sampling, guided(config.sampling.guidance_scale)
+        plan, images = self.plan(sampling, last=self.kernel == "ddim"), sampling.images_per_iteration
+        trained = float(len(plan.splits))
+        backward = images * trained * self.epochs * guidance
+        return Calls(float(images * plan.calls * guidance), 2 * backward, backward, trained)
+
+    def independent_calls(self, config: Config) -> float:
+        """Model calls of sampling as many ends independently, guidance aside."""
+        return super().independent_calls(config) * self.plan(config.sampling, last=self.kernel == "ddim").leaves
+
+    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
+        """How the samples of a group come about, for `genrl plan`."""
+        plan = self.plan(config.sampling, last=self.kernel == "ddim")
+        replays = 2 * self.epochs * guidance
+        yield describe(plan, plan.splits, calls_per_state=guidance, replays_per_state=replays)
+        yield "states whose candidates score nearly alike are not trained: training calls are at most these"

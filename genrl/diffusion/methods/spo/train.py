@@ -23,7 +23,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from genrl.config.candidates import candidate_plan
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.plans import choose_kernel
 from genrl.diffusion.methods.spo.settings import SPO
@@ -79,7 +78,7 @@ def train(run: DiffusionRun, settings: SPO) -> None:
             "a smaller one, which calls the model less often than the others; change sampling.batch_size"
         )
     for _ in run.iterations():
-        plan = candidate_plan(sampling, settings, last=last_step_is_drawn(policy))
+        plan = settings.plan(sampling, last=last_step_is_drawn(policy))
         kernel = choose_kernel(run, settings, plan)
         # 1. Crawl. The chains' ends are scored too: they are the samples that a run reports.
         found: Found = {}

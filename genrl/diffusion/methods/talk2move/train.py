@@ -21,11 +21,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from genrl.config.plans import with_exit
-from genrl.diffusion.methods.flow_grpo.train import learn
-from genrl.diffusion.methods.old_policy import check_on_policy
+from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.talk2move.settings import Talk2Move
+from genrl.diffusion.methods.transitions import clipped_loss as loss
+from genrl.diffusion.methods.transitions import flow_grpo_update
 from genrl.diffusion.policy.policy import Batch, Kernel, Policy
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
@@ -34,7 +34,10 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.mdp import kernels
 from genrl.mdp.batches import prompt_indices, shares
 from genrl.mdp.early_exit import exit_step, exit_variance, shortcut_sigmas
+from genrl.objectives.advantages.groups import group_advantages
 from rewards import compose
+
+__all__ = ["loss", "train"]
 
 
 def train(run: DiffusionRun, settings: Talk2Move) -> None:
@@ -46,10 +49,12 @@ def train(run: DiffusionRun, settings: Talk2Move) -> None:
         exit_at = choose_exit(run, settings, kernel, iteration)
         # 2. Active step sampling.
         rollouts = run.collect(partial(draw, run, settings, kernel, exit_at))
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds), guard=settings.guard)
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         # 3. Flow-GRPO on the steps before the exit.
-        trained = with_exit(settings, exit_at)
-        metrics = learn(run, trained, rollouts, sampling_plan(config, trained, iteration))
+        trained = settings.leaving_at(exit_at)
+        advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
+        plan = sampling_plan(config, trained, iteration)
+        metrics = flow_grpo_update(run, trained, rollouts, plan, advantages)
         del rollouts
         found = run.loop.memory.get("exit")
         spread = {"exit/variance": found["variance"][exit_at]} if found is not None else {}

@@ -1,4 +1,4 @@
-"""Windows, trees, tails and what is trained of them, as far as they contradict each other: rules of `combinations`.
+"""Windows, trees, tails and what is trained of them, as far as they contradict each other.
 
 What the arithmetic of sampling plans refuses (`genrl.mdp.plan`) is refused in its words, under the key it comes from.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.plans import is_flow_grpo, most_micro_batches, most_splits, rounds, window_end
+from genrl.config.kernels import UP_TO_ONE
+from genrl.config.method import Finding
+from genrl.diffusion.methods.layout import Layout, Tree, Window, most_micro_batches, most_splits, window_end
 from genrl.mdp.plan import extreme_count
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
-    from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO, Tree, Window
-
-Finding = tuple[tuple[str, ...], str]
+    from genrl.diffusion.methods.policy_gradient import PolicyGradient
 
 # Keys of a window that only some of its schedules read.
 OF_SCHEDULE = {
@@ -40,18 +40,16 @@ PLAN_KEYS = {
 }
 
 
-def rollout_rules(config: Config) -> Iterator[Finding]:
-    """What is wrong with how Flow-GRPO is to sample, and which transitions it is to train."""
-    settings = config.trainer
-    if not is_flow_grpo(settings) or config.sampling.num_inference_steps < 2:
+def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Finding]:
+    """What is wrong with how a policy gradient is to sample, and which transitions it is to train."""
+    layout = settings.layout
+    if config.sampling.num_inference_steps < 2:
         return
-    found = [*_window(config, settings.window)]
-    found += _outside(settings)
-    if settings.tree is not None:
-        found += _tree(config, settings, settings.tree)
-        found += _pruning(config, settings.tree)
-        found += _contrast(settings.tree)
-    found += _layer_tuning(settings)
+    found = [*_window(config, layout.window), *_outside(settings.kernel, layout)]
+    if layout.tree is not None:
+        found += _tree(config, settings, layout.tree)
+        found += _pruning(config, layout.tree)
+        found += _contrast(layout.tree)
     yield from found or _plans(config, settings)
 
 
@@ -84,26 +82,26 @@ def _window(config: Config, window: Window | None) -> Iterator[Finding]:
         yield ("trainer.window.shortest", "trainer.window.size"), text
 
 
-def _outside(settings: FlowGRPO) -> Iterator[Finding]:
+def _outside(kernel: str, layout: Layout) -> Iterator[Finding]:
     """Steps that are not in the window."""
-    if settings.noise_outside_window and settings.window is None:
+    if layout.noise_outside_window and layout.window is None:
         text = "there is no window: every step but the last is noisy and trained; write false, or give a window"
         yield ("trainer.noise_outside_window", "trainer.window"), text
-    if settings.tail_ratio is None:
+    if layout.tail_ratio is None:
         return
-    if settings.window is None:
+    if layout.window is None:
         text = "the tail is what comes after the window, and there is none: every step is noisy; give a window, or null"
         yield ("trainer.tail_ratio", "trainer.window"), text
-    if settings.noise_outside_window:
+    if layout.noise_outside_window:
         text = "a solver's steps are deterministic, and these are noisy outside the window; write null, or false"
         yield ("trainer.tail_ratio", "trainer.noise_outside_window"), text
-    if settings.kernel == "ddim":
+    if kernel == "ddim":
         text = "the solver of the tail is for flow models, ddim for others; write null"
         yield ("trainer.tail_ratio", "trainer.kernel"), text
 
 
-def _tree(config: Config, settings: FlowGRPO, tree: Tree) -> Iterator[Finding]:
-    last, window = config.sampling.num_inference_steps - 2, settings.window
+def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Finding]:
+    last, window = config.sampling.num_inference_steps - 2, settings.layout.window
     if isinstance(tree.at, tuple):
         outside = [step for step in tree.at if step > last]
         if not tree.at:
@@ -125,11 +123,11 @@ def _tree(config: Config, settings: FlowGRPO, tree: Tree) -> Iterator[Finding]:
         keys = ("sampling.group_size", "trainer.tree.ways", "trainer.tree.at")
         yield keys, f"{text}; use {' or '.join(map(str, near))}, or fewer splits"
     else:
-        roots, updates = most_micro_batches(config), settings.updates_per_iteration
+        roots, updates = most_micro_batches(config.sampling, settings.layout), settings.updates
         if updates > roots:
             text = f"a tree is trained on as a whole: {roots} trees are too few for {updates} updates"
             yield ("trainer.updates_per_iteration", "trainer.tree"), f"{text}; use {roots} or less, or more prompts"
-    yield from _growth(settings, tree, count)
+    yield from _growth(settings, count)
     if tree.credit == "mean" and tree.sharpness != type(tree).model_fields["sharpness"].default:
         text = "the mean of the leaves weighs them alike; remove it, or use path_softmax or level_softmax"
         yield ("trainer.tree.sharpness", "trainer.tree.credit"), text
@@ -138,8 +136,9 @@ def _tree(config: Config, settings: FlowGRPO, tree: Tree) -> Iterator[Finding]:
         yield ("distributed.fsdp", "trainer.tree"), text
 
 
-def _growth(settings: FlowGRPO, tree: Tree, splits: int) -> Iterator[Finding]:
-    if tree.noise_growth == 0:
+def _growth(settings: PolicyGradient, splits: int) -> Iterator[Finding]:
+    growth = settings.layout.noise_growth
+    if growth == 0:
         return
     level = settings.noise_level
     if splits < 2:
@@ -148,8 +147,8 @@ def _growth(settings: FlowGRPO, tree: Tree, splits: int) -> Iterator[Finding]:
     elif level is None:
         text = f"{settings.kernel} takes its noise from the schedule and has no level that could grow; write 0"
         yield ("trainer.tree.noise_growth", "trainer.kernel"), text
-    elif settings.kernel in ("flow_cps", "flow_ddim", "ddim") and 0 < level <= 1 < level * (1 + tree.noise_growth):
-        text = f"{settings.kernel} has levels up to 1, and {level:g} would grow to {level * (1 + tree.noise_growth):g}"
+    elif settings.kernel in UP_TO_ONE and 0 < level <= 1 < level * (1 + growth):
+        text = f"{settings.kernel} has levels up to 1, and {level:g} would grow to {level * (1 + growth):g}"
         keys = ("trainer.tree.noise_growth", "trainer.noise_level", "trainer.kernel")
         yield keys, f"{text}; use {1 / level - 1:g} or less"
 
@@ -193,32 +192,16 @@ def _contrast(tree: Tree) -> Iterator[Finding]:
         yield ("trainer.tree.normalise", "trainer.tree.contrast"), text
 
 
-def _layer_tuning(settings: FlowGRPO) -> Iterator[Finding]:
-    if settings.layer_tuning is None:
-        return
-    if settings.tree is None:
-        text = "pulls the samples of a tree towards its best one, and there is no tree; give one, or write null"
-        yield ("trainer.layer_tuning", "trainer.tree"), text
-    if settings.layer_tuning.target == "best_image" and settings.kernel == "ddim":
-        text = "a velocity towards a picture is of flow models, ddim is for others; use best_path"
-        yield ("trainer.layer_tuning.target", "trainer.kernel"), text
-
-
-def _plans(config: Config, settings: FlowGRPO) -> Iterator[Finding]:
+def _plans(config: Config, settings: PolicyGradient) -> Iterator[Finding]:
     """What only shows in the plans of the run's iterations."""
-    prune = settings.tree.prune if settings.tree is not None else None
+    prune = settings.layout.prune
     try:
-        found = rounds(config, settings)
+        rounds = settings.rounds(config)
     except ValueError as error:
         field = str(error).split(":")[0]
         yield (PLAN_KEYS.get(field, "trainer.tree"),), _after_field(error)
         return
-    roots = max(r.plan.roots for r in found)
-    if settings.layer_tuning is not None and roots > 1:
-        text = f"the best sample and those that are pulled to it must be of one tree, and {roots} trees make a group"
-        text = f"{text}; use {config.sampling.group_size // roots}, with as many leaves in every iteration"
-        yield ("sampling.group_size", "trainer.layer_tuning"), text
-    if prune is not None and prune.width is not None and all(max(r.trained) <= max(r.plan.splits) for r in found):
+    if prune is not None and prune.width is not None and all(max(r.trained) <= max(r.plan.splits) for r in rounds):
         text = "leaves are chosen among the edges after the last split, and none of these is trained"
         text = f"{text}; let the window go on after the last split, or write null"
         yield ("trainer.tree.prune.width", "trainer.tree.at", "trainer.window"), text

@@ -1,0 +1,61 @@
+"""Reward-weighted regression on a flow model's own samples (Peters and Schaal 2007; arXiv 2302.12192): a method of
+your own, complete. One iteration:
+
+1. collect   x_0 of each prompt by the present model's own solver
+2. score     R(x_0, c)
+3. estimate  A, the advantage within the prompt's group;  w = exp(A / T)
+4. update    x_s = (1 - s) x_0 + s eps, s uniform;  minimise  w <(v_theta(x_s, s) - (eps - x_0))^2>
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from genrl.config.diffusion_method import Updating
+from genrl.config.method import MetricDoc
+from genrl.config.section import Positive
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.noising import noised, own_noise, require_flow, update
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.rollout.forest import independent
+from genrl.diffusion.rollout.rollout import MicroBatch
+from genrl.diffusion.run import DiffusionRun
+from genrl.mdp.noise import generator
+from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.forward.forward_process import matching_error
+from genrl.runtime.recorded import Recorded
+
+
+class RewardWeighted(Updating):
+    """Reward-weighted regression on finished samples."""
+
+    deterministic: ClassVar[bool] = True
+    needs_flow: ClassVar[bool] = True
+    metrics: ClassVar[Mapping[str, MetricDoc]] = {
+        "rwr/weight_max": MetricDoc("largest w", "Large: one sample decides the update, raise the temperature.")
+    }
+    temperature: Positive = 0.5
+    """T in w = exp(A / T): the lower, the more the best samples of a group count."""
+
+
+def train(run: DiffusionRun, settings: RewardWeighted) -> None:
+    require_flow(run)
+    for _ in run.iterations():
+        rollouts = run.collect(lambda batch, slots: independent(run.policy.roll_out(batch), slots))
+        advantages = group_advantages(rollouts.total, rollouts.group, scale="global")
+        weights = torch.exp(advantages / settings.temperature) * (advantages != 0)  # 0: no score, or all alike
+
+        def prepare(samples: MicroBatch, epoch: int, k: int):
+            levels = [torch.rand((), generator=generator(*key, "level", epoch, k)) for key in samples.batch.keys]
+            given = noised(samples.final, own_noise(samples, epoch, k), torch.stack(levels).to(samples.final))
+            return samples.batch, given | {"weight": weights[samples.slots].to(samples.final)}
+
+        update(run, settings, rollouts, 1, prepare, loss, meter := Meter())
+        run.finish(meter.result() | {"rwr/weight_max": float(weights.max())})
+
+
+def loss(settings: RewardWeighted, policy: Policy, given: Recorded) -> dict[str, Tensor]:
+    velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
+    return {"loss": given["weight"] * matching_error(velocity, given["target"]), "model_output": velocity}

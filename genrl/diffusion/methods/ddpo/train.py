@@ -1,0 +1,79 @@
+"""DDPO: policy gradient on denoising steps, each reward against the last ones of its prompt (arXiv 2305.13301).
+
+1. collect   samples x_0 of each prompt c by the stochastic sampler
+2. score     R(x_0, c)
+3. estimate  A = (R - mean) / std over the last rewards of the prompt, or of the iteration while there are few
+4. update    DDPO-IS: clipped importance ratios;  DDPO-SF: -A log p_theta(x_{t-1} | x_t, c)
+
+docs/ddpo.md has the equations, metrics and curves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.methods.ddpo.settings import DDPO
+from genrl.diffusion.methods.estimation import estimate
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.on_policy import check_on_policy
+from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.methods.steps import replayed
+from genrl.diffusion.methods.transitions import (
+    Results,
+    actions_of,
+    collect,
+    penalised,
+    sampler,
+    update,
+    window_metrics,
+)
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.objectives.advantages.prompt_statistics import prompt_advantages
+from genrl.objectives.surrogates.policy_losses import (
+    SurrogateOutput,
+    clipped_surrogate,
+    importance_ratio,
+    score_function_loss,
+)
+from genrl.runtime.recorded import Recorded
+
+
+def train(run: DiffusionRun, settings: DDPO) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    for iteration in run.iterations():
+        # 1, 2. Collect and score.
+        plan = sampling_plan(run.config, settings, iteration)
+        rollouts = collect(run, plan, sampler(run, settings, plan))
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
+        # 3. Estimate.
+        meter = Meter()
+        edges = estimate(run, settings, rollouts, plan, advantages_of(run, settings, rollouts), meter, grouped=False)
+        # 4. Update.
+        update(run, settings, rollouts, edges, actions_of(run, settings, rollouts, edges), loss, meter)
+        del rollouts
+        run.finish(meter.result() | window_metrics(run, settings))
+
+
+def advantages_of(run: DiffusionRun, settings: DDPO, rollouts: Rollouts) -> Tensor:
+    """Of every sample, float64 [N]; the rewards of a prompt are remembered."""
+    seen, memory = run.loop.memory.get("prompt_rewards", {}), settings.history
+    advantages, run.loop.memory["prompt_rewards"] = prompt_advantages(
+        rollouts.total, rollouts.prompts, seen, buffer_size=memory.size, min_count=memory.min_count
+    )
+    return advantages
+
+
+def loss(settings: DDPO, policy: Policy, given: Recorded) -> Results:
+    """The policy-gradient loss of one transition and its divergence from the reference, [B]."""
+    new, advantage = replayed(settings, policy, given), given["advantage"]
+    if settings.objective == "score_function":
+        value = score_function_loss(new.log_prob, advantage)
+        ratio = importance_ratio(new.log_prob, given["old_log_prob"])
+        surrogate = SurrogateOutput(value, ratio, torch.zeros_like(value).bool())
+    else:
+        low, high = settings.clip_bounds
+        surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], advantage, low, high)
+    return penalised(settings, surrogate, new, given)

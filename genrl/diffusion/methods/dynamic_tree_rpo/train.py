@@ -1,0 +1,128 @@
+"""Dynamic-TreeRPO: trees whose noise grows with the depth, supervised by their best leaf (arXiv 2509.23352).
+
+1. collect   the samples of a prompt are leaves of one tree; the noise level grows from split to split
+2. score     R of every leaf
+3. estimate  the group-relative advantage of leaves; an edge has the mean of those below it
+4. update    LayerTuning-RL: the clipped surrogate, its bounds following the advantage, and the squared distance of the
+             velocity from that on the path of the best leaf (or to its image), weighted by how far a sample falls short
+
+docs/trees.md has the equations and curves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
+from genrl.diffusion.methods.edges import Edges, progress_table
+from genrl.diffusion.methods.estimation import estimate
+from genrl.diffusion.methods.metering import Meter
+from genrl.diffusion.methods.on_policy import check_on_policy
+from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.methods.steps import replayed
+from genrl.diffusion.methods.transitions import (
+    Action,
+    Results,
+    actions_of,
+    collect,
+    penalised,
+    sampler,
+    trained_under,
+    update,
+    window_metrics,
+)
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.mdp.plan import SamplingPlan
+from genrl.mdp.tree import Tree, grow
+from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, velocity_towards
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.runtime.recorded import Recorded
+
+Targets = dict[tuple[int, int], Tensor]
+"""(step, group) -> velocity on the best path, or (-1, group) -> the best sample itself, [...]."""
+
+
+def train(run: DiffusionRun, settings: DynamicTreeRPO) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    for iteration in run.iterations():
+        # 1, 2. Collect and score.
+        plan = sampling_plan(run.config, settings, iteration)
+        rollouts = collect(run, plan, sampler(run, settings, plan))
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
+        # 3, 4. Estimate and update.
+        metrics = learn(run, settings, rollouts, plan)
+        del rollouts
+        run.finish(metrics)
+
+
+def learn(run: DiffusionRun, settings: DynamicTreeRPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
+    """Steps 3 and 4 on the samples of one iteration; returns its metrics."""
+    # 3. Estimate.
+    meter, tree = Meter(), grow(plan)
+    advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale)
+    edges = estimate(run, settings, rollouts, plan, advantages, meter)
+    actions = actions_of(run, settings, rollouts, edges)
+    targets, short = best_targets(run, settings, rollouts, tree, edges), progress_table(tree, rollouts.total)
+
+    # 4. Update.
+    def supervision(action: Action) -> dict[str, Tensor]:
+        falls_short = short[action.step, action.piece.slots[action.step]].to(run.policy.device)
+        return {"short": falls_short, "target": target_of(action, targets, tree.num_slots)}
+
+    update(run, settings, rollouts, edges, actions, loss, meter, further=supervision)
+    return meter.result() | window_metrics(run, settings)
+
+
+def loss(settings: DynamicTreeRPO, policy: Policy, given: Recorded) -> Results:
+    """The surrogate of one transition within dynamic bounds, its divergence, and the distance to the best path, [B]."""
+    new, advantage = replayed(settings, policy, given), given["advantage"]
+    low, high = settings.clip_bounds
+    below, above = dynamic_clip_bounds(advantage, low=low, high=high, sensitivity=settings.layer_tuning.sensitivity)
+    surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], advantage, below, above)
+    distance = progress_loss(given["short"], new.model_output, given["target"])
+    further = {"layer_tuning/distance": (settings.layer_tuning.weight, distance)}
+    return penalised(settings, surrogate, new, given, further)
+
+
+@torch.no_grad()
+def best_targets(run: DiffusionRun, settings: DynamicTreeRPO, rollouts: Rollouts, tree: Tree, edges: Edges) -> Targets:
+    """What the samples of each group learn from its best one, before the first update. A group is whole within a
+    micro-batch. The velocity on the best path is evaluated once more, for one state per group and trained step."""
+    leaves, targets = tree.num_slots, Targets()
+    rewards = rollouts.total.view(-1, leaves)
+    best = rewards.nan_to_num(-torch.inf).argmax(1).tolist()
+    paths = [tree.first_leaf[tree.path(int(tree.leaves[leaf]))].tolist() for leaf in best]  # slots by depth
+    for micro_batch in rollouts.mine.values():
+        if settings.layer_tuning.target == "best_image":
+            finals = zip(micro_batch.slots, micro_batch.final, strict=True)
+            targets |= {(-1, s // leaves): x for s, x in finals if s % leaves == best[s // leaves]}
+            continue
+        for piece in micro_batch.pieces:
+            trajectory = piece.trajectory
+            for i, slots in piece.slots.items():
+                chosen = [k for k, slot in enumerate(slots) if slot % leaves == paths[slot // leaves][i + 1]]
+                if not chosen or not bool(edges.weight[i].any()):
+                    continue
+                rows = trajectory.rows(i)
+                rows = torch.arange(len(trajectory.states[i]))[chosen] if rows is None else rows[chosen]
+                batch = trained_under(run.policy, settings, trajectory.batch.take(rows.tolist()))
+                states = trajectory.states[i][rows.to(trajectory.states[i].device)]
+                outputs = run.policy.velocity(batch, states, trajectory.sigmas[i])
+                targets |= {(i, slots[k] // leaves): v for k, v in zip(chosen, outputs, strict=True)}
+    return targets
+
+
+def target_of(action: Action, targets: Targets, leaves: int) -> Tensor:
+    """The velocity that each sample of this step learns, [B, ...]."""
+    step, trajectory = action.step, action.piece.trajectory
+    groups = [slot // leaves for slot in action.piece.slots[step]]
+    if (step, groups[0]) in targets:
+        return torch.stack([targets[step, group] for group in groups])
+    state, rows = trajectory.states[step], trajectory.rows(step)
+    clean = torch.stack([targets[-1, group] for group in groups])
+    state = state if rows is None else state[rows.to(state.device)]
+    return velocity_towards(state, clean, float(trajectory.sigmas[step]))

@@ -1,0 +1,44 @@
+"""PaCo-GRPO: Flow-GRPO on several rewards, of which those that vary most are log-tamed (arXiv 2512.04784).
+
+As Flow-GRPO, but for the advantage: rewards whose coefficient of variation is above the mean of all enter the sum as
+log(1 + r). docs/paco_grpo.md has the equations and curves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.methods.on_policy import check_on_policy
+from genrl.diffusion.methods.paco_grpo.settings import PaCoGRPO
+from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.methods.transitions import clipped_loss as loss
+from genrl.diffusion.methods.transitions import collect, flow_grpo_update, sampler
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.objectives.advantages.aggregation import LogTame, log_tame_advantages
+
+__all__ = ["loss", "train"]
+
+
+def train(run: DiffusionRun, settings: PaCoGRPO) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end."""
+    for iteration in run.iterations():
+        # 1, 2. Collect and score.
+        plan = sampling_plan(run.config, settings, iteration)
+        rollouts = collect(run, plan, sampler(run, settings, plan))
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
+        # 3, 4. Estimate and update.
+        metrics = flow_grpo_update(run, settings, rollouts, plan, advantages_of(settings, rollouts))
+        del rollouts
+        run.finish(metrics)
+
+
+def advantages_of(settings: PaCoGRPO, rollouts: Rollouts) -> Tensor:
+    """Of every sample, float64 [N]; 0 without a score, or in a group without spread."""
+    weights = list(rollouts.weights.values())
+    if not any(weights):  # a schedule may have all of them at 0 for a while
+        return torch.zeros_like(rollouts.total)
+    parts = [rollouts.parts[label] for label in rollouts.weights]
+    variant: LogTame = "paper" if settings.aggregate == "log_tame" else "released"
+    return log_tame_advantages(parts, weights, rollouts.group, variant=variant, scale=settings.advantage_scale)

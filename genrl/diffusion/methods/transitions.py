@@ -1,0 +1,238 @@
+"""The update that policy gradients on denoising steps share: trained transitions, their losses, and what they measure.
+
+A method gives its loss of one transition, (settings, policy, what was recorded) -> results; what is recorded is the
+step, its advantage and weight, log p_old, and, with a divergence, what the reference says of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.methods.edges import Edges
+from genrl.diffusion.methods.estimation import estimate
+from genrl.diffusion.methods.metering import EVIDENCE, Meter
+from genrl.diffusion.methods.noising import without_guidance
+from genrl.diffusion.methods.plans import choose_kernel, kept_steps, roots_together, trained_steps
+from genrl.diffusion.methods.policy_gradient import GroupRelative, PolicyGradient
+from genrl.diffusion.methods.steps import evidence, recorded_step, replayed
+from genrl.diffusion.policy.policy import Batch, Policy, Replayed
+from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
+from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.run import DiffusionRun
+from genrl.mdp.plan import SamplingPlan
+from genrl.mdp.tree import grow
+from genrl.objectives.surrogates.policy_losses import (
+    SurrogateOutput,
+    clipped_surrogate,
+    kl_gaussian,
+    kl_gaussian_dt,
+    kl_k2,
+    kl_mean_square,
+    kl_velocity,
+    kl_x_prediction,
+)
+from genrl.runtime.recorded import Recorded
+
+Results = dict[str, Tensor]
+REFERENCE = {"gaussian": "mean", "gaussian_dt": "mean", "mean_square": "mean", "k2": "log_prob"}
+"""What a divergence reads of the reference; the others read its output."""
+
+
+OWN = ("loss", "unweighted", "surrogate", "ratio", "clipped")
+"""Results of every such loss, which are logged under other names."""
+
+
+class Action(NamedTuple):
+    """A trained transition of one piece of a micro-batch: its number among those of this process, the step, and log
+    p_old of each sample [B]."""
+
+    number: int
+    piece: Piece
+    step: int
+    old_log_prob: Tensor
+
+
+Loss = Callable[[PolicyGradient, Policy, Recorded], Results]
+Further = Callable[[Action], Mapping[str, Tensor]]
+"""What a method records of a transition beside what all do."""
+
+
+def sampler(run: DiffusionRun, settings: PolicyGradient, plan: SamplingPlan) -> Draw:
+    """How the samples of a batch of prompts are made under the present policy."""
+    return partial(
+        roll_out,
+        run.policy,
+        tree=grow(plan),
+        plan=plan,
+        kernel=choose_kernel(run, settings, plan),
+        batch_size=run.config.sampling.batch_size,
+        beat=partial(run.loop.advance_or_leave, 0),
+        keep=kept_steps(run.config, settings, run.iteration),
+    )
+
+
+def collect(run: DiffusionRun, plan: SamplingPlan, draw: Draw) -> Rollouts:
+    """The scored samples of one iteration; trees that share a root are kept in one micro-batch."""
+    together = roots_together(run.config, plan, run.accelerator.num_processes) if plan.splits else None
+    return run.collect(draw, leaves=plan.leaves // plan.roots, roots_together=together)
+
+
+@torch.no_grad()
+def actions_of(
+    run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, edges: Edges
+) -> dict[int, list[Action]]:
+    """First slot of a micro-batch -> its trained transitions. log p_old is as recorded; or, where the trained policy
+    goes without the guidance that sampled, evaluated now, before the first update, under the conditions it is trained
+    in. Steps of which no sample is trained are left out."""
+    found: dict[int, list[Action]] = {}
+    number = 0
+    for micro_batch in rollouts.mine.values():
+        actions = found[micro_batch.slots[0]] = []
+        for piece in micro_batch.pieces:
+            trajectory = piece.trajectory
+            logs = {i: p for i, p in trajectory.log_probs.items() if bool(edges.weight[i, piece.slots[i]].any())}
+            if not settings.guidance_in_training:
+                batch = trained_under(run.policy, settings, trajectory.batch)
+                logs = {i: run.policy.replay(trajectory, i, batch).log_prob for i in logs}
+            for i, log_prob in logs.items():
+                actions.append(Action(number, piece, i, log_prob))
+                number += 1
+    return found
+
+
+def trained_under(policy: Policy, settings: PolicyGradient, batch: Batch) -> Batch:
+    """The conditions of the policy that is trained: those of sampling, or the same without guidance."""
+    return batch if settings.guidance_in_training else without_guidance(policy, batch)
+
+
+def update(
+    run: DiffusionRun,
+    settings: PolicyGradient,
+    rollouts: Rollouts,
+    edges: Edges,
+    actions: Mapping[int, list[Action]],
+    loss: Loss,
+    meter: Meter,
+    *,
+    further: Further = lambda action: {},
+    seen: Callable[[Action, Results], None] = lambda action, results: None,
+) -> None:
+    """The optimiser steps of one iteration. further: what the method's loss reads beside the step; seen: is told what
+    came of each."""
+    run.start_training(settings.epochs * sum(map(len, actions.values())))
+    for _ in range(settings.epochs):
+        for micro_batches, slots in rollouts.updates(settings.updates):
+            divisor = float(edges.weight[:, slots].sum())
+            for action in [action for micro_batch in micro_batches for action in actions[micro_batch.slots[0]]]:
+                with run.loop.fitting():
+                    recorded = record(run, settings, edges, action, further(action))
+                    results = loss(settings, run.policy, recorded)
+                    run.backward(settings, results, recorded, divisor=divisor)
+                measure(meter, results, recorded)
+                seen(action, results)
+            meter.add("grad_norm", torch.tensor([run.step()]))
+
+
+def record(
+    run: DiffusionRun, settings: PolicyGradient, edges: Edges, action: Action, further: Mapping[str, Tensor]
+) -> Recorded:
+    """All that the loss of a transition reads."""
+    policy, trajectory, i = run.policy, action.piece.trajectory, action.step
+    batch, slots = trained_under(policy, settings, trajectory.batch), action.piece.slots[action.step]
+    tables = {"advantage": edges.advantage, "weight": edges.weight, "moves": edges.moves}
+    given = {name: table[i, slots].to(policy.device) for name, table in tables.items()}
+    given |= {"old_log_prob": action.old_log_prob, **further}
+    if settings.kl_weight > 0:
+        with torch.no_grad(), run.weights.reference():
+            found = policy.replay(trajectory, i, batch)
+        given["reference"] = getattr(found, REFERENCE.get(settings.kl, "model_output"))
+    graph = trajectory.graphs.pop(i) if settings.keep_graph else None
+    return recorded_step(trajectory, i, given, batch=batch, graph=graph)
+
+
+def penalised(
+    settings: PolicyGradient,
+    surrogate: SurrogateOutput,
+    new: Replayed,
+    given: Recorded,
+    further: Mapping[str, tuple[float, Tensor]] | None = None,
+) -> Results:
+    """The loss of a transition, [B]: surrogate + kl_weight KL + further terms, each (weight, value) by the name it is
+    logged under; times its weight in the update. And what it is made of."""
+    value, terms = surrogate.loss, {}
+    if settings.kl_weight > 0:
+        terms["kl"] = reference_kl(settings.kl, new, given["reference"])
+        value = value + settings.kl_weight * terms["kl"]
+    for name, (weight, term) in (further or {}).items():
+        terms[name] = term
+        value = value + weight * term
+    value = value * given["moves"]  # no score, or a group without spread: no update, by its KL neither
+    return {
+        "loss": given["weight"] * value,
+        "unweighted": value,
+        "surrogate": surrogate.loss,
+        "ratio": surrogate.ratio,
+        "clipped": surrogate.clipped,
+        **terms,
+        **evidence(new),
+    }
+
+
+def clipped_loss(settings: PolicyGradient, policy: Policy, given: Recorded) -> Results:
+    """Flow-GRPO's loss of one transition, [B]: the clipped surrogate and its divergence (arXiv 2505.05470, eq. 5)."""
+    new = replayed(settings, policy, given)
+    low, high = settings.clip_bounds
+    surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], given["advantage"], low, high)
+    return penalised(settings, surrogate, new, given)
+
+
+def flow_grpo_update(
+    run: DiffusionRun,
+    settings: GroupRelative,
+    rollouts: Rollouts,
+    plan: SamplingPlan,
+    advantages: Tensor,
+    loss: Loss = clipped_loss,
+) -> dict[str, float]:
+    """Steps 3 and 4 of Flow-GRPO on samples with these advantages, float64 [N]; returns the iteration's metrics."""
+    meter = Meter()
+    edges = estimate(run, settings, rollouts, plan, advantages, meter)
+    update(run, settings, rollouts, edges, actions_of(run, settings, rollouts, edges), loss, meter)
+    return meter.result() | window_metrics(run, settings)
+
+
+def measure(meter: Meter, results: Results, given: Recorded) -> None:
+    """Log what came of a transition."""
+    advantage, weight = given["advantage"], given["weight"]
+    for name in [name for name in results if name not in (*OWN, *EVIDENCE)]:
+        meter.add(name, results[name], weight)
+    meter.add("loss", results["unweighted"], weight)
+    surrogate = SurrogateOutput(results["surrogate"], results["ratio"], results["clipped"])
+    meter.add_surrogate(surrogate, advantage, weight)
+
+
+def reference_kl(kind: str, new: Replayed, reference: Tensor) -> Tensor:
+    """Distance of the policy from the reference at the same state, [B], by its configured name. reference: its mean,
+    log-probability or output there (`REFERENCE`)."""
+    if kind == "gaussian":
+        return kl_gaussian(new.mean, reference, new.std)
+    if kind == "gaussian_dt":
+        return kl_gaussian_dt(new.mean, reference, new.std, new.step.sigma - new.step.sigma_next)
+    if kind == "mean_square":
+        return kl_mean_square(new.mean, reference)
+    if kind == "x_prediction":
+        return kl_x_prediction(new.model_output, reference, new.step.sigma)
+    if kind == "k2":
+        return kl_k2(new.log_prob, reference)
+    return kl_velocity(new.model_output, reference)
+
+
+def window_metrics(run: DiffusionRun, settings: PolicyGradient) -> dict[str, float]:
+    """Where the trained steps of this iteration are."""
+    steps = trained_steps(run.config, settings, run.iteration)
+    return {"window/first": float(steps[0]), "window/size": float(len(steps))}
