@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import gather_object
 
 from genrl.config.estimate import snapshots
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.runtime.frame import halvings, too_large
 

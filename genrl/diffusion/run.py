@@ -25,7 +25,8 @@ from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, sho
 from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
 from genrl.diffusion.policy.export import save_lora, write_card
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.rollout import (
     Rollouts,

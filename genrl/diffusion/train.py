@@ -18,7 +18,8 @@ from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.export import check_lora_loader
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, open_scorers

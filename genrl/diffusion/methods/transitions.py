@@ -20,7 +20,8 @@ from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.methods.plans import choose_kernel, kept_steps, roots_together, trained_steps
 from genrl.diffusion.methods.policy_gradient import GroupRelative, PolicyGradient
 from genrl.diffusion.methods.steps import evidence, recorded_step, replayed
-from genrl.diffusion.policy.policy import Batch, Policy, Replayed
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Replayed
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun

@@ -23,7 +23,8 @@ from genrl.config import load as load_config
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import ADAPTER
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.runtime import checkpoint

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 
 MOST = 0.1  # mean absolute difference of pictures in [0, 1] from themselves, encoded and decoded; good ones: 0.03
 

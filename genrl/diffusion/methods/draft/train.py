@@ -24,7 +24,8 @@ from torch import Tensor
 from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
