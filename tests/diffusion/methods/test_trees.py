@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from genrl.diffusion.methods.pull import Pull
 
 from genrl.config import Config, estimate, load
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps
-from genrl.diffusion.methods.pull import Pull
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
