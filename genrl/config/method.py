@@ -157,8 +157,11 @@ def _method_of(kind: Kind, value: Any, handler: ValidatorFunctionWrapHandler) ->
 @cache
 def outside(name: str, kind: Kind) -> type[Method]:
     """The settings class of a method that is not built in; its `algorithm` is the name as it was written."""
-    method, own = find_method(name, kind), {"algorithm": (Literal[name], name)}
-    return create_model(method.__name__, __base__=method, __module__=method.__module__, __doc__=method.__doc__, **own)
+    method = find_method(name, kind)
+    own: Any = (Literal[name], name)
+    return create_model(
+        method.__name__, __base__=method, __module__=method.__module__, __doc__=method.__doc__, algorithm=own
+    )
 
 
 def installed(kind: Kind) -> list[type[Method]]:

@@ -263,7 +263,8 @@ class DiffusionRun:
         run, config, loop = self.process.run, self.config, self.loop
         rows = [row for row in read_metrics(run.metrics) if row.get("eval/total_mean") is not None]
         best = ended_at(loop)
-        if best is not None and config.evaluation.monitor.action == "roll_back":  # the weights are those of then
+        monitor = config.evaluation.monitor
+        if best is not None and monitor is not None and monitor.action == "roll_back":  # the weights are those of then
             rows = [row for row in rows if row["step"] <= best]
         if self.weights.is_lora and loop.is_complete:
             with loop.averaged():

@@ -18,23 +18,23 @@ import functools
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor, nn
 
 from genrl.config.kernels import find_kernel
 from genrl.diffusion.policy.blocks import Switches
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
+from genrl.diffusion.policy.interfaces import Decoder, Pipeline
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.kernels.backend import Backend, TooManyGraphs
 from genrl.kernels.sde_step import sde_step
 from genrl.mdp import kernels
 from genrl.mdp.gaussian import Reduction, log_prob, sample
-from genrl.mdp.kernels import Transition
+from genrl.mdp.kernels import PredictionType, Transition
 from genrl.mdp.noise import derive_seed, keyed_noise
 from genrl.mdp.tree import edge_noise
 from genrl.runtime.sharding import is_sharded
@@ -118,7 +118,7 @@ class Kernel:
         self,
         step: Step,
         parametrisation: str,
-        prediction_type: str = "epsilon",
+        prediction_type: PredictionType = "epsilon",
         clip_range: float | None = None,
         threshold: tuple[float, float] | None = None,
     ) -> Transition:
@@ -225,10 +225,10 @@ def _per_prompt(arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
     }
 
 
-def _decode_in_own_precision(pipe: DiffusionPipeline) -> None:
+def _decode_in_own_precision(pipe: Pipeline) -> None:
     """Take the decoder out of autocast, which is meant for the denoiser: in bfloat16 pictures lose shades."""
     decoder = pipe.components.get("vae")
-    if not isinstance(decoder, nn.Module) or not hasattr(decoder, "decode"):
+    if not isinstance(decoder, nn.Module) or not isinstance(decoder, Decoder):
         return
     original = decoder.decode
 
@@ -252,7 +252,7 @@ def _noise(shape: torch.Size, step: int, keys: Sequence[NoiseKey], children: Chi
     """Of the actions of a step, [B, ...] or [C, ...], on the CPU."""
     if children is None:
         return torch.stack([keyed_noise(shape, *key, "step", step) for key in keys])
-    bases = children.base_keys or [None] * len(children.keys)
+    bases: Sequence[NoiseKey | None] = children.base_keys or [None] * len(children.keys)
     pairs = zip(children.keys, bases, strict=True)
     return torch.stack([edge_noise(shape, key, step, parent_key=base, spread=children.spread) for key, base in pairs])
 
@@ -271,9 +271,11 @@ class Policy:
     Raises ValueError where the pipeline does not fit, with the reason.
     """
 
+    _latents_shape: torch.Size
+
     def __init__(
         self,
-        pipe: DiffusionPipeline,
+        pipe: Pipeline,
         *,
         autocast: torch.dtype | None = None,
         reduction: Reduction = "mean",
@@ -296,7 +298,7 @@ class Policy:
         self.autocast = autocast
         self.reduction = reduction
         self.original_scheduler = pipe.scheduler
-        self.head: PolicyHead = as_policy_head(pipe.scheduler)
+        self.head = as_policy_head(pipe.scheduler)
         pipe.scheduler = self.head
         pipe.set_progress_bar_config(disable=True)
         for component in pipe.components.values():
@@ -325,9 +327,9 @@ class Policy:
         return next(iter(self.denoisers.values()))
 
     @property
-    def prediction_type(self) -> str:
-        """What the network of a model that is no flow predicts: epsilon, v_prediction or sample."""
-        return str(self.head.config.get("prediction_type", "epsilon"))  # type: ignore[attr-defined]
+    def prediction_type(self) -> PredictionType:
+        """What the network of a model that is no flow predicts: `as_policy_head` lets no others in."""
+        return cast(PredictionType, str(self.head.config.get("prediction_type", "epsilon")))
 
     @property
     def embeds_guidance(self) -> bool:
@@ -499,7 +501,8 @@ class Policy:
 
     def generate(self, batch: Batch) -> Tensor:
         """Final states by the pipeline's own deterministic solver, float32 [B, ...]: evaluation."""
-        return self._call(batch, Request(), state=None).float()
+        final: Tensor = self._call(batch, Request(), state=None)
+        return final.float()
 
     def state_shape(self, batch: Batch) -> torch.Size:
         """Shape of the states of a batch, [B, ...]. No model call."""

@@ -193,7 +193,8 @@ def collect(
     group = torch.arange(len(slot_rows)) // sampling.group_size
     roots = range(0, len(slot_rows), leaves)
     keys = {"seed": config.seed, "iteration": iteration}
-    plan, bounds = micro_batches(roots, sampling.batch_size, **keys), []
+    plan = micro_batches(roots, sampling.batch_size, **keys)
+    bounds: list[int] = []
     if roots_together is not None:
         plan, bounds = tree_micro_batches(roots, roots_together, config.trainer.updates, **keys)
     arguments = call_arguments(sampling)
