@@ -132,7 +132,8 @@ def union_of(kind: Kind) -> Any:
     Use it as the annotation of a field, under TYPE_CHECKING the base class of the kind's methods in its place.
     """
     classes = tuple(built_in(kind).values())
-    choose = (Discriminator("algorithm"), WrapValidator(partial(_method_of, kind)), SerializeAsAny())
+    every_key = SerializeAsAny()  # type: ignore[type-arg]  # an alias of the annotated type, to type checkers
+    choose = (Discriminator("algorithm"), WrapValidator(partial(_method_of, kind)), every_key)
     return Annotated[Union[classes], *choose]  # noqa: UP007
 
 

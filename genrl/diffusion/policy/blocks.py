@@ -210,7 +210,8 @@ def _rest(
     """Of a stream, from its attention's output on; mods: gate_1, shift_2, scale_2, gate_2."""
     gate, shift, scale, gate_mlp = mods
     h, y = adaln(x, attended, gate, scale, shift, eps=eps, backend=on.backend)
-    return h + gate_mlp * mlp(y)
+    out: Tensor = h + gate_mlp * mlp(y)
+    return out
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -320,7 +321,8 @@ def _wan_block(on: Switches) -> Callable[..., Any]:
         crossed = self.attn2(asked, encoder_hidden_states, None, None)
         shift, scale, gate = last
         h, y = adaln(x, crossed, torch.ones_like(gate), scale, shift, eps=eps, backend=on.backend)
-        return (h.float() + self.ffn(y).float() * gate).to(h.dtype)
+        out: Tensor = (h.float() + self.ffn(y).float() * gate).to(h.dtype)
+        return out
 
     return forward
 

@@ -35,7 +35,7 @@ def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
             vae.encode = _fetched(vae, vae.encode, home)
 
 
-def _fetched(vae: nn.Module, original: Callable[..., Any], home: Any) -> Callable[..., Any]:
+def _fetched(vae: Any, original: Callable[..., Any], home: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         vae.to(home)

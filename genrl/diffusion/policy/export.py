@@ -148,9 +148,10 @@ def _quiet_loading() -> Iterator[None]:
         diffusers_logging.set_verbosity(level)
 
 
-def load_lora(pipe: Pipeline, lora: str) -> None:
+def load_lora(pipe: Pipeline, lora: str) -> LoRALoader:
     """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
-    two, any other that diffusers reads, or a hub id. Raises ValueError where there is none to load."""
+    two, any other that diffusers reads, or a hub id. Returns the pipeline; raises ValueError where there is none to
+    load."""
     if not isinstance(pipe, LoRALoader):
         raise ValueError(f"{type(pipe).__name__} cannot load LoRA weights")
     folder = Path(lora)
@@ -167,6 +168,7 @@ def load_lora(pipe: Pipeline, lora: str) -> None:
         raise ValueError(f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}: {error}") from error
     if not any(isinstance(part, Adapted) and part.peft_config for part in pipe.components.values()):
         raise ValueError(f"the LoRA {lora!r} holds nothing for {type(pipe).__name__}: it is of another model")
+    return pipe
 
 
 def export(run: Path, out: Path, *, step: int | None = None, full: bool = False) -> Path:
@@ -193,10 +195,10 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
     else:
         pipe = load_pipeline(config.model)
         if config.model.lora is not None:
-            load_lora(pipe, str(source / "lora"))
+            loader = load_lora(pipe, str(source / "lora"))
             adapted = [name for name, part in pipe.components.items() if isinstance(part, Adapted)]
-            pipe.fuse_lora(components=adapted)  # by default not the second expert
-            pipe.unload_lora_weights()
+            loader.fuse_lora(components=adapted)  # by default not the second expert
+            loader.unload_lora_weights()
         else:
             _fill(pipe, result(loaded.tensors))
         pipe.save_pretrained(out)

@@ -42,7 +42,7 @@ def train(run: DiffusionRun, settings: Draft) -> None:
     for iteration in run.iterations():
         steps = trained_steps(settings, run.config.sampling.num_inference_steps, run.config.seed, iteration)
         # 1. Collect and score; the scores of rewards without gradients are for the log.
-        rollouts = run.collect(lambda batch, slots, steps=steps: draw(run.policy, settings, steps, batch, slots))
+        rollouts = run.collect(partial(draw, run.policy, settings, steps))
         # 2, 3. Differentiate and update.
         metrics = learn(run, settings, rollouts, steps)
         del rollouts
