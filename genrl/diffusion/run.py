@@ -287,6 +287,6 @@ def loss_scale(config: Config, rollouts: Rollouts) -> float:
     if "float16" not in (config.model.dtype, config.model.autocast):
         return 1.0
     terms = rollouts.num_samples / config.trainer.updates * config.sampling.num_inference_steps
-    if getattr(config.trainer, "log_prob_reduction", "mean") == "mean":
+    if config.trainer.reduction == "mean":
         terms *= rollouts.sample_elements
     return 2.0 ** round(math.log2(terms))

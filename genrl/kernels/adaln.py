@@ -59,5 +59,5 @@ def adaln(
         return adaln_torch(x, branch, gate, scale, shift, eps)
     from genrl.kernels.adaln_triton import AdaLN
 
-    h, y = AdaLN.apply(x, branch, gate, scale, shift, eps)
+    h, y = AdaLN.apply(x, branch, gate, scale, shift, eps)  # type: ignore[no-untyped-call]
     return (x if branch is None else h), y

@@ -63,5 +63,5 @@ def qk_norm_rope(
         return qk_norm_rope_torch(x, weight, cos, sin, eps)
     from genrl.kernels.qk_norm_rope_triton import QKNormRope
 
-    found: Tensor = QKNormRope.apply(x, weight, cos, sin, eps)
+    found: Tensor = QKNormRope.apply(x, weight, cos, sin, eps)  # type: ignore[no-untyped-call]
     return found

@@ -78,5 +78,5 @@ def sde_step(
     from genrl.kernels.sde_step_triton import SDEStep
 
     given = noise if taken is None else taken
-    found = SDEStep.apply(x, velocity, torch.stack([a, b, std]), given, taken is None, reduction)
+    found = SDEStep.apply(x, velocity, torch.stack([a, b, std]), given, taken is None, reduction)  # type: ignore[no-untyped-call]
     return Scored(*found)

@@ -71,7 +71,7 @@ def completion_log_probs(
     if hidden.dtype == weight.dtype == dtype and not entropy and hasattr(F, "linear_cross_entropy"):
         values = _fused(states, weight, offset, chosen, temperature, chunk)
         return TokenScores(empty.masked_scatter(kept, values), None)
-    values, entropies = _Chunked.apply(states, weight, offset, chosen, temperature, chunk, entropy)
+    values, entropies = _Chunked.apply(states, weight, offset, chosen, temperature, chunk, entropy)  # type: ignore[no-untyped-call]
     return TokenScores(empty.masked_scatter(kept, values), empty.masked_scatter(kept, entropies) if entropy else None)
 
 
