@@ -18,20 +18,20 @@ import functools
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from genrl.diffusion.policy.blocks import Switches
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
+from genrl.diffusion.policy.interfaces import Decoder, Pipeline
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, Trajectory, of_rows, step_noise
 from genrl.kernels.backend import Backend, TooManyGraphs
 from genrl.kernels.sde_step import sde_step
 from genrl.mdp.gaussian import Reduction, log_prob, sample
-from genrl.mdp.kernels import Transition
+from genrl.mdp.kernels import PredictionType, Transition
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.sharding import is_sharded
 
@@ -46,10 +46,10 @@ def _per_prompt(arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
     }
 
 
-def _decode_in_own_precision(pipe: DiffusionPipeline) -> None:
+def _decode_in_own_precision(pipe: Pipeline) -> None:
     """Take the decoder out of autocast, which is meant for the denoiser: in bfloat16 pictures lose shades."""
     decoder = pipe.components.get("vae")
-    if not isinstance(decoder, nn.Module) or not hasattr(decoder, "decode"):
+    if not isinstance(decoder, nn.Module) or not isinstance(decoder, Decoder):
         return
     original = decoder.decode
 
@@ -75,9 +75,11 @@ class Policy:
     Raises ValueError where the pipeline does not fit, with the reason.
     """
 
+    _latents_shape: torch.Size
+
     def __init__(
         self,
-        pipe: DiffusionPipeline,
+        pipe: Pipeline,
         *,
         autocast: torch.dtype | None = None,
         reduction: Reduction = "mean",
@@ -100,7 +102,7 @@ class Policy:
         self.autocast = autocast
         self.reduction = reduction
         self.original_scheduler = pipe.scheduler
-        self.head: PolicyHead = as_policy_head(pipe.scheduler)
+        self.head = as_policy_head(pipe.scheduler)
         pipe.scheduler = self.head
         pipe.set_progress_bar_config(disable=True)
         for component in pipe.components.values():
@@ -129,9 +131,9 @@ class Policy:
         return next(iter(self.denoisers.values()))
 
     @property
-    def prediction_type(self) -> str:
-        """What the network of a model that is no flow predicts: epsilon, v_prediction or sample."""
-        return str(self.head.config.get("prediction_type", "epsilon"))  # type: ignore[attr-defined]
+    def prediction_type(self) -> PredictionType:
+        """What the network of a model that is no flow predicts: `as_policy_head` lets no others in."""
+        return cast(PredictionType, str(self.head.config.get("prediction_type", "epsilon")))
 
     @property
     def embeds_guidance(self) -> bool:
@@ -303,7 +305,8 @@ class Policy:
 
     def generate(self, batch: Batch) -> Tensor:
         """Final states by the pipeline's own deterministic solver, float32 [B, ...]: evaluation."""
-        return self._call(batch, Request(), state=None).float()
+        final: Tensor = self._call(batch, Request(), state=None)
+        return final.float()
 
     def state_shape(self, batch: Batch) -> torch.Size:
         """Shape of the states of a batch, [B, ...]. No model call."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from genrl.config.kernels import find_kernel
 from genrl.diffusion.policy.scheduler import Step
 from genrl.mdp import kernels
-from genrl.mdp.kernels import Transition
+from genrl.mdp.kernels import PredictionType, Transition
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.tree import edge_noise
 
@@ -96,7 +96,7 @@ class Kernel:
         self,
         step: Step,
         parametrisation: str,
-        prediction_type: str = "epsilon",
+        prediction_type: PredictionType = "epsilon",
         clip_range: float | None = None,
         threshold: tuple[float, float] | None = None,
     ) -> Transition:
@@ -207,6 +207,6 @@ def step_noise(shape: torch.Size, step: int, keys: Sequence[NoiseKey], children:
     """Of the actions of a step, [B, ...] or [C, ...], on the CPU."""
     if children is None:
         return torch.stack([keyed_noise(shape, *key, "step", step) for key in keys])
-    bases = children.base_keys or [None] * len(children.keys)
+    bases: Sequence[NoiseKey | None] = children.base_keys or [None] * len(children.keys)
     pairs = zip(children.keys, bases, strict=True)
     return torch.stack([edge_noise(shape, key, step, parent_key=base, spread=children.spread) for key, base in pairs])

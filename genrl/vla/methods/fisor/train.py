@@ -144,7 +144,7 @@ def train_step(
         index = torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng)
         losses = critic_losses(nets, take(data, index), settings)
         critics.zero_grad(set_to_none=True)
-        torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack(list(losses.values())).sum().backward()
         critics.step()
         nets.reward.follow(settings.critics.target_rate)
         nets.violation.follow(settings.critics.target_rate)

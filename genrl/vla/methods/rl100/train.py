@@ -197,7 +197,7 @@ def distil(
             goal = act(teacher, sampler, teacher.encode(shown), noise)
         loss = (one_step(student, student.encode(shown), noise) - goal).square().mean()
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         schedule.step()
         yield loss.item()
@@ -361,7 +361,7 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
                     loop.process.accelerator.device
                 )
                 optimiser.zero_grad(set_to_none=True)
-                expectile_loss(error, 0.5).mean().backward()  # type: ignore[no-untyped-call]
+                expectile_loss(error, 0.5).mean().backward()
                 optimiser.step()
                 figures.add({"critic/value_loss": error.square().mean().item()})
                 loop.advance(len(dealt.mine))
