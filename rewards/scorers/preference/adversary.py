@@ -97,7 +97,6 @@ class DinoAdversary:
     The prompt is ignored. A video gets the mean over its frames.
     """
 
-    range = "unbounded; about -1 (a sample) to 1 (a reference)"
     differentiable = True
 
     def __init__(
