@@ -36,7 +36,7 @@ def write_dataset(
     """Write all episodes into a new folder, which appears when it is complete, and open it.
 
     Features are those of the first episode. names: what the numbers of a column are called. videos: pictures as mp4
-    files (lossy) instead of PNG inside the data. Statistics are exact, of all values (pictures: per channel, in [0, 1]).
+    files (lossy) instead of PNG inside the data. Statistics are exact (of pictures: per channel, in [0, 1]).
 
     Raises FileExistsError for a folder that is there, ValueError for no episode, and for an episode that is empty, not
     finite, without an instruction, or with other columns, types or shapes than the first.
