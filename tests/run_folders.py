@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from genrl.config import load
+from genrl.config.method import metrics_of
 from genrl.runtime import checkpoint
 from genrl.runtime.metrics import document
 from genrl.runtime.run import Run, read_metrics
@@ -27,8 +29,8 @@ from genrl.runtime.run import Run, read_metrics
 
 def rows(run: Path) -> list[dict[str, Any]]:
     """The metric rows, without what differs from run to run (times, memory)."""
-    kept = read_metrics(Run(run).metrics)
-    return [{k: v for k, v in row.items() if k == "step" or document(k).reproducible} for row in kept]
+    kept, own = read_metrics(Run(run).metrics), metrics_of(type(load(Run(run).config).trainer))
+    return [{k: v for k, v in row.items() if k == "step" or document(k, own).reproducible} for row in kept]
 
 
 def last_state(run: Path) -> checkpoint.Loaded:

@@ -139,7 +139,11 @@ def _report(files: Sequence[Path], overrides: Sequence[str]) -> int:
     return wrong
 
 
-def schema() -> None:
+def schema(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="Whose methods from outside are to be in it, too.")
+    ] = None,
+) -> None:
     """Print the JSON schema of configuration files, for completion in editors.
 
     Example: `genrl config schema > genrl.schema.json`, and as the first line of a YAML file
@@ -147,6 +151,6 @@ def schema() -> None:
     """
     import json
 
-    from genrl.config import json_schema
+    from genrl.config import json_schema, load
 
-    typer.echo(json.dumps(json_schema(), indent=1))
+    typer.echo(json.dumps(json_schema(map(load, files or ())), indent=1))

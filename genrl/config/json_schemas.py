@@ -46,9 +46,11 @@ def definitions(methods: tuple[type[Method], ...] = ()) -> dict[str, Any]:
     return found
 
 
-def with_installed() -> dict[str, Any]:
-    """`definitions` with the methods that other packages bring."""
-    return definitions(tuple(method for cls in roots().values() for method in installed(cls.kind)))
+def with_installed(*others: type[Method]) -> dict[str, Any]:
+    """`definitions` with the methods that other packages bring, and with `others` where they are not built in."""
+    own = [method for method in others if method not in built_in(method.kind).values()]
+    brought = (method for cls in roots().values() for method in installed(cls.kind))
+    return definitions(tuple(dict.fromkeys([*brought, *own])))
 
 
 def _unions(node: Any, names: set[str]) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -82,9 +82,10 @@ def _grid_is_default(config: Config) -> bool:
     return "grid_prompts" not in evaluation.model_fields_set and evaluation.grid_prompts > evaluation.num_prompts
 
 
-def json_schema() -> dict[str, Any]:
-    """JSON schema of a configuration file of any kind, for completion and checks in editors."""
-    definitions = with_installed()
+def json_schema(configs: Iterable[AnyConfig] = ()) -> dict[str, Any]:
+    """JSON schema of a configuration file of any kind, for completion and checks in editors; with the methods from
+    files that `configs` train by."""
+    definitions = with_installed(*(type(config.trainer) for config in configs))
     include = {"type": "string", "description": "One base file, relative to this one; this file's values win."}
     for name in ROOTS:
         definitions[name]["properties"] = {"include": include, **definitions[name]["properties"]}

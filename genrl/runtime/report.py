@@ -17,6 +17,8 @@ from typing import Any
 import yaml
 from PIL import Image
 
+from genrl.config.json_schemas import method_of
+from genrl.config.method import headings
 from genrl.runtime.curves import Point, chart, is_constant
 from genrl.runtime.metrics import METRICS, SECTIONS, MetricDoc, document
 from genrl.runtime.pictures import before_after, read_samples
@@ -39,7 +41,7 @@ def write_report(folder: Path) -> Path:
     info = json.loads(run.info.read_text(encoding="utf-8")) if run.info.is_file() else {}
     head = [_header(folder.resolve().name, rows, config, info), _headline(rows)]
     tail = [
-        *_curves(rows),
+        *_curves(rows, _sections(config)),
         _timings(rows),
         _prompts(run),
         _details("Configuration", f"<pre>{escape(config)}</pre>" if config else ""),
@@ -117,14 +119,21 @@ def _headline(rows: Sequence[Row]) -> str:
     return "\n".join(parts)
 
 
-def _curves(rows: Sequence[Row]) -> list[str]:
+def _sections(config: str) -> dict[str, Mapping[str, MetricDoc]]:
+    """The catalogue, and what a method from outside documents, where it is still there."""
+    method = method_of(yaml.safe_load(config)) if config else None
+    return {**({} if method is None else headings(method)), **SECTIONS}
+
+
+def _curves(rows: Sequence[Row], sections: Mapping[str, Mapping[str, MetricDoc]]) -> list[str]:
     """Small charts by the sections of the catalogue; keys which never change are listed instead."""
-    known = {id(doc): title for title, entries in SECTIONS.items() for doc in entries.values()}
+    known = {id(doc): title for title, entries in sections.items() for doc in entries.values()}
+    documented = {key: doc for entries in sections.values() for key, doc in entries.items()}
     parts: list[str] = []
-    for section in [*SECTIONS, "Other"]:
+    for section in [*sections, "Other"]:
         figures, constant = [], []
         for key in _keys(rows):
-            doc = _document(key)
+            doc = _document(key, documented)
             if known.get(id(doc), "Other") != section:
                 continue
             points = _points(rows, key)
@@ -147,7 +156,7 @@ def _figure(key: str, doc: MetricDoc | None, points: Sequence[Point]) -> str:
     missing = sum(value is None for _, value in points)
     alarm = ' class="warn"' if missing == len(points) else ""  # some are without by design: a reward may answer None
     note = f" <b{alarm}>{missing} without a value</b>" if missing else ""
-    hint = escape(f"{doc.formula}. {doc.reading}" if doc else "of a method from outside, or another version")
+    hint = escape(f"{doc.formula}. {doc.reading}" if doc else "of another version, or of a method that is gone")
     head = f'<figcaption title="{hint}"><code>{escape(key)}</code>{note}<span class="last">{last}</span></figcaption>'
     return f"<figure>{head}{chart([(key, points)])}</figure>"
 
@@ -274,10 +283,10 @@ def _points(rows: Sequence[Row], key: str) -> list[Point]:
     return [(row["step"], row[key]) for row in rows if key in row]
 
 
-def _document(key: str) -> MetricDoc | None:
-    """None for a key of a method from outside, or of another version of genrl."""
+def _document(key: str, own: Mapping[str, MetricDoc]) -> MetricDoc | None:
+    """None for a key of another version of genrl, or of a method that is gone."""
     try:
-        return document(key)
+        return document(key, own)
     except ValueError:
         return None
 

@@ -229,13 +229,11 @@ class VLARun:
             self.stack.callback(self.table.close)
         self.loop.phase("evaluating", settings.episodes)
         mine = evaluate(
-            self.policy,
-            sampler_of(config, self.policy, iteration),
+            Acting(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
             self.table,
             episodes=shares[rank],
             seed=settings.seed,
             first=sum(shares[:rank]),
-            frozen=self.frozen,
             clips=settings.videos if rank == 0 else 0,
             advance=self.loop.advance_or_leave,
         )

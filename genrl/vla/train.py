@@ -132,12 +132,10 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
         stack.callback(env.close)
         progress.phase("evaluating", settings.episodes)
         return evaluate(
-            policy,
-            sampler_of(config, policy, config.iterations),
+            Acting(policy, sampler_of(config, policy, config.iterations), _first_steps(config, model)),
             env,
             episodes=settings.episodes,
             seed=settings.seed,
-            frozen=_first_steps(config, model),
             clips=settings.videos,
             advance=progress.advance,
         )

@@ -33,7 +33,7 @@ from genrl.vla.simulators.tables import FAILURES
 from genrl.vla.simulators.workers import WorkerLost
 
 
-class Acting(NamedTuple):
+class Assignment(NamedTuple):
     """What an actor is to do: a rollout of its slots by these weights (a reference) of this version."""
 
     weights: Any
@@ -59,7 +59,7 @@ class ActingHost:
         self.policy, self.frozen = policy.to(device), None if frozen is None else frozen.to(device)
         self.env = open_environment(replace(simulation, num_envs=groups * simulation.group_size))
 
-    def run(self, work: Acting) -> Iterator[Part | Exception | None]:
+    def run(self, work: Assignment) -> Iterator[Part | Exception | None]:
         """None after every decision, that it goes on is heard of; at the end the part, or what was raised."""
         said: queue.SimpleQueue[Part | Exception | None] = queue.SimpleQueue()
 
@@ -149,7 +149,7 @@ class RayRollouts:
         """
         crew = self.crew = self.crew or self._crew(policy, frozen)
         self.version += 1
-        work = Acting(connected().put(trained_weights(policy)), self.version, sampler, plan)
+        work = Assignment(connected().put(trained_weights(policy)), self.version, sampler, plan)
         parts: dict[int, Part] = {}
         try:
             crew.start()
@@ -183,7 +183,7 @@ class RayRollouts:
         times = {"timeout_s": self.timeout_s, "start_timeout_s": self.start_timeout_s}
         return Crew(described, worker, self._count, groups, **times)
 
-    def _turn(self, crew: Crew, work: Acting, advance: Callable[[], None]) -> dict[int, Part]:
+    def _turn(self, crew: Crew, work: Assignment, advance: Callable[[], None]) -> dict[int, Part]:
         """Ask all actors for their part, and wait: number -> part of those that were not lost."""
         heard, parts = 0, {}
         for link in crew.links:

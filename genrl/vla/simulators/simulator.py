@@ -19,7 +19,6 @@ from PIL import Image
 
 from genrl.config.plugins import find, names
 from genrl.config.vla_names import SIMULATORS
-from genrl.vla.simulators.chunks import ChunkedEnv
 from genrl.vla.simulators.contract import (
     Description,
     Fault,
@@ -67,21 +66,34 @@ class Simulator:
     def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:
         if not isinstance(env, gymnasium.Env):
             raise Misuse(f"the function must return a gymnasium environment, not {type(env).__name__}")
-        try:
-            self.env = ChunkedEnv(_Episode(env, reading), reading.chunk)
-        except ValueError as error:
-            raise Misuse(str(error)) from error
-        self.reading = reading
+        box = env.action_space
+        if not isinstance(box, spaces.Box) or len(box.shape) != 1:
+            raise Misuse(f"chunks need an action space of vectors, a Box of shape [D]; {env} has {box}")
+        self.env, self.box, self.reading, self.elapsed = env, box, reading, 0
 
     def begin(self, number: int) -> Outcome:
         """Begin the episode of a number: of one of `goals` starts, where there are so many."""
-        raw, info = self.env.reset(seed=seed_of(number, self.reading))
-        return self._outcome(raw, info, False, False)
+        self.elapsed = 0
+        raw, _ = self.env.reset(seed=seed_of(number, self.reading))
+        return self._outcome(raw, np.zeros(self.reading.chunk, dtype=np.float32), 0)
 
     def execute(self, chunk: NDArray[np.float32]) -> Outcome:
-        """Up to C actions [C, D]."""
-        raw, _, terminated, truncated, info = self.env.step(chunk)
-        return self._outcome(raw, info, terminated, truncated)
+        """Up to C actions [C, D], until the episode ends: by success, by the environment, or by the time limit."""
+        rewards, key = np.zeros(self.reading.chunk, dtype=np.float32), self.reading.success_key
+        for k in range(self.reading.chunk):
+            action = np.clip(chunk[k], self.box.low, self.box.high).astype(self.box.dtype)
+            raw, reward, terminated, truncated, info = self.env.step(action)
+            if key not in info:
+                raise Misuse(f"{self.env.unwrapped} has no {key!r} in its info, only {sorted(info)}: set success_key")
+            success = bool(np.asarray(info[key]).item())
+            self.elapsed += 1
+            terminated = bool(terminated) or success
+            limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
+            truncated = (bool(truncated) or limit) and not terminated
+            rewards[k] = float(success) if self.reading.reward == "success" else float(reward)
+            if terminated or truncated:
+                break
+        return self._outcome(raw, rewards, k + 1, terminated, truncated, success)
 
     def picture(self, size: int, camera: str = "") -> NDArray[np.uint8]:
         """The scene as it is, uint8 [size, size, 3], as the environment shows it or as one of its cameras sees it."""
@@ -90,19 +102,20 @@ class Simulator:
             return as_picture(bare.picture(size, camera), size, str(bare))
         return as_picture(bare.picture(size) if isinstance(bare, Pictures) else self.env.render(), size, str(bare))
 
-    def _outcome(self, raw: Any, info: dict[str, Any], terminated: bool, truncated: bool) -> Outcome:
-        shown = {name: value[None] for name, value in self._observe(raw).items()}
+    def _outcome(self, raw: Any, rewards: NDArray[np.float32], count: int, *ends: bool) -> Outcome:
+        """ends: terminated, truncated, success."""
+        terminated, truncated, success = ends or (False, False, False)
         known = self.env.has_wrapper_attr("task_description")
         return Outcome(
             slots=np.zeros(1, dtype=np.int64),
-            observation=shown,
-            rewards=info["rewards"][None],
-            n_executed=np.array([info["n_executed"]]),
+            observation={name: value[None] for name, value in self._observe(raw).items()},
+            rewards=rewards[None],
+            n_executed=np.array([count]),
             terminated=np.array([terminated]),
-            truncated=np.array([truncated and not terminated]),
-            success=np.array([info["is_success"]]),
+            truncated=np.array([truncated]),
+            success=np.array([success]),
             instruction=[str(self.env.get_wrapper_attr("task_description")) if known else self.reading.instruction],
-            action_dim=(self.env.action_space.shape or ())[-1],
+            action_dim=self.box.shape[0],
         )
 
     def _observe(self, raw: Any) -> Observation:
@@ -297,31 +310,6 @@ def registered(name: str, max_steps: int | None, settings: Mapping[str, Any]) ->
         how["max_episode_steps"] = max_steps
     env: gymnasium.Env[Any, Any] = gymnasium.make(find_registered(name), disable_env_checker=True, **how)
     return env
-
-
-class _Episode(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Ends an episode at success or after max_steps, clips actions, and says "is_success"."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:
-        super().__init__(env)
-        self.reading, self.elapsed = reading, 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self.elapsed = 0
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, action: NDArray[Any]) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        box = self.env.action_space
-        assert isinstance(box, spaces.Box)  # ChunkedEnv has seen to that
-        raw, reward, terminated, truncated, info = self.env.step(np.clip(action, box.low, box.high).astype(box.dtype))
-        key = self.reading.success_key
-        if key not in info:
-            raise Misuse(f"{self.env.unwrapped} has no {key!r} in its info, only {sorted(info)}: set success_key")
-        success = bool(np.asarray(info[key]).item())
-        self.elapsed += 1
-        limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
-        paid = float(success) if self.reading.reward == "success" else float(reward)
-        return raw, paid, terminated or success, truncated or limit, info | {"is_success": success}
 
 
 def as_picture(shown: Any, size: int, who: str) -> NDArray[np.uint8]:

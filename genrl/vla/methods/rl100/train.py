@@ -397,7 +397,7 @@ def distilled(run: VLARun, settings: RL100, store: Store) -> dict[str, float]:
     judge = config.evaluation
     env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
     # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
-    found = evaluate(student, LearnedNoise(steps=1), env, episodes=judge.episodes, seed=judge.seed)
+    found = evaluate(Acting(student, LearnedNoise(steps=1)), env, episodes=judge.episodes, seed=judge.seed)
     env.close()
     return {"distil/error": error, "distil/success_mean": sum(found.success) / len(found.success)}
 

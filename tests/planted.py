@@ -1,0 +1,67 @@
+"""Runs that are stopped by a gradient that is not finite, and what `genrl replay` makes of their dump."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.config import AnyConfig
+from genrl.config.method import Method
+from genrl.runtime import frame
+from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.optimization import Optimization
+from genrl.runtime.recorded import Recorded
+from genrl.runtime.replay import Replay, replay
+
+
+class Planted(torch.autograd.Function):
+    """The identity, whose gradient is not a number."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * torch.nan
+
+
+@contextmanager
+def planted(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[list[Tensor]]:
+    """The first loss of that iteration has a gradient of NaN; the list gets the norm that it had."""
+    norms: list[Tensor] = []
+    backward = Optimization.backward
+
+    def plant(
+        self: Optimization, settings: Method, results: Mapping[str, Tensor], recorded: Recorded, divisor: float
+    ) -> None:
+        loss = results["loss"]
+        if not norms and self.iteration == iteration and loss.requires_grad:
+            parameters = list(self.weights.named.values())
+            whole = loss.sum() / divisor * self.loss_scale
+            found = torch.autograd.grad(whole, parameters, retain_graph=True, allow_unused=True)
+            norms.append(torch.stack(torch._foreach_norm([g for g in found if g is not None])).sum())
+            results = {**results, "loss": Planted.apply(loss)}
+        backward(self, settings, results, recorded, divisor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Optimization, "backward", plant)
+        yield norms
+
+
+def replayed(config: AnyConfig, monkeypatch: pytest.MonkeyPatch) -> Replay:
+    """Train, stop in the second iteration, and replay: all that the loss was made of and came to is as it was."""
+    with planted(monkeypatch, 1) as norms, pytest.raises(NonFiniteError) as error:
+        frame.train(config)
+    assert error.value.dump is not None
+    again = replay(error.value.dump)
+    assert again.dump.step == 1 and again.dump.results.keys() <= again.tensors.keys()
+    for name, tensor in again.dump.results.items():
+        torch.testing.assert_close(again.tensors[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+    assert torch.equal(again.tensors["gradient"], norms[0]) and norms[0] > 0
+    return again
