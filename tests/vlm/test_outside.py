@@ -163,7 +163,7 @@ def test_a_recipe_from_a_file_is_completed_as_one_built_in(code: Path) -> None:
 
 def test_what_a_policy_lacks_is_said(code: Path) -> None:
     config = vlm_runs.config(code, vlm={"output": f"{code / 'policies.py'}:Incomplete"})
-    with pytest.raises(ValueError, match="Incomplete has no check_room, device, draw, encode, greedy, log_probs"):
+    with pytest.raises(ValueError, match="Incomplete has no check_room, device, encode, greedy, log_probs"):
         open_policy(config)
     config = vlm_runs.config(code, vlm={"output": f"{code / 'tasks.py'}:stripes"})
     with pytest.raises(ValueError, match="stripes is no policy: a class with open"):

@@ -9,7 +9,7 @@ from genrl.objectives.tokens.token_credit import token_gae
 from genrl.vlm.episodes.critic import ValueHead, credit_of_steps, credit_of_tokens
 from genrl.vlm.episodes.episodes import Decision
 from genrl.vlm.episodes.rows import Rows, laid, rows_of
-from genrl.vlm.methods.dealing import padded
+from genrl.vlm.methods.sharing import padded
 
 CONSTANTS = {"gamma": 0.9, "lam": 0.8}
 
