@@ -1,7 +1,7 @@
 """Every published method as settings: `PRESETS["vppo"]`.
 
 A preset holds the loss. Data, rewards and prompts of a system are named in its `notes`; "inferred" there marks a
-constant that its source does not give and that is ours. `recipe.changed(preset)` prints one.
+constant that its source does not give and that is ours. `genrl check` prints the one of a run.
 """
 
 from __future__ import annotations
