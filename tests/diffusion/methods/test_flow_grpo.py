@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from genrl.config import Config
+from genrl.config.method import code_of
 from genrl.diffusion import run as diffusion_run
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.policy.weights import trainable
@@ -79,7 +80,7 @@ def run(config: Config, prepare: Any = lambda run: None) -> Watched:
     with runs.opened(config) as run:
         seen = watch(run)
         prepare(run)
-        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
+        code_of(config.trainer).train(run, config.trainer)
         seen.weights = values(run.weights)
     return seen
 
