@@ -14,7 +14,7 @@ from rewards.contract import FROM_SAMPLER, columns_of
 
 
 class Declared(NamedTuple):
-    """What the source says; empty where it does not say it."""
+    """What the source says; the default for what it does not say."""
 
     takes: tuple[str, ...] = ()
     """What it takes: parameter names of the function, or of the class's `__call__`."""

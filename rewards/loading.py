@@ -104,8 +104,8 @@ def _resolve_file(name: str) -> Origin:
     if not file.is_file():
         if not file.parent.is_dir():
             raise ValueError(f"reward file {path!r}: there is no folder {str(file.parent)!r} in {Path.cwd()}")
-        beside = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
-        raise ValueError(f"reward file {path!r} does not exist (looked from {Path.cwd()}).{beside}")
+        hint = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
+        raise ValueError(f"reward file {path!r} does not exist (looked from {Path.cwd()}).{hint}")
     own, imported = _names(parse(file.read_bytes(), path, "reward file"))
     defines = f"It defines: {', '.join(n for n in own if not n.startswith('_')) or 'nothing'}"
     if not attribute:

@@ -23,7 +23,6 @@ from typing import Any
 
 from rewards.failures import RewardFailed
 from rewards.loading import EMPTY
-from rewards.service.http_client import never
 from rewards.service.remote import Outage, Remote
 from rewards.service.serve import TOKEN_VARIABLE
 
@@ -50,7 +49,7 @@ class Isolated(Remote):
         dtype: str | None = None,
         venv: str | None = None,
         outage: Outage | None = None,
-        stopped: Callable[[], bool] = never,
+        stopped: Callable[[], bool] = lambda: False,
         start_s: float = 600.0,
     ):
         import torch

@@ -21,16 +21,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from rewards.contract import IMAGE_COLUMNS, Scores
+from rewards.contract import IMAGE_COLUMNS, Scored, Scores
 from rewards.pictures import to_uint8
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-
-Reply: TypeAlias = tuple[list[float | None], dict[str, list[float | None]]]
 
 PROTOCOL = 1
 SAFETENSORS, JSON = "application/x-safetensors", "application/json"
@@ -103,18 +101,21 @@ def encode_reply(scores: Scores) -> dict[str, Any]:
     return {"scores": _nullable(scores.values), "parts": parts}
 
 
-def decode_reply(body: bytes, count: int) -> Reply:
-    """Scores and parts of a reply about `count` samples, None for no score. Raises ValueError if it is not one."""
+def decode_reply(body: bytes, count: int) -> Scored:
+    """Scores and parts of a reply about `count` samples, NaN for no score. Raises ValueError if it is not one."""
     reply = json.loads(body)
     parts = (reply.get("parts") or {}) if isinstance(reply, dict) else None
     if not isinstance(parts, dict):
         raise ValueError("it is not an object with `scores` and `parts`")
-    for what, row in (("scores", reply.get("scores")), *parts.items()):
-        if not isinstance(row, list) or len(row) != count:
-            raise ValueError(f"it has {len(row) if isinstance(row, list) else 'no'} {what} for {count} samples")
-        if not all(value is None or type(value) in (int, float) for value in row):
-            raise ValueError(f"its {what} are not all numbers")
-    return reply["scores"], parts
+    return _numbers("scores", reply.get("scores"), count), {name: _numbers(name, parts[name], count) for name in parts}
+
+
+def _numbers(what: str, row: Any, count: int) -> list[float]:
+    if not isinstance(row, list) or len(row) != count:
+        raise ValueError(f"it has {len(row) if isinstance(row, list) else 'no'} {what} for {count} samples")
+    if not all(value is None or type(value) in (int, float) for value in row):
+        raise ValueError(f"its {what} are not all numbers")
+    return [math.nan if value is None else value for value in row]
 
 
 def _nullable(values: Sequence[float]) -> list[float | None]:

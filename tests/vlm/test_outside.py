@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from genrl.cli.vlm import evaluate
+from genrl.cli.app import app
 from genrl.config import ConfigError, check_files, load_located
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.rollout.data import Questions
@@ -77,7 +78,7 @@ def trains_and_resumes(place: Path, **changes: Any) -> list[dict[str, Any]]:
     return rows(place / "whole" / "run")
 
 
-def test_a_task_from_a_file(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_from_a_file(code: Path) -> None:
     task = {"name": f"{code / 'tasks.py'}:stripes"}
     config = vlm_runs.config(code, task=task)
     assert check_files(config, {})[-1] == f"task.name: training runs the code of {task['name']}"
@@ -86,8 +87,8 @@ def test_a_task_from_a_file(code: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert trained[3].columns["shade"] % 2 == 1 and trained[3].columns["question"] == held_out[3].columns["question"]
     found = trains_and_resumes(code, task=task, evaluation={"every": 1, "questions": 8, "blind": False})
     assert found[-1]["step"] == 3 and found[-1]["eval/accuracy_mean"] is not None
-    evaluate(code / "whole" / "run", vlm_runs.config(code, task=task), questions=4, out=None)
-    assert "right answers" in capsys.readouterr().out
+    judged = CliRunner().invoke(app, ["eval", str(code / "whole" / "run"), "--num-prompts", "4"])
+    assert judged.exit_code == 0 and "right answers" in judged.output
 
 
 def test_a_task_whose_questions_are_read(code: Path) -> None:

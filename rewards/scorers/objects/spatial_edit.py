@@ -17,16 +17,8 @@ import numpy as np
 from PIL.Image import Image
 
 from rewards.contract import Scored, check_choice
+from rewards.scorers.objects import geometry
 from rewards.scorers.objects.detection import MASKED, Detector, Thing, thing_of_mask
-from rewards.scorers.objects.geometry import (
-    DIRECTIONS,
-    displacement_score,
-    distance,
-    position_score,
-    scale_score,
-    turn_between,
-    turn_score,
-)
 from rewards.scorers.objects.shapes import COLOURS, SHAPES, located
 
 DETECTOR = "IDEA-Research/grounding-dino-tiny"
@@ -121,11 +113,11 @@ class EditMove:
         self, pil_images: list[Image], source_images: list[Image], object: list[str], direction: list[str]
     ) -> Scored:
         for asked in direction:
-            check_choice("edit_move: unknown direction", asked, DIRECTIONS)
+            check_choice("edit_move: unknown direction", asked, geometry.DIRECTIONS)
 
         def judge(i: int, before: Thing, after: Thing) -> Verdict:
-            way = distance(before.box, after.box, *source_images[i].size)
-            return displacement_score(before.box, after.box, direction[i]), {"distance": way}
+            way = geometry.distance(before.box, after.box, *source_images[i].size)
+            return geometry.displacement_score(before.box, after.box, direction[i]), {"distance": way}
 
         return self.finder.score(source_images, pil_images, object, judge, ["distance"])
 
@@ -155,8 +147,8 @@ class EditScale:
         def judge(i: int, before: Thing, after: Thing) -> Verdict:
             bigger = factors[i] >= 1
             wanted = factors[i] if bigger else 1 / factors[i]
-            score = max(0.0, scale_score(before.box, after.box, wanted, bigger))
-            return score, {"position": position_score(before.box, after.box)}
+            score = max(0.0, geometry.scale_score(before.box, after.box, wanted, bigger))
+            return score, {"position": geometry.position_score(before.box, after.box)}
 
         return self.finder.score(source_images, pil_images, object, judge, ["position"])
 
@@ -186,8 +178,11 @@ class EditRotate:
 
         def judge(i: int, before: Thing, after: Thing) -> Verdict:
             assert before.mask is not None and after.mask is not None
-            turn = turn_between(before.mask, after.mask)
-            return turn_score(turn, angles[i]), {"angle": turn, "position": position_score(before.box, after.box)}
+            turn = geometry.turn_between(before.mask, after.mask)
+            return geometry.turn_score(turn, angles[i]), {
+                "angle": turn,
+                "position": geometry.position_score(before.box, after.box),
+            }
 
         return self.finder.score(source_images, pil_images, object, judge, ["angle", "position"])
 

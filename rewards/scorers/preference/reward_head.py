@@ -16,15 +16,7 @@ import torch
 from PIL.Image import Image
 
 from rewards.contract import Scored
-from rewards.models.checkpoints import (
-    check_type,
-    fill,
-    find,
-    no_init_weights,
-    read_weights,
-    torch_dtype,
-    transformers,
-)
+from rewards.models.checkpoints import check_type, fill, find, no_init_weights, read_weights, torch_dtype, transformers
 from rewards.models.pixels import in_batches
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import shown
