@@ -145,7 +145,8 @@ def own(kind: Kind, place: Path, algorithm: str = "", **changes: Any) -> AnyConf
         return runs.config(place, vlm_runs.MODEL.parent / "tiny-t2i", **trainer, evaluation={"every": 0}, **changes)
     if kind == "vla":
         return vla_runs.config(place, **{**vla_runs.SFT, **trainer, **changes})
-    return vlm_runs.config(place, **trainer, **changes)
+    (place / "tiny.yaml").write_text(yaml.safe_dump(vlm_runs.settings(place, **changes) | trainer), encoding="utf-8")
+    return load(place / "tiny.yaml")
 
 
 def trains_resumes_and_replays(config: Callable[..., AnyConfig], monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -180,7 +181,7 @@ def test_commands_know_the_example(root: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(root)
     assert "valid" in command("check", str(EXAMPLE))
     explained = words(command("check", str(EXAMPLE), "--explain"))
-    assert "trainer.temperature: 0.5 T in w = exp(A / T)" in explained
+    assert "trainer.temperature: 1 T in w = exp(A / T)" in explained
     assert "RewardWeighted trains on finished samples at noise levels" in command("plan", str(EXAMPLE))
     schema = jsonschema.Draft202012Validator(json.loads(command("config", "schema", str(EXAMPLE))))
     tree = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
@@ -205,4 +206,4 @@ def test_a_folder_of_ones_own(kind: Kind, tmp_path: Path, monkeypatch: pytest.Mo
     assert [row["own/strength"] for row in rows(whole)] == [1.0, 1.0]
     file = tmp_path / "whole" / "tiny.yaml"
     assert "valid" in command("check", str(file))
-    assert "trainer.strength: 1.0 Factor on the loss." in words(command("check", str(file), "--explain"))
+    assert "trainer.strength: 1 Factor on the loss." in words(command("check", str(file), "--explain"))
