@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 Tree = dict[str, Any]
-Overrides = dict[str, float]
+Overrides = dict[str, float | str]
 
 SIMULATORS = ("metaworld", "libero")
 """Names of environments that need the package of that name."""
@@ -118,15 +118,18 @@ def _samples(tree: Tree) -> Overrides:
 
 def _answers(tree: Tree, iterations: int) -> Overrides:
     small: Overrides = {}
+    grid = value(tree, "environment.name") == "grid"  # episodes of many short answers
     if value(tree, "generation.prompts_per_iteration") is not None:
         group = value(tree, "generation.group_size") or 8
-        small["generation.prompts_per_iteration"] = 4 if group > 1 else 16
+        small["generation.prompts_per_iteration"] = 2 if grid else 4 if group > 1 else 16
+    if grid:
+        small |= {"environment.max_steps": 12, "evaluation.questions": 6}
     if value(tree, "task.name") is not None:
         small["task.rows"] = 64
     if value(tree, "trainer.critic") is not None:
         small["trainer.critic.warmup"] = 0
-    if value(tree, "trainer.preset") == "grpo_care":
-        small["trainer.ema_every"] = 1
+    if value(tree, "trainer.preset") == "grpo_care":  # its average follows every 10 steps: in the first iteration, too
+        small |= {"trainer.updates": 4, "trainer.epochs": 3}
     stages = tree.get("stages") or ()
     for number in range(len(stages)):  # one iteration of each, the last one has what is left
         last = number == len(stages) - 1

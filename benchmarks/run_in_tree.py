@@ -21,24 +21,48 @@ REFUSED = 2
 """Exit code of `genrl` for a configuration that it does not accept."""
 TIMEOUT_S = 1200.0
 SERVER = """
-import json, os, sys
+import json, os, signal, socket, sys
 import accelerate, diffusers, peft, torch, transformers
+
+def start(job, environment):
+    child = os.fork()
+    if child:
+        return child
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for source, target in ((nothing, 0), (nothing, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.update(environment)
+    sys.argv = ["genrl", *job["arguments"]]
+    from genrl.cli import main
+    main()
+    sys.exit()
+
+def ranks(count):
+    if count == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    each = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+    return [{name: str(value) for name, value in one.items()} for one in each]
+
 for line in sys.stdin:
     job = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for source, target in ((nothing, 0), (nothing, 1), (log, 2)):
-            os.dup2(source, target)
-        sys.argv = ["genrl", *job["arguments"]]
-        from genrl.cli import main
-        main()
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    children, code = [start(job, environment) for environment in ranks(job["processes"])], 0
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status and not code:
+            code = os.waitstatus_to_exitcode(status)
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+    print(code, flush=True)
 """
 """A process that has imported the libraries and runs one `genrl` command after another, each in a fork of itself: else
-most of a brief run would be imports. PYTHONPATH says whose genrl it is."""
+most of a brief run would be imports. Several processes find each other as those of torchrun do, which `genrl train
+--nproc` becomes. PYTHONPATH says whose genrl it is."""
 
 Server = subprocess.Popen[str]
 
@@ -68,10 +92,8 @@ class Tree:
         output = self._runs / f"{config.removesuffix('.yaml').replace('/', '-')}-{processes}"
         log = self._runs / f"{output.name}.log"
         arguments = ["train", config, *changes, f"output={output}"]
-        if processes > 1:
-            arguments += ["--nproc", str(processes)]
         began = time.monotonic()
-        code = self._call({"arguments": arguments, "log": str(log)})
+        code = self._call({"arguments": arguments, "log": str(log), "processes": processes})
         seconds = time.monotonic() - began
         return Outcome({} if code else run_entries.read(output), code, _tail(log), seconds)
 
@@ -114,12 +136,10 @@ class Tree:
 
 
 def _end(server: Server) -> None:
-    """With what it has started: torchrun puts its processes into sessions of their own, and ends them when told."""
-    for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(patience_s)
+    """With what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def _tail(log: Path, lines: int = 12) -> str:

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -132,16 +132,22 @@ def compare(
     found = run_entries.differences(there, here, renames)
     bad = [one for one in found if not run_entries.allowed(one, allow)]
     if bad:
-        files = Counter(one.name.split(":", 1)[0] for one in bad)
-        where = ", ".join(f"{file} {count}" for file, count in files.most_common(6))
-        return "DIFFERS", f"{len(bad)} of {len(there)} entries: {where}\nfirst {bad[0]}"
+        files = _counted(one.name.split(":", 1)[0] for one in bad)
+        keys = _counted(one.name.rsplit(":", 1)[-1] for one in bad)
+        return "DIFFERS", f"{len(bad)} of {len(there)} entries\nfirst {bad[0]}\nin {files}\nkeys {keys}"
     notes = f"{len(there)} entries"
     if found:
-        names = Counter(one.name.rsplit(":", 1)[-1] for one in found)
-        notes += f", but (allowed) {', '.join(f'{name} {count}' for name, count in names.most_common(6))}"
+        notes += f", but (allowed) {_counted(one.name.rsplit(':', 1)[-1] for one in found)}"
     if not run_entries.trained(there):
         notes += "; no weight moves between its checkpoints"
     return "equal", notes
+
+
+def _counted(names: Iterable[str], most: int = 6) -> str:
+    counts = Counter(names)
+    others = len(counts) - most
+    told = ", ".join(f"{name} {count}" for name, count in counts.most_common(most))
+    return told + (f" and {others} others" if others > 0 else "")
 
 
 def select(there: Path, here: Path, given: argparse.Namespace) -> tuple[list[Job], list[Result]]:

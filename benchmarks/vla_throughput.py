@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 
 from benchmarks.common import parser, save
+from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
 
 ARM = {"num_envs": 48, "chunk": 8, "tasks": ("reach-v3", "push-v3", "pick-place-v3"), "max_steps": 80}
@@ -38,7 +39,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def measure(name: str, settings: dict[str, Any], workers: int | str, seconds: float) -> dict[str, float]:
     """Seconds to start, then steps and decisions per second and steps per CPU-second."""
-    env = open_environment(name, workers=workers, ray_actors=2, **settings)
+    env = open_environment(Simulation(name, workers=workers, ray_actors=2, **settings))
     rng = np.random.default_rng(0)
     begun = time.perf_counter()
     env.reset(seed=0)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from rewards.contract import Reward, Scores, close, move, name_of, needs, read
+from rewards.contract import Reward, Scored, Scores, close, move, name_of, needs, read
 
 Row: TypeAlias = tuple[float, dict[str, float]]
 """Score and parts of one sample."""
@@ -38,7 +38,7 @@ class Calls:
         self.hits = self.misses = 0
         self._remembered: OrderedDict[bytes, Row] = OrderedDict()
 
-    def __call__(self, **arguments: Sequence[Any]) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, **arguments: Sequence[Any]) -> Scored:
         count = len(next(iter(arguments.values())))
         if not self.cache:
             return columns(self._score(arguments, list(range(count))))
@@ -83,7 +83,7 @@ def rows(scores: Scores) -> list[Row]:
     return [(value, {name: part[k] for name, part in scores.parts.items()}) for k, value in enumerate(scores.values)]
 
 
-def columns(scored: Sequence[Row]) -> tuple[list[float], dict[str, list[float]]]:
+def columns(scored: Sequence[Row]) -> Scored:
     """The reverse of `rows`: what a reward returns. NaN for a part that a sample does not have."""
     names = dict.fromkeys(name for _, parts in scored for name in parts)
     return [value for value, _ in scored], {name: [parts.get(name, math.nan) for _, parts in scored] for name in names}

@@ -184,7 +184,7 @@ def normalize_by(values: Tensor, running: Running) -> Tensor:
 
 
 def metrics(combined: Combined, components: Mapping[str, Component]) -> dict[str, float]:
-    """What to log of an iteration beside the plain scores, by metric name: each component as it entered the total.
+    """What to log of an iteration besides the plain scores, by metric name: each component as it entered the total.
 
     Components that enter unchanged are left out.
     """

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     import torch
 
 Reward: TypeAlias = Callable[..., Any]
+Scored: TypeAlias = tuple[list[float], dict[str, list[float]]]
+"""What a reward may return: N scores, and named parts with N numbers each."""
 
 IMAGE_COLUMNS = {"reference_images": "reference_image", "source_images": "source_image"}
 FROM_SAMPLER = ("images", "pil_images", "prompts", "group", "pairs", *IMAGE_COLUMNS)
@@ -80,7 +82,7 @@ class Closable(Protocol):
 
 @runtime_checkable
 class HasLogits(Protocol):
-    """A reward to be trained beside the model (see `rewards.scorers.preference.adversary`)."""
+    """A reward to be trained alongside the model (see `rewards.scorers.preference.adversary`)."""
 
     logits: Callable[..., Any]
 
@@ -172,7 +174,7 @@ def needs(reward: Reward) -> Needs:
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(
-                f"reward {name_of(reward)!r} takes {str(parameter)!r}, which does not tell what it needs. "
+                f"reward {name_of(reward)!r} takes {str(parameter)!r}, which does not say what it needs. "
                 f"Name each parameter: {', '.join(FROM_SAMPLER)}, or a column of the prompt file."
             )
     taken = [p.name for p in parameters if p.default is p.empty or p.name in FROM_SAMPLER]
@@ -195,7 +197,7 @@ def declare(names: Iterable[str]) -> inspect.Signature:
 
 
 def is_trainable(reward: Reward) -> bool:
-    """Whether a reward is to be trained beside the model: whether it has `logits`."""
+    """Whether a reward is to be trained alongside the model: whether it has `logits`."""
     return isinstance(reward, HasLogits)
 
 
@@ -204,7 +206,7 @@ def check_columns(reward: Reward, columns: Iterable[str], *, name: str = "") -> 
     known = list(columns)
     for column in needs(reward).columns:
         if column not in known:
-            have = f"has the columns {', '.join(known)}" if known else "has no columns beside the prompt"
+            have = f"has the columns {', '.join(known)}" if known else "has no columns besides the prompt"
             raise ValueError(
                 f"reward {name or name_of(reward)!r} asks for the column {column!r}, but the prompt file "
                 f"{have}.{nearest(column, [*known, *FROM_SAMPLER])}"

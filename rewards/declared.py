@@ -14,7 +14,7 @@ from rewards.contract import FROM_SAMPLER, columns_of
 
 
 class Declared(NamedTuple):
-    """What the source says; empty where it does not say it."""
+    """What the source says; the default for what it does not say."""
 
     takes: tuple[str, ...] = ()
     """What it takes: parameter names of the function, or of the class's `__call__`."""
@@ -45,13 +45,14 @@ def declared(file: Path | None, attribute: str) -> Declared:
         return Declared()
     doc = (ast.get_docstring(node) or "").partition("\n")[0]
     if isinstance(node, ast.FunctionDef):
-        marked = _assigned(module, f"{attribute}.differentiable") is True
+        marked = constants(module).get(f"{attribute}.differentiable") is True
         return Declared(_taken(node.args), "", doc, gradients=None if node.decorator_list else marked)
     call = _definition(node.body, "__call__")
     takes = _taken(call.args)[1:] if isinstance(call, ast.FunctionDef) else ()
-    gradients = _assigned(node.body, "differentiable") is True or (None if node.bases else False)
+    own = constants(node.body)
+    gradients = own.get("differentiable") is True or (None if node.bases else False)
     trainable = _definition(node.body, "logits") is not None
-    return Declared(takes, str(_assigned(node.body, "range") or ""), doc, gradients=gradients, trainable=trainable)
+    return Declared(takes, str(own.get("range") or ""), doc, gradients=gradients, trainable=trainable)
 
 
 def lower_end(text: str) -> float | None:
@@ -77,14 +78,22 @@ def _taken(arguments: ast.arguments) -> tuple[str, ...]:
     return tuple(p.arg for p, default in both if default is None or p.arg in FROM_SAMPLER)
 
 
-def _assigned(body: list[ast.stmt], name: str) -> object:
-    """The constant that these statements assign to `name`; None if they assign none."""
+def constants(body: list[ast.stmt]) -> dict[str, object]:
+    """The constants that these statements assign, by the names to which they assign them."""
+    assigned: dict[str, object] = {}
     for node in body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if name in map(ast.unparse, targets):
-                return node.value.value
-    return None
+            assigned |= dict.fromkeys(map(ast.unparse, targets), node.value.value)
+    return assigned
+
+
+def parse(source: str | bytes, path: str, what: str) -> ast.Module:
+    """The syntax tree of a source file. Raises ValueError, with path and line, if it has a syntax error."""
+    try:
+        return ast.parse(source, filename=path)
+    except SyntaxError as error:
+        raise ValueError(f"{what} {path}, line {error.lineno}: {error.msg}") from error
 
 
 def source_of(module: str) -> Path | None:

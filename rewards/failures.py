@@ -27,7 +27,7 @@ class Failure(NamedTuple):
 
 
 def catch(call: Callable[[], T], samples: int) -> T | Failure:
-    """The result of a reward's call for so many samples, or the failure if it raised.
+    """The result of a reward's call for `samples` samples, or the failure if it raised.
 
     torch.OutOfMemoryError is not caught, since the next call would have no more memory; nor is KeyboardInterrupt.
     """

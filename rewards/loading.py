@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from rewards.built_in import BUILT_IN, BuiltIn
 from rewards.contract import Reward, nearest
-from rewards.declared import Declared, declared, source_of
+from rewards.declared import Declared, declared, parse, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +104,9 @@ def _resolve_file(name: str) -> Origin:
     if not file.is_file():
         if not file.parent.is_dir():
             raise ValueError(f"reward file {path!r}: there is no folder {str(file.parent)!r} in {Path.cwd()}")
-        beside = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
-        raise ValueError(f"reward file {path!r} does not exist (looked from {Path.cwd()}).{beside}")
-    try:
-        tree = ast.parse(file.read_bytes(), filename=path)
-    except SyntaxError as error:
-        raise ValueError(f"reward file {path}, line {error.lineno}: {error.msg}") from error
-    own, imported = _names(tree)
+        hint = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
+        raise ValueError(f"reward file {path!r} does not exist (looked from {Path.cwd()}).{hint}")
+    own, imported = _names(parse(file.read_bytes(), path, "reward file"))
     defines = f"It defines: {', '.join(n for n in own if not n.startswith('_')) or 'nothing'}"
     if not attribute:
         raise ValueError(f"say which reward of {path!r} is meant: {path}:Name. {defines}")

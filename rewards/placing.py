@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from rewards.calls import Calls
 from rewards.contract import Reward
 from rewards.loading import EMPTY, load
+from rewards.service.isolation import Isolated
 from rewards.service.remote import Outage, Remote
 from rewards.service.serve import TOKEN_VARIABLE
 
@@ -33,9 +35,6 @@ def open_reward(
     outage and stopped: see `rewards.service.remote`.
     Raises ValueError as `rewards.load`, `Remote` and `Isolated` do, and for settings that contradict each other.
     """
-    from rewards.calls import Calls
-    from rewards.service.isolation import Isolated
-
     if remote is not None and (isolate or args or dtype is not None):
         raise ValueError(f"reward {name!r} is remote: set args, dtype and isolate on its server")
     reward: Reward

@@ -53,6 +53,8 @@ class DiffusionMethod(Method):
     """Whether gradients come through the rewards and the decoder."""
     trains_reward: ClassVar[bool] = False
     """Whether one of the rewards is trained beside the model."""
+    checks_data: ClassVar[bool] = False
+    """Its module has `check(config, scorers, prompts)`, which raises ValueError before the model is loaded."""
     not_in_float16: ClassVar[str] = ""
     """Why its loss is not a mean of terms of order 1, for which float16's loss scale takes it; empty = it is."""
     not_fitted: ClassVar[str] = ""

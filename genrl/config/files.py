@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from genrl.config.folders import looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
 from genrl.config.schema import Config
 from genrl.config.vla import VLAConfig
+from genrl.config.vla_files import vla_files
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
@@ -37,7 +37,7 @@ def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
     """
     notes: list[str] = []
     if isinstance(config, VLAConfig):
-        wrong = [*_policy(config), *_demonstrations(config), *_simulator(config, notes), *_trackers(config)]
+        wrong = [*(_Wrong(path, text) for path, text in vla_files(config, notes)), *_trackers(config)]
     elif isinstance(config, VLMConfig):
         wrong = [*(_Wrong(path, text) for path, text in vlm_files(config, notes)), *_trackers(config)]
     else:
@@ -225,66 +225,6 @@ def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Itera
 def declared_columns(origin: rewards.Origin) -> tuple[str, ...]:
     """Metadata columns that a reward asks for, read from its source text; () where that cannot tell."""
     return rewards.declaration(origin).columns
-
-
-def _policy(config: VLAConfig) -> Iterator[_Wrong]:
-    """A folder with a policy in LeRobot's layout, or of a run that trained one."""
-    if config.policy.path is None:
-        return
-    path, key = Path(config.policy.path).expanduser(), ("policy", "path")
-    if not path.is_dir():
-        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-        close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {path.parent / close[0]}?" if close else "; download it first, or train one by sft"
-        yield _Wrong(key, f"there is no folder {path}{hint}")
-    elif not (path / "config.json").is_file() and not (path / "policy" / "config.json").is_file():
-        yield _Wrong(key, f"{path} has no config.json: it is neither a policy's folder nor the run of one")
-    elif (path / "config.json").is_file() and "output_features" not in read_json(path / "config.json"):
-        yield _Wrong(key, f"{path / 'config.json'} does not describe a policy: it has no output_features")
-    else:
-        file = next(f for f in (path / "config.json", path / "policy" / "config.json") if f.is_file())
-        executed, held = config.environment.chunk, read_json(file).get("chunk_size")
-        if executed is not None and isinstance(held, int) and executed > held:
-            text = f"{executed} actions cannot be executed of chunks of {held}"
-            yield _Wrong(("environment", "chunk"), text)
-
-
-def _demonstrations(config: VLAConfig) -> Iterator[_Wrong]:
-    source = config.demonstrations.dataset if config.demonstrations else None
-    if source is not None and not (Path(source) / "meta" / "info.json").is_file():
-        text = f"{source} is no LeRobotDataset v3: there is no meta/info.json in it"
-        yield _Wrong(("demonstrations", "dataset"), text)
-
-
-SIMULATORS = {
-    "metaworld": ("metaworld", "'genrl[metaworld]'"),
-    "maniskill": ("mani_skill", "mani-skill"),
-    "libero": ("libero", "hf-libero"),
-}
-"""The module that shows an environment installed, and what pip calls it."""
-
-
-def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[_Wrong]:
-    """An environment that is installed."""
-    name, workers = config.environment.name, config.environment.workers
-    file, colon, _ = name.rpartition(":")
-    if name.endswith(".py"):
-        yield _Wrong(("environment", "name"), f"say which function of the file makes it: {name}:make")
-    elif file.endswith(".py"):
-        notes.append(f"environment.name: training runs the code of {file}")
-        if not Path(file).is_file():
-            yield _Wrong(("environment", "name"), f"there is no file {file}")
-    elif name in SIMULATORS and importlib.util.find_spec(SIMULATORS[name][0]) is None:
-        text = f"the package {SIMULATORS[name][0]} is not installed: pip install {SIMULATORS[name][1]}"
-        yield _Wrong(("environment", "name"), text)
-    elif name not in ("minitable", *SIMULATORS) and "/" not in name and "-v" not in name and not colon:
-        close = get_close_matches(name, ("minitable", *SIMULATORS), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        known = ", ".join(("minitable", *SIMULATORS))
-        text = f"no environment {name!r}{hint}; there are {known}, gymnasium ids and path/file.py:function"
-        yield _Wrong(("environment", "name"), text)
-    if workers in ("ray", "ray_simulators") and importlib.util.find_spec("ray") is None:
-        yield _Wrong(("environment", "workers"), "the package ray is not installed: pip install 'genrl[ray]'")
 
 
 def _trackers(config: AnyConfig) -> Iterator[_Wrong]:

@@ -21,7 +21,7 @@ POLICIES = Group("policy", EMBEDDED | PUBLISHED, "genrl.policies")
 SIMULATORS = Group(
     "simulator",
     {
-        "minitable": "genrl.vla.simulators.minitable.host:describe",
+        "minitable": "genrl.vla.simulators.minitable.env:describe",
         "metaworld": "genrl.vla.simulators.metaworld.env:describe",
         "maniskill": "genrl.vla.simulators.maniskill:describe",
         "libero": "genrl.vla.simulators.libero:describe",

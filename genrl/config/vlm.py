@@ -220,8 +220,6 @@ class Synthesis(Section):
     """Questions of an iteration that are described, group_size times each."""
     delay: Count = 1
     """Iterations later, the pictures stand in for those of as many questions, and the descriptions are trained on."""
-    weight: Positive = 1.0
-    """What a description is worth: this times the diversity (normalised entropy) of the answers to its picture."""
     num_inference_steps: Count = 20
     """Denoising steps."""
     guidance_scale: NonNegative = 4.0

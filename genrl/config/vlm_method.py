@@ -95,7 +95,7 @@ class VLMMethod(Method):
 
 def default_method() -> VLMMethod:
     """That of a run which names none."""
-    return cast(VLMMethod, built_in("vlm")[QUESTIONS]())
+    return cast(VLMMethod, built_in("vlm")[QUESTIONS](algorithm=QUESTIONS))
 
 
 def completed(written: Any) -> Any:

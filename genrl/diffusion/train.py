@@ -10,16 +10,10 @@ from accelerate import Accelerator
 
 import rewards
 from genrl.config import Config, Kernels
-from genrl.data import preferences
+from genrl.config.method import code_of
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
-from genrl.diffusion.methods import direct
-from genrl.diffusion.methods.adv_grpo import train as adv_grpo
-from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
-from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
-from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.export import check_lora_loader
@@ -96,8 +90,6 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
 def read_prompts(config: Config) -> tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]:
     """Prompts to train on and held-out ones, checked for the pictures that the pipeline is given with them."""
     prompts = prompt_files.load(config.prompts.train, config.prompts.column)
-    if isinstance(config.trainer, OfflineDPO):
-        preferences.check_set(config.prompts.train, prompts)  # raises, before the model is loaded
     held_out = []
     if config.prompts.eval:
         held_out = prompt_files.load(config.prompts.eval, config.prompts.column)[: config.evaluation.num_prompts]
@@ -109,13 +101,10 @@ def check_rewards(
     config: Config, scorers: Scorers, prompts: list[prompt_files.Prompt], eval_prompts: list[prompt_files.Prompt]
 ) -> None:
     """ValueError for rewards that the method cannot use, or that need columns which the prompts lack."""
-    if isinstance(config.trainer, AdvGRPO):
-        adv_grpo.trainable_of(scorers)
-        adv_grpo.references_of(config.trainer, prompts, config.prompts.train).check(row.text for row in prompts)
-    if isinstance(config.trainer, Draft | DiffInstruct):
-        direct.check_gradients(config, scorers)
+    if config.trainer.checks_data:
+        code_of(config.trainer).module.check(config, scorers, prompts)
     for label, scorer in scorers.rewards.items():
-        if not isinstance(config.trainer, AdvGRPO) and rewards.is_trainable(scorer):
+        if not config.trainer.trains_reward and rewards.is_trainable(scorer):
             raise ValueError(f"reward {label!r} is trained beside the model, which only algorithm adv_grpo does")
         for rows in (prompts, eval_prompts):
             if rows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -17,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from genrl.config import AnyConfig
-from genrl.config.plugins import beside
+from genrl.config.method import code_of
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.process import Process, begin, claim, make_accelerator
@@ -60,7 +59,7 @@ def train(config: AnyConfig, resume: Path | None = None) -> Path:
     starts, SystemExit (130, 143) where the process was asked to end and has saved.
     """
     check_trackers(config.trackers)
-    kind, code = kind_of(config), beside(sys.modules[type(config.trainer).__module__], "train")
+    kind, code = kind_of(config), code_of(config.trainer)
     accelerator = make_accelerator(config.distributed.timeout_s)
     kind.check_processes(config, accelerator.num_processes)
     set_seed(config.seed)  # the global generators too: loading may draw from them

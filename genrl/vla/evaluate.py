@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from genrl.mdp.noise import generator
 from genrl.runtime.intervals import wilson
 from genrl.vla.data.videos import Clip
-from genrl.vla.policies.policy import Policy
-from genrl.vla.rollout.rollout import observe
-from genrl.vla.rollout.sampling import Frozen, Sampler, act
-from genrl.vla.simulators.environments import Environment, evaluation_episodes
+from genrl.vla.policies.policy import Batch
+from genrl.vla.rollout.collect import observe
+from genrl.vla.rollout.sampling import Acting, Frozen, act
+from genrl.vla.simulators.contract import Environment, Observation
+from genrl.vla.simulators.environments import evaluation_episodes
 
 
 class Judged(NamedTuple):
@@ -41,14 +43,12 @@ class Judged(NamedTuple):
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy,
-    sampler: Sampler,
+    who: Acting,
     env: Environment,
     *,
     episodes: int,
     seed: int,
     first: int = 0,
-    frozen: Policy | None = None,
     clips: int = 0,
     advance: Callable[[int], None] = lambda done: None,
 ) -> Judged:
@@ -58,47 +58,41 @@ def evaluate(
     An episode that a simulator lost counts as a failure. clips: so many of them are filmed, a picture per
     decision, successes and failures. advance: called with 0 after every decision, then with the episodes of a round.
     """
-    numbers = evaluation_episodes(seed, first + episodes)[first:]
+    numbers = evaluation_episodes(seed, first + episodes)
     found = Judged([], [], [], [], [])
-    for begin in range(0, episodes, env.num_envs):
-        part = _round(policy, sampler, env, numbers, begin, first, seed, frozen, clips - len(found.clips), advance)
-        found = found.joined(part)
-        advance(len(part.success))
+    for begin in range(first, first + episodes, env.num_envs):
+        wanted = min(env.num_envs, first + episodes - begin)
+        # slots beyond the last number repeat it and are not counted
+        place = np.minimum(begin + np.arange(env.num_envs), first + episodes - 1)
+        raw, _ = env.reset(seed=seed, options={"episodes": numbers[place]})
+        rngs = [generator(seed, "evaluation", int(number)) for number in place]
+        found = found.joined(_round(who, env, raw, rngs, wanted, max(clips - len(found.clips), 0), advance))
+        advance(wanted)
     return found
 
 
 def _round(
-    policy: Policy,
-    sampler: Sampler,
+    who: Acting,
     env: Environment,
-    numbers: NDArray[np.uint64],
-    begin: int,
-    first: int,
-    seed: int,
-    frozen: Policy | None,
+    raw: Observation,
+    rngs: list[torch.Generator],
+    wanted: int,
     films: int,
     advance: Callable[[int], None],
 ) -> Judged:
-    """One episode in every slot; slots beyond the last number repeat it and are not counted."""
-    wanted = min(env.num_envs, len(numbers) - begin)
-    place = np.minimum(begin + np.arange(env.num_envs), len(numbers) - 1)
-    raw, _ = env.reset(seed=seed, options={"episodes": numbers[place]})
-    rngs = [generator(seed, "evaluation", first + int(number)) for number in place]
-    instruction = list(env.task_description)
+    """One episode in every slot, of which the first `wanted` count."""
+    policy, instruction = who.policy, list(env.task_description)
     running, success = np.ones(env.num_envs, dtype=np.bool_), np.zeros(env.num_envs, dtype=np.bool_)
     steps, returns = np.zeros(env.num_envs, dtype=np.int64), np.zeros(env.num_envs)
-    filmed = list(range(min(4 * max(films, 0), wanted)))  # to choose of: successes and failures
+    filmed = list(range(min(4 * films, wanted)))  # to choose of: successes and failures
     pictures: list[list[NDArray[np.uint8]]] = [[] for _ in filmed]
     decision = 0
     while running.any():
         film(env, filmed, running, pictures)
         seen = observe(raw, env, policy, decision)
-        context = policy.encode(seen)
         noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rng) for rng in rngs])
-        before = None if frozen is None else Frozen(frozen, frozen.encode(seen))
-        device = next(iter(context.values())).device
-        chunk = policy.actions(act(policy, sampler, context, noise.to(device), frozen=before))
-        raw, _, terminated, truncated, info = env.step(chunk[:, : env.chunk].cpu().numpy().astype(np.float32))
+        chunk = _chunk(who, seen, noise)[:, : env.chunk]
+        raw, _, terminated, truncated, info = env.step(chunk.cpu().numpy().astype(np.float32))
         success |= running & info["is_success"]
         steps += np.where(running, info["n_executed"], 0)
         returns += np.where(running, info["rewards"].sum(1), 0.0)
@@ -111,9 +105,18 @@ def _round(
         Clip(np.stack(frames), instruction[slot], bool(success[slot]))
         for slot, frames in zip(filmed, pictures, strict=True)
     ]
-    clips = balanced(clips, max(films, 0))
     count = slice(0, wanted)
-    return Judged(instruction[count], success[count].tolist(), steps[count].tolist(), returns[count].tolist(), clips)
+    told = instruction[count], success[count].tolist(), steps[count].tolist(), returns[count].tolist()
+    return Judged(*told, balanced(clips, films))
+
+
+def _chunk(who: Acting, seen: Batch, noise: Tensor) -> Tensor:
+    """Actions [B, H, A] of the robot without exploration, from noise [B, H, A]."""
+    context = who.policy.encode(seen)
+    before = None if who.frozen is None else Frozen(who.frozen, who.frozen.encode(seen))
+    noise = noise.to(next(iter(context.values())).device)
+    actions: Tensor = who.policy.actions(act(who.policy, who.sampler, context, noise, frozen=before))
+    return actions
 
 
 def balanced(clips: list[Clip], most: int) -> list[Clip]:

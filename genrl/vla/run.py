@@ -32,11 +32,12 @@ from genrl.vla.methods.shared_settings import Update
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
+from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts
-from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns, training_rows
+from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting, Frozen, draw, replay, sample
 from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side, untrained
-from genrl.vla.simulators.environments import Environment
+from genrl.vla.simulators.contract import Environment
 
 FPS = 4
 """Of films, which have a frame for every decision."""
@@ -117,16 +118,19 @@ class VLARun:
             raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
         loop.phase("acting", decisions or 0)
         waited, dropped = self.env.waited_s, self.env.dropped
+        plan = RolloutPlan(
+            decisions=decisions or 1_000_000,
+            seed=config.seed,
+            iteration=loop.iteration,
+            one_episode=whole,
+            first_slot=self.first_slot,
+            keep_contexts=self.keeps_features,
+        )
         with loop.timed("rollout"):
             rollout = self.acted(
                 self.policy,
                 sampler_of(config, self.policy, loop.iteration),
-                decisions=decisions or 1_000_000,
-                seed=config.seed,
-                iteration=loop.iteration,
-                one_episode=whole,
-                first_slot=self.first_slot,
-                keep_contexts=self.keeps_features,
+                plan,
                 frozen=self.frozen,
                 advance=partial(loop.advance_or_leave, 1),
             )
@@ -139,7 +143,7 @@ class VLARun:
 
     @property
     def acted(self) -> Callable[..., ChunkRollout]:
-        """`rollout.collect` in the environments of this process: here, or on its Ray actors."""
+        """`collect` in the environments of this process: here, or on its Ray actors."""
         return self.env.collect if isinstance(self.env, RayRollouts) else partial(collect, self.env)
 
     @property
@@ -225,13 +229,11 @@ class VLARun:
             self.stack.callback(self.table.close)
         self.loop.phase("evaluating", settings.episodes)
         mine = evaluate(
-            self.policy,
-            sampler_of(config, self.policy, iteration),
+            Acting(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
             self.table,
             episodes=shares[rank],
             seed=settings.seed,
             first=sum(shares[:rank]),
-            frozen=self.frozen,
             clips=settings.videos if rank == 0 else 0,
             advance=self.loop.advance_or_leave,
         )

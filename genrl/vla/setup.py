@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,12 +18,11 @@ from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
 from genrl.runtime.weights import put_back, result
-from genrl.vla.data.demonstrations import MINITABLE_REST, dataset_frames, expert_demonstrations
-from genrl.vla.data.lerobot_dataset import open_dataset
-from genrl.vla.methods.imitation import frame_statistics, minitable_frames
-from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
+from genrl.vla.data.demonstrations import expert_demonstrations, minitable_episodes, minitable_rest
+from genrl.vla.data.frames import Rest, episode_frames, frame_statistics
+from genrl.vla.data.lerobot_dataset import Episode, open_dataset
 from genrl.vla.policies.encoder import Inputs
-from genrl.vla.policies.folder import load_policy
+from genrl.vla.policies.folder import load_policy, policy_class
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import (
     ACTION,
@@ -33,19 +32,21 @@ from genrl.vla.policies.policy import (
     STATE,
     TOKENS,
     Batch,
+    NoiseHead,
     Policy,
     PredictsNoise,
     PredictsVelocity,
+    Statistics,
     tokenise,
     vocabulary,
 )
-from genrl.vla.policies.tiny_flow import NoiseHead, TinyFlowConfig, TinyFlowVLA
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, Sampler
-from genrl.vla.simulators.environments import Environment, minitable_tasks, open_environment
+from genrl.vla.simulators.contract import Environment, Simulation
+from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.metaworld import expert as metaworld_expert
 from genrl.vla.simulators.metaworld import tasks as metaworld_tasks
-from genrl.vla.simulators.minitable import INSTRUCTIONS
+from genrl.vla.simulators.minitable import INSTRUCTIONS, task_numbers
 
 
 def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler:
@@ -68,7 +69,8 @@ def sampler_of(config: VLAConfig, policy: Policy, iteration: int = 0) -> Sampler
         case settings.FlowNoise() as given:
             return LearnedNoise(given.steps, given.low, given.high, reduction=given.reduction)
         case settings.Diffusion() as given:
-            levels = getattr(getattr(policy, "config", None), "train_steps", given.steps)
+            assert isinstance(policy, PredictsNoise)
+            levels = policy.train_steps
             if given.steps > levels:
                 raise ValueError(f"sampler.steps: the policy knows {levels} noise levels, {given.steps} are more")
             trained = given.steps if config.trainer.whole_chain else given.ft_denoising_steps
@@ -124,38 +126,7 @@ def put_back_trained(policy: nn.Module, path: Path) -> None:
     put_back({name: p for name, p in policy.named_parameters() if name in saved}, saved, path)
 
 
-def with_heads(policy: Any, *, critic: int, noise_head: NoiseHead, seed: int) -> Any:
-    """The policy with a critic of so many values (0: none) and a noise head where it is asked for; heads that it lacked
-    begin anew, by the seed.
-
-    Raises ValueError for a policy that has none to give.
-    """
-    if isinstance(policy, TinyFlowVLA):
-        wanted = dataclasses.replace(policy.config, critic=critic, noise_head=noise_head)
-        return policy if wanted == policy.config else _moved(policy, TinyFlowVLA, wanted, seed)
-    if isinstance(policy, DiffusionMLP):
-        if noise_head != "none":
-            raise ValueError("sampler.kind: the policy predicts noise, a learned std is one of flow policies")
-        changed = dataclasses.replace(policy.config, critic=critic)
-        return policy if changed == policy.config else _moved(policy, DiffusionMLP, changed, seed)
-    return policy.with_heads(critic=critic, noise_head=noise_head, seed=seed)
-
-
-def _moved(policy: Any, kind: Any, config: Any, seed: int) -> Any:
-    """A policy of another configuration with the weights that the two share; a noise head in another place is new, and
-    a critic of another number of values."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "heads") % 2**32)
-        new = kind(config, policy.stats)
-    there, old = new.state_dict(), policy.state_dict()
-    for setting, head in (("noise_head", "noise_head."), ("critic", "value_head.")):
-        if getattr(policy.config, setting, None) != getattr(config, setting, None):
-            old = {name: value for name, value in old.items() if not name.startswith(head)}
-    new.load_state_dict(there | {name: value for name, value in old.items() if name in there})
-    return new.to(next(policy.parameters()).device)
-
-
-def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) -> TinyFlowVLA | DiffusionMLP:
+def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) -> Any:
     """A small policy that fits the frames it is to imitate, with weights by the seed."""
     made = config.policy.new
     assert made is not None
@@ -168,66 +139,74 @@ def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) ->
     )
     width = frames[ACTION].shape[-1]
     stats = {name: found for name, found in frame_statistics(frames).items() if name in {*inputs.keys, ACTION}}
+    kind = policy_class(made.type)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "policy") % 2**32)
-        if made.type == "tiny_flow_vla":
-            return TinyFlowVLA(TinyFlowConfig(inputs, width, made.horizon), stats)
-        return DiffusionMLP(DiffusionMLPConfig(inputs, width, made.horizon, train_steps=made.train_steps), stats)
+        return kind.new(inputs, width, stats, made)
+
+
+class Shown(NamedTuple):
+    """Demonstrations: their instructions, their episodes with the columns asked for, and what comes after their end."""
+
+    texts: Sequence[str]
+    episodes: Iterable[Episode]
+    rest: Rest | None
 
 
 def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     """The frames that are imitated, for the policy (or for the new one that is to be made), and the words in them.
 
-    Raises ValueError for an environment that has no expert.
+    Raises ValueError for an environment that has no expert, and for a data set without what the policy reads.
     """
-    source, env = config.demonstrations, config.environment
+    source = config.demonstrations
     reader = config.policy.new if policy is None else policy
     assert source is not None and reader is not None
-    if source.dataset is not None:
-        dataset = open_dataset(Path(source.dataset))
-        small = env.name == "minitable"  # all that it may say; elsewhere what the demonstrations say is all
-        words = vocabulary([*dataset.tasks.values(), *(INSTRUCTIONS if small else ())])
-        wanted = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
-        inputs, told = (wanted, partial(tokenise, words=words)) if policy is None else (policy.inputs, policy.tokenise)
-        columns = [source.camera if name == IMAGE else name for name in inputs]
-        pictures = [name for name in columns if name == source.camera or name.startswith(IMAGES)]
-        lost = [name for name in pictures if name not in dataset.cameras]
-        if lost:
-            key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
-            raise ValueError(f"{key}: {source.dataset} has no pictures named {lost}, only {dataset.cameras}")
-        rest = MINITABLE_REST if small else None
-        width = len(dataset.stats["action"]["mean"])
-        if rest is not None and width != len(rest):
-            text = f"{source.dataset} has actions of {width} numbers, minitable's have {len(rest)}"
-            raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
-        frames = dataset_frames(dataset, told, inputs=columns, horizon=reader.horizon, rest=rest)
-        if IMAGE in inputs:
-            frames[IMAGE] = frames.pop(source.camera)
-        return frames, words
-    assert source.expert is not None
+    inputs = (IMAGE, STATE, TOKENS) if reader.image_size else (STATE, ENVIRONMENT, TOKENS)
+    inputs = inputs if policy is None else policy.inputs
+    shown = _expert(config, reader.image_size) if source.dataset is None else _dataset(config, source.dataset, inputs)
+    words = vocabulary(shown.texts)
+    told = partial(tokenise, words=words) if policy is None else policy.tokenise
+    frames = episode_frames(shown.episodes, told, inputs=inputs, horizon=reader.horizon, rest=shown.rest)
+    return frames, words
+
+
+def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
+    assert config.demonstrations is not None
+    dataset, camera = open_dataset(Path(folder)), config.demonstrations.camera
+    small = config.environment.name == "minitable"  # all that it may say; elsewhere what the demonstrations say is all
+    columns = [camera if name == IMAGE else name for name in inputs if name != TOKENS]
+    pictures = [name for name in columns if name == camera or name.startswith(IMAGES)]
+    lost = [name for name in pictures if name not in dataset.cameras]
+    if lost:
+        key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
+        raise ValueError(f"{key}: {folder} has no pictures named {lost}, only {dataset.cameras}")
+    width = len(dataset.stats[ACTION]["mean"])
+    if small and width != 3:
+        text = f"{folder} has actions of {width} numbers, minitable's have 3"
+        raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
+    texts = [*dataset.tasks.values(), *(INSTRUCTIONS if small else ())]
+    own = {camera: IMAGE} if IMAGE in inputs else {}
+    episodes = (
+        episode._replace(columns={own.get(name, name): value for name, value in episode.columns.items()})
+        for episode in dataset.read([*columns, ACTION])
+    )
+    return Shown(texts, episodes, minitable_rest if small else None)
+
+
+def _expert(config: VLAConfig, image_size: int) -> Shown:
+    assert config.demonstrations is not None and config.demonstrations.expert is not None
+    env, count, seed = config.environment, config.demonstrations.expert, config.seed
     if env.name == "minitable":
-        tasks = minitable_tasks(env.tasks or ())
-        words = vocabulary([INSTRUCTIONS[number] for number in tasks])
-        shown = expert_demonstrations(source.expert, tasks=tasks, seed=config.seed)
-        frames = minitable_frames(shown, words, horizon=reader.horizon, image_size=reader.image_size)
-        return _told(frames, words, policy), words
+        tasks = task_numbers(env.tasks or ())
+        demonstrations = expert_demonstrations(count, tasks=tasks, seed=seed)
+        texts = [INSTRUCTIONS[number] for number in tasks]
+        return Shown(texts, minitable_episodes(demonstrations, image_size=image_size), minitable_rest)
     if env.name == "metaworld":
         names = metaworld_tasks.checked(env.tasks or ())
-        words = vocabulary([metaworld_tasks.INSTRUCTIONS[name] for name in names])
         limit = metaworld_tasks.MAX_STEPS if env.max_steps is None else env.max_steps
-        episodes = metaworld_expert.expert_episodes(
-            names, source.expert, seed=config.seed, max_steps=limit, image_size=reader.image_size
-        )
-        return _told(metaworld_expert.expert_frames(episodes, words, horizon=reader.horizon), words, policy), words
+        episodes = metaworld_expert.expert_episodes(names, count, seed=seed, max_steps=limit, image_size=image_size)
+        return Shown([metaworld_tasks.INSTRUCTIONS[name] for name in names], episodes, metaworld_expert.rest)
     raise ValueError(f"demonstrations.expert: {env.name} has no scripted expert; give a dataset instead")
-
-
-def _told(frames: Batch, words: Sequence[str], policy: Any) -> Batch:
-    """Frames whose instructions are numbers of `words`, in the policy's own tokens."""
-    if policy is None:
-        return frames
-    lines = [" ".join(words[number - 1] for number in row if number) for row in frames[TOKENS].tolist()]
-    return frames | {TOKENS: policy.tokenise(lines)}
 
 
 def freeze(config: VLAConfig, policy: Any) -> None:
@@ -239,9 +218,9 @@ def freeze(config: VLAConfig, policy: Any) -> None:
 def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size: int = 1) -> Environment:
     """The environment of the configuration, showing what the policy reads."""
     workers = config.environment.workers
-    told = _environment(config, policy, num_envs=num_envs, group_size=group_size)
-    opened = open_environment(**told, workers="ray" if workers == "ray_simulators" else workers)
-    if longest_episode(opened) is None:
+    wanted = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
+    opened = open_environment(replace(wanted, workers="ray" if workers == "ray_simulators" else workers))
+    if opened.max_steps is None:
         opened.close()
         name = config.environment.name
         raise ValueError(f"environment.max_steps: {name} has no time limit of its own; say after how many actions")
@@ -250,44 +229,42 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
 
 def open_rollouts(config: VLAConfig, policy: nn.Module, *, num_envs: int, group_size: int) -> RayRollouts:
     """The environment of the configuration on Ray actors that act by themselves, on GPUs if the policy is on one."""
-    told = _environment(config, policy, num_envs=num_envs, group_size=group_size)
+    wanted = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
     timeout = config.environment.timeout_s
-    return RayRollouts(told, cuda=next(policy.parameters()).is_cuda, timeout_s=timeout, start_timeout_s=2.0 * timeout)
+    return RayRollouts(wanted, cuda=next(policy.parameters()).is_cuda, timeout_s=timeout, start_timeout_s=2.0 * timeout)
 
 
-def _environment(config: VLAConfig, policy: Any, *, num_envs: int, group_size: int) -> dict[str, Any]:
-    """Arguments of `open_environment`, all but the workers."""
+def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: int) -> Simulation:
+    """What is simulated, in this process. Raises ValueError for more actions than a chunk has."""
     env = config.environment
-    image_size = getattr(policy, "image_size", 0)
-    cameras = [name.removeprefix(IMAGES) for name in policy.inputs if name.startswith(IMAGES)]
+    cameras = tuple(name.removeprefix(IMAGES) for name in policy.inputs if name.startswith(IMAGES))
     chunk = policy.horizon if env.chunk is None else env.chunk
     if chunk > policy.horizon:
         raise ValueError(f"environment.chunk: {chunk} actions cannot be executed of chunks of {policy.horizon}")
-    return {
-        "name": env.name,
-        "num_envs": num_envs,
-        "chunk": chunk,
-        "tasks": env.tasks or (),
-        "group_size": group_size,
-        "timeout_s": env.timeout_s,
-        "image_size": image_size if IMAGE in policy.inputs or cameras else 0,
-        "cameras": cameras,
-        "max_steps": env.max_steps,
-        "seed": config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
-        "reward": env.reward,
-        "goals": env.goals,
-        "instruction": env.instruction or "",
-        "success_key": env.success_key,
-        "proprioception": env.proprioception,
-        "settings": env.args,
-    }
+    return Simulation(
+        env.name,
+        num_envs=num_envs,
+        chunk=chunk,
+        tasks=env.tasks or (),
+        group_size=group_size,
+        timeout_s=env.timeout_s,
+        image_size=policy.image_size if IMAGE in policy.inputs or cameras else 0,
+        cameras=cameras,
+        max_steps=env.max_steps,
+        seed=config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
+        reward=env.reward,
+        goals=env.goals,
+        instruction=env.instruction or "",
+        success_key=env.success_key,
+        proprioception=env.proprioception,
+        settings=env.args,
+    )
 
 
-def untrained(policy: nn.Module, frozen: nn.Module | None) -> str:
+def untrained(policy: Any, frozen: nn.Module | None) -> str:
     """A fingerprint of what a run begins with and its checkpoints do not hold: parameters without gradient, statistics,
     and the policy that does DPPO's first steps. Of every tensor the first numbers: another training moves them all."""
-    owner: Any = policy
-    stats = owner.stats if hasattr(owner, "stats") else owner.robot.stats
+    stats: Statistics = policy.stats
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     parts = {name: value for name, value in policy.state_dict().items() if name not in trained}
     parts |= {f"{name}.{key}": value for name, found in stats.items() for key, value in found.items()}
@@ -308,8 +285,7 @@ def side_by_side(config: VLAConfig, episodes: int) -> int:
 
 def longest_episode(env: Environment | RayRollouts) -> int | None:
     """Decisions of the longest episode; None where the simulator does not say."""
-    limit: int | None = getattr(env, "max_steps", None)
-    return None if limit is None else -(-limit // env.chunk)
+    return None if env.max_steps is None else -(-env.max_steps // env.chunk)
 
 
 def parameter_groups(policy: nn.Module, rates: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -37,7 +37,6 @@ from genrl.vla.setup import (
     policy_folder,
     sampler_of,
     side_by_side,
-    with_heads,
 )
 
 
@@ -74,9 +73,8 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     else:
         frames, words = frames_of(config, None)
         policy = new_policy(config, frames, words)
-    policy = with_heads(
-        policy, critic=critic_values(config, policy), noise_head=noise_head_of(config), seed=config.seed
-    )
+    heads = {"critic": critic_values(config, policy), "noise_head": noise_head_of(config)}
+    policy = policy.with_heads(**heads, seed=config.seed)
     sampler_of(config, policy)  # raises, as do these; nothing is started before the first reset
     open_tables(config, policy, num_envs=1).close()
     if config.policy.path is not None and (policy_folder(Path(config.policy.path)) / FIRST_STEPS).is_dir():
@@ -134,12 +132,10 @@ def judge_policy(config: VLAConfig, model: Path, progress: Progress) -> Judged:
         stack.callback(env.close)
         progress.phase("evaluating", settings.episodes)
         return evaluate(
-            policy,
-            sampler_of(config, policy, config.iterations),
+            Acting(policy, sampler_of(config, policy, config.iterations), _first_steps(config, model)),
             env,
             episodes=settings.episodes,
             seed=settings.seed,
-            frozen=_first_steps(config, model),
             clips=settings.videos,
             advance=progress.advance,
         )

@@ -314,7 +314,11 @@ class AnswersRun:
 
     def micro_batch_sizes(self) -> list[int]:
         """Answers per pass, and the smaller numbers that can be taken."""
-        return pass_sizes(self.config, whole_groups=self.preset is not None and self.preset.group_loss is not None)
+        generation = self.config.generation
+        rows = generation.prompts_per_iteration * generation.group_size
+        return pass_sizes(
+            self.config, rows, whole_groups=self.preset is not None and self.preset.group_loss is not None
+        )
 
     def resize(self, size: int) -> None:
         """From here on a pass has so many answers."""
@@ -344,9 +348,8 @@ def warn_blind(process: Process, seeing: float, blind: float, what: str) -> None
         )
 
 
-def pass_sizes(config: VLMConfig, *, whole_groups: bool) -> list[int]:
-    """Rows per pass of the model, and the smaller numbers that can be taken."""
-    rows = config.generation.prompts_per_iteration * config.generation.group_size
+def pass_sizes(config: VLMConfig, rows: int, *, whole_groups: bool) -> list[int]:
+    """Rows per pass of the model, of `rows` in an iteration, and the smaller numbers that can be taken."""
     size = config.generation.group_size if whole_groups else 1
     return halvings(config.trainer.rows_per_pass or rows, size)
 

@@ -79,6 +79,13 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
     return dict(held)
 
 
+def renamed(name: str, rules: Mapping[str, str]) -> str:
+    """A weight's name after all substitutions, from regular expressions to their replacements, in their order."""
+    for pattern, replacement in rules.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def fill(module: torch.nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
     """Load weights into a module. Raises ValueError, naming some, unless they are exactly those of the module."""
     wanted = module.state_dict()

@@ -16,16 +16,8 @@ from typing import Any
 import PIL
 import torch
 
+from rewards.models import pixels
 from rewards.models.checkpoints import pretrained, torch_dtype, transformers
-from rewards.models.pixels import (
-    crop_to,
-    frames,
-    in_batches,
-    mean_over_frames,
-    normalise,
-    once_per_frame,
-    wants_gradients,
-)
 from rewards.pictures import pil_list
 
 logger = logging.getLogger(__name__)
@@ -40,8 +32,8 @@ def cosine(image_embeds: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tenso
 
 def cosines_with_prompts(image_embeds: torch.Tensor, text_embeds: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
     """Cosines of the embeddings of all frames of `images` with those of N prompts [N, D], mean over frames; [N]."""
-    texts = once_per_frame(text_embeds, images).to(image_embeds.device)
-    return mean_over_frames(cosine(image_embeds, texts), images).to(images.device)
+    texts = pixels.once_per_frame(text_embeds, images).to(image_embeds.device)
+    return pixels.mean_over_frames(cosine(image_embeds, texts), images).to(images.device)
 
 
 class ClipScorer:
@@ -69,11 +61,11 @@ class ClipScorer:
 
         A video [N, F, 3, H, W] gets the mean over its frames. Differentiable in the images.
         """
-        return cosines_with_prompts(self.embed_images(frames(images)), self.embed_texts(prompts), images)
+        return cosines_with_prompts(self.embed_images(pixels.frames(images)), self.embed_texts(prompts), images)
 
     def embed_images(self, images: torch.Tensor) -> torch.Tensor:
         """Projected embeddings of pictures [N, 3, H, W] in [0, 1], not normalised, float32 [N, D]."""
-        return in_batches(self._embed_images, CHUNK, images).to(images.device)
+        return pixels.in_batches(self._embed_images, CHUNK, images).to(images.device)
 
     @torch.no_grad()
     def embed_texts(self, prompts: Sequence[str]) -> torch.Tensor:
@@ -81,16 +73,17 @@ class ClipScorer:
         return embed_texts(self.model, self.tokenizer, prompts)
 
     def _embed_images(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = self.prepare(images).to(self.model.device, self.model.dtype)
-        return projected(self.model.get_image_features(pixel_values=pixels)).float()
+        prepared = self.prepare(images).to(self.model.device, self.model.dtype)
+        return projected(self.model.get_image_features(pixel_values=prepared)).float()
 
     def prepare(self, images: torch.Tensor) -> torch.Tensor:
         """The model's input for pictures [N, 3, H, W]: by Pillow, or on tensors where gradients are wanted."""
         processor = self.image_processor
-        if wants_gradients(images):
-            return normalise(crop_to(images, processor.crop_size["height"]), processor.image_mean, processor.image_std)
-        pixels: torch.Tensor = processor(images=pil_list(images), return_tensors="pt")["pixel_values"]
-        return pixels
+        if pixels.wants_gradients(images):
+            square = pixels.crop_to(images, processor.crop_size["height"])
+            return pixels.normalise(square, processor.image_mean, processor.image_std)
+        prepared: torch.Tensor = processor(images=pil_list(images), return_tensors="pt")["pixel_values"]
+        return prepared
 
 
 def embed_texts(model: Any, tokenizer: Any, prompts: Sequence[str]) -> torch.Tensor:
@@ -105,7 +98,7 @@ def embed_texts(model: Any, tokenizer: Any, prompts: Sequence[str]) -> torch.Ten
         return projected(model.get_text_features(tokens["input_ids"], tokens["attention_mask"])).float().cpu()
 
     distinct = list(dict.fromkeys(prompts))
-    return in_batches(encode, CHUNK, distinct)[[distinct.index(prompt) for prompt in prompts]]
+    return pixels.in_batches(encode, CHUNK, distinct)[[distinct.index(prompt) for prompt in prompts]]
 
 
 def projected(features: Any) -> torch.Tensor:

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from typing import TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 logger = logging.getLogger(__name__)
 
@@ -27,30 +27,14 @@ class Unavailable(Exception):
     """An attempt that got no usable reply; another one may."""
 
 
-class Address(NamedTuple):
-    """An http or https URL; `path` without a slash at its end."""
-
-    scheme: str
-    host: str
-    port: int | None
-    path: str
-
-
-def split_url(url: str) -> Address:
+def split_url(url: str) -> SplitResult:
     """The parts of a URL. Raises ValueError if it is not one, or has a query, a fragment or a user name."""
-    try:
+    with suppress(ValueError):  # of a port or an address that is not one
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ValueError(f"{url!r} is not a URL: {error}") from error
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{url!r} is not the URL of a reward server: write http://HOST:PORT or https://HOST")
-    return Address(parts.scheme, host, port, parts.path.rstrip("/"))
-
-
-def never() -> bool:
-    """The default for `stopped`: the run goes on."""
-    return False
+        extra = parts.query or parts.fragment or parts.username
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not extra:
+            return parts
+    raise ValueError(f"{url!r} is not the URL of a reward server: write http://HOST:PORT or https://HOST")
 
 
 def exchange(
@@ -61,7 +45,7 @@ def exchange(
     *,
     limit: float,
     most: int,
-    stopped: Callable[[], bool] = never,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[int, bytes]:
     """Send one request; the status and body of its reply.
 
@@ -70,10 +54,11 @@ def exchange(
     Raises Unavailable without a connection, after `limit` or `stopped`, and for a reply that is cut off or too long.
     """
     address = split_url(url)
+    host = address.hostname or ""
     connection = (
-        http.client.HTTPSConnection(address.host, address.port, timeout=limit, context=ssl.create_default_context())
+        http.client.HTTPSConnection(host, address.port, timeout=limit, context=ssl.create_default_context())
         if address.scheme == "https"
-        else http.client.HTTPConnection(address.host, address.port, timeout=limit)
+        else http.client.HTTPConnection(host, address.port, timeout=limit)
     )
     end = time.monotonic() + limit
     done = threading.Event()
@@ -85,7 +70,7 @@ def exchange(
         opened.append(connection.sock)
         if time.monotonic() >= end:  # several addresses, each tried for that long
             raise TimeoutError
-        connection.request(method, address.path, body or None, {**headers, "Connection": "close"})
+        connection.request(method, address.path.rstrip("/"), body or None, {**headers, "Connection": "close"})
         response = connection.getresponse()
         return response.status, _read(response, most)
     except (OSError, http.client.HTTPException) as error:
@@ -126,7 +111,11 @@ def _read(response: http.client.HTTPResponse, most: int) -> bytes:
 
 
 def retry(
-    attempt: Callable[[float], T], *, timeout_s: float, patience_s: float, stopped: Callable[[], bool] = never
+    attempt: Callable[[float], T],
+    *,
+    timeout_s: float,
+    patience_s: float,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> T:
     """Make attempts until one succeeds, for `patience_s` seconds; at least one is made.
 

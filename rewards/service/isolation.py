@@ -15,16 +15,14 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rewards.failures import RewardFailed
 from rewards.loading import EMPTY
-from rewards.service.http_client import never
 from rewards.service.remote import Outage, Remote
 from rewards.service.serve import TOKEN_VARIABLE
 
@@ -51,12 +49,12 @@ class Isolated(Remote):
         dtype: str | None = None,
         venv: str | None = None,
         outage: Outage | None = None,
-        stopped: Callable[[], bool] = never,
+        stopped: Callable[[], bool] = lambda: False,
         start_s: float = 600.0,
     ):
-        self._python = python_of(venv) if venv else sys.executable
         import torch
 
+        self._python = python_of(venv) if venv else sys.executable
         threads = torch.get_num_threads()  # the same number there: sums in other pieces have other last bits
         asked = {"name": name, "args": dict(args), "device": device, "dtype": dtype, "threads": threads}
         self._asked = json.dumps(asked)
@@ -89,36 +87,25 @@ class Isolated(Remote):
             raise RewardFailed(str(error)) from error
         return self._url
 
-    def _start(self, name: str) -> tuple[subprocess.Popen[bytes], str]:
-        read_end, write_end = os.pipe()
+    def _start(self, name: str) -> tuple[subprocess.Popen[str], str]:
         folder = tempfile.TemporaryDirectory(prefix="genrl-reward-")
         # Put this package alone on the path: the folder around it may hold this environment's other packages.
         os.symlink(Path(__file__).resolve().parents[1], Path(folder.name) / "rewards")
         path = os.pathsep.join(filter(None, [folder.name, os.environ.get("PYTHONPATH", "")]))
         try:
             process = subprocess.Popen(
-                [self._python, "-m", "rewards.service.serve", str(write_end)],
+                [self._python, "-m", "rewards.service.serve"],
                 stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                pass_fds=(write_end,),
+                stdout=subprocess.PIPE,
+                text=True,
                 start_new_session=True,  # Ctrl-C is for the run, which may still need scores before it ends
                 env=os.environ | {"PYTHONPATH": path, TOKEN_VARIABLE: self._secret},
             )
         except OSError as error:
-            os.close(read_end)
             folder.cleanup()
             raise ValueError(f"reward {name!r}: {self._python} cannot be started: {error.strerror}") from error
-        finally:
-            os.close(write_end)
         self._end = weakref.finalize(self, _stop, process, folder)
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; `_report` says so
-            process.stdin.write(self._asked.encode() + b"\n")
-            process.stdin.flush()
-        try:
-            report = _report(read_end, self._start_s)
-        finally:
-            os.close(read_end)
+        report = _ask(process, self._asked, self._start_s)
         if "port" not in report:
             self._end()
             ended = f"its process ended with status {process.returncode}; its output is above"
@@ -134,23 +121,21 @@ def python_of(venv: str) -> str:
     return str(python.absolute())
 
 
-def _report(read_end: int, seconds: float) -> dict[str, Any]:
-    """What the child reports when it is ready: its port or an error; {} if it ended without a report."""
-    end = time.monotonic() + seconds
-    line = b""
-    while not line.endswith(b"\n"):
-        ready, _, _ = select.select([read_end], [], [], max(0.0, end - time.monotonic()))
-        if not ready:
-            return {"error": f"the process of the reward was not ready within {seconds:g} s"}
-        piece = os.read(read_end, 65536)
-        if not piece:
-            return {}
-        line += piece
-    report: dict[str, Any] = json.loads(line)
+def _ask(process: subprocess.Popen[str], asked: str, seconds: float) -> dict[str, Any]:
+    """Send the child what to serve; it replies with its port or an error once it is ready. {} if it ends before."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(BrokenPipeError):  # it has ended, so it sends no line either
+        print(asked, file=process.stdin, flush=True)
+    with process.stdout as stream:
+        ready, _, _ = select.select([stream], [], [], seconds)
+        line = stream.readline() if ready else ""
+    if not ready:
+        return {"error": f"the process of the reward was not ready within {seconds:g} s"}
+    report: dict[str, Any] = json.loads(line) if line.endswith("\n") else {}
     return report
 
 
-def _stop(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+def _stop(process: subprocess.Popen[str], folder: tempfile.TemporaryDirectory[str]) -> None:
     """Close the child's input, which ends it; kill it if that does not help."""
     if process.stdin is not None:
         with suppress(BrokenPipeError):  # it has ended already
@@ -161,11 +146,3 @@ def _stop(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[
         process.kill()
         process.wait()
     folder.cleanup()
-
-
-def _has_descriptor(stream: IO[str] | None) -> bool:
-    """Whether a child can write to the stream; in a notebook it may not be a file."""
-    try:
-        return stream is not None and stream.fileno() >= 0
-    except (AttributeError, OSError, ValueError):
-        return False

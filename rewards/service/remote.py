@@ -18,12 +18,13 @@ import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
-from rewards.contract import FROM_SAMPLER, IMAGE_COLUMNS, declare
+from rewards.calls import Row, columns, rows
+from rewards.contract import FROM_SAMPLER, IMAGE_COLUMNS, Scored, Scores, declare
 from rewards.failures import RewardFailed
 from rewards.service import wire
-from rewards.service.http_client import Unavailable, exchange, never, retry, split_url
+from rewards.service.http_client import Unavailable, exchange, retry, split_url
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Policy = Literal["stop", "drop", "pause"]
-Reply: TypeAlias = tuple[list[Any], Mapping[str, Any]]
-"""Scores and parts as JSON has them: null for no score."""
 MAX_REPLY = 2**26
 RETRIED = (408, 429, 502, 503, 504)
 
@@ -70,7 +69,7 @@ class Remote:
         *,
         token: str = "",
         outage: Outage | None = None,
-        stopped: Callable[[], bool] = never,
+        stopped: Callable[[], bool] = lambda: False,
     ):
         if not token.isascii() or not token.isprintable():
             raise ValueError("the token of a reward server must be printable ASCII text")
@@ -99,29 +98,24 @@ class Remote:
         """Where the server is; asked before every attempt."""
         return self._url
 
-    def __call__(self, images: torch.Tensor, **rest: Sequence[Any]) -> Reply:
+    def __call__(self, images: torch.Tensor, **rest: Sequence[Any]) -> Scored:
         frames = images.shape[1] if images.ndim == 5 else 1
         step = len(images) if self._grouped else max(1, self._max_images // frames)
-        scores: list[Any] = []
-        parts: dict[str, list[Any]] = {}
+        scored: list[Row] = []
         for start in range(0, len(images), step):
             chosen = {name: values[start : start + step] for name, values in rest.items()}
-            values, of_parts = self._score(images[start : start + step], chosen)
-            parts |= {part: [math.nan] * len(scores) for part in of_parts if part not in parts}
-            for part, numbers in parts.items():
-                numbers += of_parts.get(part, [math.nan] * len(values))
-            scores += values
-        return scores, parts
+            scored += rows(Scores(*self._score(images[start : start + step], chosen)))
+        return columns(scored)
 
-    def _score(self, images: torch.Tensor, rows: Mapping[str, Sequence[Any]]) -> Reply:
-        pictures = {name: values for name, values in rows.items() if name in IMAGE_COLUMNS}
-        columns = {name: values for name, values in rows.items() if name not in FROM_SAMPLER}
-        prompts = rows.get("prompts", [""] * len(images))
-        body = wire.encode(images, prompts, columns, rows.get("group"), pictures, eight_bit=self._eight_bit)
+    def _score(self, images: torch.Tensor, rest: Mapping[str, Sequence[Any]]) -> Scored:
+        pictures = {name: values for name, values in rest.items() if name in IMAGE_COLUMNS}
+        plain = {name: values for name, values in rest.items() if name not in FROM_SAMPLER}
+        prompts = rest.get("prompts", [""] * len(images))
+        body = wire.encode(images, prompts, plain, rest.get("group"), pictures, eight_bit=self._eight_bit)
         headers = {"Content-Type": wire.SAFETENSORS, "X-Request-Id": uuid.uuid4().hex}
         return self._by_policy(body, headers, len(images))
 
-    def _by_policy(self, body: bytes, headers: Mapping[str, str], count: int) -> Reply:
+    def _by_policy(self, body: bytes, headers: Mapping[str, str], count: int) -> Scored:
         outage = self.outage
         try:
             patience = 0.0 if self._is_down else outage.deadline_s  # 0: one attempt
@@ -141,19 +135,13 @@ class Remote:
             self._is_down = True
             return [math.nan] * count, {}
 
-    def _reply(self, body: bytes, headers: Mapping[str, str], count: int, patience_s: float) -> Reply:
+    def _reply(self, body: bytes, headers: Mapping[str, str], count: int, patience_s: float) -> Scored:
         try:
-            scores, parts = wire.decode_reply(self._request("POST", "/score", body, headers, patience_s))
+            reply = wire.decode_reply(self._request("POST", "/score", body, headers, patience_s), count)
         except (ValueError, RecursionError) as error:
             raise Unavailable(f"its reply cannot be read: {error}") from error
-        for what, row in (("scores", scores), *parts.items()):
-            if not isinstance(row, list) or len(row) != count:
-                number = len(row) if isinstance(row, list) else "no"
-                raise Unavailable(f"it returned {number} {what} for {count} samples")
-            if not all(value is None or type(value) in (int, float) for value in row):
-                raise Unavailable(f"its {what} are not all numbers")
         self._is_down = False
-        return scores, parts
+        return reply
 
     def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str], patience_s: float) -> bytes:
         """The body of a reply with status 200. Raises Unavailable, and ServerRaised for other statuses."""

@@ -110,5 +110,6 @@ def child(settings: IO[str], report: IO[str]) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    with os.fdopen(int(sys.argv[1]), "w") as report_to:
+    with os.fdopen(os.dup(1), "w") as report_to:
+        os.dup2(2, 1)  # what the reward prints must not end up in the report
         child(sys.stdin, report_to)

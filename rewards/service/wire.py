@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rewards.contract import IMAGE_COLUMNS, Scores
+from rewards.contract import IMAGE_COLUMNS, Scored, Scores
 from rewards.pictures import to_uint8
 
 if TYPE_CHECKING:
@@ -101,18 +101,21 @@ def encode_reply(scores: Scores) -> dict[str, Any]:
     return {"scores": _nullable(scores.values), "parts": parts}
 
 
-def decode_reply(body: bytes) -> tuple[Any, Mapping[str, Any]]:
-    """(scores, parts) of a reply, as a reward returns them; their lengths are checked by the contract.
-
-    Raises ValueError if it is not a reply.
-    """
+def decode_reply(body: bytes, count: int) -> Scored:
+    """Scores and parts of a reply about `count` samples, NaN for no score. Raises ValueError if it is not one."""
     reply = json.loads(body)
-    if not isinstance(reply, dict) or not isinstance(reply.get("scores"), list):
-        raise ValueError("the reply is not an object with a list `scores`")
-    parts = reply.get("parts") or {}
+    parts = (reply.get("parts") or {}) if isinstance(reply, dict) else None
     if not isinstance(parts, dict):
-        raise ValueError("`parts` of the reply is not an object")
-    return reply["scores"], parts
+        raise ValueError("it is not an object with `scores` and `parts`")
+    return _numbers("scores", reply.get("scores"), count), {name: _numbers(name, parts[name], count) for name in parts}
+
+
+def _numbers(what: str, row: Any, count: int) -> list[float]:
+    if not isinstance(row, list) or len(row) != count:
+        raise ValueError(f"it has {len(row) if isinstance(row, list) else 'no'} {what} for {count} samples")
+    if not all(value is None or type(value) in (int, float) for value in row):
+        raise ValueError(f"its {what} are not all numbers")
+    return [math.nan if value is None else value for value in row]
 
 
 def _nullable(values: Sequence[float]) -> list[float | None]:
@@ -120,7 +123,7 @@ def _nullable(values: Sequence[float]) -> list[float | None]:
 
 
 def _from_safetensors(body: bytes, limits: Limits) -> Request:
-    import torch
+    from PIL import Image
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -134,14 +137,9 @@ def _from_safetensors(body: bytes, limits: Limits) -> Request:
     except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
         raise BadRequest("the body is not safetensors") from error
     fields = _json(header.get("__metadata__", {}).get("request", "").encode())
-    row = {name: tensor for name, tensor in tensors.items() if name in ("images", "pixels")}
-    if len(row) != 1:
+    if len({"images", "pixels"} & set(tensors)) != 1:
         raise BadRequest("the body must hold one tensor `images` or one tensor `pixels`")
-    ((name, tensor),) = row.items()
-    if name == "pixels":
-        images = tensor.movedim(-1, -3).to(torch.float32) / 255
-    else:
-        images = tensor
+    images = tensors["images"] if "images" in tensors else _floats(tensors["pixels"])
     pictures: dict[str, list[Any]] = {}
     for kind in IMAGE_COLUMNS:
         count = sum(key.startswith(f"{kind}.") for key in tensors)
@@ -149,7 +147,7 @@ def _from_safetensors(body: bytes, limits: Limits) -> Request:
         if not set(keys) <= set(tensors):
             raise BadRequest(f"the tensors of {kind} must be numbered 0 to {count - 1}")
         if keys:
-            pictures[kind] = [_picture(tensors[key]) for key in keys]
+            pictures[kind] = [Image.fromarray(tensors[key].numpy()) for key in keys]
     return _request(images, fields, pictures)
 
 
@@ -165,16 +163,15 @@ def _check_header(header: Any, limits: Limits) -> None:
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise BadRequest("a tensor of the body has no shape")
         kind = name.partition(".")[0]
-        wanted = {"images": ("F32", -3), "pixels": ("U8", -1)} | dict.fromkeys(IMAGE_COLUMNS, ("U8", -1))
+        dtype, channels = ("F32", -3) if kind == "images" else ("U8", -1)
         ranks = (3,) if kind in IMAGE_COLUMNS else (4, 5)
-        if kind not in wanted or len(shape) not in ranks or shape[wanted[kind][1]] != 3 or 0 in shape:
+        known = kind in ("images", "pixels", *IMAGE_COLUMNS)
+        if not known or len(shape) not in ranks or shape[channels] != 3 or 0 in shape:
             raise BadRequest("a tensor of the body is none of images, pixels, reference_images.K, source_images.K")
-        if entry.get("dtype") != wanted[kind][0]:
-            raise BadRequest(f"the tensor {kind} must be of type {wanted[kind][0]}")
-        area = math.prod(shape) // 3
-        side = shape[-2] * shape[-1] if wanted[kind][1] == -3 else shape[-3] * shape[-2]
-        pixels += area
-        pictures += area // side
+        if entry.get("dtype") != dtype:
+            raise BadRequest(f"the tensor {kind} must be of type {dtype}")
+        pixels += math.prod(shape) // 3
+        pictures += math.prod(shape[:-3])
     _check_sizes(pictures, pixels, limits)
 
 
@@ -192,7 +189,7 @@ def _from_json(body: bytes, limits: Limits) -> Request:
     fields = _json(body)
     if not isinstance(fields, dict):
         raise BadRequest("the body must be an object")
-    found: dict[str, list[Image]] = {}
+    pictures: dict[str, list[Image]] = {}
     opened: list[Image] = []
     for kind in ("images", *IMAGE_COLUMNS):
         if kind not in fields:
@@ -204,15 +201,20 @@ def _from_json(body: bytes, limits: Limits) -> Request:
         for k, file in enumerate(files):
             opened.append(_open(file, f"{kind} {k}"))
             _check_sizes(0, sum(picture.width * picture.height for picture in opened), limits)
-        found[kind] = opened[len(opened) - len(files) :]
-    if not found.get("images"):
+        pictures[kind] = opened[len(opened) - len(files) :]
+    if not pictures.get("images"):
         raise BadRequest("images must be a list of files in base64")
-    rows = [_decoded(picture, k) for k, picture in enumerate(found.pop("images"))]
-    if len({row.size for row in rows}) > 1:
+    pictures = {kind: [_decoded(picture, k) for k, picture in enumerate(row)] for kind, row in pictures.items()}
+    images = pictures.pop("images")
+    if len({image.size for image in images}) > 1:
         raise BadRequest("the images must be of one size")
-    pixels = torch.from_numpy(np.stack([np.asarray(row) for row in rows]))
-    pictures = {kind: [_decoded(picture, k) for k, picture in enumerate(row)] for kind, row in found.items()}
-    return _request(pixels.movedim(-1, -3).to(torch.float32) / 255, fields, pictures)
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+    return _request(_floats(pixels), fields, pictures)
+
+
+def _floats(pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., H, W, 3] as float32 [..., 3, H, W] in [0, 1]."""
+    return pixels.movedim(-1, -3).float() / 255
 
 
 def _open(file: str, where: str) -> Image:
@@ -231,12 +233,6 @@ def _decoded(picture: Image, k: int) -> Image:
         return picture.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise BadRequest(f"picture {k} cannot be decoded") from error
-
-
-def _picture(tensor: torch.Tensor) -> Image:
-    from PIL import Image
-
-    return Image.fromarray(tensor.numpy())
 
 
 def _request(images: torch.Tensor, fields: Any, pictures: Mapping[str, list[Any]]) -> Request:

@@ -12,6 +12,7 @@ from genrl.config import Config, load
 from genrl.config.estimate import plan
 from tests.cli.commands import ROOT, run, words
 
+TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8, "noise_growth": 0}}
 PIPELINES = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if isinstance(load(path), Config)]
 
 
@@ -99,7 +100,7 @@ def test_branch_grpo_of_the_paper() -> None:
         ),
         ({"window": {"size": 2}, "noise_outside_window": True}, "outside the window also have noise"),
         ({"window": {"size": 2}, "tail_ratio": 0.4}, "the last 4 steps in place of 8 of the schedule's"),
-        ({"window": {"size": 2}, "tree": {"ways": 8}, "layer_tuning": {}}, "layer_tuning evaluates the best path"),
+        ({**TREE_RPO, "window": {"size": 2}}, "layer_tuning evaluates the best path"),
         ({"window": {"size": 2}, "tree": {"ways": 8, "contrast": {}}}, "training calls are at most these"),
         ({"tree": {"ways": 2, "at": [0], "prune": {"width": "best_sibling"}}}, "training calls are at most these"),
         ({"tree": {"ways": 2, "at": [0], "prune": {"depths": [4], "until": 0.5}}}, "steps 0-2,4-8 trained"),

@@ -288,6 +288,21 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "write sampler.kind: flow_sde",
     ),
     (
+        "a policy that is unknown",
+        NEW,
+        {"policy": {"new": {"type": "tiny_flow_vlo"}}},
+        "policy.new.type",
+        "found 'tiny_flow_vlo'; did you mean tiny_flow_vla? they are: diffusion_mlp, tiny_flow_vla; or name a file",
+    ),
+    ("a published policy, new", NEW, {"policy": {"new": {"type": "pi0"}}}, "policy.new.type", "write its folder as"),
+    (
+        "settings of a policy that has none",
+        NEW,
+        {"policy": {"new": {"args": {"width": 3}}}},
+        "policy.new.args, policy.new.type (default)",
+        "tiny_flow_vla has none",
+    ),
+    (
         "more levels than it learns",
         NEW,
         {"policy": {"new": {"type": "diffusion_mlp", "train_steps": 10}}, "sampler": DPPO},
@@ -364,6 +379,8 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 ALMOST: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sft of a loaded policy", NEW, {"policy": {"path": "a"}}),
+    ("a policy of one's own", NEW, {"policy": {"new": {"type": "mine.py:Mine", "args": {"width": 3}}}}),
+    ("a policy of one's own that predicts noise", NEW, {"policy": {"new": {"type": "a.py:B"}}, "sampler": DPPO}),
     (
         "entropy of a learned noise",
         TRAINED,
@@ -543,7 +560,7 @@ class TestFiles:
             (
                 {"name": "robosuite"},
                 "environment.name",
-                "there are minitable, metaworld, maniskill, libero, gymnasium ids",
+                "there are libero, maniskill, metaworld, minitable, gymnasium ids",
             ),
             ({"name": "none.py:make"}, "environment.name", "there is no file none.py"),
             ({"name": "docs/mine.py"}, "environment.name", "docs/mine.py:make"),
@@ -554,6 +571,21 @@ class TestFiles:
     ) -> None:
         [(found, text)] = self.problems(tmp_path, NEW, environment=environment, trackers=[])
         assert found == key and says in text
+
+    @pytest.mark.parametrize(("name", "says"), [("none.py:Mine", "no file none.py"), ("none.py", "none.py:Name")])
+    def test_a_policy_of_ones_own_that_is_not_there(self, name: str, says: str, tmp_path: Path) -> None:
+        [(found, text)] = self.problems(tmp_path, NEW, policy={"new": {"type": name}}, trackers=[])
+        assert found == "policy.new.type" and says in text
+
+    def test_a_policy_of_ones_own_is_code_that_will_run(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.py").write_text("class Mine: ...\n")
+        name = f"{tmp_path / 'mine.py'}:Mine"
+        note = f"training runs the code of {tmp_path / 'mine.py'}"
+        path = write(tmp_path, NEW, policy={"new": {"type": name}}, trackers=[])
+        assert check_files(load(path)) == [f"policy.new.type: {note}"]
+        folder = policy_folder(tmp_path / "saved", output_features={}, type=name)
+        path = write(tmp_path, TRAINED, policy={"path": str(folder)}, trackers=[])
+        assert check_files(load(path)) == [f"policy.path: {note}"]
 
     def test_a_function_is_code_that_will_run(self, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text("def make(): ...\n")

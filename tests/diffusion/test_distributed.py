@@ -33,8 +33,8 @@ FINISHED: dict[str, dict[str, Any]] = {
     "dpo": {"timesteps_per_pair": 2},
     "d3po": {"kernel": "flow_sde", "noise_level": 0.7},
     "prdp": {"kernel": "flow_sde", "noise_level": 0.7, "beta": 0.1, "clip_range": 1e-3},
-    "guard": {"algorithm": "flow_grpo", "guard": True, "clip_range": 4e-6},
-    "prompt_history": {"algorithm": "flow_grpo", "advantage_scale": "prompt_history", "history": {"min_count": 2}},
+    "guard": {"algorithm": "grpo_guard", "clip_range": 4e-6},
+    "ddpo": {"algorithm": "ddpo", "kernel": "flow_sde", "noise_level": 0.7, "history": {"min_count": 2}},
 }
 QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}, "optimizer": {"max_grad_norm": 1e9}}
 

@@ -184,13 +184,18 @@ def test_stopped_between_two_updates_of_an_iteration(
     assert runs.differences(straight, folder / "stopped") == []
 
 
-def test_full_fine_tuning_ends_its_iteration_first(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "step"), [(10, 2), (10**9, 1)])
+def test_full_fine_tuning_ends_its_iteration_first_where_it_is_large(
+    folder: Path, model: Path, most: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is undone, too."""
+    monkeypatch.setattr("genrl.runtime.weights.LARGEST_COPY", most)
     common: dict[str, Any] = {"trainer": {"algorithm": "flow_grpo", "inner_epochs": 2}, "evaluation": {"every": 0}}
     config = runs.config(folder, model, lora=None, iterations=3, **common)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         stop_in_backward(patch, 8 + 5)
         train(config)
-    assert runs.last_state(Path(config.output)).step == 2
+    assert runs.last_state(Path(config.output)).step == step
 
 
 NOISY = '''\

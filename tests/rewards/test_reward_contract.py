@@ -72,7 +72,7 @@ def test_an_option_is_not_a_column() -> None:
 
 @pytest.mark.parametrize("reward", [lambda *images: [], lambda images, **rest: [], len])
 def test_a_signature_that_declares_nothing_is_refused(reward: Any) -> None:
-    with pytest.raises(ValueError, match="does not tell what it needs"):
+    with pytest.raises(ValueError, match="does not say what it needs"):
         rewards.needs(reward)
 
 
@@ -142,7 +142,7 @@ def test_a_missing_column_names_reward_column_and_nearest() -> None:
         "reward 'mine' asks for the column 'colour', but the prompt file has the columns colours, count. "
         "Did you mean 'colours'?"
     )
-    with pytest.raises(ValueError, match="has no columns beside the prompt"):
+    with pytest.raises(ValueError, match="has no columns besides the prompt"):
         rewards.check_columns(mine, [])
     with pytest.raises(ValueError, match="Did you mean 'images'"):
         rewards.check_columns(lambda image: [], [])

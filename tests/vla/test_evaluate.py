@@ -16,8 +16,9 @@ from genrl.runtime.metrics import document
 from genrl.vla.data.videos import Clip
 from genrl.vla.evaluate import Judged, balanced, by_task, evaluate, slug, success_rates
 from genrl.vla.policies.folder import load_policy
-from genrl.vla.rollout.sampling import Diffusion, FlowSteps
-from genrl.vla.simulators.environments import Environment, open_environment
+from genrl.vla.rollout.sampling import Acting, Diffusion, FlowSteps
+from genrl.vla.simulators.contract import Environment, Simulation
+from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.minitable import INSTRUCTIONS, TOUCH
 from genrl.vla.train import judge_policy, train
 from tests.vla import vla_runs
@@ -25,7 +26,7 @@ from tests.vla import vla_runs
 
 def tables(num_envs: int, **changes: Any) -> Environment:
     how: dict[str, Any] = {"chunk": 4, "tasks": ("touch",), "max_steps": 16} | changes
-    return open_environment("minitable", num_envs=num_envs, **how)
+    return open_environment(Simulation("minitable", num_envs=num_envs, **how))
 
 
 def policy(kind: str = "flow") -> Any:
@@ -34,7 +35,7 @@ def policy(kind: str = "flow") -> Any:
 
 def judged(num_envs: int = 12, **changes: Any) -> Judged:
     how: dict[str, Any] = {"episodes": 12, "seed": 5} | changes
-    return evaluate(policy(), FlowSteps(), tables(num_envs), **how)
+    return evaluate(Acting(policy(), FlowSteps()), tables(num_envs), **how)
 
 
 def facts(found: Judged) -> list[tuple[str, bool, int, float]]:
@@ -72,7 +73,9 @@ def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
     """The level of the noise does not matter; weights and global generators are left alone."""
     who = policy()
     before, state = vla_runs.weights(who), torch.get_rng_state()
-    one, other = (evaluate(who, FlowSteps(noise_level=level), tables(6), episodes=6, seed=5) for level in (0.1, 2.0))
+    one, other = (
+        evaluate(Acting(who, FlowSteps(noise_level=level)), tables(6), episodes=6, seed=5) for level in (0.1, 2.0)
+    )
     assert facts(one) == facts(other) and vla_runs.moved(who, before) == set()
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in who.parameters())
 
@@ -80,12 +83,12 @@ def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
 def test_the_frozen_half_of_dppo_does_the_first_steps() -> None:
     sampler, who = Diffusion(20, 5, 2), policy("diffusion")
     with pytest.raises(ValueError, match="are those of the frozen policy"):
-        evaluate(who, sampler, tables(4), episodes=4, seed=5)
-    alike = evaluate(who, sampler, tables(6), episodes=6, seed=5, frozen=policy("diffusion"))
-    assert facts(alike) == facts(evaluate(who, Diffusion(20, 5, 5), tables(6), episodes=6, seed=5))
+        evaluate(Acting(who, sampler), tables(4), episodes=4, seed=5)
+    alike = evaluate(Acting(who, sampler, policy("diffusion")), tables(6), episodes=6, seed=5)
+    assert facts(alike) == facts(evaluate(Acting(who, Diffusion(20, 5, 5)), tables(6), episodes=6, seed=5))
     broken = policy("diffusion")
     torch.nn.init.normal_(broken.out.weight, std=3.0)
-    other = evaluate(who, sampler, tables(6), episodes=6, seed=5, frozen=broken)
+    other = evaluate(Acting(who, sampler, broken), tables(6), episodes=6, seed=5)
     assert other.steps != alike.steps
 
 
@@ -151,7 +154,7 @@ class Losing:
 def test_an_episode_that_was_lost_is_a_failure() -> None:
     whole = judged(12)
     slow = next(n for n, steps in enumerate(whole.steps) if steps > 8)
-    found = evaluate(policy(), FlowSteps(), Losing(tables(12)), episodes=12, seed=5)  # type: ignore[arg-type]
+    found = evaluate(Acting(policy(), FlowSteps()), Losing(tables(12)), episodes=12, seed=5)  # type: ignore[arg-type]
     assert not found.success[1] and found.steps[1] <= 8
     assert facts(found)[slow] == facts(whole)[slow] or slow == 1
     assert len(found.success) == 12

@@ -11,9 +11,10 @@ from genrl.cli.vla import export
 from genrl.runtime.progress import Progress
 from genrl.vla import train
 from genrl.vla.evaluate import evaluate, success_rates
+from genrl.vla.methods.diwa.settings import DiWA
 from genrl.vla.policies.folder import load_first_steps, load_policy
 from genrl.vla.policies.policy import ACTION
-from genrl.vla.rollout.sampling import FlowSteps, Frozen, act
+from genrl.vla.rollout.sampling import Acting, FlowSteps, Frozen, act
 from genrl.vla.setup import load_trained, sampler_of
 from genrl.vla.simulators.minitable import MiniTable
 from tests.vla import vla_runs
@@ -26,7 +27,7 @@ def test_it_tells_of_every_decision_and_of_every_episode() -> None:
     """A round of slow simulators may take longer than a watchdog waits."""
     told: list[int] = []
     env = MiniTable(3, image_size=0, max_steps=8)
-    found = evaluate(flow(), FlowSteps(), env, episodes=5, seed=1, advance=told.append)  # type: ignore[arg-type]
+    found = evaluate(Acting(flow(), FlowSteps()), env, episodes=5, seed=1, advance=told.append)  # type: ignore[arg-type]
     assert told == [0, 0, 3, 0, 0, 2] and len(found.success) == 5
 
 
@@ -39,9 +40,9 @@ def test_the_judge_has_the_policy_before_fine_tuning_on_its_own_device(
     monkeypatch.setattr(train, "_on_device", lambda *a: loaded.append(load(*a)) or loaded[-1])
     seen: list[object] = []
 
-    def watched(policy, sampler, env, *, frozen, **rest):
-        seen.extend([policy, frozen])
-        return evaluate(policy, sampler, env, frozen=frozen, **rest)
+    def watched(who, env, **rest):
+        seen.extend([who.policy, who.frozen])
+        return evaluate(who, env, **rest)
 
     monkeypatch.setattr(train, "evaluate", watched)
     with Progress(1, enabled=False) as progress:
@@ -91,7 +92,7 @@ def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
 
 def test_a_policy_that_does_not_act_alone_is_refused(tmp_path: Path) -> None:
     config = vla_runs.config(tmp_path)
-    lone = config.model_copy(update={"trainer": config.trainer.model_copy(update={"algorithm": "diwa"})})
+    lone = config.model_copy(update={"trainer": DiWA()})
     with Progress(1, enabled=False) as progress, pytest.raises(ValueError, match="its world model.*metrics.jsonl"):
         train.judge_policy(lone, tmp_path / "none", progress)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from genrl.vla.policies.folder import load_policy, save_policy
-from genrl.vla.policies.tiny_flow import NoiseHead
-from genrl.vla.setup import open_tables, sampler_of, with_heads
+from genrl.vla.policies.policy import NoiseHead
+from genrl.vla.setup import open_tables, sampler_of
 from genrl.vla.simulators.environments import evaluation_episodes
 from genrl.vla.train import check_processes, train
 from tests.vla import vla_runs
@@ -23,7 +23,7 @@ from tests.vla.tiny_policies import diffusion, flow
 def test_a_noise_head_in_another_place_is_new_and_the_rest_stays(had: NoiseHead, wanted: NoiseHead) -> None:
     """From a Flow-Noise run to ReinFlow, and back."""
     policy = flow(critic=1, noise_head=had)
-    made, again = (with_heads(policy, critic=1, noise_head=wanted, seed=3) for _ in range(2))
+    made, again = (policy.with_heads(critic=1, noise_head=wanted, seed=3) for _ in range(2))
     before, after = policy.state_dict(), made.state_dict()
     for name, value in after.items():
         if name.startswith("noise_head."):
@@ -31,20 +31,20 @@ def test_a_noise_head_in_another_place_is_new_and_the_rest_stays(had: NoiseHead,
             assert name not in before or before[name].shape != value.shape or not torch.equal(value, before[name])
         else:
             assert torch.equal(value, before[name]), name
-    assert with_heads(made, critic=1, noise_head=wanted, seed=3) is made
+    assert made.with_heads(critic=1, noise_head=wanted, seed=3) is made
 
 
 def test_a_critic_of_another_number_of_values_is_new_and_the_rest_stays() -> None:
     """From one value of a chunk to one of every action, and back; without a change the policy is the same one."""
     for policy in (flow(critic=1), diffusion(critic=1)):
         before = policy.state_dict()
-        made = with_heads(policy, critic=4, noise_head="none", seed=3)
+        made = policy.with_heads(critic=4, noise_head="none", seed=3)
         for name, value in made.state_dict().items():
             assert name.startswith("value_head.") or torch.equal(value, before[name]), name
         first = "value_head.0.entry.weight"
         assert made.value_head[-1].out_features == 4 and not torch.equal(made.state_dict()[first], before[first])
-        assert with_heads(made, critic=4, noise_head="none", seed=5) is made
-        assert with_heads(made, critic=1, noise_head="none", seed=3).value_head[-1].out_features == 1
+        assert made.with_heads(critic=4, noise_head="none", seed=5) is made
+        assert made.with_heads(critic=1, noise_head="none", seed=3).value_head[-1].out_features == 1
 
 
 @pytest.mark.parametrize(

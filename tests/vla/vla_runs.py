@@ -14,11 +14,11 @@ import yaml
 from torch import Tensor
 
 from genrl.config import VLAConfig, load
-from genrl.vla.data.demonstrations import expert_demonstrations
-from genrl.vla.methods.imitation import imitate, minitable_frames
+from genrl.vla.data.demonstrations import expert_demonstrations, minitable_frames
+from genrl.vla.methods.imitation import imitate
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.run import VLARun
-from genrl.vla.simulators.environments import minitable_tasks
+from genrl.vla.simulators.minitable.task import task_numbers
 from genrl.vla.train import KIND, train
 from tests import opened as opening
 from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
@@ -45,7 +45,7 @@ def _policies() -> tempfile.TemporaryDirectory[str]:
 @cache
 def folder(kind: str) -> Path:
     """A policy that touches discs about every second time: "flow", or "diffusion"."""
-    shown = expert_demonstrations(100, tasks=minitable_tasks(("touch",)), seed=0)
+    shown = expert_demonstrations(100, tasks=task_numbers(("touch",)), seed=0)
     frames = minitable_frames(shown, WORDS, horizon=4, image_size=0)
     policy = flow(stir=False) if kind == "flow" else diffusion()
     steps = 80 if kind == "flow" else 200

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from genrl.cli.vlm import evaluate
+from genrl.cli.app import app
 from genrl.config import ConfigError, check_files, load_located
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.rollout.data import Questions
@@ -15,19 +17,8 @@ from genrl.vlm.train import train
 from tests.run_folders import differences, rows
 from tests.vlm import vlm_runs
 
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = '''
-from PIL import Image
-from genrl.vlm.tasks.rows import Question
-
-COLOURS = ("red", "green", "blue")
-
-def stripes(rng, split):
-    """Which colour a picture has; shades of an even level of red are held out."""
-    colour, shade = COLOURS[rng.integers(3)], 2 * int(rng.integers(100, 128)) - (split == "train")
-    value = [shade * (colour == one) for one in COLOURS]
-    picture = Image.new("RGB", (48, 48), tuple(value))
-    return Question((picture, "which colour have most shapes ?"), colour, 1, {"shade": shade})
-
 class Sums:
     """Questions that are read."""
     def __init__(self, split):
@@ -68,7 +59,10 @@ class Incomplete:
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    (tmp_path / "tasks.py").write_text(TASKS)
+    (example,) = re.findall(
+        r"```python\n(# stripes\.py.*?)```", (ROOT / "docs" / "vlm_tasks.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "tasks.py").write_text(example + TASKS)
     (tmp_path / "policies.py").write_text(POLICIES)
     return tmp_path
 
@@ -84,7 +78,7 @@ def trains_and_resumes(place: Path, **changes: Any) -> list[dict[str, Any]]:
     return rows(place / "whole" / "run")
 
 
-def test_a_task_from_a_file(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_from_a_file(code: Path) -> None:
     task = {"name": f"{code / 'tasks.py'}:stripes"}
     config = vlm_runs.config(code, task=task)
     assert check_files(config, {})[-1] == f"task.name: training runs the code of {task['name']}"
@@ -93,8 +87,8 @@ def test_a_task_from_a_file(code: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert trained[3].columns["shade"] % 2 == 1 and trained[3].columns["question"] == held_out[3].columns["question"]
     found = trains_and_resumes(code, task=task, evaluation={"every": 1, "questions": 8, "blind": False})
     assert found[-1]["step"] == 3 and found[-1]["eval/accuracy_mean"] is not None
-    evaluate(code / "whole" / "run", vlm_runs.config(code, task=task), questions=4, out=None)
-    assert "right answers" in capsys.readouterr().out
+    judged = CliRunner().invoke(app, ["eval", str(code / "whole" / "run"), "--num-prompts", "4"])
+    assert judged.exit_code == 0 and "right answers" in judged.output
 
 
 def test_a_task_whose_questions_are_read(code: Path) -> None:

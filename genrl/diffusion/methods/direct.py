@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rewards
 from genrl.config import Config
+from genrl.data.prompts import Prompt
 from genrl.diffusion.policy.policy import Batch, Policy
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.rollout.scoring import Scorers
@@ -30,7 +31,7 @@ class RewardGradient(NamedTuple):
     """float32 [B]."""
 
 
-def check_gradients(config: Config, scorers: Scorers) -> None:
+def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
     """Raise ValueError, naming the key, where a reward that is trained on has no gradients.
 
     Of what is loaded; what the source of a reward declares is checked with the files (`genrl.config.files`).

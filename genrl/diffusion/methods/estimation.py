@@ -43,7 +43,7 @@ def estimate(
         return independent_edges(advantages, plan, trained)
     rewards = rollouts.total
     if settings.layout.tree.contrast is not None:
-        advantages = contrasted(run, settings.layout.tree, settings.layout.tree.contrast, rollouts)
+        advantages = contrasted(run, settings, settings.layout.tree, settings.layout.tree.contrast, rollouts)
         rewards = torch.where(advantages != 0, rewards, torch.nan)  # the others have no part in what is above them
     log_probs = torch.full((plan.steps, rollouts.num_samples), torch.nan)
     if settings.layout.tree.credit != "mean":
@@ -62,12 +62,14 @@ def estimate(
     return edges
 
 
-def contrasted(run: DiffusionRun, tree: TreeSettings, contrast: Contrast, rollouts: Rollouts) -> Tensor:
+def contrasted(
+    run: DiffusionRun, settings: PolicyGradient, tree: TreeSettings, contrast: Contrast, rollouts: Rollouts
+) -> Tensor:
     """B2-DiffuRL's advantages: scores over the prompt's history, of the best and worst leaf of each split, [N]."""
     history = PromptHistory(contrast.history)
     history.rewards = run.loop.memory.setdefault("prompt_history", {})
     scores = history.normalise(rollouts.total, rollouts.prompts)
     branch = torch.arange(rollouts.num_samples) // tree.ways
     chosen = branch_extremes(scores, branch, high=contrast.high, low=contrast.low)
-    clip = run.config.trainer.advantage_clip
+    clip = settings.advantage_clip
     return torch.where(chosen != 0, signed_advantage(scores, clip=clip), 0.0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from PIL import Image
@@ -26,8 +26,8 @@ from torch import Tensor
 import rewards
 from genrl.config import Config, Sampling
 from genrl.data.prompts import Prompt
-from genrl.diffusion.policy.policy import Batch, Policy
-from genrl.diffusion.rollout.forest import Draw, Piece
+from genrl.diffusion.policy.policy import Batch, NoiseKey, Policy
+from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring
 from genrl.mdp.batches import prompt_indices
 from genrl.mdp.noise import generator
@@ -162,6 +162,46 @@ def tree_micro_batches(
     return found, bounds
 
 
+@dataclass(frozen=True)
+class Sheet:
+    """An iteration before anything is drawn."""
+
+    rows: list[Prompt]
+    """The prompt of every slot [N]."""
+    group: Tensor
+    """Prompt slot of every slot, int64 [N]."""
+    plan: list[list[int]]
+    """Slots of the roots of each micro-batch, in the order of training."""
+    bounds: list[int]
+    """Positions in the plan where updates begin, and the end; empty = cut evenly."""
+
+    @classmethod
+    def of(
+        cls, config: Config, prompts: Sequence[Prompt], iteration: int, *, leaves: int, roots_together: int | None
+    ) -> Self:
+        """What seed and iteration alone say (`collect` has the arguments)."""
+        size = config.sampling.group_size
+        rows = [row for row in iteration_prompts(config, prompts, iteration) for _ in range(size)]
+        group = torch.arange(len(rows)) // size
+        roots = range(0, len(rows), leaves)
+        keys = {"seed": config.seed, "iteration": iteration}
+        if roots_together is None:
+            return cls(rows, group, micro_batches(roots, config.sampling.batch_size, **keys), [])
+        return cls(rows, group, *tree_micro_batches(roots, roots_together, config.trainer.updates, **keys))
+
+    def batch(self, config: Config, iteration: int, slots: Sequence[int]) -> Batch:
+        """What the roots at these slots are drawn from."""
+        sampling, rows = config.sampling, [self.rows[s] for s in slots]
+        same: list[NoiseKey] = [(config.seed, iteration, "group", int(self.group[s])) for s in slots]
+        return Batch(
+            prompts=[row.text for row in rows],
+            keys=[(config.seed, iteration, s) for s in slots],
+            sampling=call_arguments(sampling),
+            initial_keys=same if sampling.same_initial_noise else None,
+            inputs=batch_inputs(sampling.inputs, rows),
+        )
+
+
 def collect(
     config: Config,
     policy: Policy,
@@ -187,44 +227,21 @@ def collect(
     `advance` is told of finished samples, `beat` called while they are scored, and samples are drawn and scored within
     `fitting`, which may leave where memory runs out. running: statistics of the scores of the iterations before.
     """
-    sampling = config.sampling
-    rows = iteration_prompts(config, prompts, iteration)
-    slot_rows = [row for row in rows for _ in range(sampling.group_size)]
-    group = torch.arange(len(slot_rows)) // sampling.group_size
-    roots = range(0, len(slot_rows), leaves)
-    keys = {"seed": config.seed, "iteration": iteration}
-    plan, bounds = micro_batches(roots, sampling.batch_size, **keys), []
-    if roots_together is not None:
-        plan, bounds = tree_micro_batches(roots, roots_together, config.trainer.updates, **keys)
-    arguments = call_arguments(sampling)
-
+    sheet = Sheet.of(config, prompts, iteration, leaves=leaves, roots_together=roots_together)
+    size, background = config.sampling.batch_size, config.sampling.score_in_background
     mine: dict[int, MicroBatch] = {}
-    background = sampling.score_in_background
-    with Scoring(scorers, slot_rows, group.tolist(), background=background, beat=beat) as scoring:
-        for position in range(process, -(-len(plan) // num_processes) * num_processes, num_processes):
-            if position >= len(plan):  # another process has one more: meet it where the end is agreed
+    with Scoring(scorers, sheet.rows, sheet.group.tolist(), background=background, beat=beat) as scoring:
+        for position in range(process, -(-len(sheet.plan) // num_processes) * num_processes, num_processes):
+            if position >= len(sheet.plan):  # another process has one more: meet it where the end is agreed
                 advance(0)
                 continue
-            slots = plan[position]
-            batch = Batch(
-                prompts=[slot_rows[s].text for s in slots],
-                keys=[(config.seed, iteration, s) for s in slots],
-                sampling=arguments,
-                initial_keys=[(config.seed, iteration, "group", int(group[s])) for s in slots]
-                if sampling.same_initial_noise
-                else None,
-                inputs=batch_inputs(sampling.inputs, [slot_rows[s] for s in slots]),
-            )
+            slots = sheet.plan[position]
+            batch = sheet.batch(config, iteration, slots)
             with torch.no_grad(), fitting():
                 with timed("sample"):
                     drawn = draw(batch, slots)
                 with timed("decode"):
-                    images = torch.cat(
-                        [
-                            policy.decode(drawn.batch.take(some), drawn.final[some]).cpu()
-                            for some in _chunks(len(drawn.slots), sampling.batch_size)
-                        ]
-                    )
+                    images = _decoded(policy, drawn, size)
             mine[position] = MicroBatch(
                 drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)
             )
@@ -232,21 +249,27 @@ def collect(
             advance(len(drawn.slots) * num_processes)
         with timed("score"), fitting():
             scored = scoring.result()
-    combined = compose.combine(scored.values, scorers.components, group, iteration=iteration, running=running)
+    combined = compose.combine(scored.values, scorers.components, sheet.group, iteration=iteration, running=running)
     return Rollouts(
         mine=mine,
-        num_micro_batches=len(plan),
-        prompts=[row.text for row in slot_rows],
-        group=group,
+        num_micro_batches=len(sheet.plan),
+        prompts=[row.text for row in sheet.rows],
+        group=sheet.group,
         scored=scored,
         total=combined.total,
-        bounds=bounds,
-        slots=[[leaf for slot in slots for leaf in range(slot, slot + leaves)] for slots in plan],
+        bounds=sheet.bounds,
+        slots=[[leaf for slot in slots for leaf in range(slot, slot + leaves)] for slots in sheet.plan],
         used=compose.metrics(combined, scorers.components),
         running=combined.running,
         parts=combined.values,
         weights=combined.weights,
     )
+
+
+def _decoded(policy: Policy, drawn: Drawn, size: int) -> Tensor:
+    """Pictures of the final states, `size` of them at a time, on the CPU."""
+    rows = _chunks(len(drawn.slots), size)
+    return torch.cat([policy.decode(drawn.batch.take(some), drawn.final[some]).cpu() for some in rows])
 
 
 def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:

@@ -1,30 +1,32 @@
-"""Demonstrations as data sets, and data sets as the frames of supervised training (`imitation`)."""
+"""Demonstrations of MiniTable's expert: as episodes, as a data set, and as the frames of supervised training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from genrl.vla.data.frames import episode_frames
 from genrl.vla.data.lerobot_dataset import Dataset, Episode, write_dataset
-from genrl.vla.methods.imitation import ACTION_IS_PAD
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, tokenise
 from genrl.vla.simulators import minitable
 from genrl.vla.simulators.minitable import task
 
-MINITABLE_REST = (0.0, 0.0, -1.0)
-"""What MiniTable's expert does once it has succeeded: nothing, with the gripper open."""
 MINITABLE_FPS = 10
 _NAMES = {
     STATE: ["x", "y", "holding"],
     ENVIRONMENT: [f"{colour}_{axis}" for colour in task.COLOURS for axis in "xy"],
     ACTION: ["dx", "dy", "grip"],
 }
+
+
+def minitable_rest(actions: NDArray[np.float32]) -> Sequence[float]:
+    """What MiniTable's expert does once it has succeeded: nothing, with the gripper open."""
+    return (0.0, 0.0, -1.0)
 
 
 def expert_demonstrations(count: int, *, tasks: Sequence[int], seed: int) -> minitable.Demonstrations:
@@ -66,61 +68,15 @@ def write_minitable(
     return write_dataset(folder, episodes, fps=MINITABLE_FPS, names=_NAMES, robot_type="minitable", videos=videos)
 
 
-def dataset_frames(
-    dataset: Dataset,
-    tokenise: Callable[[Sequence[str]], Tensor],
-    *,
-    inputs: Sequence[str],
-    horizon: int,
-    rest: Sequence[float] | None = None,
-    episodes: Iterable[int] | None = None,
+def minitable_frames(
+    demonstrations: minitable.Demonstrations, words: Sequence[str], *, horizon: int, image_size: int
 ) -> Batch:
-    """Every frame of a data set as an observation and the chunk of actions from there, F rows, episode after episode.
+    """Every step of the demonstrations as an observation and the expert's chunk from there, F rows.
 
-    inputs: what the policy reads; `TOKENS` is made by `tokenise`, the others are columns. Numbers become float32
-    [F, D], pictures stay uint8 [F, H, W, 3]. `ACTION` float32 [F, horizon, A]. Beyond the end of its episode a chunk
-    repeats the last action, and `ACTION_IS_PAD` bool [F, horizon] says so (LeRobot's delta_timestamps); with rest [A],
-    the action that stands still, it goes on with that as if it had been demonstrated, and there is no mask.
-
-    All of it is in memory: F H W 3 bytes for each camera. Raises as `Dataset.read`, and ValueError for a rest of
-    another width.
+    `STATE` [F, 3], `ENVIRONMENT` [F, 6], `TOKENS` [F, L] in the vocabulary `words`, `ACTION` float32 [F, horizon, 3];
+    `IMAGE` uint8 [F, S, S, 3] unless image_size is 0. After its success the expert keeps still, as a chunk's tail too.
     """
-    columns = [name for name in inputs if name != TOKENS]
-    found: dict[str, list[NDArray[Any]]] = {name: [] for name in (*columns, ACTION, ACTION_IS_PAD)}
-    instructions: list[str] = []
-    for episode in dataset.read([*columns, ACTION], episodes):
-        for name in columns:
-            found[name].append(episode.columns[name])
-        actions, beyond = chunks(episode.columns[ACTION].astype(np.float32), horizon, rest)
-        found[ACTION].append(actions)
-        found[ACTION_IS_PAD].append(beyond)
-        instructions += episode.instructions
-    if rest is not None:
-        del found[ACTION_IS_PAD]
-    frames = {name: _tensor(np.concatenate(found.pop(name))) for name in list(found)}
-    if TOKENS in inputs:
-        texts = list(dict.fromkeys(instructions))
-        number = {text: place for place, text in enumerate(texts)}
-        frames[TOKENS] = tokenise(texts)[torch.tensor([number[text] for text in instructions])]
-    return frames
-
-
-def chunks(
-    actions: NDArray[np.float32], horizon: int, rest: Sequence[float] | None = None
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """The `horizon` actions from each of T frames, [T, horizon, A], and which lie beyond the last one, [T, horizon].
-
-    actions [T, A]; those beyond are the last one, or rest [A].
-    """
-    place = np.arange(len(actions))[:, None] + np.arange(horizon)
-    beyond = place >= len(actions)
-    found = actions[np.minimum(place, len(actions) - 1)]
-    if rest is not None:
-        if len(rest) != actions.shape[1]:
-            raise ValueError(f"rest has {len(rest)} numbers, the actions of the data set {actions.shape[1]}")
-        found[beyond] = np.asarray(rest, dtype=np.float32)
-    return found, beyond
-
-
-def _tensor(values: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(values if values.dtype in (np.uint8, np.bool_) else values.astype(np.float32))
+    inputs = (STATE, ENVIRONMENT, TOKENS, *((IMAGE,) if image_size else ()))
+    episodes = minitable_episodes(demonstrations, image_size=image_size)
+    told = partial(tokenise, words=words)
+    return episode_frames(episodes, told, inputs=inputs, horizon=horizon, rest=minitable_rest)

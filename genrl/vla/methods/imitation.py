@@ -3,66 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
-from genrl.vla.policies.normalise import statistics
-from genrl.vla.policies.policy import (
-    ACTION,
-    ENVIRONMENT,
-    IMAGE,
-    STATE,
-    TOKENS,
-    Batch,
-    Policy,
-    PredictsNoise,
-    PredictsVelocity,
-    Statistics,
-    rows,
-    tokenise,
-)
-from genrl.vla.simulators import minitable
-
-STD_FLOOR = 0.02
-"""Least std of a state: one that hardly moves in few demonstrations must not be blown up when it does."""
-ACTION_IS_PAD = "action_is_pad"
-"""Frames may have it, bool [F, H]: actions beyond the end of an episode, which are not imitated (LeRobot's name)."""
-
-
-def minitable_frames(
-    demonstrations: minitable.Demonstrations, words: Sequence[str], *, horizon: int, image_size: int
-) -> Batch:
-    """Every step of the demonstrations as an observation and the expert's chunk from there, F rows.
-
-    `STATE` [F, 3], `ENVIRONMENT` [F, 6], `TOKENS` [F, L] in the vocabulary `words`, `ACTION` float32 [F, horizon, 3];
-    `IMAGE` uint8 [F, S, S, 3] unless image_size is 0. After its success the expert keeps still, as a chunk's tail too.
-    """
-    there = np.arange(demonstrations.actions.shape[1]) < demonstrations.length[:, None]
-    episode, _ = there.nonzero()
-    d = demonstrations
-    state = minitable.State(d.gripper[there], d.discs[there], d.held[there], d.task[episode])
-    holding = (state.held >= 0)[:, None].astype(np.float32)
-    frames = {
-        STATE: torch.from_numpy(np.concatenate([state.gripper, holding], 1)),
-        ENVIRONMENT: torch.from_numpy(state.discs.reshape(-1, 6)),
-        TOKENS: tokenise([minitable.INSTRUCTIONS[number] for number in state.task], words),
-        ACTION: torch.from_numpy(minitable.expert_chunk(state, horizon)),
-    }
-    return frames | ({IMAGE: torch.from_numpy(minitable.render(state, image_size))} if image_size else {})
-
-
-def frame_statistics(frames: Batch) -> Statistics:
-    """`normalise.statistics` of every float entry of some frames; the std of states is `STD_FLOOR` at least."""
-    found = {name: statistics(value) for name, value in frames.items() if value.is_floating_point()}
-    for name in found.keys() - {ACTION}:
-        found[name]["std"] = found[name]["std"].clamp(min=STD_FLOOR)
-    return found
+from genrl.vla.data.frames import ACTION_IS_PAD
+from genrl.vla.policies.policy import ACTION, Batch, Policy, PredictsNoise, PredictsVelocity, rows
 
 
 def flow_times(count: int, rng: torch.Generator) -> Tensor:

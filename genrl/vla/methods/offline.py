@@ -33,11 +33,14 @@ from genrl.vla.policies.policy import (
     PredictsNoise,
     PredictsVelocity,
     Statistics,
+    joined_batches,
     rows,
     tokenise,
 )
-from genrl.vla.rollout.rollout import ENVIRONMENT_NAMES, ChunkRollout, Tables
+from genrl.vla.rollout.collect import ENVIRONMENT_NAMES
+from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Acting, Frozen, Sampler, act, transition
+from genrl.vla.simulators.contract import Tables
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -160,9 +163,8 @@ def play(
             break
     kept = torch.stack([step.pop("kept") for step in steps])
     joined = {name: torch.stack([step[name] for step in steps])[kept] for name in steps[0]}
-    names = seen[0].keys()
-    now = {name: torch.stack([o[name] for o in _padded(seen[:-1], name)])[kept] for name in names}
-    following = {name: torch.stack([o[name] for o in _padded(seen[1:], name)])[kept] for name in names}
+    now = {name: value[kept] for name, value in joined_batches(seen[:-1], torch.stack).items()}
+    following = {name: value[kept] for name, value in joined_batches(seen[1:], torch.stack).items()}
     if TOKENS in now:  # an instruction belongs to its episode, also in the final observation
         following[TOKENS] = now[TOKENS]
     return Transitions(observation=now, next_observation=following, **joined)
@@ -227,7 +229,7 @@ def merge(*sets: Transitions) -> Transitions:
     for name in Transitions._fields:
         values = [getattr(part, name) for part in first]
         if isinstance(values[0], dict):
-            joined[name] = {key: torch.cat([v[key] for v in _padded(values, key)]) for key in values[0]}
+            joined[name] = joined_batches(values, torch.cat)
         else:
             joined[name] = torch.cat(values)
     return Transitions(**joined)
@@ -408,11 +410,3 @@ def cloning_errors(policy: Policy, given: Recorded) -> Tensor:
         x = forward.diffusion_sample(actions, noise, given["alpha_bars"][level])
         error = policy.noise(context, x, level) - noise
     return error.square().flatten(1).mean(1)
-
-
-def _padded(batches: Sequence[Batch], name: str) -> list[Batch]:
-    """The entry `name` of each batch, instructions padded to the longest."""
-    if name != TOKENS:
-        return [{name: batch[name]} for batch in batches]
-    longest = max(batch[name].shape[1] for batch in batches)
-    return [{name: nn.functional.pad(b[name], (0, longest - b[name].shape[1]))} for b in batches]

@@ -20,10 +20,11 @@ from torch.nn import functional
 
 from genrl.mdp.ddpm import cosine_alpha_bars
 from genrl.vla.policies import heads, lerobot
-from genrl.vla.policies.lerobot import Adapt, Folder, Layout, Robot
-from genrl.vla.policies.policy import STATE, Batch
+from genrl.vla.policies.lerobot import Adapt
+from genrl.vla.policies.policy import STATE, Batch, NoiseHead
+from genrl.vla.policies.published import PublishedPolicy
 from genrl.vla.policies.resnet import DEPTHS, group_norm, resnet
-from genrl.vla.policies.tiny_flow import NoiseHead
+from genrl.vla.policies.robot import Robot
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,9 @@ class DiffusionPolicyConfig:
         if self.horizon % 2 ** (len(self.down_dims) - 1):
             raise ValueError(f"horizon {self.horizon} must be a multiple of {2 ** (len(self.down_dims) - 1)}")
 
-    @property
-    def train_steps(self) -> int:
-        """Noise levels."""
-        return self.num_train_timesteps
 
-
-class DiffusionPolicy(nn.Module):
-    """A folder of type diffusion as a policy that predicts noise (`load`).
+class DiffusionPolicy(PublishedPolicy):
+    """A folder of type diffusion as a policy that predicts noise.
 
     Entries of an observation are [B, n_obs_steps, ...], the latest last; without that axis they are taken for all of
     them, as LeRobot does at the start of an episode. There is no instruction: `tokenise` has nothing to say. Context:
@@ -77,16 +73,10 @@ class DiffusionPolicy(nn.Module):
     middle, in training too, so that a replay sees what was acted on.
     """
 
-    folder: Folder
-    layout: Layout
-    value_head: nn.Sequential
-
     def __init__(self, config: DiffusionPolicyConfig, robot: Robot, picture: tuple[int, int]) -> None:
         """picture: height and width of a camera's picture, before resizing and cropping."""
-        super().__init__()
-        self.config, self.robot, self.tokenizer = config, robot, None
-        self.horizon, self.action_dim, self.robot_action_dim = config.horizon, robot.action_dim, robot.action_dim
-        self.image_size, self.inputs = robot.image_size, robot.inputs
+        super().__init__(robot, config.horizon, robot.action_dim)
+        self.config = config
         cameras, size = len(robot.pictures), config.crop_shape or config.resize_shape or picture
         with torch.device("meta"):
             self.diffusion = nn.ModuleDict()
@@ -106,8 +96,9 @@ class DiffusionPolicy(nn.Module):
         return self.diffusion["rgb_encoder"] if self.robot.pictures else nn.ModuleDict()
 
     @property
-    def critic(self) -> int:
-        return heads.values_of(self)
+    def train_steps(self) -> int:
+        """Noise levels."""
+        return self.config.num_train_timesteps
 
     def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> DiffusionPolicy:
         """This policy with or without a critic; a new one by the seed. Raises ValueError for a noise head."""
@@ -155,12 +146,6 @@ class DiffusionPolicy(nn.Module):
         values: Tensor = heads.critic_of(self)(context["features"].detach())
         return values
 
-    def normalised(self, actions: Tensor) -> Tensor:
-        return self.robot.normalised(actions, self.action_dim)
-
-    def actions(self, chunk: Tensor) -> Tensor:
-        return self.robot.actions(chunk)
-
     def train(self, mode: bool = True) -> DiffusionPolicy:
         """Batch norms keep the statistics they were published with: a replay must see what was acted on."""
         super().train(mode)
@@ -189,24 +174,18 @@ class DiffusionPolicy(nn.Module):
         top, left = (round((pixels.shape[axis] - size) / 2.0) for axis, size in ((2, height), (3, width)))
         return pixels[:, :, top : top + height, left : left + width]
 
-
-def load(path: Path, device: torch.device | str, adapt: Adapt) -> DiffusionPolicy:
-    """The policy of a LeRobot folder, in evaluation mode."""
-    folder = lerobot.read_folder(path, adapt)
-    settings, robot = folder.config, Robot(folder)
-    config = DiffusionPolicyConfig(
-        **{name: settings[name] for name in DiffusionPolicyConfig.__dataclass_fields__ if name in settings}
-    )
-    shapes = {tuple(settings["input_features"][name]["shape"][-2:]) for name in robot.pictures.values()}
-    if len(shapes) > 1:
-        raise ValueError(f"{path}/config.json: all pictures must have one shape, found {sorted(shapes)}")
-    policy = DiffusionPolicy(config, robot, next(iter(shapes), (0, 0)))
-    policy.folder = folder
-    weights, metadata = lerobot.read_weights(path)
-    policy.layout = lerobot.place(policy, weights, metadata, str, [], path)
-    lerobot.add_heads(policy, path)
-    lerobot.train_in_float32(policy)
-    return policy.to(device).eval()
+    @classmethod
+    def load(cls, path: Path, device: torch.device | str, adapt: Adapt | None) -> DiffusionPolicy:
+        """The policy of a LeRobot folder, in evaluation mode."""
+        folder = lerobot.read_folder(path, adapt)
+        settings, robot = folder.config, Robot(folder)
+        known = {name: settings[name] for name in DiffusionPolicyConfig.__dataclass_fields__ if name in settings}
+        shapes = {tuple(settings["input_features"][name]["shape"][-2:]) for name in robot.pictures.values()}
+        if len(shapes) > 1:
+            raise ValueError(f"{path}/config.json: all pictures must have one shape, found {sorted(shapes)}")
+        policy = cls(DiffusionPolicyConfig(**known), robot, next(iter(shapes), (0, 0)))
+        policy.fill(folder, *lerobot.read_weights(path))
+        return policy.ready(device)
 
 
 class _RgbEncoder(nn.Module):

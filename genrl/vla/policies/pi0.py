@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from genrl.vla.policies import heads, lerobot
-from genrl.vla.policies.lerobot import Adapt, Folder, Layout, Prompts, Robot
+from genrl.vla.policies import lerobot
+from genrl.vla.policies.heads import critic_of
+from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.pictures import letterbox
 from genrl.vla.policies.policy import TOKENS, Batch
-from genrl.vla.policies.tiny_flow import NoiseHead
+from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_size
+from genrl.vla.policies.robot import Prompts, Robot, tokens_of, with_newline
 from genrl.vla.policies.transformer import (
     AdaptiveNorm,
     decoder_layer,
@@ -91,8 +93,8 @@ class PI0Config:
     train_expert_only: bool = False
 
 
-class PI0(nn.Module):
-    """A folder of type pi0 or pi05 as a flow policy (`load`).
+class PI0(PublishedFlow):
+    """A folder of type pi0 or pi05 as a flow policy.
 
     Context: "keys", "values" [B, layers, 1, P, D] of the prefix's P tokens, "valid" bool [B, P]; pi0: "state" [B, 32];
     pi0.5 with a critic: "prefix" [B, W], the mean of the prefix's last hidden state.
@@ -102,18 +104,9 @@ class PI0(nn.Module):
     initial noise and sigma = 1, so that both are the same function of the observation. pi0.5's reads "prefix".
     """
 
-    folder: Folder
-    layout: Layout
-    value_head: nn.Sequential
-    noise_head: nn.Sequential
-
     def __init__(self, config: PI0Config, robot: Robot, prompts: Prompts, vocabulary: int) -> None:
-        super().__init__()
-        robot.require_sight_and_state()
-        self.config, self.robot, self.prompts = config, robot, prompts
-        self.horizon, self.action_dim = config.chunk_size, config.max_action_dim
-        self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
-        self.inputs = (*robot.inputs, TOKENS)
+        super().__init__(robot, prompts, config.chunk_size, config.max_action_dim)
+        self.config = config
         language, expert = GEMMA[config.paligemma_variant], GEMMA[config.action_expert_variant]
         width = expert.width
         with torch.device("meta"):
@@ -133,10 +126,6 @@ class PI0(nn.Module):
                 self.action_time_mlp_out = nn.Linear(width, width)
 
     @property
-    def tokenizer(self) -> Any:
-        return self.prompts.tokenizer
-
-    @property
     def encoder(self) -> nn.Module:
         """PaliGemma."""
         found: Any = self.paligemma_with_expert
@@ -144,20 +133,16 @@ class PI0(nn.Module):
         return encoder
 
     @property
-    def critic(self) -> int:
-        return heads.values_of(self)
-
-    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> PI0:
-        """This policy with exactly these heads; those it lacked are new. Raises ValueError for ReinFlow's."""
+    def head_sizes(self) -> HeadSizes:
         own, language = GEMMA[self.config.action_expert_variant], GEMMA[self.config.paligemma_variant]
-        reads, hidden = (language.width, (1024, 512, 256)) if self.config.adaptive else (own.width, (512, 256, 128))
-        heads.on_expert(self, reads, hidden, own.width, values=critic, noise_head=noise_head, seed=seed)
-        return self
+        if self.config.adaptive:
+            return HeadSizes(language.width, (1024, 512, 256), own.width)
+        return HeadSizes(own.width, (512, 256, 128), own.width)
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         """pi0.5: bytes in UTF-8, for the state belongs into the prompt, and `encode` writes it."""
         if not self.config.adaptive:
-            return self.prompts(lerobot.with_newline(instructions))
+            return self.prompts(with_newline(instructions))
         lines = [instruction.encode() for instruction in instructions]
         empty = [row for row, line in enumerate(lines) if not line.strip()]
         if empty:
@@ -175,7 +160,7 @@ class PI0(nn.Module):
             tokens = self.prompts(_prompts(observation[TOKENS], numbers)).to(device)
             there = tokens > 0
         else:
-            tokens, there = lerobot.tokens_of(observation, device)
+            tokens, there = tokens_of(observation, device)
         x, valid = self._embed(observation, tokens, there)
         language = self._paligemma["language_model"]
         x, kept = prefix(language["layers"], x, valid)
@@ -190,35 +175,18 @@ class PI0(nn.Module):
             context["prefix"] = masked_mean(final_norm(language["norm"], x), valid)
         return context
 
-    def velocity(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
-        return self._read(self._think(context, x, sigma))
-
-    def velocity_and_noise(self, context: Batch, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Raises ValueError where the policy has no noise head."""
-        if "noise_head" not in self._modules:
-            raise ValueError("this policy has no noise head: see with_heads")
-        thought = self._think(context, x, sigma)
-        return self._read(thought), self.noise_head(thought)
-
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy has no critic."""
-        head = heads.critic_of(self)
+        head = critic_of(self)
         if self.config.adaptive:
             seen = context["prefix"].detach()
         else:
             state = context["state"]
             x = state.new_zeros(len(state), self.horizon, self.action_dim)
             with torch.no_grad():
-                seen = self._think(context, x, state.new_ones(len(state))).mean(1)
+                seen = self.hidden(context, x, state.new_ones(len(state))).mean(1)
         values: Tensor = head(seen)
         return values
-
-    def normalised(self, actions: Tensor) -> Tensor:
-        """[..., A] -> [..., 32], zeros where the robot has nothing."""
-        return self.robot.normalised(actions, self.action_dim)
-
-    def actions(self, chunk: Tensor) -> Tensor:
-        return self.robot.actions(chunk)
 
     @property
     def _paligemma(self) -> Any:
@@ -241,7 +209,7 @@ class PI0(nn.Module):
         count = x.shape[1] - tokens.shape[1]
         return x, torch.cat([there.new_ones(len(tokens), count), there], 1)
 
-    def _think(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
+    def hidden(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
         """The expert's last hidden state of the actions, float32 [B, H, W]."""
         expert: Any = self.paligemma_with_expert["gemma_expert"]
         layers, norm = expert["model"]["layers"], expert["model"]["norm"]
@@ -269,39 +237,30 @@ class PI0(nn.Module):
             hidden = decoder_layer(layer, hidden, attention, condition)
         return final_norm(norm, hidden, condition)[:, -self.horizon :]
 
-    def _read(self, thought: Tensor) -> Tensor:
-        velocity: Tensor = self.action_out_proj(thought.to(self.action_out_proj.weight.dtype)).float()
-        return velocity
-
-
-def load(path: Path, device: torch.device | str, adapt: Adapt) -> PI0:
-    """The policy of a LeRobot folder, in evaluation mode; what its configuration freezes has no gradient."""
-    folder = lerobot.read_folder(path, adapt)
-    settings = folder.config
-    config = PI0Config(
-        adaptive=settings["type"] == "pi05",
-        **{name: settings[name] for name in PI0Config.__dataclass_fields__ if name in settings},
-    )
-    for name, known in (("paligemma_variant", SIGLIP), ("action_expert_variant", GEMMA)):
-        if getattr(config, name) not in known:
-            raise ValueError(f"{path}/config.json: {name} must be one of {sorted(known)}, found {settings[name]!r}")
-    weights, metadata = lerobot.read_weights(path)
-    embedding = next((value for key, value in weights.items() if own_name(key) == _EMBEDDING), None)
-    if embedding is None:
-        raise ValueError(f"{path}/model.safetensors has neither {_EMBEDDING!r} nor {_TIED!r}")
-    policy = PI0(config, Robot(folder), Prompts(folder, TOKENIZER), len(embedding))
-    policy.folder = folder
-    unused = [r"paligemma_with_expert\.gemma_expert\.lm_head\.weight"]
-    policy.layout = lerobot.place(policy, weights, metadata, own_name, unused, path)
-    vision = policy._paligemma["vision_tower"].embeddings
-    vision.position_ids = torch.arange(vision.num_positions)[None]
-    lerobot.add_heads(policy, path)
-    if config.freeze_vision_encoder:
-        policy._paligemma["vision_tower"].requires_grad_(False)
-    if config.train_expert_only:
-        policy.encoder.requires_grad_(False)
-    lerobot.train_in_float32(policy)
-    return policy.to(device).eval()
+    @classmethod
+    def load(cls, path: Path, device: torch.device | str, adapt: Adapt | None) -> PI0:
+        """The policy of a LeRobot folder, in evaluation mode; what its configuration freezes has no gradient."""
+        folder = lerobot.read_folder(path, adapt)
+        settings = folder.config
+        known = {name: settings[name] for name in PI0Config.__dataclass_fields__ if name in settings}
+        config = PI0Config(adaptive=settings["type"] == "pi05", **known)
+        for name, variant, sizes in (
+            ("paligemma_variant", config.paligemma_variant, sorted(SIGLIP)),
+            ("action_expert_variant", config.action_expert_variant, sorted(GEMMA)),
+        ):
+            if variant not in sizes:
+                raise ValueError(f"{path}/config.json: {name} must be one of {sizes}, found {variant!r}")
+        weights, metadata = lerobot.read_weights(path)
+        words = vocabulary_size(weights, own_name, (_EMBEDDING, _TIED), path)
+        policy = cls(config, Robot(folder), Prompts(folder, TOKENIZER), words)
+        policy.fill(folder, weights, metadata, own_name, [r"paligemma_with_expert\.gemma_expert\.lm_head\.weight"])
+        vision = policy._paligemma["vision_tower"].embeddings
+        vision.position_ids = torch.arange(vision.num_positions)[None]
+        if config.freeze_vision_encoder:
+            policy._paligemma["vision_tower"].requires_grad_(False)
+        if config.train_expert_only:
+            policy.encoder.requires_grad_(False)
+        return policy.ready(device)
 
 
 def discretised(state: Tensor) -> Tensor:

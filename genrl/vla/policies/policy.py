@@ -7,17 +7,44 @@ in sampling and in replay; `velocity` (or `noise`) once per denoising step.
 Chunks inside a policy are normalised, [B, H, A]; only `actions` leaves those units. Time is the project's: sigma = 1 is
 noise, 0 the action, velocity = noise - action. A model that runs the other way is turned round in its own `velocity`,
 once (`genrl.mdp.chains.noise_at_zero`). Diffusion policies are told an integer training timestep, 0 the cleanest.
+
+**A policy of your own** is a class in a file, named `path/file.py:Name` in `policy.new.type` and, once it is saved, as
+the `type` of its folder's config.json; or one that a package installs under a name in the entry point group
+`genrl.policies`. It is the shortest as a subclass of `embedded.EmbeddedPolicy`, which has everything but the network:
+
+    class Linear(EmbeddedPolicy):
+        def __init__(self, config, stats):          # config: `EmbeddedConfig`, or a subclass named by `Config`
+            super().__init__(config, stats)         # makes self.encoder
+            numbers = config.horizon * config.action_dim
+            self.body = nn.Linear(self.encoder.size + numbers + 1, numbers)
+            if config.critic:
+                self.value_head = nn.Linear(self.encoder.size, config.critic)
+
+        def velocity(self, context, x, sigma):      # or `noise`, and the property `train_steps`
+            told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
+            return self.body(told).view(x.shape)
+
+Any other module does that is a `Policy`, predicts velocity or noise, and has the class methods of `PolicyClass`.
+`with_heads` is asked for a critic by PPO, and for a noise head by the samplers flow_noise and reinflow.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from genrl.config.vla import NewPolicy
+    from genrl.vla.policies.encoder import Inputs
+    from genrl.vla.policies.lerobot import Adapt
+
+NoiseHead = Literal["none", "expert", "context"]
+"""Where a head is that sets the noise of a flow policy: on the action expert (Flow-Noise), beside it (ReinFlow)."""
 Batch = dict[str, Tensor]
 Statistics = dict[str, dict[str, Tensor]]
 """Vectors by feature and by name of a statistic: `normalise.statistics` of every feature."""
@@ -39,7 +66,7 @@ class Policy(Protocol):
     """What every policy has. `inputs`: the entries of an observation that it reads, and a rollout must store.
 
     `critic`: how many values `value` gives, 0 without critic. `image_size`: side of the pictures it reads, 0 for none.
-    `encoder`: what sees and reads, which may be frozen.
+    `encoder`: what sees and reads, which may be frozen. `stats`: what it normalises by.
     """
 
     @property
@@ -54,6 +81,8 @@ class Policy(Protocol):
     def image_size(self) -> int: ...
     @property
     def encoder(self) -> nn.Module: ...
+    @property
+    def stats(self) -> Statistics: ...
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         """`TOKENS` of B instructions."""
@@ -74,6 +103,27 @@ class Policy(Protocol):
 
     def actions(self, chunk: Tensor) -> Tensor:
         """The inverse of `normalised`."""
+        ...
+
+    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> Self:
+        """The policy, or another with its weights, with a critic of so many values (0: none) and a noise head where it
+        is asked for; heads that it lacked are new, by the seed. Raises ValueError for those that it cannot have."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write config.json, with `type`, `output_features` and `chunk_size`, and whatever `load` reads."""
+        ...
+
+
+class PolicyClass(Protocol):
+    """How a policy comes to be."""
+
+    def new(self, inputs: Inputs, action_dim: int, stats: Statistics, settings: NewPolicy) -> Policy:
+        """With fresh weights, by torch's global generator; only where `policy.new` may name it."""
+        ...
+
+    def load(self, folder: Path, device: torch.device | str, adapt: Adapt | None) -> Policy:
+        """What `save` wrote, in evaluation mode. adapt: names and statistics for LeRobot's policies, else None."""
         ...
 
 
@@ -106,16 +156,38 @@ class LearnsNoise(Protocol):
 
 @runtime_checkable
 class PredictsNoise(Protocol):
-    """A diffusion policy."""
+    """A diffusion policy with so many noise levels, `train_steps`."""
+
+    @property
+    def train_steps(self) -> int: ...
 
     def noise(self, context: Batch, x: Tensor, timestep: Tensor) -> Tensor:
         """The noise in x [B, H, A] at the training timestep int64 [B], shape of x."""
         ...
 
 
+def missing(kind: type[Any]) -> list[str]:
+    """What a class lacks to be a policy's."""
+    needed = ["tokenise", "encode", "normalised", "actions", "with_heads", "save", "load"]
+    lacks = [name for name in needed if name not in dir(kind)]
+    return lacks if {"velocity", "noise"} & set(dir(kind)) else [*lacks, "velocity or noise"]
+
+
 def rows(batch: Batch, index: Tensor) -> Batch:
     """The rows `index` (numbers or a mask) of an observation or a context."""
     return {name: value[index.to(value.device)] for name, value in batch.items()}
+
+
+def joined_batches(batches: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -> Batch:
+    """One tensor per name, by `torch.stack` or `torch.cat`; `TOKENS` are padded to the longest instruction."""
+    found = {}
+    for name in batches[0]:
+        values = [batch[name] for batch in batches]
+        if name == TOKENS:
+            longest = max(value.shape[-1] for value in values)
+            values = [nn.functional.pad(value, (0, longest - value.shape[-1])) for value in values]
+        found[name] = join(values)
+    return found
 
 
 def vocabulary(instructions: Sequence[str]) -> tuple[str, ...]:

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from genrl.vla.policies import heads, lerobot
-from genrl.vla.policies.lerobot import Adapt, Folder, Layout, Prompts, Robot
+from genrl.vla.policies import lerobot
+from genrl.vla.policies.heads import critic_of
+from genrl.vla.policies.lerobot import Adapt, Folder
 from genrl.vla.policies.pictures import letterbox
-from genrl.vla.policies.policy import TOKENS, Batch
-from genrl.vla.policies.tiny_flow import NoiseHead
+from genrl.vla.policies.policy import Batch
+from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_size
+from genrl.vla.policies.robot import Prompts, Robot, tokens_of, with_newline
 from genrl.vla.policies.transformer import (
     cross_attention,
     decoder_layer,
@@ -79,26 +81,17 @@ class SmolVLAConfig:
         return "cross" in self.attention_mode and not (every > 0 and layer % every == 0)
 
 
-class SmolVLA(nn.Module):
-    """A folder of type smolvla as a flow policy (`load`).
+class SmolVLA(PublishedFlow):
+    """A folder of type smolvla as a flow policy.
 
     Context: "keys", "values" [B, layers, heads, P, D] of the prefix's P tokens, the state the last, "valid" bool
     [B, P]; with a critic "prefix" [B, W], the mean of the prefix's last hidden state, which the critic reads detached.
     """
 
-    folder: Folder
-    layout: Layout
-    value_head: nn.Sequential
-    noise_head: nn.Sequential
-
     def __init__(self, config: SmolVLAConfig, robot: Robot, prompts: Prompts, vlm: Any) -> None:
         """vlm: transformers' SmolVLMConfig, its vocabulary that of the weights."""
-        super().__init__()
-        robot.require_sight_and_state()
-        self.config, self.robot, self.prompts = config, robot, prompts
-        self.horizon, self.action_dim = config.chunk_size, config.max_action_dim
-        self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
-        self.inputs = (*robot.inputs, TOKENS)
+        super().__init__(robot, prompts, config.chunk_size, config.max_action_dim)
+        self.config = config
         wide = vlm.text_config.hidden_size
         width = int(wide * config.expert_width_multiplier)
         with torch.device("meta"):
@@ -112,10 +105,6 @@ class SmolVLA(nn.Module):
             self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
 
     @property
-    def tokenizer(self) -> Any:
-        return self.prompts.tokenizer
-
-    @property
     def encoder(self) -> nn.Module:
         """SmolVLM2."""
         found: Any = self.vlm_with_expert
@@ -123,17 +112,11 @@ class SmolVLA(nn.Module):
         return encoder
 
     @property
-    def critic(self) -> int:
-        return heads.values_of(self)
-
-    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> SmolVLA:
-        """This policy with exactly these heads; those it lacked are new. Raises ValueError for ReinFlow's."""
-        reads, width = self.state_proj.out_features, self.action_in_proj.out_features
-        heads.on_expert(self, reads, (1024, 512, 256), width, values=critic, noise_head=noise_head, seed=seed)
-        return self
+    def head_sizes(self) -> HeadSizes:
+        return HeadSizes(self.state_proj.out_features, (1024, 512, 256), self.action_in_proj.out_features)
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
-        return self.prompts(lerobot.with_newline(instructions))
+        return self.prompts(with_newline(instructions))
 
     def encode(self, observation: Batch) -> Batch:
         """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
@@ -162,27 +145,10 @@ class SmolVLA(nn.Module):
             context["prefix"] = masked_mean(final_norm(text["norm"], torch.cat([x, state], 1)), valid)
         return context
 
-    def velocity(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
-        return self._read(self._think(context, x, sigma))
-
-    def velocity_and_noise(self, context: Batch, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Raises ValueError where the policy has no noise head."""
-        if "noise_head" not in self._modules:
-            raise ValueError("this policy has no noise head: see with_heads")
-        thought = self._think(context, x, sigma)
-        return self._read(thought), self.noise_head(thought)
-
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy has no critic."""
-        values: Tensor = heads.critic_of(self)(context["prefix"].detach())
+        values: Tensor = critic_of(self)(context["prefix"].detach())
         return values
-
-    def normalised(self, actions: Tensor) -> Tensor:
-        """[..., A] -> [..., 32], zeros where the robot has nothing."""
-        return self.robot.normalised(actions, self.action_dim)
-
-    def actions(self, chunk: Tensor) -> Tensor:
-        return self.robot.actions(chunk)
 
     @property
     def _vlm(self) -> Any:
@@ -203,14 +169,14 @@ class SmolVLA(nn.Module):
         weight = model["vision_model"].embeddings.patch_embedding.weight
         seen = model["vision_model"]((torch.cat(boxed) * 2.0 - 1.0).to(weight.dtype)).last_hidden_state
         features = model["connector"](seen.to(model["connector"].modality_projection.proj.weight.dtype))
-        tokens, there = lerobot.tokens_of(observation, device)
+        tokens, there = tokens_of(observation, device)
         words = functional.embedding(tokens, model["text_model"]["embed_tokens"].weight)
         x = torch.cat([*features.chunk(len(boxed)), words], 1) * words.shape[-1] ** 0.5
         count = x.shape[1] - tokens.shape[1]
         x = x.to(model["text_model"]["layers"][0].self_attn.q_proj.weight.dtype)
         return x, torch.cat([there.new_ones(len(tokens), count), there], 1)
 
-    def _think(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
+    def hidden(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
         """The expert's last hidden state, float32 [B, H, W]."""
         found: Any = self.vlm_with_expert
         expert, weight, valid = found["lm_expert"], self.action_in_proj.weight, context["valid"]
@@ -233,38 +199,29 @@ class SmolVLA(nn.Module):
             hidden = decoder_layer(layer, hidden, attention)
         return final_norm(expert["norm"], hidden)
 
-    def _read(self, thought: Tensor) -> Tensor:
-        velocity: Tensor = self.action_out_proj(thought.to(self.action_out_proj.weight.dtype)).float()
-        return velocity
+    @classmethod
+    def load(cls, path: Path, device: torch.device | str, adapt: Adapt | None) -> SmolVLA:
+        """The policy of a LeRobot folder, in evaluation mode; what its configuration freezes has no gradient.
 
-
-def load(path: Path, device: torch.device | str, adapt: Adapt) -> SmolVLA:
-    """The policy of a LeRobot folder, in evaluation mode; what its configuration freezes has no gradient.
-
-    A backbone other than `PUBLISHED` is described by config.json in the folder's own `vlm_model_name`, or on the hub.
-    """
-    folder = lerobot.read_folder(path, adapt)
-    config = SmolVLAConfig(
-        **{name: folder.config[name] for name in SmolVLAConfig.__dataclass_fields__ if name in folder.config}
-    )
-    vlm = _vlm_config(folder, config.vlm_model_name)
-    weights, metadata = lerobot.read_weights(path)
-    names = _names(weights)
-    embedding = next((value for key, value in weights.items() if names(key) == _EMBEDDING), None)
-    if embedding is None:
-        raise ValueError(f"{path}/model.safetensors has neither {_EMBEDDING!r} nor {_HEAD!r}")
-    vlm.text_config.vocab_size = len(embedding)
-    policy = SmolVLA(config, Robot(folder), Prompts(folder, config.vlm_model_name), vlm)
-    policy.folder = folder
-    policy.layout = lerobot.place(policy, weights, metadata, names, [r"vlm_with_expert\.vlm\.lm_head\.weight"], path)
-    lerobot.add_heads(policy, path)
-    if config.freeze_vision_encoder:
-        policy._vlm["vision_model"].requires_grad_(False)
-    if config.train_expert_only:
-        policy.encoder.requires_grad_(False)
-    policy.state_proj.requires_grad_(config.train_state_proj)
-    lerobot.train_in_float32(policy)
-    return policy.to(device).eval()
+        A backbone other than `PUBLISHED` is described by config.json in the folder's own `vlm_model_name`, or on the
+        hub.
+        """
+        folder = lerobot.read_folder(path, adapt)
+        settings = folder.config
+        known = {name: settings[name] for name in SmolVLAConfig.__dataclass_fields__ if name in settings}
+        config = SmolVLAConfig(**known)
+        vlm = _vlm_config(folder, config.vlm_model_name)
+        weights, metadata = lerobot.read_weights(path)
+        names = _names(weights)
+        vlm.text_config.vocab_size = vocabulary_size(weights, names, (_EMBEDDING, _HEAD), path)
+        policy = cls(config, Robot(folder), Prompts(folder, config.vlm_model_name), vlm)
+        policy.fill(folder, weights, metadata, names, [r"vlm_with_expert\.vlm\.lm_head\.weight"])
+        if config.freeze_vision_encoder:
+            policy._vlm["vision_model"].requires_grad_(False)
+        if config.train_expert_only:
+            policy.encoder.requires_grad_(False)
+        policy.state_proj.requires_grad_(config.train_state_proj)
+        return policy.ready(device)
 
 
 def expert_mlp(width: int) -> int:

@@ -1,10 +1,10 @@
 """Rollouts on Ray actors, policy and simulators together: what crosses the network is the trained weights, once per
 rollout, and the rollout, instead of observations and chunks at every decision.
 
-Every actor has some of the slots, simulates them in its own process, and runs `rollout.collect` on them with a copy of
-the policy. Episodes and noise are functions of the slot's number among all, so the whole is the rollout that one
-process would have collected, up to the rounding of other batch sizes. An actor that dies or hangs is replaced; its
-slots are not in this rollout, and their episodes are counted as dropped.
+Every actor has some of the groups, simulates them in its own process, and runs `collect` on them with a copy of the
+policy. Episodes and noise are functions of the slot's number among all, so the whole is the rollout that one process
+would have collected, up to the rounding of other batch sizes. An actor that dies or hangs is replaced; its slots are
+not in this rollout, and their episodes are counted as dropped.
 """
 
 from __future__ import annotations
@@ -13,19 +13,33 @@ import copy
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from genrl.vla.rollout.rollout import ChunkRollout, collect, joined
+from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.rollout import ChunkRollout, joined
+from genrl.vla.simulators.contract import Description, Fault, Frames, Render, Simulation
+from genrl.vla.simulators.crew import Crew, Link
 from genrl.vla.simulators.environments import open_environment
+from genrl.vla.simulators.ray_workers import Actor, connected
 from genrl.vla.simulators.ray_workers import actors as room
-from genrl.vla.simulators.ray_workers import connected, placement
-from genrl.vla.simulators.workers import FAILURES
+from genrl.vla.simulators.tables import FAILURES
+from genrl.vla.simulators.workers import WorkerLost
+
+
+class Assignment(NamedTuple):
+    """What an actor is to do: a rollout of its slots by these weights (a reference) of this version."""
+
+    weights: Any
+    version: int
+    sampler: Any
+    plan: RolloutPlan
 
 
 class Part(NamedTuple):
@@ -36,42 +50,42 @@ class Part(NamedTuple):
     waited_s: float
 
 
-class Collector:
-    """What an actor is: a copy of the policy (and of DPPO's frozen one) and the environment of its slots."""
+class ActingHost:
+    """The environment of some groups of slots, and a copy of the policy (and of DPPO's frozen one)."""
 
-    def __init__(self, policy: Any, frozen: Any, environment: Mapping[str, Any], first_slot: int) -> None:
+    def __init__(self, groups: int, *, policies: Any, simulation: Simulation) -> None:
+        policy, frozen = connected().get(policies)
         device = "cuda" if connected().get_gpu_ids() else "cpu"
         self.policy, self.frozen = policy.to(device), None if frozen is None else frozen.to(device)
-        self.env = open_environment(**environment)
-        self.first_slot = first_slot
+        self.env = open_environment(replace(simulation, num_envs=groups * simulation.group_size))
 
-    def collect(
-        self, weights: Mapping[str, Tensor], version: int, sampler: Any, how: Mapping[str, Any]
-    ) -> Iterator[Part | None]:
-        """None after every decision, that it goes on is heard of; the part at the end."""
+    def run(self, work: Assignment) -> Iterator[Part | Exception | None]:
+        """None after every decision, that it goes on is heard of; at the end the part, or what was raised."""
         said: queue.SimpleQueue[Part | Exception | None] = queue.SimpleQueue()
-        given = {**how, "first_slot": self.first_slot + how["first_slot"]}
 
-        def work() -> None:
+        def act() -> None:
             torch.set_num_threads(1)  # as many actors as CPUs
             waited = self.env.waited_s
             try:
-                put_weights(self.policy, weights)
-                rollout = collect(
-                    self.env, self.policy, sampler, frozen=self.frozen, advance=lambda: said.put(None), **given
-                )
-                said.put(Part(rollout, version, self.env.waited_s - waited))
+                put_weights(self.policy, connected().get(work.weights))
+                advance = partial(said.put, None)
+                rollout = collect(self.env, self.policy, work.sampler, work.plan, frozen=self.frozen, advance=advance)
+                said.put(Part(rollout, work.version, self.env.waited_s - waited))
             except Exception as error:  # noqa: BLE001 - of the thread: raised again where it is waited for
                 said.put(error)
 
-        threading.Thread(target=work, daemon=True).start()
-        while True:
-            message = said.get()
-            if isinstance(message, Exception):
-                raise message
-            yield message
-            if message is not None:
-                return
+        threading.Thread(target=act, daemon=True).start()
+        while (message := said.get()) is None:
+            yield None
+        yield message
+
+    def render(self, work: Render) -> Frames:
+        """Pictures of some slots."""
+        return Frames(self.env.render(work.slots))
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.env.close()
 
 
 def trained_weights(policy: nn.Module) -> dict[str, Tensor]:
@@ -90,140 +104,122 @@ def put_weights(policy: nn.Module, weights: Mapping[str, Tensor]) -> None:
 class RayRollouts:
     """`collect` on `actors` actors (0: one per CPU of the cluster).
 
-    environment: arguments of `open_environment`, for all slots together; groups stay whole. cuda: the copies of the
-    policy are on GPUs, of which the actors have equal shares; else on CPUs. timeout_s: the longest that an actor may
-    take for a decision of all its slots, start_timeout_s for the first one, for which simulators are made. What is not
-    trained (a frozen encoder, the statistics) is sent once, to an actor that is started; trained weights with every
-    rollout, with a version that counts them. waited_s: seconds of the slowest actor's simulators; dropped: episodes;
-    restarts: actors; parts: the slots of each actor in the newest rollout.
+    simulation: of all slots together; groups stay whole. cuda: the copies of the policy are on GPUs, of which the
+    actors have equal shares; else on CPUs. timeout_s: the longest that an actor may take for a decision of all its
+    slots, start_timeout_s for the first one, for which simulators are made. What is not trained (a frozen encoder, the
+    statistics) is sent once, to an actor that is started; trained weights with every rollout, with a version that
+    counts them. waited_s: seconds of the slowest actor's simulators; dropped: episodes; parts: the slots of each actor
+    in the newest rollout.
     Raises ValueError for GPUs that the cluster lacks, RuntimeError for an actor that is lost three times in a row. What
-    `collect` raises comes through.
+    `collect` raises comes through; it ends the actors, and another rollout starts them again.
     """
 
     def __init__(
         self,
-        environment: Mapping[str, Any],
+        simulation: Simulation,
         *,
         actors: int = 0,
         cuda: bool = False,
         timeout_s: float = 60.0,
         start_timeout_s: float = 120.0,
     ) -> None:
-        self.num_envs, self.chunk = int(environment["num_envs"]), int(environment["chunk"])
-        self.group_size = int(environment.get("group_size", 1))
-        groups = self.num_envs // self.group_size
-        if self.num_envs % self.group_size or not groups:
-            raise ValueError(f"{self.num_envs} environments are not groups of {self.group_size}")
-        one = open_environment(**(dict(environment) | {"num_envs": self.group_size}))
-        self.max_steps = one.max_steps
+        self.num_envs, self.chunk, self.group_size = simulation.num_envs, simulation.chunk, simulation.group_size
+        self.max_steps = open_environment(replace(simulation, num_envs=self.group_size)).max_steps
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.waited_s, self.dropped, self.restarts, self.version = 0.0, 0, 0, 0
         self.parts: list[Tensor] = []
-        count = min(room(actors), groups)
-        self.gpus = gpu_share(count) if cuda else 0.0
-        bounds = [groups * a // count * self.group_size for a in range(count + 1)]
-        self._slots = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-        self._environment = dict(environment)
-        self._losses = [0] * count
-        self._actors: list[Any] = []
-        self._policies: tuple[Any, Any] | None = None
+        self.crew: Crew | None = None
+        self._count = min(room(actors), self.num_envs // self.group_size)
+        self._gpus = gpu_share(self._count) if cuda else 0.0
+        self._simulation = simulation
+        self._losses = [0] * self._count
 
     def collect(
         self,
         policy: Any,
         sampler: Any,
+        plan: RolloutPlan,
         *,
-        decisions: int,
-        seed: int,
-        iteration: int,
-        one_episode: bool = False,
-        first_slot: int = 0,
-        keep_contexts: bool = False,
         frozen: Any = None,
         advance: Callable[[], None] = lambda: None,
     ) -> ChunkRollout:
-        """As `rollout.collect`, always with the same policy, whose weights may have moved.
+        """As `collect.collect`, always with the same policy, whose weights may have moved.
 
         `advance` is called for as many messages as there are actors: about once per decision.
         """
-        ray = connected()
-        if self._policies is None:
-            self._policies = ray.put(copy.deepcopy(policy).cpu()), ray.put(_on_cpu(frozen))
-            self._actors = [self._actor(number) for number in range(len(self._slots))]
+        crew = self.crew = self.crew or self._crew(policy, frozen)
         self.version += 1
-        how = {"decisions": decisions, "seed": seed, "iteration": iteration, "one_episode": one_episode}
-        how |= {"first_slot": first_slot, "keep_contexts": keep_contexts}
-        work = ray.put(trained_weights(policy)), self.version, sampler, how
+        work = Assignment(connected().put(trained_weights(policy)), self.version, sampler, plan)
         parts: dict[int, Part] = {}
-        while not parts:  # unless all were lost, one turn
-            parts = self._turn(work, advance)
-        missing = [len(slots) for number, slots in enumerate(self._slots) if number not in parts]
+        try:
+            crew.start()
+            while not parts:  # unless all were lost, one turn
+                parts = self._turn(crew, work, advance)
+        except BaseException:
+            self.close()
+            raise
+        missing = sum(len(groups) for number, groups in enumerate(crew.parts) if number not in parts)
         done = [parts[number] for number in sorted(parts)]
         if stale := {part.version for part in done} - {self.version}:
             raise RuntimeError(f"a Ray actor acted by weights {stale}, not by {self.version}")
         self.waited_s += max(part.waited_s for part in done)
         rollout = joined([part.rollout for part in done])
-        self.dropped += sum(missing) + int(rollout.dropped.sum())
+        self.dropped += missing * self.group_size + int(rollout.dropped.sum())
         sizes = [len(part.rollout.group) for part in done]
         self.parts = [torch.arange(end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
         return rollout
 
     def close(self) -> None:
         """End the actors; another rollout starts them again."""
-        for actor in self._actors:
-            connected().kill(actor)
-        self._actors, self._policies = [], None
+        if self.crew is not None:
+            self.crew.end(kill=True)
+        self.crew = None
 
-    def _turn(self, work: tuple[Any, ...], advance: Callable[[], None]) -> dict[int, Part]:
+    def _crew(self, policy: Any, frozen: Any) -> Crew:
+        """An actor for as many groups of slots each."""
+        copies = connected().put((copy.deepcopy(policy).cpu(), None if frozen is None else copy.deepcopy(frozen).cpu()))
+        described = Description(ActingHost, {"policies": copies, "simulation": self._simulation})
+        groups, worker = self.num_envs // self.group_size, partial(Actor, gpus=self._gpus)
+        times = {"timeout_s": self.timeout_s, "start_timeout_s": self.start_timeout_s}
+        return Crew(described, worker, self._count, groups, **times)
+
+    def _turn(self, crew: Crew, work: Assignment, advance: Callable[[], None]) -> dict[int, Part]:
         """Ask all actors for their part, and wait: number -> part of those that were not lost."""
-        ray = connected()
         heard, parts = 0, {}
-        asked = {
-            actor.collect.options(num_returns="streaming").remote(*work): number
-            for number, actor in enumerate(self._actors)
-        }
-        deadline = dict.fromkeys(asked, time.monotonic() + self.start_timeout_s)
-        while asked:
-            soonest = min(asked, key=lambda stream: deadline[stream])
-            ready, _ = ray.wait(list(asked), timeout=max(0.0, deadline[soonest] - time.monotonic()))
-            stream = ready[0] if ready else soonest
-            number = asked[stream]
-            try:
-                if not ready:
-                    raise ray.exceptions.GetTimeoutError("it said nothing for the time that is allowed (timeout)")
-                message = ray.get(next(stream))
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from error
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                del asked[stream]
-                self._replace(number, error)
-                continue
+        for link in crew.links:
+            first = work.plan.first_slot + link.slots.start * self.group_size
+            crew.send(link, work._replace(plan=replace(work.plan, first_slot=first)), list(link.slots))
+            crew.expect(link, starting=True)
+        while waiting := [link for link in crew.links if link.open]:
+            link, message = crew.next(waiting)
+            if link not in waiting:
+                continue  # of an actor that is gone
             if message is None:
-                deadline[stream] = time.monotonic() + self.timeout_s
+                crew.expect(link, starting=False)
                 heard += 1
-                if heard % len(self._actors) == 0:
+                if heard % len(crew.links) == 0:
                     advance()
+            elif isinstance(message, Part):
+                number = crew.links.index(link)
+                link.open, parts[number], self._losses[number] = [], message, 0
+            elif isinstance(message, Fault):
+                link.report = message.report  # its host cannot be made: it ends, which is told next
+            elif isinstance(message, WorkerLost):
+                self._replace(crew, link, message)
             else:
-                del asked[stream]
-                parts[number], self._losses[number] = message, 0
+                raise message
         return parts
 
-    def _replace(self, number: int, error: Exception) -> None:
+    def _replace(self, crew: Crew, link: Link, lost: WorkerLost) -> None:
         """Another actor for these slots, from the next rollout on."""
+        number = crew.links.index(link)
         self._losses[number] += 1
         if self._losses[number] >= FAILURES:
             raise RuntimeError(
-                f"Ray actor {number} was lost {FAILURES} times in a row; the last time: {error}"
-            ) from error
-        connected().kill(self._actors[number])
-        self._actors[number] = self._actor(number)
+                f"Ray actor {number} was lost {FAILURES} times in a row; the last time: {lost}\n{link.report}"
+            ) from lost
+        crew.restart(link)
         self.restarts += 1
-
-    def _actor(self, number: int) -> Any:
-        assert self._policies is not None
-        slots = self._slots[number]
-        kind = connected().remote(Collector).options(**placement(self.gpus))
-        return kind.remote(*self._policies, self._environment | {"num_envs": len(slots)}, slots.start)
 
 
 def gpu_share(actors: int) -> float:
@@ -236,7 +232,3 @@ def gpu_share(actors: int) -> float:
         )
     share = float(gpus) / actors / int(os.environ.get("WORLD_SIZE", "1"))
     return share if share < 1.0 else float(int(share))
-
-
-def _on_cpu(frozen: Any) -> Any:
-    return None if frozen is None else copy.deepcopy(frozen).cpu()

@@ -124,10 +124,11 @@ class Replay(NamedTuple):
 
 
 class Acting(NamedTuple):
-    """A policy with the sampler it acts by: what a loss is called with."""
+    """A policy with the sampler it acts by, and, of DPPO, the policy that does the first denoising steps."""
 
     policy: Any
     sampler: Any
+    frozen: Any = None
 
 
 class Frozen(NamedTuple):

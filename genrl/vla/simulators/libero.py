@@ -10,7 +10,8 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import yaml
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from genrl.vla.simulators.simulator import Misuse, Reading, SlotHost, headless
+from genrl.vla.simulators.contract import Description, Misuse, Reading
+from genrl.vla.simulators.simulator import SlotHost, headless
 
 SUITES = {
     "libero_spatial": (10, 240),
@@ -52,6 +54,14 @@ def expanded(tasks: Sequence[str]) -> tuple[str, ...]:
 def time_limit(tasks: Sequence[str]) -> int:
     """Of the longest suite among tasks."""
     return max(SUITES[task.partition("/")[0]][1] for task in tasks)
+
+
+def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
+    """Single tasks, or all of suites. settings: `assets`, the folder of the scenes."""
+    names = expanded(tasks)
+    limit = time_limit(names) if reading.max_steps is None else reading.max_steps
+    told = {"tasks": names, "reading": replace(reading, max_steps=limit), **settings}
+    return Description(host, told, len(names), limit)
 
 
 def host(slots: int, *, tasks: Sequence[str], reading: Reading, assets: str = "") -> SlotHost:
@@ -87,7 +97,7 @@ class LiberoEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.float32
         place = Path(library.get_assets_path())
         if not (place / "scenes").is_dir():
             raise Misuse(f"LIBERO's scenes are not in {place}: let it download them once, or name a folder as `assets`")
-        # cameras are drawn by `picture`, once per chunk, instead of in every step
+        # cameras are rendered by `picture`, once per chunk, instead of in every step
         return OffScreenRenderEnv(bddl_file_name=bddl, use_camera_obs=False, ignore_done=True)
 
     def reset(

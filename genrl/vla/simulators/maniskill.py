@@ -1,13 +1,14 @@
 """ManiSkill 3 (arXiv 2410.00425): one environment per slot on the CPU, or all slots as one batch on a GPU.
 
-Tasks are ids ("PickCube-v1"). States come from `obs_mode="state"`; the picture is that of the first camera, drawn once
-per chunk. ManiSkill needs a Vulkan driver even for states: on a CPU Mesa's lavapipe from 24.3 on.
+Tasks are ids ("PickCube-v1"). States come from `obs_mode="state"`; the picture is that of the first camera, rendered
+once per chunk. ManiSkill needs a Vulkan driver even for states: on a CPU Mesa's lavapipe from 24.3 on.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -15,25 +16,24 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from genrl.vla.simulators.simulator import (
-    Draw,
-    Frames,
-    Misuse,
-    Observation,
-    Outcome,
-    Reading,
-    Run,
-    SlotHost,
-    as_picture,
-    seed_of,
-)
+from genrl.vla.simulators.batch import Batch, Flags
+from genrl.vla.simulators.contract import Description, Misuse, Observation, Reading
+from genrl.vla.simulators.simulator import SlotHost, as_picture, seed_of
 
 MAX_STEPS = 80
 """Where none is said: pi_RL's."""
 
 
+def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
+    """These tasks. settings: of `gymnasium.make`; `sim_backend: gpu` makes one batch of one task."""
+    names = tuple(tasks) or ("PickCube-v1",)
+    limit = MAX_STEPS if reading.max_steps is None else reading.max_steps
+    told = {"tasks": names, "reading": replace(reading, success_key="success", max_steps=limit), "settings": settings}
+    return Description(host, told, len(names), limit)
+
+
 def host(slots: int, *, tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> SlotHost | BatchHost:
-    """Slots of these tasks. settings: of `gymnasium.make`; `sim_backend: gpu` makes one batch of one task."""
+    """See `describe`."""
     if str(settings.get("sim_backend", "cpu")).endswith("cpu"):
         return SlotHost(
             lambda task: ManiSkillEnv(made(tasks[task], 1, reading, settings), reading), len(tasks), reading
@@ -116,69 +116,49 @@ class ManiSkillEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         return {name: value[0] for name, value in observed(self.env, 0).items()}
 
 
-class BatchHost:
+class BatchHost(Batch):
     """All slots in one batched environment. Those whose episode has ended are stepped along, and not looked at."""
 
     def __init__(self, env: Any, slots: int, reading: Reading) -> None:
-        self.env, self.slots, self.reading = env, slots, reading
-        self.elapsed = np.zeros(slots, dtype=np.int64)
+        limit = MAX_STEPS if reading.max_steps is None else reading.max_steps
+        super().__init__(slots, reading.chunk, limit, env.single_action_space.shape[-1])
+        self.env, self.reading = env, reading
+        self.shown: Observation = {}
 
-    def run(self, work: Run) -> Iterator[Outcome]:
-        """One message for all slots: first the chunks, in lock step, then the episodes that begin, one by one.
-
-        One by one, because ManiSkill seeds a batch as a whole: a start must be a function of its own seed.
-        """
+    def begin(self, episodes: Mapping[int, int]) -> None:
+        """One by one, because ManiSkill seeds a batch as a whole: a start must be a function of its own seed."""
         import torch
 
-        how, box = self.reading, self.env.single_action_space
-        chosen = np.array(sorted(work.begin.keys() | work.chunks.keys()), dtype=np.int64)
-        chunks = np.zeros((self.slots, how.chunk, *box.shape), dtype=np.float32)
-        for slot, chunk in work.chunks.items():
-            chunks[slot] = np.clip(chunk, box.low, box.high)
-        alive = np.isin(np.arange(self.slots), list(work.chunks))
-        rewards = np.zeros((self.slots, how.chunk), dtype=np.float32)
-        n_executed = np.zeros(self.slots, dtype=np.int64)
-        terminated, truncated, succeeded = (np.zeros(self.slots, dtype=np.bool_) for _ in range(3))
-        shown: Observation = {}
-        limit = MAX_STEPS if how.max_steps is None else how.max_steps
-        for k in range(how.chunk):
-            if not alive.any():
-                break
-            _, reward, over, _, info = self.env.step(torch.from_numpy(chunks[:, k]).to(self.env.device))
-            success = alive & array(info["success"]).astype(bool)
-            rewards[alive, k] = (success if how.reward == "success" else array(reward))[alive]
-            n_executed += alive
-            self.elapsed += alive
-            succeeded |= success
-            terminated |= alive & (array(over).astype(bool) | success)
-            truncated |= alive & ~terminated & (self.elapsed >= limit)
-            ended = alive & (terminated | truncated)
-            alive = alive & ~ended
-            if ended.any() or k == how.chunk - 1:
-                shown = kept(shown, observed(self.env, how.image_size), ended | alive)
-        for slot, episode in work.begin.items():
+        for slot, episode in episodes.items():
             one = torch.tensor([slot], device=self.env.device)
-            self.env.reset(seed=[seed_of(episode, how)] * self.slots, options={"env_idx": one})
-            self.elapsed[slot] = 0
-        if work.begin:
-            shown = kept(shown, observed(self.env, how.image_size), np.isin(np.arange(self.slots), list(work.begin)))
-        said = sentence(self.env, how)
-        yield Outcome(
-            chosen,
-            {name: value[chosen] for name, value in shown.items()},
-            rewards[chosen],
-            n_executed[chosen],
-            terminated[chosen],
-            truncated[chosen],
-            succeeded[chosen],
-            [said[slot] for slot in chosen],
-            box.shape[-1],
-        )
+            self.env.reset(seed=[seed_of(episode, self.reading)] * self.slots, options={"env_idx": one})
+        self.keep(np.isin(np.arange(self.slots), list(episodes)))
 
-    def draw(self, work: Draw) -> Frames:
+    def act(self, actions: NDArray[np.float32], alive: Flags) -> tuple[NDArray[Any], Flags, Flags]:
+        """See `Batch`."""
+        import torch
+
+        box = self.env.single_action_space
+        bounded = np.clip(actions, box.low, box.high).astype(np.float32)
+        _, reward, over, _, info = self.env.step(torch.from_numpy(bounded).to(self.env.device))
+        success = array(info["success"]).astype(bool)
+        return success if self.reading.reward == "success" else array(reward), success, array(over).astype(bool)
+
+    def keep(self, rows: Flags) -> None:
+        """See `Batch`."""
+        if rows.any():
+            self.shown = kept(self.shown, observed(self.env, self.reading.image_size), rows)
+
+    def observe(self) -> Observation:
+        return self.shown
+
+    def instructions(self) -> list[str]:
+        return sentence(self.env, self.reading)
+
+    def pictures(self, slots: list[int], size: int) -> NDArray[np.uint8]:
         """Of the first camera."""
-        drawn = pictures(self.env)
-        return Frames(np.stack([as_picture(drawn[slot], work.size, "ManiSkill") for slot in work.slots]))
+        shown = pictures(self.env)
+        return np.stack([as_picture(shown[slot], size, "ManiSkill") for slot in slots])
 
     def close(self) -> None:
         """Close the simulator."""

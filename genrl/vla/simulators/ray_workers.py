@@ -1,4 +1,4 @@
-"""Simulators on Ray actors, on this machine or on many: `workers.Worker` by another road.
+"""Simulators on Ray actors, on this machine or on many: `workers.Worker` in another place.
 
 There is at most one actor per CPU of the cluster, placed on the node with the most room. genrl and the simulator must
 be installed on all nodes. Messages stream back one by one, so timeouts mean what they mean for processes.
@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from genrl.vla.simulators.simulator import Description, Draw, Host, Message, Misuse, Run
-from genrl.vla.simulators.workers import Lost, done, report
+from genrl.vla.simulators.contract import Description, Host, Message, Misuse
+from genrl.vla.simulators.workers import Work, WorkerLost, messages, report
 
 
 def connected() -> Any:
@@ -49,12 +49,12 @@ class Remote:
         self.description, self.slots = description, slots
         self.host: Host | None = None
 
-    def run(self, work: Run | Draw) -> Iterator[Message]:
+    def run(self, work: Work) -> Iterator[Message]:
         """The messages of a piece of work."""
         try:
             if self.host is None:
                 self.host = self.description.host(self.slots)
-            yield from done(self.host, work)
+            yield from messages(self.host, work)
         except Exception as error:
             yield report(error, -1)
             raise
@@ -70,21 +70,21 @@ class Actor:
 
     inline = False
 
-    def __init__(self, description: Description, slots: int) -> None:
-        self.description, self.slots = description, slots
+    def __init__(self, description: Description, slots: int, gpus: float = 0.0) -> None:
+        self.description, self.slots, self.gpus = description, slots, gpus
 
     def start(self) -> None:
         """Ask for an actor; it begins where and when there is room."""
-        self.actor = connected().remote(Remote).options(**placement()).remote(self.description, self.slots)
+        self.actor = connected().remote(Remote).options(**placement(self.gpus)).remote(self.description, self.slots)
 
-    def do(self, work: Run | Draw) -> Iterator[Message]:
+    def do(self, work: Work) -> Iterator[Message]:
         """See `workers.Worker`."""
         ray = connected()
         try:
             for message in self.actor.run.options(num_returns="streaming").remote(work):
                 yield ray.get(message)
         except ray.exceptions.RayError as error:
-            raise Lost(f"its Ray actor failed: {error}") from error
+            raise WorkerLost(f"its Ray actor failed: {error}") from error
 
     def kill(self) -> None:
         """At once."""

@@ -1,12 +1,4 @@
-"""What runs where the simulators are (this process, a worker, a Ray actor): slots, each an environment of its own.
-
-Nothing here imports torch: a worker begins in a second. Nothing is made before it is needed: a graphics context that is
-made in one process and used in another breaks.
-
-A slot does one of two things in a round: it begins an episode by its number, or executes a chunk. It is told which by
-the other side (`workers.Simulators`), which counts the episodes; so it does not matter which process has the slot.
-Episode e is of task `e mod tasks`, and begins from a start that is a function of `e div tasks`.
-"""
+"""Gymnasium environments in slots: how they are read, made and kept where the simulators run."""
 
 from __future__ import annotations
 
@@ -16,9 +8,7 @@ import importlib.util
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import gymnasium
 import numpy as np
@@ -27,124 +17,39 @@ from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 from PIL import Image
 
-from genrl.vla.simulators.chunks import ChunkedEnv
+from genrl.config.plugins import find, names
+from genrl.config.vla_names import SIMULATORS
+from genrl.vla.simulators.contract import (
+    Description,
+    Fault,
+    Frames,
+    Message,
+    Misuse,
+    Observation,
+    Outcome,
+    Reading,
+    Render,
+    Run,
+)
 from genrl.vla.simulators.minitable.task import episode_keys
 
-Observation = dict[str, NDArray[Any]]
+
+@runtime_checkable
+class Pictures(Protocol):
+    """An environment that renders by itself, at any size; one with several cameras has their names in `cameras`, and
+    takes one as a second argument."""
+
+    def picture(self, size: int) -> NDArray[np.uint8]: ...
 
 
-class Outcome(NamedTuple):
-    """What m slots show after a chunk, or after the beginning of an episode (n_executed 0).
+@runtime_checkable
+class Cameras(Protocol):
+    """An environment with several cameras."""
 
-    slots int64 [m], observation name -> [m, ...], rewards float32 [m, C], n_executed int64 [m], terminated, truncated,
-    success bool [m], instruction: m sentences, action_dim: numbers in an action.
-    """
+    @property
+    def cameras(self) -> Sequence[str]: ...
 
-    slots: NDArray[np.int64]
-    observation: Observation
-    rewards: NDArray[np.float32]
-    n_executed: NDArray[np.int64]
-    terminated: NDArray[np.bool_]
-    truncated: NDArray[np.bool_]
-    success: NDArray[np.bool_]
-    instruction: list[str]
-    action_dim: int
-
-
-class Fault(NamedTuple):
-    """The environment of a slot raised, and is gone; misuse: so would the next one."""
-
-    slot: int
-    report: str
-    misuse: bool
-
-
-class Frames(NamedTuple):
-    """Pictures uint8 [m, S, S, 3] of some slots."""
-
-    pictures: NDArray[np.uint8]
-
-
-Message = Outcome | Fault | Frames
-
-
-class Run(NamedTuple):
-    """A round of some slots, in the order of their numbers: `begin` slot -> episode, `chunks` slot -> [C, D]."""
-
-    begin: dict[int, int]
-    chunks: dict[int, NDArray[np.float32]]
-
-
-class Draw(NamedTuple):
-    """Pictures of some slots."""
-
-    slots: list[int]
-    size: int
-
-
-class Host(Protocol):
-    """The simulators of some slots."""
-
-    def run(self, work: Run) -> Iterator[Message]:
-        """Outcomes (or faults) as they come, in the order of the slots."""
-        ...
-
-    def draw(self, work: Draw) -> Frames: ...
-
-    def close(self) -> None: ...
-
-
-class Misuse(ValueError):
-    """An environment that does not keep the contract, or cannot be made here: another attempt would not help."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a gymnasium environment is read; `environments.open_environment` says what each entry means."""
-
-    chunk: int
-    instruction: str = ""
-    success_key: str = "is_success"
-    reward: Literal["success", "environment"] = "success"
-    max_steps: int | None = None
-    image_size: int = 0
-    cameras: tuple[str, ...] = ()
-    proprioception: int = 0
-    goals: int = 0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Description:
-    """A host that can be sent to another process: `function` ("module:function" or "file.py:function") makes it."""
-
-    function: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def host(self, slots: int) -> Host:
-        """Make it, for so many slots."""
-        host: Host = find(self.function)(slots, **self.settings)
-        return host
-
-
-def find(name: str) -> Callable[..., Any]:
-    """The function of "module:function" or "file.py:function". Raises Misuse where there is none."""
-    place, _, attribute = name.rpartition(":")
-    if not place:
-        raise Misuse(f"{name!r} names no function: write module:function or file.py:function")
-    if place.endswith(".py"):
-        path = Path(place).resolve()
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise Misuse(f"there is no file {path}, which should have the function {attribute!r}")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    if not hasattr(module, attribute):
-        raise Misuse(f"{place} has no function {attribute!r}")
-    function: Callable[..., Any] = getattr(module, attribute)
-    return function
+    def picture(self, size: int, camera: str) -> NDArray[np.uint8]: ...
 
 
 class Simulator:
@@ -153,50 +58,64 @@ class Simulator:
     Observations: a dict by LeRobot's names ("pixels", "agent_pos", "environment_state") is taken as it is; another dict
     (of a goal environment, say) is flattened in alphabetical order; a picture is "pixels"; a vector is "agent_pos", or
     with `proprioception` p: its first p numbers are, and all are "environment_state". Pictures that are asked for and
-    not there are drawn: by the environment's `picture(size)`, or else by `render()`, once per chunk. With `cameras`
-    pictures are "pixels/<camera>": of the dict that the observation has as "pixels", or drawn by `picture(size,
+    not there are rendered: by the environment's `picture(size)`, or else by `render()`, once per chunk. With `cameras`
+    pictures are "pixels/<camera>": of the dict that the observation has as "pixels", or rendered by `picture(size,
     camera)` of an environment whose `cameras` are so named.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:
         if not isinstance(env, gymnasium.Env):
             raise Misuse(f"the function must return a gymnasium environment, not {type(env).__name__}")
-        try:
-            self.env = ChunkedEnv(_Episode(env, reading), reading.chunk)
-        except ValueError as error:
-            raise Misuse(str(error)) from error
-        self.reading = reading
+        box = env.action_space
+        if not isinstance(box, spaces.Box) or len(box.shape) != 1:
+            raise Misuse(f"chunks need an action space of vectors, a Box of shape [D]; {env} has {box}")
+        self.env, self.box, self.reading, self.elapsed = env, box, reading, 0
 
     def begin(self, number: int) -> Outcome:
         """Begin the episode of a number: of one of `goals` starts, where there are so many."""
-        raw, info = self.env.reset(seed=seed_of(number, self.reading))
-        return self._outcome(raw, info, False, False)
+        self.elapsed = 0
+        raw, _ = self.env.reset(seed=seed_of(number, self.reading))
+        return self._outcome(raw, np.zeros(self.reading.chunk, dtype=np.float32), 0)
 
     def execute(self, chunk: NDArray[np.float32]) -> Outcome:
-        """Up to C actions [C, D]."""
-        raw, _, terminated, truncated, info = self.env.step(chunk)
-        return self._outcome(raw, info, terminated, truncated)
+        """Up to C actions [C, D], until the episode ends: by success, by the environment, or by the time limit."""
+        rewards, key = np.zeros(self.reading.chunk, dtype=np.float32), self.reading.success_key
+        for k in range(self.reading.chunk):
+            action = np.clip(chunk[k], self.box.low, self.box.high).astype(self.box.dtype)
+            raw, reward, terminated, truncated, info = self.env.step(action)
+            if key not in info:
+                raise Misuse(f"{self.env.unwrapped} has no {key!r} in its info, only {sorted(info)}: set success_key")
+            success = bool(np.asarray(info[key]).item())
+            self.elapsed += 1
+            terminated = bool(terminated) or success
+            limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
+            truncated = (bool(truncated) or limit) and not terminated
+            rewards[k] = float(success) if self.reading.reward == "success" else float(reward)
+            if terminated or truncated:
+                break
+        return self._outcome(raw, rewards, k + 1, terminated, truncated, success)
 
     def picture(self, size: int, camera: str = "") -> NDArray[np.uint8]:
         """The scene as it is, uint8 [size, size, 3], as the environment shows it or as one of its cameras sees it."""
         bare: Any = self.env.unwrapped
-        own = getattr(bare, "picture", None)
-        drawn = bare.picture(size, camera) if camera else self.env.render() if own is None else own(size)
-        return as_picture(drawn, size, str(bare))
+        if camera:
+            return as_picture(bare.picture(size, camera), size, str(bare))
+        return as_picture(bare.picture(size) if isinstance(bare, Pictures) else self.env.render(), size, str(bare))
 
-    def _outcome(self, raw: Any, info: dict[str, Any], terminated: bool, truncated: bool) -> Outcome:
-        shown = {name: value[None] for name, value in self._observe(raw).items()}
+    def _outcome(self, raw: Any, rewards: NDArray[np.float32], count: int, *ends: bool) -> Outcome:
+        """ends: terminated, truncated, success."""
+        terminated, truncated, success = ends or (False, False, False)
         known = self.env.has_wrapper_attr("task_description")
         return Outcome(
             slots=np.zeros(1, dtype=np.int64),
-            observation=shown,
-            rewards=info["rewards"][None],
-            n_executed=np.array([info["n_executed"]]),
+            observation={name: value[None] for name, value in self._observe(raw).items()},
+            rewards=rewards[None],
+            n_executed=np.array([count]),
             terminated=np.array([terminated]),
-            truncated=np.array([truncated and not terminated]),
-            success=np.array([info["is_success"]]),
+            truncated=np.array([truncated]),
+            success=np.array([success]),
             instruction=[str(self.env.get_wrapper_attr("task_description")) if known else self.reading.instruction],
-            action_dim=(self.env.action_space.shape or ())[-1],
+            action_dim=self.box.shape[0],
         )
 
     def _observe(self, raw: Any) -> Observation:
@@ -213,8 +132,9 @@ class Simulator:
             )
         if not cameras:
             return found | {"pixels": self._sized(next(iter(pictures.values()), None), "")}
-        drawn = [f"pixels/{name}" for name in getattr(self.env.unwrapped, "cameras", ())]
-        check_cameras(cameras, [name.removeprefix("pixels/") for name in (*pictures, *drawn) if "/" in name], who)
+        bare = self.env.unwrapped
+        rendered = list(bare.cameras) if isinstance(bare, Cameras) else []
+        check_cameras(cameras, [*(name.removeprefix("pixels/") for name in pictures if "/" in name), *rendered], who)
         return found | {f"pixels/{name}": self._sized(pictures.get(f"pixels/{name}"), name) for name in cameras}
 
     def _sized(self, shown: NDArray[Any] | None, camera: str) -> NDArray[np.uint8]:
@@ -249,7 +169,7 @@ class SlotHost:
             else:
                 yield outcome._replace(slots=np.array([slot]))
 
-    def draw(self, work: Draw) -> Frames:
+    def render(self, work: Render) -> Frames:
         """Black where nothing has begun."""
         pictures = np.zeros((len(work.slots), work.size, work.size, 3), dtype=np.uint8)
         for row, slot in enumerate(work.slots):
@@ -282,7 +202,7 @@ def seed_of(number: int, reading: Reading) -> int:
 
 
 def headless() -> None:
-    """Let simulators draw without a display where there is none; before their packages are imported."""
+    """Let simulators render without a display where there is none; before their packages are imported."""
     if not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
@@ -327,26 +247,46 @@ def check_cameras(asked: Sequence[str], known: Sequence[str], who: str) -> None:
         )
 
 
+def describe(name: str, tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
+    """Slots of a gymnasium id (a module to import may stand before it, "gym_pusht:gym_pusht/PushT-v0"), or of a
+    function by the rule of `plugins`, called with the settings, and with `task` where there are tasks.
+
+    Raises ValueError for a name that is neither.
+    """
+    limit = reading.max_steps
+    if not is_function(name):
+        if "/" not in name and "-v" not in name:
+            close = difflib.get_close_matches(name, names(SIMULATORS), n=1)
+            hint = f" (the nearest is {close[0]!r})" if close else ""
+            known = ", ".join(names(SIMULATORS))
+            raise ValueError(f"no environment {name!r}{hint}: {known}, a gymnasium id, or path/file.py:function")
+        limit = find_registered(name).max_episode_steps if limit is None else limit
+    told = {"name": name, "reading": reading, "settings": settings, "tasks": tasks}
+    return Description(gymnasium_host, told, max(1, len(tasks)), limit)
+
+
 def gymnasium_host(
     slots: int, *, name: str, reading: Reading, settings: Mapping[str, Any], tasks: Sequence[str] = ()
 ) -> SlotHost:
-    """Slots of a gymnasium id (a module to import may stand before it, "gym_pusht:gym_pusht/PushT-v0"), of
-    "file.py:function" or of "module:function", called with the settings, and with `task` where there are tasks."""
+    """See `describe`."""
 
     def make(task: int) -> gymnasium.Env[Any, Any]:
         own = {"task": tasks[task]} if tasks else {}
-        if is_function(name):
-            env: gymnasium.Env[Any, Any] = find(name)(**settings, **own)
-            return env
-        return registered(name, reading.max_steps, {**settings, **own})
+        if not is_function(name):
+            return registered(name, reading.max_steps, {**settings, **own})
+        try:
+            function = find(name, SIMULATORS)
+        except ValueError as error:
+            raise Misuse(str(error)) from error
+        env: gymnasium.Env[Any, Any] = function(**settings, **own)
+        return env
 
     return SlotHost(make, max(1, len(tasks)), reading)
 
 
 def is_function(name: str) -> bool:
-    """Whether a name is that of a function, and not a gymnasium id (which may have a module in front too)."""
-    place, _, attribute = name.rpartition(":")
-    return bool(place) and (place.endswith(".py") or attribute.isidentifier())
+    """Whether a name is that of a function, in a file or installed, and not a gymnasium id."""
+    return name.rpartition(":")[0].endswith(".py") or name in names(SIMULATORS)
 
 
 def find_registered(name: str) -> EnvSpec:
@@ -355,7 +295,7 @@ def find_registered(name: str) -> EnvSpec:
     for package in [module] if module else ["gym_" + own.partition("/")[0].removeprefix("gym_"), "gymnasium_robotics"]:
         if own not in gymnasium.registry and importlib.util.find_spec(package) is not None:
             imported = importlib.import_module(package)
-            if hasattr(imported, "register_robotics_envs"):
+            if "register_robotics_envs" in vars(imported):
                 gymnasium.register_envs(imported)
     try:
         return gymnasium.spec(own)
@@ -364,7 +304,7 @@ def find_registered(name: str) -> EnvSpec:
 
 
 def registered(name: str, max_steps: int | None, settings: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
-    """The environment of an id, with pictures to be drawn and a time limit."""
+    """The environment of an id, which renders pictures, with a time limit."""
     how = {"render_mode": "rgb_array", **settings}
     if max_steps is not None:
         how["max_episode_steps"] = max_steps
@@ -372,36 +312,13 @@ def registered(name: str, max_steps: int | None, settings: Mapping[str, Any]) ->
     return env
 
 
-class _Episode(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Ends an episode at success or after max_steps, clips actions, and says "is_success"."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], reading: Reading) -> None:
-        super().__init__(env)
-        self.reading, self.elapsed = reading, 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self.elapsed = 0
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, action: NDArray[Any]) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        box = self.env.action_space
-        assert isinstance(box, spaces.Box)  # ChunkedEnv has seen to that
-        raw, reward, terminated, truncated, info = self.env.step(np.clip(action, box.low, box.high).astype(box.dtype))
-        key = self.reading.success_key
-        if key not in info:
-            raise Misuse(f"{self.env.unwrapped} has no {key!r} in its info, only {sorted(info)}: set success_key")
-        success = bool(np.asarray(info[key]).item())
-        self.elapsed += 1
-        limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
-        paid = float(success) if self.reading.reward == "success" else float(reward)
-        return raw, paid, terminated or success, truncated or limit, info | {"is_success": success}
-
-
-def as_picture(drawn: Any, size: int, who: str) -> NDArray[np.uint8]:
-    """uint8 [size, size, 3] of a drawn picture, by averages over areas."""
-    picture = np.asarray(drawn)
+def as_picture(shown: Any, size: int, who: str) -> NDArray[np.uint8]:
+    """uint8 [size, size, 3] of a rendered picture, by averages over areas."""
+    picture = np.asarray(shown)
     if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
-        raise Misuse(f"{who} draws {type(drawn).__name__}, no uint8 picture [S, S, 3]: has it render_mode='rgb_array'?")
+        raise Misuse(
+            f"{who} renders {type(shown).__name__}, no uint8 picture [S, S, 3]: has it render_mode='rgb_array'?"
+        )
     if picture.shape[:2] == (size, size):
         return np.ascontiguousarray(picture)
     return np.asarray(Image.fromarray(picture).resize((size, size), Image.Resampling.BOX))

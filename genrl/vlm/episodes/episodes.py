@@ -135,8 +135,9 @@ class Table:
         return [[slot, one.seed, one.split, list(one.said)] for slot, one in self.episodes.items()]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """Begin the same episodes, none of which has ended, and give the same answers. Raises RuntimeError where an
-        environment is lost over it, or is no function of its seed and the answers."""
+        """Begin these episodes, none of which has ended, and no others, and give the same answers. Raises RuntimeError
+        where an environment is lost over it, or is no function of its seed and the answers."""
+        self.episodes.clear()
         for slot, seed, split, said in state:
             self.begin({slot: seed}, split)
             for text in said:

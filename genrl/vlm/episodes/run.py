@@ -343,7 +343,10 @@ class EpisodesRun:
 
     def micro_batch_sizes(self) -> list[int]:
         """Rows per pass, and the smaller numbers that can be taken."""
-        return pass_sizes(self.config, whole_groups=self.preset.group_loss is not None)
+        generation, place = self.config.generation, self.environment
+        rows = generation.prompts_per_iteration * generation.group_size
+        rows = rows if self.critic is None else place.parallel * place.steps
+        return pass_sizes(self.config, rows, whole_groups=self.preset.group_loss is not None)
 
     def resize(self, size: int) -> None:
         """From here on a pass has so many rows."""

@@ -259,8 +259,6 @@ def _weight(preset: Preset, batch: TokenBatch) -> Tensor | None:
             case OffPolicyMask():
                 continue
         product = factor if product is None else product * factor
-    if product is not None and preset.renormalise:
-        product = product / token_mean(product.expand(mask.shape), mask).clamp(min=1e-8)
     return product
 
 

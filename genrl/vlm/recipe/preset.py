@@ -29,7 +29,6 @@ class Preset:
     """A method: `aggregate(-weight * surrogate(advantage) + KL) + regularisers`, or a loss of whole groups.
 
     length: the divisor of aggregation "const", the longest completion allowed.
-    renormalise: scale the token weights to mean 1 over the rollout batch's tokens (no published method does).
     warmup: with a critic, iterations at the start that train it alone. kl_stop: with a critic, the mean of l_old - l
     above which an iteration's updates end; None = they never do.
     output: `vlm.output` of the models that it is for; None = any.
@@ -46,7 +45,6 @@ class Preset:
     regularisers: tuple[Regulariser, ...] = ()
     group_loss: GroupLoss | None = None
     length: int | None = None
-    renormalise: bool = False
     warmup: int = 0
     kl_stop: float | None = None
     output: str | None = None

@@ -154,7 +154,7 @@ class Synthesis:
         first = next(k for k, reward in enumerate(self.config.rewards) if reward.weight)
         label, weight = self.config.reward_labels[first], self.config.rewards[first].weight
         scores = {name: torch.full((len(worth),), math.nan, dtype=torch.float64) for name in self.config.reward_labels}
-        scores[label] = torch.tensor(worth, dtype=torch.float64) * (self.settings.weight / weight)
+        scores[label] = torch.tensor(worth, dtype=torch.float64) * (1.0 / weight)
         return Answers(
             [row],
             [self.policy.encode(row.prompt)],

@@ -9,9 +9,9 @@ from typing import Any
 
 from PIL.Image import Image
 
-from rewards.contract import check_choice
+from rewards.contract import Scored, check_choice
 from rewards.scorers.judges import templates
-from rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
+from rewards.scorers.judges.vlm import VLM, Endpoint, Question, open_vlm
 
 MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 MODES = ("yes_no", "score")
@@ -57,6 +57,14 @@ def edit_score(following: Sequence[float], quality: Sequence[float], high: float
     return math.sqrt(min(following) * min(quality)) / high
 
 
+def judged(vlm: VLM, questions: Sequence[Question], mode: str = "yes_no", max_tokens: int = 256) -> Scored:
+    """What a model says to N questions, by one of `MODES`, in [0, 1]; with the part `mass` for `yes_no`."""
+    if mode == "score":
+        return [parse_score(answer, "Score", 0, 10) / 10 for answer in vlm.answers(questions, max_tokens)], {}
+    answers = vlm.yes_no(questions)
+    return [answer.yes for answer in answers], {"mass": [answer.mass for answer in answers]}
+
+
 class Judge:
     """A vision-language model's yes to picture and prompt, or the score that it writes; local or on a server.
 
@@ -88,12 +96,8 @@ class Judge:
         self.vlm = open_vlm(model, server, dtype, device, "judge")
         self.to = self.vlm.to
 
-    def __call__(self, pil_images: Sequence[Any], prompts: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
-        questions = about(self.question, pil_images, prompts)
-        if self.mode == "score":
-            return [parse_score(a, "Score", 0, 10) / 10 for a in self.vlm.answers(questions, self.max_tokens)], {}
-        answers = self.vlm.yes_no(questions)
-        return [answer.yes for answer in answers], {"mass": [answer.mass for answer in answers]}
+    def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
+        return judged(self.vlm, about(self.question, pil_images, prompts), self.mode, self.max_tokens)
 
 
 class EditJudge:
@@ -120,9 +124,7 @@ class EditJudge:
         self.vlm = open_vlm(model, server, dtype, device, "edit_judge")
         self.to = self.vlm.to
 
-    def __call__(
-        self, pil_images: Sequence[Image], prompts: Sequence[str], source_images: Sequence[Image]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         rows = zip(source_images, pil_images, prompts, strict=True)
         both: list[Question] = [[a, b, templates.put(self.following, "{prompt}", prompt)] for a, b, prompt in rows]
         alone: list[Question] = [[picture, self.quality] for picture in pil_images]

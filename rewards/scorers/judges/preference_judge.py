@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 from PIL.Image import Image
 
@@ -59,9 +58,7 @@ class PreferenceJudge:
         self.vlm = open_vlm(model, server, dtype, device, "preference_judge")
         self.to = self.vlm.to
 
-    def __call__(
-        self, pil_images: Sequence[Image], prompts: Sequence[str], pairs: Sequence[tuple[int, int]]
-    ) -> list[float]:
+    def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> list[float]:
         both = [[*shown(pil_images[i]), *shown(pil_images[j])] for i, j in pairs]
         goals = [prompts[i] for i, _ in pairs]
         first: list[Question] = [

@@ -6,10 +6,10 @@ package. It is read from the authors' own file, whose code is parsed and not run
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 from rewards.contract import nearest
+from rewards.declared import constants, parse
 
 
 def read(given: str, reward: str, *, holding: str = "") -> str:
@@ -45,18 +45,9 @@ def _read(path: str, reward: str) -> str:
 
 
 def _constant(source: str, path: str, name: str, reward: str) -> str:
-    try:
-        tree = ast.parse(source, filename=path)
-    except SyntaxError as error:
-        raise ValueError(f"{reward}: {path}, line {error.lineno}: {error.msg}") from error
-    constants = {
-        target.id: statement.value.value
-        for statement in tree.body
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
-        for target in statement.targets
-        if isinstance(target, ast.Name) and isinstance(statement.value.value, str)
-    }
-    if name not in constants:
-        held = ", ".join(constants) or "none"
-        raise ValueError(f"{reward}: {path} has no string constant {name!r}.{nearest(name, constants)} It has {held}")
-    return constants[name]
+    assigned = constants(parse(source, path, f"{reward}:").body)
+    texts = {name: value for name, value in assigned.items() if isinstance(value, str)}
+    if name not in texts:
+        held = ", ".join(texts) or "none"
+        raise ValueError(f"{reward}: {path} has no string constant {name!r}.{nearest(name, texts)} It has {held}")
+    return texts[name]

@@ -13,6 +13,7 @@ from PIL.Image import Image
 from rewards.contract import nearest
 from rewards.models.checkpoints import model_type, pretrained, transformers
 from rewards.scorers.objects.geneval_check import Box
+from rewards.scorers.texts.verifiable import iou_of
 
 logger = logging.getLogger(__name__)
 
@@ -138,20 +139,11 @@ class Detector:
         )
 
 
-def overlap(a: Box, b: Box) -> float:
-    """Intersection over union of two boxes."""
-    width = min(a.right, b.right) - max(a.left, b.left)
-    height = min(a.bottom, b.bottom) - max(a.top, b.top)
-    common = max(width, 0.0) * max(height, 0.0)
-    area = sum((box.right - box.left) * (box.bottom - box.top) for box in (a, b))
-    return common / (area - common) if area > common else 0.0
-
-
 def merged(things: Sequence[Thing]) -> list[Thing]:
     """Without those that overlap a more confident one by half: a zero-shot detector finds a thing several times."""
     kept: list[Thing] = []
     for thing in sorted(things, key=lambda thing: -thing.box.score):
-        if all(overlap(thing.box, other.box) <= SAME_THING for other in kept):
+        if all(iou_of(thing.box[:4], other.box[:4]) <= SAME_THING for other in kept):
             kept.append(thing)
     return kept
 

@@ -94,7 +94,7 @@ class GenEval:
         self.colours.clip.to(device)
 
     def __call__(
-        self, images: torch.Tensor, include: Sequence[Any], tag: Sequence[str]
+        self, images: torch.Tensor, include: list[Any], tag: list[str]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         pictures = pil_list(frames(images))
         per_row = len(pictures) // max(len(tag), 1)

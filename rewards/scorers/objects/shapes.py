@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw
 
+from rewards.contract import Scored
 from rewards.pictures import to_uint8
 from rewards.scorers.texts.verifiable import answer_in
 
@@ -88,9 +89,12 @@ def outline(shape: str) -> np.ndarray:
     return np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=1)
 
 
-_GROUP = re.compile(
-    rf"(?P<n>{'|'.join(NUMBERS)}) (?P<colour>{'|'.join(COLOURS)}) (?P<shape>{'|'.join(SHAPES)})(?P<s>s?)"
-)
+def _group_pattern(k: int) -> str:
+    words = {"n": NUMBERS, "colour": COLOURS, "shape": SHAPES}
+    return " ".join(rf"(?P<{name}{k}>{'|'.join(known)})" for name, known in words.items()) + rf"(?P<s{k}>s?)"
+
+
+_CAPTION = re.compile(rf"{_group_pattern(1)}(?: (?P<link>and|{'|'.join(RELATIONS)}) {_group_pattern(2)})?")
 
 
 @lru_cache(maxsize=65536)
@@ -100,29 +104,14 @@ def parse(caption: str) -> Asked | None:
     `a red circle`, `three purple stars`, `two red circles and a blue square`,
     `a green triangle to the left of a yellow star` (also: to the right of, above, below).
     """
-    text = " ".join(caption.lower().rstrip(". ").split())
-    first = _GROUP.match(text)
-    if first is None:
+    match = _CAPTION.fullmatch(" ".join(caption.lower().rstrip(". ").split()))
+    if match is None:
         return None
-    rest = text[first.end() :]
-    if not rest:
-        groups, relation = [_group(first)], None
-    else:
-        link = next((link for link in ("and", *RELATIONS) if rest.startswith(f" {link} ")), None)
-        second = _GROUP.fullmatch(rest[len(link) + 2 :]) if link else None
-        if link is None or second is None:
-            return None
-        groups, relation = [_group(first), _group(second)], None if link == "and" else link
-    if None in groups or len({(g.colour, g.shape) for g in groups if g}) < len(groups):
-        return None
-    return Asked(tuple(g for g in groups if g), relation)
-
-
-def _group(match: re.Match[str]) -> Group | None:
-    count = NUMBERS[match["n"]]
-    if (count > 1) != bool(match["s"]):
-        return None
-    return Group(count, match["colour"], match["shape"])
+    numbers = [k for k in (1, 2) if match[f"n{k}"]]
+    groups = tuple(Group(NUMBERS[match[f"n{k}"]], match[f"colour{k}"], match[f"shape{k}"]) for k in numbers)
+    plural = all((group.count > 1) == bool(match[f"s{k}"]) for k, group in zip(numbers, groups, strict=True))
+    distinct = len({(group.colour, group.shape) for group in groups}) == len(groups)
+    return Asked(groups, match["link"] if match["link"] != "and" else None) if plural and distinct else None
 
 
 def find(image: np.ndarray) -> list[Found]:
@@ -311,14 +300,14 @@ class Shapes:
     """Count, colour, shape and position in the embedded world, by rules, for captions like "two red stars"; in [0, 1].
 
     The score is the soft one (partial credit), or with `strict` 1 for a completely right picture and 0 otherwise; all
-    parts of `check` are reported beside it. A caption outside the grammar has no score. About 0.3 ms per picture of 64
+    parts of `check` are reported, too. A caption outside the grammar has no score. About 0.3 ms per picture of 64
     x 64 pixels on one CPU core.
     """
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
 
-    def __call__(self, images: torch.Tensor, prompts: list[str]) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, images: torch.Tensor, prompts: list[str]) -> Scored:
         """images: float tensor [N, 3, H, W] in [0, 1]; prompts: N captions."""
         parts: dict[str, list[float]] = {name: [] for name in PARTS}
         for picture, prompt in zip(to_uint8(images), prompts, strict=True):

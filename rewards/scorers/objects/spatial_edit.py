@@ -16,24 +16,15 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL.Image import Image
 
-from rewards.contract import check_choice
+from rewards.contract import Scored, check_choice
+from rewards.scorers.objects import geometry
 from rewards.scorers.objects.detection import MASKED, Detector, Thing, thing_of_mask
-from rewards.scorers.objects.geometry import (
-    DIRECTIONS,
-    displacement_score,
-    distance,
-    position_score,
-    scale_score,
-    turn_between,
-    turn_score,
-)
 from rewards.scorers.objects.shapes import COLOURS, SHAPES, located
 
 DETECTOR = "IDEA-Research/grounding-dino-tiny"
 SEGMENTER = "facebook/mask2former-swin-small-coco-instance"
 BLOB = 0.5
 """Confidence for a thing of the right colour whose outline is none of the embedded world's."""
-Scored: TypeAlias = tuple[list[float], dict[str, list[float]]]
 Verdict: TypeAlias = tuple[float, dict[str, float]]
 """Score and parts of one edit."""
 
@@ -87,11 +78,11 @@ class Finder:
 
     def score(
         self,
-        sources: Sequence[Image],
-        results: Sequence[Image],
-        names: Sequence[str],
+        sources: list[Image],
+        results: list[Image],
+        names: list[str],
         judge: Callable[[int, Thing, Thing], Verdict],
-        parts: Sequence[str],
+        parts: list[str],
     ) -> Scored:
         """Scores and parts of N edits, by `judge` of the row and the thing before and after."""
         rows: list[Verdict] = []
@@ -119,18 +110,14 @@ class EditMove:
         self.to = self.finder.to
 
     def __call__(
-        self,
-        pil_images: Sequence[Image],
-        source_images: Sequence[Image],
-        object: Sequence[str],
-        direction: Sequence[str],
+        self, pil_images: list[Image], source_images: list[Image], object: list[str], direction: list[str]
     ) -> Scored:
         for asked in direction:
-            check_choice("edit_move: unknown direction", asked, DIRECTIONS)
+            check_choice("edit_move: unknown direction", asked, geometry.DIRECTIONS)
 
         def judge(i: int, before: Thing, after: Thing) -> Verdict:
-            way = distance(before.box, after.box, *source_images[i].size)
-            return displacement_score(before.box, after.box, direction[i]), {"distance": way}
+            way = geometry.distance(before.box, after.box, *source_images[i].size)
+            return geometry.displacement_score(before.box, after.box, direction[i]), {"distance": way}
 
         return self.finder.score(source_images, pil_images, object, judge, ["distance"])
 
@@ -150,11 +137,7 @@ class EditScale:
         self.to = self.finder.to
 
     def __call__(
-        self,
-        pil_images: Sequence[Image],
-        source_images: Sequence[Image],
-        object: Sequence[str],
-        factor: Sequence[float],
+        self, pil_images: list[Image], source_images: list[Image], object: list[str], factor: list[float]
     ) -> Scored:
         factors = [_number(value, "edit_scale", "factor") for value in factor]
         for value in factors:
@@ -164,8 +147,8 @@ class EditScale:
         def judge(i: int, before: Thing, after: Thing) -> Verdict:
             bigger = factors[i] >= 1
             wanted = factors[i] if bigger else 1 / factors[i]
-            score = max(0.0, scale_score(before.box, after.box, wanted, bigger))
-            return score, {"position": position_score(before.box, after.box)}
+            score = max(0.0, geometry.scale_score(before.box, after.box, wanted, bigger))
+            return score, {"position": geometry.position_score(before.box, after.box)}
 
         return self.finder.score(source_images, pil_images, object, judge, ["position"])
 
@@ -189,14 +172,17 @@ class EditRotate:
             raise ValueError(f"edit_rotate: {detector!r} is a {kind!r}, which gives no masks; use a Mask2Former")
 
     def __call__(
-        self, pil_images: Sequence[Image], source_images: Sequence[Image], object: Sequence[str], angle: Sequence[float]
+        self, pil_images: list[Image], source_images: list[Image], object: list[str], angle: list[float]
     ) -> Scored:
         angles = [_number(value, "edit_rotate", "angle") for value in angle]
 
         def judge(i: int, before: Thing, after: Thing) -> Verdict:
             assert before.mask is not None and after.mask is not None
-            turn = turn_between(before.mask, after.mask)
-            return turn_score(turn, angles[i]), {"angle": turn, "position": position_score(before.box, after.box)}
+            turn = geometry.turn_between(before.mask, after.mask)
+            return geometry.turn_score(turn, angles[i]), {
+                "angle": turn,
+                "position": geometry.position_score(before.box, after.box),
+            }
 
         return self.finder.score(source_images, pil_images, object, judge, ["angle", "position"])
 
@@ -215,9 +201,7 @@ class EditKeep:
         self.finder = Finder(detector, threshold, device, "edit_keep")
         self.to = self.finder.to
 
-    def __call__(
-        self, pil_images: Sequence[Image], source_images: Sequence[Image], object: Sequence[str]
-    ) -> list[float]:
+    def __call__(self, pil_images: list[Image], source_images: list[Image], object: list[str]) -> list[float]:
         scores = []
         for source, result, name in zip(source_images, pil_images, object, strict=True):
             before, after = self.finder.both(source, result, name)

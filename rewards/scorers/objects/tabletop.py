@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ class TableProgress:
     other instructions, or if neither block nor gripper can be seen.
     """
 
-    def __call__(self, pil_images: Sequence[Image], prompts: Sequence[str]) -> list[float]:
+    def __call__(self, pil_images: list[Image], prompts: list[str]) -> list[float]:
         rows = zip(pil_images, prompts, strict=True)
         return [progress(np.asarray(picture.convert("RGB")), prompt) for picture, prompt in rows]
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ class Features(NamedTuple):
 
 
 class DinoFeatures:
-    """A frozen DINO as a function of pictures; its features are float32 whatever its `dtype`.
+    """A frozen DINO as a function of pictures; its features are float32 for every `dtype`.
 
     `model` hub id or folder of a Dinov2Model, Dinov2WithRegistersModel or DINOv3ViTModel, weights in safetensors.
     `size`  side in pixels of the square that the model sees; a multiple of its patch (14 in version 2, 16 in version 3)
@@ -93,12 +92,7 @@ class DinoSimilarity:
     differentiable = True
 
     def __init__(
-        self,
-        model: str = MODEL,
-        tokens: str = "class",
-        size: int = 224,
-        dtype: str = "float32",
-        device: str = "cpu",
+        self, model: str = MODEL, tokens: str = "class", size: int = 224, dtype: str = "float32", device: str = "cpu"
     ):
         check_choice("dino: unknown tokens", tokens, TOKENS)
         self.tokens = tokens
@@ -106,7 +100,7 @@ class DinoSimilarity:
         self.to = self.dino.to
 
     def __call__(
-        self, images: torch.Tensor, reference_images: Sequence[Image]
+        self, images: torch.Tensor, reference_images: list[Image]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         rows = [(picture.size, picture.tobytes()) for picture in reference_images]
         distinct = {row: picture for row, picture in zip(rows, reference_images, strict=True)}

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
 
 from PIL.Image import Image
 
-from rewards.contract import declare, mean
+from rewards.contract import Scored, declare, mean
 from rewards.scorers.judges import templates
+from rewards.scorers.judges.judge import judged
 from rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
 
 MODEL = "X-GenGroup/PaCo-Reward-7B"
@@ -69,9 +69,7 @@ class PacoGrid:
         self.to = self.vlm.to
         self.__signature__ = declare(["pil_images", "prompts", *([] if self.fixed else [grid])])
 
-    def __call__(
-        self, pil_images: Sequence[Image], prompts: Sequence[str], **grids: Sequence[str]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Image], prompts: list[str], **grids: list[str]) -> Scored:
         column = next(iter(grids.values()), [self.fixed] * len(prompts))
         asked: list[list[Question]] = []
         for picture, prompt, grid in zip(pil_images, prompts, column, strict=True):
@@ -114,15 +112,13 @@ class PacoEdit:
         self.vlm = open_vlm(model, server, dtype, device, "paco_edit")
         self.to = self.vlm.to
 
-    def __call__(
-        self, pil_images: Sequence[Image], prompts: Sequence[str], source_images: Sequence[Image]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         asked: list[Question] = [
             [source, picture, templates.put(question, "{prompt}", prompt)]
             for question in self.questions
             for source, picture, prompt in zip(source_images, pil_images, prompts, strict=True)
         ]
-        yes = [answer.yes for answer in self.vlm.yes_no(asked)]
+        yes, _ = judged(self.vlm, asked)
         kept, followed = yes[: len(prompts)], yes[len(prompts) :]
         return list(map(edit_consistency, kept, followed)), {"kept": kept, "followed": followed}
 
@@ -145,11 +141,8 @@ class PacoGroup:
         self.vlm = open_vlm(model, server, dtype, device, "paco_group")
         self.to = self.vlm.to
 
-    def __call__(
-        self, pil_images: Sequence[Image], prompts: Sequence[str], pairs: Sequence[tuple[int, int]]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> Scored:
         asked: list[Question] = [
             [pil_images[i], pil_images[j], templates.put(self.question, "{prompt}", prompts[i])] for i, j in pairs
         ]
-        answers = self.vlm.yes_no(asked)
-        return [answer.yes for answer in answers], {"mass": [answer.mass for answer in answers]}
+        return judged(self.vlm, asked)

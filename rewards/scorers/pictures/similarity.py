@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Similarity:
         if self._lpips is not None:
             self._lpips.to(device)
 
-    def __call__(self, images: torch.Tensor, reference_images: Sequence[Image]) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, reference_images: list[Image]) -> torch.Tensor:
         pictures = frames(images).to(self.device)
         height, width = pictures.shape[-2:]
         references = torch.cat([resize(from_pil(r), height, width).clamp(0, 1) for r in reference_images])

@@ -1,8 +1,8 @@
-"""Rewards that are trained beside the model that they judge (Adv-GRPO, arXiv 2511.20256).
+"""Rewards that are trained alongside the model that they judge (Adv-GRPO, arXiv 2511.20256).
 
-A *trainable* reward has the attributes and methods of `Trainable` beside its `__call__`. The trainer `adv_grpo` shows
-it reference pictures and samples of the same prompts, computes a loss from its logits and takes the optimiser's step;
-the reward owns neither. Nothing is inherited: docs/rewards.md says how to write such a class.
+A *trainable* reward has the attributes and methods of `Trainable` in addition to its `__call__`. The trainer `adv_grpo`
+shows it reference pictures and samples of the same prompts, computes a loss from its logits and takes the optimiser's
+step; the reward owns neither. Nothing is inherited: docs/rewards.md says how to write such a class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rewards.models.checkpoints import fill
 from rewards.models.clip_model import ClipScorer
 from rewards.models.pixels import eight_bit, frames, mean_over_frames, wants_gradients
 from rewards.scorers.pictures.dino import MODEL as DINO_MODEL
-from rewards.scorers.pictures.dino import DinoFeatures, Features
+from rewards.scorers.pictures.dino import DinoFeatures
 from rewards.scorers.preference.pickscore import MODEL as PICKSCORE_MODEL
 from rewards.scorers.preference.pickscore import PROCESSOR, SCALES, pickscore
 
@@ -30,10 +30,10 @@ METHODS = ("logits", "parameters", "state_dict", "load_state_dict")
 
 
 class Trainable(Protocol):
-    """What a trainable reward has beside its `__call__`."""
+    """What a trainable reward has in addition to its `__call__`."""
 
     loss: Loss
-    """hinge and bce tell references from samples; preference ranks a reference above the sample of the same prompt."""
+    """hinge, bce: tell references from samples; preference: rank a reference above the sample of the same prompt."""
     patch_weight: float
     """Weight of the patches' loss, where `logits` gives patches."""
 
@@ -77,7 +77,7 @@ def unit_scale(features: Tensor) -> Tensor:
 
 
 class DinoAdversary:
-    """Does it look like the references? A head on a frozen DINO, trained beside the model (adv_grpo); unbounded.
+    """Does it look like the references? A head on a frozen DINO, trained alongside the model (adv_grpo); unbounded.
 
     `model`        hub id or folder of a DINOv2 (with registers or without) or DINOv3
     `size`         side of the square that it sees, in pixels (the paper: 518)
@@ -121,12 +121,15 @@ class DinoAdversary:
         self.head.to(device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        whole, patches = self._logits(frames(images))
+        whole, patches = self.logits(frames(images), ())
         scores = (1 - self.patch_weight) * whole + self.patch_weight * patches.mean(1)
         return mean_over_frames(scores, images).to(images.device)
 
     def logits(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        return self._logits(images)
+        wanted = wants_gradients(images)
+        with torch.set_grad_enabled(wanted):
+            features = self.dino.features(images if wanted else eight_bit(images))
+        return self.head(unit_scale(features.class_token))[..., 0], self.head(unit_scale(features.patches))[..., 0]
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.head.parameters()
@@ -136,18 +139,6 @@ class DinoAdversary:
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
         fill(self.head, state, "the saved head of dino_adversary")
-
-    def _logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        if wants_gradients(images):
-            features = self.dino.features(images)
-        else:
-            with torch.no_grad():
-                features = self.dino.features(eight_bit(images))
-        return self.judge(features)
-
-    def judge(self, features: Features) -> tuple[Tensor, Tensor]:
-        """The head's logits [B] of class tokens and [B, P] of patches, from the frozen model's features."""
-        return self.head(unit_scale(features.class_token))[..., 0], self.head(unit_scale(features.patches))[..., 0]
 
 
 class PickScoreAdversary:

@@ -13,18 +13,9 @@ from typing import Any
 import torch
 
 from rewards.contract import check_choice
-from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, torch_dtype, transformers
+from rewards.models import pixels
+from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, renamed, torch_dtype, transformers
 from rewards.models.clip_model import CHUNK, cosines_with_prompts, embed_texts, projected
-from rewards.models.pixels import (
-    OPENAI_MEAN,
-    OPENAI_STD,
-    eight_bit,
-    frames,
-    in_batches,
-    normalise,
-    pad_to,
-    wants_gradients,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -36,60 +27,39 @@ FILES = {
 }
 HEADS = 16  # of both towers of ViT-H/14; the weights do not show it
 
-_BLOCK = {  # open_clip's names in a block, and transformers'
-    "ln_1": "layer_norm1",
-    "attn.out_proj": "self_attn.out_proj",
-    "ln_2": "layer_norm2",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
+NAMES = {  # from open_clip's names to those of transformers' CLIPModel
+    r"^(?!visual|logit_scale)": "text_model.",
+    r"^visual\.": "vision_model.",
+    r"\.transformer\.resblocks\.": ".encoder.layers.",
+    r"\.ln_([12])\.": r".layer_norm\1.",
+    r"\.attn\.": ".self_attn.",
+    r"\.mlp\.c_fc\.": ".mlp.fc1.",
+    r"\.mlp\.c_proj\.": ".mlp.fc2.",
+    r"\.(token|class)_embedding": r".embeddings.\1_embedding",
+    r"\.positional_embedding$": ".embeddings.position_embedding.weight",
+    r"\.conv1\.": ".embeddings.patch_embedding.",
+    r"\.ln_final\.": ".final_layer_norm.",
+    r"\.ln_pre\.": ".pre_layrnorm.",
+    r"\.ln_post\.": ".post_layernorm.",
+    r"^text_model\.text_projection$": "text_projection.weight",
+    r"^vision_model\.proj$": "visual_projection.weight",
 }
-_WHOLE = {
-    "logit_scale": "logit_scale",
-    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "ln_final.weight": "text_model.final_layer_norm.weight",
-    "ln_final.bias": "text_model.final_layer_norm.bias",
-    "visual.class_embedding": "vision_model.embeddings.class_embedding",
-    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
-    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
-    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
-    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
-    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
-}
-_PROJECTIONS = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
 
 
 def from_open_clip(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of an open_clip CLIP under the names that they have in transformers' CLIPModel.
 
-    Two things change beside names: open_clip has query, key and value in one matrix, and its projections transposed.
-    An unknown name is kept, so that loading reports it.
+    Besides the names, two things differ: open_clip has query, key and value in one matrix, and transposed projections.
     """
-    renamed: dict[str, torch.Tensor] = {}
+    converted: dict[str, torch.Tensor] = {}
     for name, value in weights.items():
-        if name == "attn_mask":  # a constant that older versions of open_clip saved
-            continue
-        if name in _WHOLE:
-            renamed[_WHOLE[name]] = value
-        elif name in _PROJECTIONS:
-            renamed[_PROJECTIONS[name]] = value.T.contiguous()
-        elif "transformer.resblocks." in name:
-            renamed |= _block(name, value)
-        else:
-            renamed[name] = value
-    return renamed
-
-
-def _block(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    tower, _, rest = name.partition("transformer.resblocks.")
-    number, _, inner = rest.partition(".")
-    prefix = f"{'vision_model' if tower == 'visual.' else 'text_model'}.encoder.layers.{number}"
-    if inner.startswith("attn.in_proj_"):
-        kind = inner.removeprefix("attn.in_proj_")
-        return {f"{prefix}.self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", value.chunk(3), strict=True)}
-    part, _, kind = inner.rpartition(".")
-    return {f"{prefix}.{_BLOCK.get(part, part)}.{kind}": value}
+        new = renamed(name, NAMES)
+        if "in_proj_" in new:
+            thirds = zip("qkv", value.chunk(3), strict=True)
+            converted |= {new.replace("in_proj_", f"{letter}_proj."): third for letter, third in thirds}
+        elif name != "attn_mask":  # a constant that older versions of open_clip saved
+            converted[new] = value.T.contiguous() if "_projection." in new else value
+    return converted
 
 
 def build(weights: Mapping[str, torch.Tensor], what: str) -> Any:
@@ -170,9 +140,10 @@ class HPSv2:
     def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         with torch.no_grad():
             texts = embed_texts(self.model, self.tokenizer, [clean(prompt) for prompt in prompts])
-        return cosines_with_prompts(in_batches(self._embed, CHUNK, frames(images)), texts, images)
+        return cosines_with_prompts(pixels.in_batches(self._embed, CHUNK, pixels.frames(images)), texts, images)
 
     def _embed(self, images: torch.Tensor) -> torch.Tensor:
-        pixels = images if wants_gradients(images) else eight_bit(images)
-        prepared = normalise(pad_to(pixels.to(self.model.device), self.size), OPENAI_MEAN, OPENAI_STD)
+        images = images if pixels.wants_gradients(images) else pixels.eight_bit(images)
+        square = pixels.pad_to(images.to(self.model.device), self.size)
+        prepared = pixels.normalise(square, pixels.OPENAI_MEAN, pixels.OPENAI_STD)
         return projected(self.model.get_image_features(pixel_values=prepared.to(self.model.dtype))).float()

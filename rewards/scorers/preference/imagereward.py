@@ -15,20 +15,8 @@ from typing import Any
 import torch
 from PIL.Image import Resampling
 
-from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, torch_dtype, transformers
-from rewards.models.pixels import (
-    OPENAI_MEAN,
-    OPENAI_STD,
-    frames,
-    from_pil,
-    in_batches,
-    mean_over_frames,
-    normalise,
-    once_per_frame,
-    resize,
-    shortest_side,
-    wants_gradients,
-)
+from rewards.models import pixels
+from rewards.models.checkpoints import fill, find, no_init_weights, read_weights, renamed, torch_dtype, transformers
 from rewards.pictures import pil_list
 from rewards.scorers.preference.aesthetic import Head
 
@@ -38,7 +26,7 @@ MODEL = "THUDM/ImageReward"
 TOKENIZER = "google-bert/bert-base-uncased"
 FILES = ("ImageReward.safetensors", "ImageReward.pt")
 TOKENS = 35  # longer prompts are cut
-HEAD_WIDTH = 64  # of an attention head of BLIP's ViT, whatever its size
+HEAD_WIDTH = 64  # of an attention head of BLIP's ViT of any size
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw score over the authors' data
 CHUNK = 16  # pictures per forward pass, to bound memory
 
@@ -47,33 +35,21 @@ MED_KEYS = (  # of med_config.json, which are transformers' names, too
     *("max_position_embeddings", "layer_norm_eps"),
 )
 
-_VISION = {
-    "cls_token": "embeddings.class_embedding",
-    "pos_embed": "embeddings.position_embedding",
-    "patch_embed.proj.weight": "embeddings.patch_embedding.weight",
-    "patch_embed.proj.bias": "embeddings.patch_embedding.bias",
-    "norm.weight": "post_layernorm.weight",
-    "norm.bias": "post_layernorm.bias",
+NAMES = {  # from the checkpoint's names (timm's in the picture encoder) to those of transformers' BLIP modules
+    r"^blip\.visual_encoder\.": "vision.",
+    r"^blip\.text_encoder\.": "text.",
+    r"^mlp\.": "head.",
+    r"^vision\.cls_token$": "vision.embeddings.class_embedding",
+    r"^vision\.pos_embed$": "vision.embeddings.position_embedding",
+    r"^vision\.patch_embed\.proj\.": "vision.embeddings.patch_embedding.",
+    r"^vision\.norm\.": "vision.post_layernorm.",
+    r"^vision\.blocks\.(\d+)\.": r"vision.encoder.layers.\1.",
+    r"^(vision\.encoder\.layers\.\d+)\.norm([12])\.": r"\1.layer_norm\2.",
+    r"\.attn\.qkv\.": ".self_attn.qkv.",
+    r"\.attn\.proj\.": ".self_attn.projection.",
 }
-_VISION_BLOCK = {
-    "norm1": "layer_norm1",
-    "norm2": "layer_norm2",
-    "attn.qkv": "self_attn.qkv",
-    "attn.proj": "self_attn.projection",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
-_USED = ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
-_CONSTANT = "blip.text_encoder.embeddings.position_ids"
-
-
-def vision_name(name: str) -> str:
-    """transformers' name of a weight of BLIP's picture encoder (a ViT of timm's naming)."""
-    if not name.startswith("blocks."):
-        return _VISION.get(name, name)
-    _, number, rest = name.split(".", 2)
-    part, _, kind = rest.rpartition(".")
-    return f"encoder.layers.{number}.{_VISION_BLOCK.get(part, part)}.{kind}"
+USED = ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
+CONSTANT = "blip.text_encoder.embeddings.position_ids"
 
 
 class ImageRewardModel(torch.nn.Module):
@@ -98,7 +74,7 @@ class ImageRewardModel(torch.nn.Module):
 
 def build(weights: Mapping[str, torch.Tensor], med: Mapping[str, Any], what: str) -> ImageRewardModel:
     """The model for a checkpoint, with its weights; `med` is med_config.json. Raises ValueError if they do not fit."""
-    used = {name: value.float() for name, value in weights.items() if name.startswith(_USED) and name != _CONSTANT}
+    used = {name: value.float() for name, value in weights.items() if name.startswith(USED) and name != CONSTANT}
     patches, positions = "blip.visual_encoder.patch_embed.proj.weight", "blip.visual_encoder.pos_embed"
     if not {patches, positions, "mlp.layers.0.weight"} <= set(used):
         raise ValueError(
@@ -118,20 +94,12 @@ def build(weights: Mapping[str, torch.Tensor], med: Mapping[str, Any], what: str
     text = transformers.BlipTextConfig(
         **{key: med[key] for key in MED_KEYS},
         encoder_hidden_size=width,
-        is_decoder=True,  # gives the layers their cross-attention; the mask is not causal unless asked for
+        is_decoder=True,  # gives the layers their cross-attention; the mask is causal only on request
     )
     with no_init_weights():
         model = ImageRewardModel(vision, text)
-    fill(model, dict(_renamed(name, value) for name, value in used.items()), what)
+    fill(model, {renamed(name, NAMES): value for name, value in used.items()}, what)
     return model.eval().requires_grad_(False)
-
-
-def _renamed(name: str, value: torch.Tensor) -> tuple[str, torch.Tensor]:
-    if name.startswith("blip.visual_encoder."):
-        return f"vision.{vision_name(name.removeprefix('blip.visual_encoder.'))}", value
-    if name.startswith("blip.text_encoder."):
-        return f"text.{name.removeprefix('blip.text_encoder.')}", value
-    return name.replace("mlp.", "head.", 1), value
 
 
 def prepare(images: torch.Tensor, size: int) -> torch.Tensor:
@@ -139,14 +107,14 @@ def prepare(images: torch.Tensor, size: int) -> torch.Tensor:
 
     Resized by Pillow in 8 bits, as the authors do, or on tensors where gradients are wanted.
     """
-    height, width = shortest_side(images.shape[-2], images.shape[-1], size)
-    if wants_gradients(images):
-        resized = resize(images, height, width).clamp(0, 1)
+    height, width = pixels.shortest_side(images.shape[-2], images.shape[-1], size)
+    if pixels.wants_gradients(images):
+        resized = pixels.resize(images, height, width).clamp(0, 1)
     else:
         pictures = [picture.resize((width, height), Resampling.BICUBIC) for picture in pil_list(images)]
-        resized = torch.cat([from_pil(picture) for picture in pictures]).to(images.device)
+        resized = torch.cat([pixels.from_pil(picture) for picture in pictures]).to(images.device)
     top, left = round((height - size) / 2), round((width - size) / 2)
-    return normalise(resized[..., top : top + size, left : left + size], OPENAI_MEAN, OPENAI_STD)
+    return pixels.normalise(resized[..., top : top + size, left : left + size], pixels.OPENAI_MEAN, pixels.OPENAI_STD)
 
 
 class ImageReward:
@@ -163,8 +131,8 @@ class ImageReward:
 
     def __init__(self, model: str = MODEL, tokenizer: str = TOKENIZER, dtype: str = "float32", device: str = "cpu"):
         file = find(model, FILES, "imagereward")
-        beside = str(file.parent) if Path(model).exists() else model
-        med = json.loads(find(beside, ["med_config.json"], "imagereward").read_text(encoding="utf-8"))
+        folder = str(file.parent) if Path(model).exists() else model
+        med = json.loads(find(folder, ["med_config.json"], "imagereward").read_text(encoding="utf-8"))
         precision = torch_dtype(dtype, "imagereward")
         self.model = build(read_weights(file), med, f"imagereward: {file}").to(device)
         self.to = self.model.to
@@ -179,8 +147,9 @@ class ImageReward:
         text = self.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
         )
-        tokens, mask = (once_per_frame(text[key], images) for key in ("input_ids", "attention_mask"))
-        return mean_over_frames(in_batches(self._score, CHUNK, frames(images), tokens, mask), images).to(images.device)
+        tokens, mask = (pixels.once_per_frame(text[key], images) for key in ("input_ids", "attention_mask"))
+        scores = pixels.in_batches(self._score, CHUNK, pixels.frames(images), tokens, mask)
+        return pixels.mean_over_frames(scores, images).to(images.device)
 
     def _score(self, pictures: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         device = self.model.vision.device

@@ -15,15 +15,8 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
-from rewards.models.checkpoints import (
-    check_type,
-    fill,
-    find,
-    no_init_weights,
-    read_weights,
-    torch_dtype,
-    transformers,
-)
+from rewards.contract import Scored
+from rewards.models.checkpoints import check_type, fill, find, no_init_weights, read_weights, torch_dtype, transformers
 from rewards.models.pixels import in_batches
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import shown
@@ -147,7 +140,7 @@ class HPSv3:
         self.scorer = RewardHead(base, file, ["rm_head."], dtype, device, "hpsv3")
         self.to = self.scorer.to
 
-    def __call__(self, pil_images: Sequence[Any], prompts: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
         rows = [shown(pictures) for pictures in pil_images]
         questions: list[Question] = [
             [picture, templates.put(self.instruction, PLACE, prompt) + CLOSING]
@@ -189,9 +182,7 @@ class EditReward:
         self.scorer = RewardHead(base, file, prefixes, dtype, device, "editreward")
         self.to = self.scorer.to
 
-    def __call__(
-        self, pil_images: Sequence[Image], prompts: Sequence[str], source_images: Sequence[Image]
-    ) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         means = []
         for which, text in enumerate(self.texts):
             rows = zip(source_images, pil_images, prompts, strict=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from rewards.contract import check_choice
+from rewards.contract import Scored, check_choice
 from rewards.scorers.judges import templates
 from rewards.scorers.judges.judge import about, parse_score
 from rewards.scorers.judges.vlm import Endpoint, open_vlm
@@ -55,7 +54,7 @@ class UnifiedReward:
         self.vlm = open_vlm(model, server, dtype, device, "unifiedreward")
         self.to = self.vlm.to
 
-    def __call__(self, pil_images: Sequence[Any], prompts: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
+    def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
         questions = about(self.question, pil_images, prompts)
         answers = self.vlm.answers(questions, TOKENS[self.scores])
         if self.scores == "final":

@@ -8,7 +8,7 @@ from typing import Any
 
 from rewards.contract import check_choice
 from rewards.scorers.judges import templates
-from rewards.scorers.judges.judge import MODES, parse_score
+from rewards.scorers.judges.judge import MODES, judged
 from rewards.scorers.judges.lm import open_lm
 from rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
 from rewards.scorers.texts.verifiable import answer_in, exact, numbers_in, tag_format
@@ -108,7 +108,8 @@ class Consistent:
         right, form = exact(completions, answer), tag_format(completions)
         agrees = [ends_in_answer(text) for text in completions]
         if self.judge is not None:
-            agrees = [judged.yes > 0.5 for judged in self.judge.yes_no(asked(self.question, prompts, completions))]
+            yes, _ = judged(self.judge, asked(self.question, prompts, completions))
+            agrees = [probability > 0.5 for probability in yes]
         return [
             None if a is None else a * (1 + 0.5 * (1 if c else -1)) + 0.5 * f
             for a, f, c in zip(right, form, agrees, strict=True)
@@ -150,10 +151,7 @@ class TextJudge:
         self.to = self.lm.to
 
     def __call__(self, prompts: list[str], completions: list[str]) -> list[float]:
-        questions = asked(self.question, prompts, completions)
-        if self.mode == "yes_no":
-            return [answer.yes for answer in self.lm.yes_no(questions)]
-        return [parse_score(answer, "Score", 0, 10) / 10 for answer in self.lm.answers(questions, self.max_tokens)]
+        return judged(self.lm, asked(self.question, prompts, completions), self.mode, self.max_tokens)[0]
 
 
 def asked(question: str, prompts: Sequence[str], completions: Sequence[str]) -> list[Question]:

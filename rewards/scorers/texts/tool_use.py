@@ -25,11 +25,11 @@ def tool_format(text: str, *, call: str = "bbox", numbers: int = 4) -> float:
     balance: .1 if all tags are balanced.
     """
     thought = re.search(r"<think>(.*?)</think>", text, re.DOTALL)
-    begun = re.search(r"<think>(.*)", text, re.DOTALL)
-    words = (thought or begun)[1].split() if thought or begun else []  # type: ignore[index]
+    opened = re.search(r"<think>(.*)", text, re.DOTALL)
+    words = (thought or opened)[1].split() if thought or opened else []  # type: ignore[index]
     answer = re.search(r"<answer>\s*(?!</answer>)\S", text)
     base = 0.2 * (len(words) >= SUBSTANTIVE) + 0.3 * bool(answer) + 0.2 * bool(answer and "</answer>" in text)
-    anchor = 0.4 * bool(thought) - 0.3 * bool(begun and not thought)
+    anchor = 0.4 * bool(thought) - 0.3 * bool(opened and not thought)
     anchor += 0.3 * bool(re.search(r"</think>\s*<answer>.*?</answer>", text, re.DOTALL) and thought)
     written = re.finditer(rf"<{call}>(.*?)</{call}>", text, re.DOTALL)
     calls = [match for match in written if len(numbers_in(match[1])) == numbers]

@@ -98,11 +98,7 @@ def exact(
 
 
 def numeric(
-    completions: list[str],
-    answer: list[float],
-    tag: str = "answer",
-    decimals: int | None = 2,
-    relative: bool = False,
+    completions: list[str], answer: list[float], tag: str = "answer", decimals: int | None = 2, relative: bool = False
 ) -> list[float | None]:
     """1 if the answer is one number that equals the expected one to `decimals` digits (null: within 1e-9).
 
@@ -187,7 +183,7 @@ def ordering(
 ) -> list[float | None]:
     """The share of positions of a list of integers, such as `3, 1, 2`, that are right: the full jigsaw of Jigsaw-R1.
 
-    columns: for pieces laid out row by row in so many columns, the share of neighbours (to the right and below) that
+    columns: for pieces in rows of this many columns, the share of neighbours (to the right and below) that
     are also neighbours in the true order, instead. 0 for a list of another length, or one that is not a permutation.
     """
     scores: list[float | None] = []

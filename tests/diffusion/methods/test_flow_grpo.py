@@ -208,7 +208,7 @@ TREE: dict[str, Any] = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"at
         ({}, {"rank": 4, "alpha": 8}),
         ({"kl_weight": 0.1, "kl": "velocity"}, {"rank": 4, "alpha": 8}),
         ({"kl_weight": 0.1}, None),
-        ({"guard": True}, {"rank": 4, "alpha": 8}),
+        ({"algorithm": "grpo_guard"}, {"rank": 4, "alpha": 8}),
         (TREE, {"rank": 4, "alpha": 8}),
         ({**TREE, "tree": {**TREE["tree"], "prune": {"depths": [2]}}}, {"rank": 4, "alpha": 8}),
         ({"window": {"size": 1, "low": 1, "high": 2}, "noise_outside_window": True}, {"rank": 4, "alpha": 8}),

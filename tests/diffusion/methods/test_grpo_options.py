@@ -14,8 +14,8 @@ from genrl.config import dump as to_yaml
 from genrl.diffusion.methods import estimation
 from genrl.diffusion.methods.estimation import advantages_of
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.aggregation import log_tame_advantages
@@ -30,8 +30,8 @@ from tests.diffusion.methods.test_flow_grpo import QUIET, Watched, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
-GUARD = {"algorithm": "flow_grpo", "guard": True, "clip_range": 4e-6}
-DDPO = {"algorithm": "flow_grpo", "kernel": "ddim", "noise_level": 1.0, "advantage_scale": "prompt_history"}
+GUARD = {"algorithm": "grpo_guard", "clip_range": 4e-6}
+DDPO = {"algorithm": "ddpo"}
 HISTORY = {"size": 4, "min_count": 3}
 DIFFUSION = {"num_inference_steps": 4, "pipeline_args": {}}
 SINGLES = {"prompts_per_iteration": 4, "group_size": 1}
@@ -57,7 +57,9 @@ def test_guard_measures_from_the_policy_that_sampled(
     before: dict[tuple[float, float], Tensor] = {}
     original = flow_grpo.policy_loss
 
-    def watched(settings: FlowGRPO, new: Any, next_state: Tensor, old: Any, old_mean: Any, advantage: Tensor) -> Any:
+    def watched(
+        settings: PolicyGradient, new: Any, next_state: Tensor, old: Any, old_mean: Any, advantage: Tensor
+    ) -> Any:
         out = original(settings, new, next_state, old, old_mean, advantage)
         key = (float(next_state.double().sum()), float(new.step.sigma))
         delta = float(new.step.sigma - new.step.sigma_next)
@@ -169,7 +171,7 @@ def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
         for p in run.weights.parameters:
             p.add_(0.05)
         plan = sampling_plan(config, config.trainer, 0)  # type: ignore[arg-type]
-        assert isinstance(config.trainer, FlowGRPO)
+        assert isinstance(config.trainer, PolicyGradient)
         kernel = choose_kernel(run, config.trainer, plan)
         batch = run.probe
         trajectory = run.policy.roll_out(batch, kernel, range(2))
@@ -199,7 +201,8 @@ def test_several_rewards_to_one_advantage(
     original = advantages_of
     monkeypatch.setattr(estimation, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
     scale = "none" if aggregate == "log_tame_released" else "group"
-    trainer = {"algorithm": "flow_grpo", "aggregate": aggregate, "advantage_scale": scale}
+    algorithm = "flow_grpo" if aggregate == "gdpo" else "paco_grpo"
+    trainer = {"algorithm": algorithm, "aggregate": aggregate, "advantage_scale": scale}
     rewards = [runs.reward(folder, "brightness", weight=2.0), runs.reward(folder, "redness", weight=0.5)]
     config = runs.config(folder, model, trainer=trainer, rewards=rewards, sampling={"group_size": 4}, **QUIET)
     seen = run(config)
@@ -230,8 +233,14 @@ def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Pa
 # -- dumps and refusals ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trainer", [{**GUARD, "inner_epochs": 2}, {"algorithm": "flow_grpo", "kl": "k2"},
-                                     {"algorithm": "flow_grpo", "objective": "score_function"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {**GUARD, "inner_epochs": 2},
+        {"algorithm": "flow_grpo", "kl": "k2"},
+        {"algorithm": "ddpo", "kernel": "flow_sde", "noise_level": 0.7, "objective": "score_function"},
+    ],
+)
 def test_a_dump_computes_what_the_run_computed(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
     config = runs.config(folder, model, trainer=trainer, **QUIET)
     write_atomic(Run(Path(config.output)).config, to_yaml(config))
@@ -246,17 +255,17 @@ def test_a_dump_computes_what_the_run_computed(folder: Path, model: Path, traine
 @pytest.mark.parametrize(
     ("trainer", "changes", "text"),
     [
-        ({"objective": "score_function", "inner_epochs": 2}, {}, "no ratio"),
-        ({"objective": "score_function", "guard": True}, {}, "the score function has not"),
-        ({"guard": True, "kernel": "ddim", "noise_level": 1.0}, {}, "alpha-bars"),
-        ({"guard": True, "log_prob_reduction": "sum"}, {}, "write mean"),
+        ({**DDPO, "objective": "score_function", "inner_epochs": 2}, {}, "no ratio"),
+        ({**DDPO, "guard": True}, {}, "unknown key"),
+        ({**GUARD, "kernel": "ddim", "noise_level": 1.0}, {}, "alpha-bars"),
+        ({**GUARD, "log_prob_reduction": "sum"}, {}, "unknown key"),
         ({"kl": "x_prediction", "kl_weight": 0.1, "kernel": "ddim", "noise_level": 1.0}, {}, "of a velocity"),
-        ({"advantage_scale": "prompt_history", "history": {"size": 4}}, {}, "never reached"),
-        ({"history": {"size": 32}}, {}, "advantage_scale: prompt_history"),
+        ({**DDPO, "history": {"size": 4}}, {}, "never reached"),
+        ({"history": {"size": 32}}, {}, "write algorithm: ddpo"),
         ({}, {"sampling": {"group_size": 1}}, "nothing to be compared with"),
         ({"aggregate": "gdpo", "advantage_scale": "global"}, {}, "use group"),
-        ({"aggregate": "log_tame_released"}, {}, "use none"),
-        ({"aggregate": "log_tame", "advantage_scale": "prompt_history"}, {}, "rule for groups"),
+        ({"algorithm": "paco_grpo", "aggregate": "log_tame_released"}, {}, "use none"),
+        ({"algorithm": "paco_grpo", "advantage_scale": "prompt_history"}, {}, "one of group, global, none"),
         ({"aggregate": "gdpo"}, {"rewards": [{"normalize": "group"}]}, "normalises the scores themselves"),
     ],
 )

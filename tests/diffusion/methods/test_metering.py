@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.train import train
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
@@ -20,28 +21,18 @@ from tests.diffusion.policy.test_editing import editing
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 KL = {"kl"}  # only with kl_weight above 0
-PULL = {"layer_tuning/distance"}  # only with trainer.layer_tuning
 EVALUATION = set(SECTIONS["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
 USED = set(SECTIONS["Rewards as used"])  # only of rewards that are not simply added
 GATED = {"schedule": [[0, 1.0]], "gate": {"reward": "brightness", "at_least": 0.0}}
-OWN = {"flow_grpo": "Flow-GRPO", "diffusion_nft": "DiffusionNFT", "spo": "SPO", "prdp": "PRDP"}
-SHARED = ("Rewards", "Rewards as used", "Evaluation", "Groups and advantages", "Update", "Time, memory and cost")
-OTHERS = {
-    one: {entry for title in SECTIONS if title not in (*SHARED, own) for entry in SECTIONS[title]}
-    for one, own in OWN.items()
-}
-METHODS = {entry for title in SECTIONS if title not in SHARED for entry in SECTIONS[title]}
+COMMON = ("Rewards", "Rewards as used", "Evaluation", "Groups and advantages", "Update", "Time, memory and cost")
+SHARED = {entry for title in COMMON for entry in SECTIONS[title]}
 GROUPS = set(SECTIONS["Groups and advantages"])
-RATIO = {"loss/policy", "ratio/mean", "ratio/std", "ratio/max_abs_dev"}
-OLD = {"policy/old_decay", "policy/sampling_decay"}
-PAIRS = {"preference/pairs", "preference/correct", "preference/logit"}
 PROMPT_RL = {
     "algorithm": "prompt_rl",
     "retained": 1,
     "kl_weight": 0.0,
     "rewriter": {"path": str(Path(__file__).parents[3] / "assets/tiny-lm"), "max_new_tokens": 4},
 }
-ASSISTED = set(SECTIONS["Direct reward and Diff-Instruct"]) - {"draft/steps", "draft/pull"}
 ASSETS = Path(__file__).parents[3] / "assets"
 ADV_GRPO = {
     "algorithm": "adv_grpo",
@@ -52,10 +43,10 @@ JUDGE = {"name": "dino_adversary", "args": {"model": str(ASSETS / "tiny-dino"), 
 MONITOR = {"eval/monitor_drop"}  # only with evaluation.monitor
 D3PO = {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7}
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    # settings, and the entries that such a run does not log
+    # settings, and which of the entries of all runs and of its method such a run does not log
     "flow_grpo": (
         {"trainer": {"algorithm": "flow_grpo", "kl_weight": 0.01}, "evaluation": {"every": 2}},
-        OTHERS["flow_grpo"] | USED | PULL | MONITOR,
+        USED | MONITOR,
     ),
     "adv_grpo": (
         {
@@ -63,35 +54,35 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "prompts": {"train": str(ASSETS / "prompts/shapes_train.txt")},
             "evaluation": {"every": 1, "monitor": {"reward": "redness", "tolerance": 1.0}},
         },
-        OTHERS["flow_grpo"] - set(SECTIONS["Adv-GRPO"]) | {"used/<name>_weight", "used/<name>_gated"} | PULL,
+        {"used/<name>_weight", "used/<name>_gated"},
     ),
-    "layer_tuning": (
+    "dynamic_tree_rpo": (
         {
             "trainer": {
-                "algorithm": "flow_grpo",
+                "algorithm": "dynamic_tree_rpo",
                 "window": {"size": 1},
-                "tree": {"ways": 2, "at": "window"},
+                "tree": {"ways": 2, "at": "window", "noise_growth": 0},
                 "layer_tuning": {"target": "best_image"},
             },
             "evaluation": {"every": 0},
         },
-        OTHERS["flow_grpo"] | USED | KL | EVALUATION,
+        USED | KL | EVALUATION,
     ),
     "diffusion_nft": (
         {"trainer": {**runs.NFT, "kl_weight": 0.0}, "evaluation": {"every": 0}, "ema": None},
-        OTHERS["diffusion_nft"] | KL | EVALUATION,
+        KL | EVALUATION,
     ),
     "ddpo": (
         {
-            "trainer": {"algorithm": "flow_grpo", "advantage_scale": "prompt_history"},
+            "trainer": {"algorithm": "ddpo", "kernel": "flow_sde", "noise_level": 0.7},
             "sampling": {"group_size": 1},
             "evaluation": {"every": 0},
         },
-        OTHERS["flow_grpo"] | USED | PULL | KL | EVALUATION | {"zero_std_ratio", "group_std_mean"},
+        USED | KL | EVALUATION | {"zero_std_ratio", "group_std_mean"},
     ),
     "prompt_rl": (
         {"trainer": PROMPT_RL, "evaluation": {"every": 2}},
-        OTHERS["flow_grpo"] - set(SECTIONS["PromptRL"]) | USED | PULL | KL | MONITOR,
+        USED | KL | MONITOR,
     ),
     "talk2move": (
         {
@@ -99,35 +90,35 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "sampling": {"num_inference_steps": 4},
             "evaluation": {"every": 0},
         },
-        OTHERS["flow_grpo"] - set(SECTIONS["Talk2Move"]) | USED | PULL | KL | EVALUATION,
+        USED | KL | EVALUATION,
     ),
     "prdp": (
         {"trainer": {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7}, "evaluation": {"every": 0}},
-        OTHERS["prdp"] | USED | {"advantage/abs_mean", "advantage/clipped"} | KL | EVALUATION,
+        USED | {"advantage/abs_mean", "advantage/clipped"} | KL | EVALUATION,
     ),
     "awm": (
         {"trainer": {"algorithm": "awm", "timesteps_per_sample": 1}, "evaluation": {"every": 0}},
-        METHODS - RATIO - {"forward/error", "kl/ema", "policy/ema_decay"} | USED | EVALUATION,
+        USED | EVALUATION,
     ),
     "dgpo": (
         {"trainer": {"algorithm": "dgpo", "first_steps": 2, "timesteps_per_sample": 1}, "evaluation": {"every": 0}},
-        METHODS - {"forward/error", "policy/ema_decay", "dgpo/group_weight", "dgpo/clip_frac"} | USED | EVALUATION,
+        USED | EVALUATION,
     ),
     "crd": (
         {"trainer": {"algorithm": "crd", "updates_per_iteration": 1}, "evaluation": {"every": 0}},
-        METHODS - OLD - {"forward/error", "crd/residual", "crd/implicit_abs"} | USED | EVALUATION,
+        USED | EVALUATION,
     ),
     "dpo": (
         {"trainer": {"algorithm": "dpo"}, "evaluation": {"every": 0}},
-        METHODS - PAIRS - {"forward/error"} | USED | GROUPS | KL | EVALUATION,
+        USED | GROUPS | KL | EVALUATION,
     ),
     "d3po": (
         {"trainer": D3PO, "evaluation": {"every": 0}},
-        METHODS - PAIRS - {"preference/clip_frac"} | USED | GROUPS | KL | EVALUATION,
+        USED | GROUPS | KL | EVALUATION,
     ),
     "draft": (
         {"trainer": {"algorithm": "draft"}, "evaluation": {"every": 0}},
-        METHODS - {"draft/steps", "draft/pull"} | USED | GROUPS | KL | EVALUATION,
+        USED | GROUPS | KL | EVALUATION,
     ),
     "diff_instruct": (
         {
@@ -135,14 +126,14 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "sampling": {"num_inference_steps": 1},
             "evaluation": {"every": 0},
         },
-        METHODS - ASSISTED | USED | GROUPS | KL | {"loss"} | EVALUATION,
+        USED | GROUPS | KL | {"loss"} | EVALUATION,
     ),
     "spo": (
         {
             "trainer": {"algorithm": "spo", "kernel": "flow_sde", "noise_level": 0.7, "first": 0, "threshold": 0.0},
             "evaluation": {"every": 0},
         },
-        OTHERS["spo"] | USED | set(SECTIONS["Groups and advantages"]) | KL | EVALUATION,
+        USED | GROUPS | KL | EVALUATION,
     ),
 }
 
@@ -160,16 +151,19 @@ def test_a_run_logs_what_the_catalogue_has(folder: Path, model: Path, kontext: P
         (folder / "smooth.py").write_text(SMOOTH, encoding="utf-8")
         rewards = [{"name": f"{folder / 'smooth.py'}:warmth"}]
     config = editing(folder, kontext, rewards=rewards, **changes) if name == "talk2move" else None
-    run = train(config or runs.config(folder, model, rewards=rewards, **changes))
+    config = config or runs.config(folder, model, rewards=rewards, **changes)
     entry = {id(doc): key for key, doc in METRICS.items()}
-    logged = {entry[id(document(key))] for row in read_metrics(Run(run).metrics) for key in row if key != "step"}
-    assert logged == METRICS.keys() - absent
+    rows = read_metrics(Run(train(config)).metrics)
+    logged = {entry[id(document(key))] for row in rows for key in row if key != "step"}
+    assert logged == (SHARED | metrics_of(type(config.trainer)).keys()) - absent
 
 
 def test_every_entry_is_logged_by_some_run() -> None:
-    others = ("Policies in simulation", "Policies from data", "Vision-language models", "Vision-language agents")
-    elsewhere = {entry for title in others for entry in SECTIONS[title]}
-    assert set.intersection(*(absent for _, absent in CONFIGURATIONS.values())) == elsewhere
+    found: set[str] = set()
+    for changes, absent in CONFIGURATIONS.values():
+        found |= (SHARED | metrics_of(built_in("diffusion")[changes["trainer"]["algorithm"]]).keys()) - absent
+    everything = SHARED.union(*(metrics_of(method) for method in built_in("diffusion").values()))
+    assert found == everything
 
 
 def test_ratios_are_measured_over_all_their_values() -> None:

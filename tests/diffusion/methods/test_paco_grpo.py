@@ -22,7 +22,7 @@ from tests.diffusion.methods.test_flow_grpo import relative, run
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 PACO = {
-    "algorithm": "flow_grpo",
+    "algorithm": "paco_grpo",
     "window": {"size": 1, "low": 1, "high": 2},
     "aggregate": "log_tame",
     "advantage_scale": "global",

@@ -242,9 +242,9 @@ def test_a_prompt_that_would_be_cut_is_refused(folder: Path, model: Path) -> Non
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"retained": 4}, "use 3 or less"),
-    ({"tree": {"ways": 2}, "window": {"size": 1}}, "nothing before a branch is shared"),
-    ({"advantage_scale": "prompt_history"}, "judged within their group; use group"),
-    ({"aggregate": "gdpo"}, "the format reward joins the sum"),
+    ({"tree": {"ways": 2}, "window": {"size": 1}}, "trainer.tree: unknown key"),
+    ({"advantage_scale": "prompt_history"}, "one of group, global, none"),
+    ({"aggregate": "gdpo"}, "trainer.aggregate: unknown key"),
     ({"rewriter": {"instruction": "Rewrite it."}}, "holds {prompt} 0 times"),
     ({"rewriter": {"answer_tags": ["<a>", "<a>"]}}, "cannot be told apart"),
     ({"rewriter": {"dtype": "float16"}}, "not scaled, and small gradients vanish in float16; use bfloat16"),

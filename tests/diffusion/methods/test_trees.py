@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from genrl.diffusion.methods.pull import Pull
 
 from genrl.config import Config, estimate, load
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps
-from genrl.diffusion.methods.pull import Pull
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffuse
 
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
 QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
+TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8, "noise_growth": 0}}
 EIGHT = {"num_inference_steps": 5, "prompts_per_iteration": 2, "group_size": 8, "batch_size": 6}
 
 
@@ -51,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one_tree": {"window": {"size": 2, "schedule": "decaying", "every": 2}, "tree": {"ways": 8}},
     "window_tree": {
         "window": {"size": 3, "schedule": "progressive", "every": 1},
-        "tree": {"ways": 2, "at": "window", "noise_growth": 0.5},
+        "tree": {"ways": 2, "at": "window"},
     },
     "splits": {"tree": {"ways": 2, "at": [0, 1, 3], "spread": 4.0}},
     "window_and_splits": {
@@ -67,10 +68,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tree_and_tail": {"window": {"size": 1, "high": 1}, "tree": {"ways": 8}, "tail_ratio": 0.5},
     "sliding_prune": {"tree": {"ways": 2, "at": [0], "prune": {"depths": [3, 4], "slide_every": 1}}},
     "kl": {"tree": {"ways": 4, "at": [1]}, "kl_weight": 0.01, "inner_epochs": 2},
-    "layer_tuning": {
-        "window": {"size": 2, "schedule": "progressive", "every": 1},
-        "tree": {"ways": 8},
-        "layer_tuning": {},
+    "tree_rpo": {**TREE_RPO, "window": {"size": 2, "schedule": "progressive", "every": 1}},
+    "growing": {
+        "algorithm": "dynamic_tree_rpo",
+        "window": {"size": 3, "schedule": "progressive", "every": 1},
+        "tree": {"ways": 2, "at": "window"},
+        "layer_tuning": {"target": "best_image"},
     },
 }
 
@@ -92,12 +95,7 @@ def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: 
 
 @pytest.mark.parametrize("in_training", [True, False])
 def test_guided_calls_are_those_of_the_estimate(folder: Path, model: Path, in_training: bool) -> None:
-    trainer = {
-        "window": {"size": 2, "low": 1, "high": 3},
-        "tree": {"ways": 8},
-        "layer_tuning": {},
-        "guidance_in_training": in_training,
-    }
+    trainer = {**TREE_RPO, "window": {"size": 2, "low": 1, "high": 3}, "guidance_in_training": in_training}
     found = config(folder, model, trainer, sampling={"guidance_scale": 4.5})
     expected = estimate.plan(found, estimate.read_components(model))
     (row,) = run(found)
@@ -134,7 +132,7 @@ def test_groups_without_scores_do_not_stop_a_run_that_prunes(folder: Path, model
 
 def pulls(folder: Path, model: Path, target: str) -> tuple[Pull, Rollouts, DiffusionRun]:
     """The pull of the first iteration, before its update."""
-    trainer = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"ways": 8}, "layer_tuning": {"target": target}}
+    trainer = {**TREE_RPO, "window": {"size": 2, "low": 1, "high": 3}, "layer_tuning": {"target": target}}
     found: list[Any] = []
 
     def prepare(run: DiffusionRun) -> None:
@@ -218,7 +216,7 @@ def test_a_prompts_history_goes_on_after_a_resume(folder: Path, model: Path) -> 
 
 
 @pytest.mark.slow  # processes of their own
-@pytest.mark.parametrize("name", ["layer_tuning", "backward"])
+@pytest.mark.parametrize("name", ["tree_rpo", "backward"])
 def test_two_processes_do_what_one_does(folder: Path, model: Path, name: str) -> None:
     """Up to rounding: trees are cut to other batches."""
     rows = []

@@ -192,7 +192,7 @@ def test_a_depth_of_enough_nodes_has_mean_0_and_variance_1(tree: Tree, seed: int
     assert credit.normalise_per_depth(torch.full_like(value, 0.3), tree.depth).advantages.eq(0).all()
 
 
-def test_a_missing_value_gets_no_advantage_and_spoils_no_other() -> None:
+def test_a_missing_value_gets_no_advantage_and_changes_no_other() -> None:
     depth = torch.tensor([0, 1, 1, 1, 1, 1])
     values = torch.tensor([0.0, 1.0, 2.0, math.nan, 3.0, 6.0])
     found = credit.normalise_per_depth(values, depth).advantages

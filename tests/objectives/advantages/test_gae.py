@@ -244,10 +244,10 @@ def test_at_lambda_one_the_return_is_the_discounted_sum(r, gamma: float, mode: s
 def test_rows_that_only_reset_change_nothing(r, gamma: float, lam: float) -> None:
     valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
     before = estimate(r, gamma, lam, "smdp").advantages
-    spoilt = {name: value.clone() for name, value in r.items()}
+    changed = {name: value.clone() for name, value in r.items()}
     for name in ("rewards", "values", "next_values"):
-        spoilt[name][~valid] = 1e6
-    after = estimate(spoilt, gamma, lam, "smdp").advantages
+        changed[name][~valid] = 1e6
+    after = estimate(changed, gamma, lam, "smdp").advantages
     assert torch.equal(before[valid], after[valid])
 
 
@@ -331,10 +331,10 @@ def test_actions_of_rows_that_only_reset_change_nothing(r, gamma: float, lam: fl
     valid = episodes.valid_transitions(r["terminated"] | r["truncated"], r["carried"])
     values = values_of_actions(r)
     before = by_action(r, values, gamma, lam).advantages
-    spoilt = r | {name: torch.where(valid, r[name], 1e6) for name in ("next_values",)}
-    spoilt |= {"rewards": torch.where(valid[..., None], r["rewards"], 1e6)}
-    spoilt |= {"n_executed": torch.where(valid, r["n_executed"], 0)}
-    after = by_action(spoilt, torch.where(valid[..., None], values, 1e6), gamma, lam).advantages
+    changed = r | {name: torch.where(valid, r[name], 1e6) for name in ("next_values",)}
+    changed |= {"rewards": torch.where(valid[..., None], r["rewards"], 1e6)}
+    changed |= {"n_executed": torch.where(valid, r["n_executed"], 0)}
+    after = by_action(changed, torch.where(valid[..., None], values, 1e6), gamma, lam).advantages
     assert torch.equal(before[valid], after[valid])
 
 

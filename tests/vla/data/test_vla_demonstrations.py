@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from genrl.vla.data.demonstrations import (
-    MINITABLE_REST,
-    chunks,
-    dataset_frames,
     expert_demonstrations,
     minitable_episodes,
+    minitable_frames,
+    minitable_rest,
     write_minitable,
 )
+from genrl.vla.data.frames import ACTION_IS_PAD, chunks, dataset_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import open_dataset
-from genrl.vla.methods.imitation import ACTION_IS_PAD, frame_statistics, imitate, minitable_frames
+from genrl.vla.methods.imitation import imitate
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise
-from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, TOUCH
+from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_chunk
 from tests.vla.tiny_policies import TOLD, WORDS, flow
 
 BOTH = (STATE, TOKENS, ENVIRONMENT, IMAGE)
@@ -36,10 +36,19 @@ def test_a_data_set_of_the_expert_gives_its_frames_bit_for_bit(tmp_path: Path, i
     direct = minitable_frames(shown, WORDS, horizon=horizon, image_size=image_size)
     write_minitable(tmp_path / "set", shown, image_size=image_size)
     inputs = BOTH if image_size else BOTH[:3]
-    found = dataset_frames(open_dataset(tmp_path / "set"), words, inputs=inputs, horizon=horizon, rest=MINITABLE_REST)
+    found = dataset_frames(open_dataset(tmp_path / "set"), words, inputs=inputs, horizon=horizon, rest=minitable_rest)
     assert found.keys() == direct.keys()
     for name, values in direct.items():
         assert found[name].dtype == values.dtype and torch.equal(found[name], values), name
+
+
+def test_chunks_are_what_the_expert_would_do_from_every_frame() -> None:
+    shown = expert_demonstrations(5, tasks=(*PUT, *TOUCH), seed=1)
+    found = minitable_frames(shown, WORDS, horizon=9, image_size=0)[ACTION].numpy()
+    there = np.arange(shown.actions.shape[1]) < shown.length[:, None]
+    numbers = shown.task[there.nonzero()[0]]
+    state = State(shown.gripper[there], shown.discs[there], shown.held[there], numbers)
+    assert np.array_equal(found, expert_chunk(state, 9))
 
 
 def test_training_on_either_is_the_same(tmp_path: Path) -> None:
@@ -47,7 +56,7 @@ def test_training_on_either_is_the_same(tmp_path: Path) -> None:
     found = write_minitable(tmp_path / "set", shown, image_size=0)
     sets = (
         minitable_frames(shown, WORDS, horizon=4, image_size=0),
-        dataset_frames(found, words, inputs=TOLD.keys, horizon=4, rest=MINITABLE_REST),
+        dataset_frames(found, words, inputs=TOLD.keys, horizon=4, rest=minitable_rest),
     )
     how = {"steps": 3, "batch_size": 8, "learning_rate": 1e-3, "seed": 0}
     assert list(imitate(flow(), sets[0], **how)) == list(imitate(flow(), sets[1], **how))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ def with_steps(run: VLARun) -> list[dict[str, Tensor]]:
 
     run.loop.step = watched  # type: ignore[method-assign, assignment]
     return found
+
+
+def stand_still(run: VLARun) -> None:
+    """From here on steps move nothing."""
+    schedule = run.loop.optimization.schedule
+    run.loop.optimization.schedule = replace(schedule, rates=dict.fromkeys(schedule.rates, 0.0))
 
 
 BY_ACTION: dict[str, Any] = {"values": "action", "level": "action", "discount": "smdp"}
@@ -239,7 +246,7 @@ class TestEstimates:
             torch.nn.init.normal_(run.policy.value_head[-1].weight, std=0.3, generator=rng)
             rollout, gradients = run.collect(whole), with_steps(run)
             assert rollout.values is not None and rollout.values.std() > 0 and rollout.rewards.shape[2] == 1
-            run.loop.rates = {"policy": 0.0, "critic": 0.0}
+            stand_still(run)
             for settings in (config.trainer, whole):
                 found = ppo.estimate(rollout, settings)  # type: ignore[arg-type]
                 kept = ppo.estimated(rollout, rollout.valid, settings)  # type: ignore[arg-type]
@@ -366,10 +373,7 @@ def test_learn_counts_a_decision_by_its_weight(tmp_path: Path) -> None:
         rollout = run.collect(config.trainer)  # type: ignore[arg-type]
         advantage = torch.randn(rollout.valid.shape, generator=torch.Generator().manual_seed(0))
         found = with_steps(run)
-        run.loop.settings = config.model_copy(
-            update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-30, "critic_lr": 1e-30})}
-        )
-        run.loop.rates = {"policy": 1e-30, "critic": 1e-30}
+        stand_still(run)
         for factor in (1.0, 2.0):
             chosen = decisions(rollout, advantage, advantage, torch.full(rollout.valid.shape, factor))
             learn(run, rollout, chosen, config.trainer, Figures(), policy=True, critic=True)  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ import torch
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
-from genrl.vla.methods.imitation import ACTION_IS_PAD, imitation_loss
+from genrl.vla.data.frames import ACTION_IS_PAD
+from genrl.vla.methods.imitation import imitation_loss
 from genrl.vla.methods.sft import train as sft
 from genrl.vla.policies.policy import ACTION, rows
 from genrl.vla.setup import frames_of
@@ -43,7 +44,8 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path
             torch.nn.init.normal_(policy.out.weight, std=0.1)  # zero at first: nothing else would have a gradient
         start = vla_runs.weights(policy)
         found = with_steps(opened)
-        sft.train(opened, run.trainer, shown)
+        opened.frames = shown
+        sft.train(opened, run.trainer)
 
         policy.load_state_dict(start)
         rng = generator(run.seed, "imitation", 0)
@@ -92,7 +94,8 @@ def test_iterations_steps_and_what_is_logged(tmp_path: Path) -> None:
     run = config(tmp_path, iterations=3, optimizer={"lr": 1e-3, "schedule": "cosine"})
     _, shown = open_policy(run)
     with vla_runs.opened(run) as opened:
-        sft.train(opened, run.trainer, shown)
+        opened.frames = shown
+        sft.train(opened, run.trainer)
         assert opened.loop.optimizer_steps == 9
         logged = vla_runs.rows(opened.loop.process.run.folder)
         assert [row["updates"] for row in logged] == [3, 3, 3]
@@ -104,7 +107,8 @@ def test_it_learns(tmp_path: Path) -> None:
     run = config(tmp_path, iterations=2, trainer={"steps_per_iteration": 40, "batch_size": 64}, optimizer={"lr": 2e-3})
     _, shown = open_policy(run)
     with vla_runs.opened(run) as opened:
-        sft.train(opened, run.trainer, shown)
+        opened.frames = shown
+        sft.train(opened, run.trainer)
         first, second = vla_runs.rows(opened.loop.process.run.folder)
         assert second["loss"] < 0.5 * first["loss"]
 

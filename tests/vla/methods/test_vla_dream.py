@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from genrl.mdp.noise import keyed_noise
+from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.diwa.dream import (
     Dream,
     LatentTable,
@@ -18,14 +19,14 @@ from genrl.vla.methods.diwa.dream import (
     supervised_contrastive,
     train_classifier,
 )
+from genrl.vla.methods.diwa.play import play
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
-from genrl.vla.methods.imitation import frame_statistics
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, tokenise
-from genrl.vla.rollout.rollout import collect, training_rows
+from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import Diffusion, replay
 from genrl.vla.simulators.minitable import INSTRUCTIONS, PUT, task
-from genrl.vla.simulators.minitable.play import play
 from tests.vla.tiny_policies import WORDS
 
 
@@ -153,7 +154,7 @@ def test_a_policy_acts_in_dreams_and_replays_with_ratio_one() -> None:
     torch.manual_seed(0)
     policy = DiffusionMLP(DiffusionMLPConfig(inputs, 3, 4, critic=1), stats)
     sampler = Diffusion(steps=5, ft_denoising_steps=5)
-    rollout = collect(dreams(), policy, sampler, decisions=4, seed=0, iteration=0)
+    rollout = collect(dreams(), policy, sampler, RolloutPlan(decisions=4, seed=0, iteration=0))
     row = training_rows(rollout, torch.arange(6))
     again = replay(policy, sampler, policy.encode(row.observation), row.states, row.next_states, row.step_index)
     assert torch.equal(again.log_prob.detach(), row.log_prob) and rollout.truncated.any()

@@ -8,17 +8,11 @@ import torch
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator, keyed_noise
-from genrl.vla.methods.imitation import (
-    STD_FLOOR,
-    flow_matching_loss,
-    flow_times,
-    frame_statistics,
-    imitate,
-    minitable_frames,
-    noise_matching_loss,
-)
+from genrl.vla.data.demonstrations import minitable_frames
+from genrl.vla.data.frames import STD_FLOOR, frame_statistics
+from genrl.vla.methods.imitation import flow_matching_loss, flow_times, imitate, noise_matching_loss
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, rows, tokenise
-from genrl.vla.rollout.rollout import collect
+from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, act
 from genrl.vla.simulators.minitable import PUT, MiniTable, demonstrate, expert_chunk, task
 from tests.vla.tiny_policies import SEES, TOLD, WORDS, diffusion, flow, frames
@@ -128,7 +122,7 @@ def test_a_trained_policy_moves_towards_its_goal() -> None:
 
     def distance(policy) -> float:
         rollout = collect(
-            MiniTable(64, tasks=PUT), policy, FlowSteps(noise_level=0.05), decisions=2, seed=0, iteration=0
+            MiniTable(64, tasks=PUT), policy, FlowSteps(noise_level=0.05), RolloutPlan(decisions=2, seed=0, iteration=0)
         )
         state = rollout.observations[STATE]
         return float((state[2, :, 1] - state[0, :, 1]).mean())

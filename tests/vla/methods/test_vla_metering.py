@@ -9,13 +9,14 @@ import pytest
 
 from genrl.runtime.metrics import METRICS, SECTIONS, document
 from genrl.runtime.run import Run, read_metrics
+from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.train import train
 from tests.vla import vla_runs
 
-OWN = set(SECTIONS["Policies in simulation"])
+CRITIC = set(PPO.metrics)
+OWN = set(SECTIONS["Policies in simulation"]) | CRITIC
 SHARED = {"loss/policy", "ratio/mean", "lr", "updates", "timing/train_s", "timing/eval_s", "timing/iteration_s"}
 SHARED |= {"memory/peak_mb"}
-CRITIC = {"critic/explained_variance", "loss/value", "grad_norm/critic"}
 LEARNED_NOISE = {"entropy"}  # only with entropy_weight above 0
 EVALUATION = {key for key in OWN if key.startswith("eval/")} | {"timing/eval_s"}
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {

@@ -9,7 +9,8 @@ import torch
 from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.runtime import state
-from genrl.vla.methods.imitation import flow_times, frame_statistics
+from genrl.vla.data.frames import frame_statistics
+from genrl.vla.methods.imitation import flow_times
 from genrl.vla.methods.offline import (
     Critics,
     Store,
@@ -25,7 +26,7 @@ from genrl.vla.methods.offline import (
     train_iql,
 )
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
-from genrl.vla.rollout.rollout import collect
+from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from tests.vla.tiny_policies import TOLD, WORDS, diffusion, flow, frames
@@ -91,7 +92,7 @@ class Recording(MiniTable):
 )
 def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
     env = Recording(6, image_size=0, chunk=4, max_steps=12)
-    rollout = collect(env, policy, sampler, decisions=5, seed=0, iteration=0)
+    rollout = collect(env, policy, sampler, RolloutPlan(decisions=5, seed=0, iteration=0))
     data = from_rollout(rollout, policy, gamma=0.95)
     sent = torch.from_numpy(np.stack(env.sent))[rollout.valid]
     torch.testing.assert_close(data.action, sent, rtol=1e-5, atol=1e-5)
@@ -101,7 +102,9 @@ def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
 
 
 def test_a_chunk_that_nobody_kept_is_refused() -> None:
-    rollout = collect(MiniTable(4, image_size=0), flow(), FlowSteps(steps=6), decisions=3, seed=0, iteration=0)
+    rollout = collect(
+        MiniTable(4, image_size=0), flow(), FlowSteps(steps=6), RolloutPlan(decisions=3, seed=0, iteration=0)
+    )
     with pytest.raises(ValueError, match="does not hold its chunks"):
         from_rollout(rollout, flow(), gamma=0.9)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rewards
 from genrl.mdp.noise import keyed_noise
-from genrl.vla.methods.imitation import frame_statistics
+from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.offline import Words, frames_of, play
 from genrl.vla.methods.rl_vlm_f.preference_labels import (
     LabelCache,

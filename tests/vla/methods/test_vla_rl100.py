@@ -8,12 +8,12 @@ from torch import nn
 
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.gae import chunk_gae
-from genrl.vla.methods.imitation import frame_statistics
+from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.offline import Critics, from_rollout
 from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
 from genrl.vla.methods.rl100.train import decayed_clip, distil, draw_at, one_step, online_batch, part, surrogate_steps
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, rows
-from genrl.vla.rollout.rollout import collect
+from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, act
 from genrl.vla.simulators.minitable import MiniTable
 from tests.vla.tiny_policies import TOLD, flow, frames
@@ -40,7 +40,7 @@ def observations(count: int = 16):
 
 def collected(policy, tables: int = 8, decisions: int = 6):
     env = MiniTable(tables, image_size=0, max_steps=16)
-    return collect(env, policy, SAMPLER, decisions=decisions, seed=0, iteration=0)
+    return collect(env, policy, SAMPLER, RolloutPlan(decisions=decisions, seed=0, iteration=0))
 
 
 def test_the_clip_range_decays_for_200_uses() -> None:

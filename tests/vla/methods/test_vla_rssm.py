@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
 from genrl.mdp.noise import keyed_noise
+from genrl.vla.methods.diwa.play import play, seen
 from genrl.vla.methods.diwa.rssm import (
     Gaussian,
     WorldModel,
@@ -20,7 +21,6 @@ from genrl.vla.methods.diwa.rssm import (
     world_step,
 )
 from genrl.vla.simulators.minitable import task
-from genrl.vla.simulators.minitable.play import play, seen
 
 
 def gaussians(seed: int) -> tuple[Gaussian, Gaussian]:

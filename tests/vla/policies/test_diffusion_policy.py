@@ -228,7 +228,7 @@ def test_replay_is_the_sample_and_the_loss_moves_everything(folder) -> None:
     seen = observation()
     with torch.no_grad():
         context = policy.encode(seen)
-    sampler = Diffusion(train_steps=policy.config.train_steps, steps=5, ft_denoising_steps=3)
+    sampler = Diffusion(train_steps=policy.train_steps, steps=5, ft_denoising_steps=3)
     drawn = draw(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
     taken = sample(policy, sampler, context, drawn, frozen=Frozen(before, context))
     again = replay(policy, sampler, policy.encode(seen), taken.states, taken.next_states, taken.step_index)

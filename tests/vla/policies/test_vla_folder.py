@@ -61,7 +61,7 @@ def test_what_is_not_such_a_folder_is_refused(tmp_path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(good | changes))
 
     with_config(type="diffusion_mlq")
-    with pytest.raises(ValueError, match="found 'diffusion_mlq'; the nearest one is 'diffusion_mlp'"):
+    with pytest.raises(ValueError, match="unknown policy 'diffusion_mlq'; did you mean diffusion_mlp"):
         load_policy(tmp_path)
     with_config(normalization_mapping={"ACTION": "MEAN_STD"})
     with pytest.raises(ValueError, match="normalization_mapping"):

@@ -11,7 +11,8 @@ from genrl.config import load
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import IMAGE
-from genrl.vla.rollout.rollout import collect, training_rows
+from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, replay
 from genrl.vla.simulators.minitable import MiniTable
 from genrl.vla.train import train
@@ -49,7 +50,7 @@ def test_a_rollout_is_replayed_with_ratio_one_and_an_update_moves_it(kind: str, 
     policy = made(kind, tmp_path / "a", values)
     env = MiniTable(4, chunk=4, image_size=policy.image_size)
     sampler = Diffusion(100, 3, 3) if kind == "diffusion" else FlowSteps(steps=2)
-    rollout = collect(env, policy, sampler, decisions=2, seed=0, iteration=0)
+    rollout = collect(env, policy, sampler, RolloutPlan(decisions=2, seed=0, iteration=0))
     assert rollout.values.shape == (2, 4, values) and rollout.values.std() > 0
     assert all(name in rollout.observations for name in policy.inputs)
     batch = training_rows(rollout, torch.arange(4))

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts, gpu_share
-from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns, joined
+from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, joined
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.run import check_on_policy
+from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.train import train
 from tests.vla import vla_runs
@@ -51,7 +53,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def far(cluster: Any) -> Iterator[RayRollouts]:
-    rollouts = RayRollouts(WHERE, start_timeout_s=60.0)
+    rollouts = RayRollouts(Simulation(**WHERE), start_timeout_s=60.0)
     yield rollouts
     rollouts.close()
 
@@ -72,15 +74,15 @@ def assert_same(found: ChunkRollout, wanted: ChunkRollout, tolerance: float = 0.
 
 
 def local(policy: Any, slots: range = range(8), **how: Any) -> ChunkRollout:
-    env = open_environment(**(WHERE | {"num_envs": len(slots)}))
-    return collect(env, policy, FlowSteps(), first_slot=slots.start, **(HOW | how))
+    env = open_environment(Simulation(**WHERE | {"num_envs": len(slots)}))
+    return collect(env, policy, FlowSteps(), RolloutPlan(first_slot=slots.start, **HOW | how))
 
 
 def test_as_collected_here_also_after_an_update(far: RayRollouts) -> None:
     """The same episodes, also later ones, the same noise: to the bit part by part, the whole up to rounding."""
     policy = flow(TOLD, critic=1)
     for version in (1, 2):
-        found = far.collect(policy, FlowSteps(), **HOW)
+        found = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
         assert (far.version, far.dropped) == (version, 0) and found.episode.max() > 1
         assert_same(found, local(policy), tolerance=1e-3)
         assert_same(found, joined([local(policy, range(4)), local(policy, range(4, 8))]))
@@ -95,9 +97,9 @@ def test_as_collected_here_also_after_an_update(far: RayRollouts) -> None:
 
 
 def test_what_is_wrong_there_is_told_here(cluster: Any) -> None:
-    far = RayRollouts(WHERE)
+    far = RayRollouts(Simulation(**WHERE))
     with pytest.raises(ValueError, match="the policy reads"):
-        far.collect(flow(SEES), FlowSteps(), **HOW)
+        far.collect(flow(SEES), FlowSteps(), RolloutPlan(**HOW))
     far.close()
     with pytest.raises(ValueError, match="Write ray_simulators"):
         gpu_share(2)
@@ -107,17 +109,17 @@ def test_what_is_wrong_there_is_told_here(cluster: Any) -> None:
 def test_an_actor_that_dies_or_hangs(far: RayRollouts, signal_number: int) -> None:
     """Its episodes are dropped and counted, those of the other are trained on, and the next rollout is whole again."""
     policy = flow(TOLD, critic=1)
-    far.collect(policy, FlowSteps(), **HOW)
-    far.start_timeout_s = 5.0
-    os.kill(process_of(far._actors[0]), signal_number)
+    far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
+    far.crew.start_timeout_s = 5.0
+    os.kill(process_of(far.crew.workers[0].actor), signal_number)
     begun = time.monotonic()
-    found = far.collect(policy, FlowSteps(), **HOW)
+    found = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
     assert time.monotonic() - begun < 30
     assert_same(found, local(policy, range(4, 8)))
     assert (far.dropped, far.restarts) == (4, 1) and [slots.tolist() for slots in far.parts] == [[0, 1, 2, 3]]
     assert found.group.tolist() == [2, 2, 3, 3] and check_on_policy(policy, found, far.parts[0]) == 0.0
-    far.start_timeout_s = 60.0
-    whole = far.collect(policy, FlowSteps(), **HOW)
+    far.crew.start_timeout_s = 60.0
+    whole = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
     assert_same(whole, joined([local(policy, range(4)), local(policy, range(4, 8))]))
     assert (far.dropped, far.restarts) == (4, 1)
 
@@ -126,7 +128,7 @@ def test_an_actor_that_is_lost_again_and_again(far: RayRollouts) -> None:
     """Nothing waits for ever: here there is no time to start in."""
     far.start_timeout_s = 0.01
     with pytest.raises(RuntimeError, match="(?s)lost 3 times in a row.*timeout"):
-        far.collect(flow(TOLD, critic=1), FlowSteps(), **HOW)
+        far.collect(flow(TOLD, critic=1), FlowSteps(), RolloutPlan(**HOW))
 
 
 @pytest.mark.parametrize("changes", [{}, {"sampler": "diffusion"}, vla_runs.GRPO], ids=["flow_sde", "dppo", "grpo"])
@@ -170,8 +172,8 @@ def test_parts_of_different_lengths() -> None:
     how = {"decisions": 20, "seed": 5, "iteration": 0, "one_episode": True}
     parts = []
     for begin, steps in ((0, 12), (2, 20)):
-        env = open_environment(**(where | {"num_envs": 2, "max_steps": steps}))
-        parts.append(collect(env, flow(TOLD, critic=1), FlowSteps(), first_slot=begin, **how))
+        env = open_environment(Simulation(**where | {"num_envs": 2, "max_steps": steps}))
+        parts.append(collect(env, flow(TOLD, critic=1), FlowSteps(), RolloutPlan(first_slot=begin, **how)))
     assert len(parts[0].valid) < len(parts[1].valid)
     both = joined(parts)
     count = len(parts[0].valid)

@@ -9,7 +9,8 @@ import torch
 from genrl.objectives.advantages.episodes import episode_group_advantages
 from genrl.objectives.advantages.gae import chunk_gae
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
-from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns, training_rows
+from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, LearnedNoise, replay
 from genrl.vla.simulators.minitable import PUT, MiniTable, expert_chunk, task
 from tests.vla.tiny_policies import SEES, TOLD, diffusion, flow
@@ -54,15 +55,15 @@ def tensors(rollout: ChunkRollout) -> dict[str, torch.Tensor]:
 
 def test_a_rollout_is_a_function_of_seed_iteration_and_slot() -> None:
     policy, how = flow(TOLD, critic=1), {"decisions": 5, "seed": 3, "iteration": 2}
-    first = collect(told(), policy, FlowSteps(), **how)
+    first = collect(told(), policy, FlowSteps(), RolloutPlan(**how))
     used = told()
-    collect(used, policy, FlowSteps(), decisions=3, seed=9, iteration=9)
-    again = collect(used, policy, FlowSteps(), **how)  # an environment that was used before
+    collect(used, policy, FlowSteps(), RolloutPlan(decisions=3, seed=9, iteration=9))
+    again = collect(used, policy, FlowSteps(), RolloutPlan(**how))  # an environment that was used before
     for name, value in tensors(first).items():
         assert torch.equal(value, tensors(again)[name]), name
     for other in ({"seed": 4}, {"iteration": 3}, {"first_slot": 12}):
-        assert not torch.equal(collect(told(), policy, FlowSteps(), **(how | other)).states, first.states)
-    few = collect(told(4), policy, FlowSteps(), **how)
+        assert not torch.equal(collect(told(), policy, FlowSteps(), RolloutPlan(**how | other)).states, first.states)
+    few = collect(told(4), policy, FlowSteps(), RolloutPlan(**how))
     for name, value in tensors(few).items():
         if value.is_floating_point():
             torch.testing.assert_close(value, tensors(first)[name][:, :4], rtol=1e-3, atol=1e-3)
@@ -70,7 +71,9 @@ def test_a_rollout_is_a_function_of_seed_iteration_and_slot() -> None:
 
 def test_shapes_and_types() -> None:
     policy = flow(SEES, critic=4, noise_head="expert")
-    rollout = collect(MiniTable(6), policy, LearnedNoise(), decisions=3, seed=0, iteration=0, keep_contexts=True)
+    rollout = collect(
+        MiniTable(6), policy, LearnedNoise(), RolloutPlan(decisions=3, seed=0, iteration=0, keep_contexts=True)
+    )
     assert set(rollout.observations) == {STATE, IMAGE, TOKENS}
     assert rollout.observations[IMAGE].shape == (4, 6, 32, 32, 3)
     assert rollout.observations[IMAGE].dtype == torch.uint8
@@ -89,7 +92,7 @@ def test_shapes_and_types() -> None:
     [(flow(SEES, critic=4), FlowSteps(), None), (diffusion(SEES, critic=1), Diffusion(), diffusion(SEES))],
 )
 def test_its_rows_replay_with_ratio_one(policy, sampler, frozen) -> None:
-    rollout = collect(MiniTable(6), policy, sampler, decisions=4, seed=0, iteration=0, frozen=frozen)
+    rollout = collect(MiniTable(6), policy, sampler, RolloutPlan(decisions=4, seed=0, iteration=0), frozen=frozen)
     for t in range(4):  # the batches that were sampled: exactly
         part = training_rows(rollout, torch.arange(6) + 6 * t)
         context = policy.encode(part.observation)
@@ -106,7 +109,9 @@ def test_its_rows_replay_with_ratio_one(policy, sampler, frozen) -> None:
 
 def test_contexts_that_are_kept_replay_too() -> None:
     policy = flow(SEES)
-    rollout = collect(MiniTable(6), policy, FlowSteps(), decisions=2, seed=0, iteration=0, keep_contexts=True)
+    rollout = collect(
+        MiniTable(6), policy, FlowSteps(), RolloutPlan(decisions=2, seed=0, iteration=0, keep_contexts=True)
+    )
     part = training_rows(rollout, torch.arange(6, 12))
     context = policy.context(part.context["features"])
     again = replay(policy, FlowSteps(), context, part.states, part.next_states, part.step_index)
@@ -115,7 +120,7 @@ def test_contexts_that_are_kept_replay_too() -> None:
 
 def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
     env = told(16)
-    rollout = collect(env, Expert(env), FlowSteps(noise_level=1e-3), decisions=12, seed=1, iteration=0)
+    rollout = collect(env, Expert(env), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=12, seed=1, iteration=0))
     assert rollout.terminated.sum(0).min() >= 1 and not rollout.truncated.any()
     assert torch.equal(rollout.terminated, rollout.success)
     assert torch.equal(rollout.rewards.sum(-1) > 0, rollout.terminated)
@@ -132,7 +137,7 @@ def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
 
 def test_later_episodes_begin_from_their_keys() -> None:
     env = told(16)
-    rollout = collect(env, Expert(env), FlowSteps(noise_level=1e-3), decisions=10, seed=1, iteration=0)
+    rollout = collect(env, Expert(env), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=10, seed=1, iteration=0))
     t, slot = (rollout.valid[1:] & ~rollout.valid[:-1]).nonzero()[0].tolist()
     key = task.episode_keys(rollout.env_seed, rollout.group[[slot]].numpy(), rollout.episode[t + 1, [slot]].numpy())
     assert rollout.episode[t + 1, slot] == 1
@@ -143,7 +148,7 @@ def test_later_episodes_begin_from_their_keys() -> None:
 def test_next_values_are_of_the_true_next_observation() -> None:
     """The expert's value is the sum of the state: after a success it is that of the final state, not the next start."""
     env = told(16)
-    rollout = collect(env, Expert(env), FlowSteps(noise_level=1e-3), decisions=8, seed=1, iteration=0)
+    rollout = collect(env, Expert(env), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=8, seed=1, iteration=0))
     state = rollout.observations[STATE]
     assert torch.equal(rollout.next_values, state[1:].sum(-1))
     end = int(rollout.terminated[:, 0].nonzero()[0, 0])
@@ -161,7 +166,7 @@ def test_next_values_are_of_the_true_next_observation() -> None:
 
 
 def test_a_time_limit_truncates() -> None:
-    rollout = collect(told(max_steps=8), flow(TOLD), FlowSteps(), decisions=3, seed=0, iteration=0)
+    rollout = collect(told(max_steps=8), flow(TOLD), FlowSteps(), RolloutPlan(decisions=3, seed=0, iteration=0))
     cut = ~rollout.success[:2].any(0)
     assert cut.any() and rollout.truncated[1, cut].all() and not rollout.valid[2, cut].any()
     assert rollout.values is None and rollout.next_values is None
@@ -170,7 +175,7 @@ def test_a_time_limit_truncates() -> None:
 def test_one_episode_each_for_groups() -> None:
     env = told(8, group_size=4, max_steps=12)
     policy = flow(TOLD)
-    rollout = collect(env, policy, FlowSteps(), decisions=40, seed=5, iteration=0, one_episode=True)
+    rollout = collect(env, policy, FlowSteps(), RolloutPlan(decisions=40, seed=5, iteration=0, one_episode=True))
     assert len(rollout.valid) == 3 and rollout.valid[0].all() and (rollout.episode[rollout.valid] == 0).all()
     assert rollout.group.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     start = rollout.observations[STATE][0]
@@ -178,7 +183,12 @@ def test_one_episode_each_for_groups() -> None:
     assert len({tuple(row.flatten().tolist()) for row in rollout.states[0]}) == 8  # but the noise is each one's own
     expert_env = told(8, group_size=4)
     expert = Expert(expert_env)
-    sure = collect(expert_env, expert, FlowSteps(noise_level=1e-3), decisions=40, seed=5, iteration=0, one_episode=True)
+    sure = collect(
+        expert_env,
+        expert,
+        FlowSteps(noise_level=1e-3),
+        RolloutPlan(decisions=40, seed=5, iteration=0, one_episode=True),
+    )
     assert sure.valid.sum(0).max() == len(sure.valid) < 11 and sure.done[:, 0].sum() >= 1
     assert (sure.valid & sure.done).sum(0).tolist() == [1] * 8 and torch.equal(sure.valid, sure.episode == 0)
     advantages = episode_group_advantages(episode_returns(sure), sure.group)
@@ -203,13 +213,13 @@ class Silent(MiniTable):
 def test_what_a_simulator_may_not_do_is_reported() -> None:
     how = {"decisions": 3, "seed": 0, "iteration": 0}
     with pytest.raises(ValueError, match=r"slots \[1, 3\] is not finite at decision 1"):
-        collect(Broken(5, image_size=0), flow(TOLD), FlowSteps(), **how)
+        collect(Broken(5, image_size=0), flow(TOLD), FlowSteps(), RolloutPlan(**how))
     with pytest.raises(ValueError, match="no instruction"):
-        collect(Silent(5, image_size=0), flow(TOLD), FlowSteps(), **how)
+        collect(Silent(5, image_size=0), flow(TOLD), FlowSteps(), RolloutPlan(**how))
     with pytest.raises(ValueError, match="the policy reads.*observation.image"):
-        collect(told(5), flow(SEES), FlowSteps(), **how)
+        collect(told(5), flow(SEES), FlowSteps(), RolloutPlan(**how))
     with pytest.raises(ValueError, match="must have shape"):
-        collect(told(5, chunk=8), flow(TOLD), FlowSteps(), **how)
+        collect(told(5, chunk=8), flow(TOLD), FlowSteps(), RolloutPlan(**how))
 
 
 def test_noise_is_keyed_by_seed_iteration_and_slot() -> None:
@@ -217,13 +227,13 @@ def test_noise_is_keyed_by_seed_iteration_and_slot() -> None:
 
     def noise(size: int, **other: int) -> torch.Tensor:
         how = {"decisions": 1, "seed": 3, "iteration": 2} | other
-        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), **how).states[0, :, 0]
+        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), RolloutPlan(**how)).states[0, :, 0]
 
     assert torch.equal(noise(2, first_slot=4), noise(6)[4:])
     assert not (noise(2) == noise(2, iteration=3)).any() and not (noise(2) == noise(2, seed=4)).any()
 
 
 def test_noise_of_chunks_is_not_shared_between_decisions() -> None:
-    rollout = collect(told(3), flow(TOLD), FlowSteps(selection="all"), decisions=3, seed=0, iteration=0)
+    rollout = collect(told(3), flow(TOLD), FlowSteps(selection="all"), RolloutPlan(decisions=3, seed=0, iteration=0))
     starts = rollout.states[:, :, 0].flatten(0, 1)
     assert len({tuple(row.flatten().tolist()) for row in starts}) == 9

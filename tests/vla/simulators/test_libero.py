@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from genrl.vla.simulators import libero
-from genrl.vla.simulators.simulator import Misuse, Reading, Simulator
+from genrl.vla.simulators.contract import Misuse, Reading
+from genrl.vla.simulators.simulator import Simulator
 
 installed = pytest.mark.skipif(importlib.util.find_spec("libero") is None, reason="needs LIBERO: pip install hf-libero")
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from genrl.vla.simulators.contract import Reading, Render, Run, Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.simulators.maniskill import BatchHost, sentence
-from genrl.vla.simulators.simulator import Draw, Reading, Run, seed_of
+from genrl.vla.simulators.simulator import seed_of
 
 
 class Double:
@@ -73,7 +74,7 @@ def test_a_batch() -> None:
     assert alone.observation["agent_pos"][0, 0] == place[0], "a start is a function of its number alone"
     pixels = third.observation["pixels"]
     assert pixels.shape == (4, 4, 4, 3) and pixels[2, 0, 0, 0] == int(np.clip(place[2], 0, 1) * 255)
-    assert host.draw(Draw([2], 8)).pictures.shape == (1, 8, 8, 3)
+    assert host.render(Render([2], 8)).pictures.shape == (1, 8, 8, 3)
 
 
 def test_sentences() -> None:
@@ -104,7 +105,7 @@ def maniskill() -> None:
 
 def shown(**how: Any) -> list[Any]:
     env = open_environment(
-        "maniskill", num_envs=2, chunk=3, max_steps=5, settings={"control_mode": "pd_ee_delta_pose"}, **how
+        Simulation("maniskill", num_envs=2, chunk=3, max_steps=5, settings={"control_mode": "pd_ee_delta_pose"}, **how)
     )
     rng = np.random.default_rng(0)
     found = [*env.reset(seed=1)[0].values()]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, vocabulary
+from genrl.vla.data.frames import episode_frames
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise, vocabulary
+from genrl.vla.simulators.contract import Reading, Simulation
 from genrl.vla.simulators.environments import evaluation_episodes, open_environment
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
 from genrl.vla.simulators.simulator import headless
@@ -67,7 +70,16 @@ def test_an_episode_is_that_of_meta_world_whatever_was_run_before(task: str) -> 
 
 def shown(workers: int, image_size: int = 0, steps: int = 5) -> list[np.ndarray]:
     env = open_environment(
-        "metaworld", num_envs=6, chunk=4, tasks=THREE, group_size=2, workers=workers, image_size=image_size, max_steps=8
+        Simulation(
+            "metaworld",
+            num_envs=6,
+            chunk=4,
+            tasks=THREE,
+            group_size=2,
+            workers=workers,
+            image_size=image_size,
+            max_steps=8,
+        )
     )
     rng = np.random.default_rng(0)
     observation, info = env.reset(seed=2)
@@ -88,7 +100,7 @@ def test_rollouts_do_not_depend_on_workers() -> None:
 
 
 def test_the_contract() -> None:
-    env = open_environment("metaworld", num_envs=6, chunk=2, tasks=THREE, group_size=2)
+    env = open_environment(Simulation("metaworld", num_envs=6, chunk=2, tasks=THREE, group_size=2))
     observation, _ = env.reset(seed=0)
     assert observation["environment_state"].shape == (6, 39) and observation["agent_pos"].shape == (6, 4)
     assert observation["environment_state"].dtype == np.float32 and set(observation) == {
@@ -102,7 +114,7 @@ def test_the_contract() -> None:
     env.reset(options={"episodes": evaluation_episodes(1, 6)})
     assert all(env.task_description.count(INSTRUCTIONS[name]) == 2 for name in THREE)
     env.close()
-    few = open_environment("metaworld", num_envs=6, chunk=2, tasks=("reach-v3",), goals=3)
+    few = open_environment(Simulation("metaworld", num_envs=6, chunk=2, tasks=("reach-v3",), goals=3))
     goals = few.reset(options={"episodes": evaluation_episodes(1, 6)})[0]["environment_state"][:, 36:39]
     assert len(np.unique(goals, axis=0)) == 3 and np.array_equal(goals[:3], goals[3:])
     few.close()
@@ -110,7 +122,9 @@ def test_the_contract() -> None:
 
 def test_pictures() -> None:
     """The arm moves in them; groups see the same; sizes are independent of one another."""
-    env = open_environment("metaworld", num_envs=2, chunk=8, tasks=("reach-v3",), image_size=64, render_size=84)
+    env = open_environment(
+        Simulation("metaworld", num_envs=2, chunk=8, tasks=("reach-v3",), image_size=64, render_size=84)
+    )
     first = env.reset(seed=0)[0]["pixels"]
     assert first.shape == (2, 64, 64, 3) and first.dtype == np.uint8 and first.std() > 10
     large = env.render([1])
@@ -126,12 +140,13 @@ def test_pictures() -> None:
 
 
 def test_demonstrations() -> None:
-    from genrl.vla.simulators.metaworld.expert import expert_episodes, expert_frames
+    from genrl.vla.simulators.metaworld.expert import expert_episodes, rest
 
     words = vocabulary([INSTRUCTIONS[name] for name in THREE])
     episodes = list(expert_episodes(THREE, 2, seed=0, max_steps=120))
     assert [episode.instructions[0] for episode in episodes] == [INSTRUCTIONS[name] for name in THREE for _ in "12"]
-    frames = expert_frames(iter(episodes), words, horizon=8)
+    told, inputs = partial(tokenise, words=words), (STATE, ENVIRONMENT, TOKENS)
+    frames = episode_frames(episodes, told, inputs=inputs, horizon=8, rest=rest)
     count = sum(len(episode.instructions) for episode in episodes)
     assert frames[STATE].shape == (count, 4) and frames[ENVIRONMENT].shape == (count, 39)
     assert frames[ACTION].shape == (count, 8, 4) and frames[ACTION].abs().max() <= 1.0
@@ -151,7 +166,7 @@ def test_demonstrated_actions_succeed_in_the_environment() -> None:
     """What was demonstrated, replayed as chunks from the same start, ends with success and reward 1."""
     from genrl.vla.simulators.metaworld.env import MetaWorldEnv
     from genrl.vla.simulators.metaworld.expert import expert_episodes
-    from genrl.vla.simulators.simulator import Reading, Simulator
+    from genrl.vla.simulators.simulator import Simulator
 
     episode = next(expert_episodes(("push-v3",), 1, seed=3))
     actions = episode.columns[ACTION]

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.vla.rollout.rollout import collect
+from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import FlowSteps
+from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, RAISE
@@ -48,21 +49,21 @@ def nodes_of(env: Any) -> set[str]:
     """The nodes that the actors of an environment are on."""
     from ray._private.state import actors
 
-    return {actors(worker.actor._actor_id.hex())["Address"]["NodeID"] for worker in env._workers}
+    return {actors(worker.actor._actor_id.hex())["Address"]["NodeID"] for worker in env.crew.workers}
 
 
 def test_rollouts_are_those_of_local_workers(cluster: Any) -> None:
     failing = {2: (FINE, RAISE, FINE, FINE)}
-    env, local = open_environment(FRAIL, **HOW), open_environment(FRAIL, num_envs=4, chunk=2)
+    env, local = open_environment(Simulation(FRAIL, **HOW)), open_environment(Simulation(FRAIL, num_envs=4, chunk=2))
     assert same(walk(env, 8, failing=failing), walk(local, 8, failing=failing)) and env.dropped == 1
     assert np.array_equal(env.render([3, 0]), local.render([3, 0]))
     env.close()
     policy, rollouts = flow(TOLD, critic=1), []
     for how in ({"workers": "ray"}, {"workers": 0}):
-        table = open_environment("minitable", num_envs=6, chunk=4, group_size=2, max_steps=12, **how)
-        rollouts.append(collect(table, policy, FlowSteps(), decisions=6, seed=3, iteration=2))
+        table = open_environment(Simulation("minitable", num_envs=6, chunk=4, group_size=2, max_steps=12, **how))
+        rollouts.append(collect(table, policy, FlowSteps(), RolloutPlan(decisions=6, seed=3, iteration=2)))
         if how["workers"] == "ray":
-            assert len(table._workers) == 4, "one per CPU of the cluster"
+            assert len(table.crew.workers) == 4, "one per CPU of the cluster"
         table.close()
     for name, value in rollouts[0]._asdict().items():
         if isinstance(value, torch.Tensor):
@@ -71,7 +72,7 @@ def test_rollouts_are_those_of_local_workers(cluster: Any) -> None:
 
 @pytest.mark.parametrize("failure", [KILL, HANG])
 def test_an_actor_that_dies_or_hangs_is_replaced(cluster: Any, failure: float) -> None:
-    env = open_environment(FRAIL, timeout_s=2.0, **HOW)
+    env = open_environment(Simulation(FRAIL, timeout_s=2.0, **HOW))
     env.reset(seed=3)
     begun = time.monotonic()
     info = env.step(actions(FINE, failure, FINE, FINE))[4]
@@ -83,18 +84,18 @@ def test_an_actor_that_dies_or_hangs_is_replaced(cluster: Any, failure: float) -
 
 def test_misuse_is_told(cluster: Any) -> None:
     with pytest.raises(ValueError, match="99 actors of one CPU each, the Ray cluster has 4"):
-        open_environment(FRAIL, num_envs=99, chunk=2, workers="ray", ray_actors=99)
-    env = open_environment(FRAIL.replace(":make", ":missing"), **HOW)
-    with pytest.raises(ValueError, match="no function 'missing'"):
+        open_environment(Simulation(FRAIL, num_envs=99, chunk=2, workers="ray", ray_actors=99))
+    env = open_environment(Simulation(FRAIL.replace(":make", ":missing"), **HOW))
+    with pytest.raises(ValueError, match="has no 'missing'"):
         env.reset(seed=0)
-    env = open_environment(FRAIL.replace(":make", ":broken_start"), **HOW)
+    env = open_environment(Simulation(FRAIL.replace(":make", ":broken_start"), **HOW))
     with pytest.raises(RuntimeError, match="(?s)failed 3 times.*no such robot"):
         env.reset(seed=0)
 
 
 def test_a_node_that_goes(cluster: Any) -> None:
     """Its actors are started again on what is left."""
-    env = open_environment(FRAIL, **HOW)
+    env = open_environment(Simulation(FRAIL, **HOW))
     env.reset(seed=3)
     assert len(nodes_of(env)) == 2, "spread over both nodes"
     lost = cluster.worker_nodes.copy().pop()

@@ -15,11 +15,13 @@ from genrl.vla.data.lerobot_dataset import Episode, write_dataset
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE, TOKENS
-from genrl.vla.rollout.rollout import collect, training_rows
+from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import FlowSteps, replay
 from genrl.vla.setup import frames_of, open_tables
+from genrl.vla.simulators.contract import Misuse, Reading, Simulation
 from genrl.vla.simulators.environments import open_environment
-from genrl.vla.simulators.simulator import Misuse, Reading, Simulator
+from genrl.vla.simulators.simulator import Simulator
 from tests.vla import vla_runs
 from tests.vla.published import pi_folder
 from tests.vla.two_cameras import COLOURS, Draws, Shows, grey
@@ -37,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(place: Path, kind: str = "Draws", **changes: Any) -> VLAConfig:
     one = vla_runs.config(place)
-    name = f"{Path(__file__).parent / 'two_cameras.py'}:{kind}"
+    name = f"{Path(__file__).parents[1] / 'two_cameras.py'}:{kind}"
     env = one.environment.model_copy(update={"name": name, "tasks": None, "chunk": 4})
     return one.model_copy(update={"environment": env, **changes})
 
@@ -62,7 +64,7 @@ def test_one_picture_of_several_is_refused_unless_it_is_drawn() -> None:
         with pytest.raises(
             ValueError, match=f"{name} has one camera.*policy.rename .observation.image: observation.im"
         ):
-            open_environment(name, num_envs=1, chunk=1, image_size=8, cameras=("image", "image2"))
+            open_environment(Simulation(name, num_envs=1, chunk=1, image_size=8, cameras=("image", "image2")))
 
 
 @pytest.mark.parametrize("kind", ["Shows", "Draws"])
@@ -71,7 +73,7 @@ def test_a_policy_sees_each_camera_under_the_name_that_it_has_for_it(kind: str, 
     assert set(policy.inputs) == {STATE, TOKENS, *RENAME}
     env = open_tables(config(tmp_path, kind), policy, num_envs=2)
     sampler = FlowSteps(steps=2)
-    rollout = collect(env, policy, sampler, decisions=2, seed=0, iteration=0)
+    rollout = collect(env, policy, sampler, RolloutPlan(decisions=2, seed=0, iteration=0))
     env.close()
     for camera, colour in COLOURS.items():
         seen = rollout.observations[f"observation.images.{camera}"]

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import STATE
-from genrl.vla.rollout.rollout import ChunkRollout, collect, episode_returns
+from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import FlowSteps
-from genrl.vla.simulators.environments import Environment, evaluation_episodes, open_environment
+from genrl.vla.simulators.contract import Environment, Simulation
+from genrl.vla.simulators.environments import evaluation_episodes, open_environment
 from genrl.vla.simulators.minitable import MiniTable
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, NAN, RAISE
@@ -31,7 +33,7 @@ FRAIL = f"{Path(frail.__file__)}:make"
 
 @contextlib.contextmanager
 def opened(name: str = FRAIL, **how: Any):
-    env = open_environment(name, **({"num_envs": 4, "chunk": 2} | how))
+    env = open_environment(Simulation(name, **{"num_envs": 4, "chunk": 2} | how))
     try:
         yield env
     finally:
@@ -81,12 +83,12 @@ def test_a_rollout_does_not_depend_on_the_number_of_workers() -> None:
 def test_minitable_over_workers_is_the_native_one() -> None:
     native = MiniTable(6, group_size=2, max_steps=12)
     policy, how = flow(SEES, critic=1), {"decisions": 9, "seed": 3, "iteration": 2}
-    expected = collect(native, policy, FlowSteps(), **how)
+    expected = collect(native, policy, FlowSteps(), RolloutPlan(**how))
     for workers in (0, 2):
         with opened(
             "minitable", num_envs=6, chunk=4, group_size=2, image_size=32, max_steps=12, workers=workers
         ) as env:
-            found = collect(env, policy, FlowSteps(), **how)
+            found = collect(env, policy, FlowSteps(), RolloutPlan(**how))
             assert env.action_dim == 3 and env.max_steps == 12
             assert np.array_equal(env.render([4, 1])[1], env.render([1])[0])
         for name, value in found._asdict().items():
@@ -177,18 +179,18 @@ def test_an_episode_that_had_ended_is_not_dropped() -> None:
 def test_a_process_that_is_killed_between_two_steps() -> None:
     with opened(workers=2) as env:
         env.reset(seed=0)
-        env._workers[1].process.kill()
+        env.crew.workers[1].process.kill()
         _, _, _, _, info = env.step(actions(*[FINE] * 4))
         assert info["dropped"].tolist() == [False, False, True, True] and env.restarts == 1
-        env._workers[0].process.kill()
-        env._workers[0].process.join()
+        env.crew.workers[0].process.kill()
+        env.crew.workers[0].process.join()
         assert (env.render([0, 3])[0] == 0).all()
         _, _, _, _, info = env.step(actions(*[FINE] * 4))
         assert info["dropped"].tolist() == [True, True, False, False] and info["n_executed"][2:].tolist() == [0, 0]
 
 
 def test_a_worker_imports_no_torch() -> None:
-    needed = "genrl.vla.simulators.workers, genrl.vla.simulators.minitable.host, genrl.vla.simulators.metaworld.env"
+    needed = "genrl.vla.simulators.workers, genrl.vla.simulators.minitable.env, genrl.vla.simulators.metaworld.env"
     said = f"import sys, {needed}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", said], text=True).strip() == "False"
 
@@ -198,11 +200,12 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import sys, time\n"
+        "from genrl.vla.simulators.contract import Simulation\n"
         "from genrl.vla.simulators.environments import open_environment\n"
         "if __name__ == '__main__':\n"
-        f"    env = open_environment({FRAIL!r}, num_envs=4, chunk=2, workers=2)\n"
+        f"    env = open_environment(Simulation({FRAIL!r}, num_envs=4, chunk=2, workers=2))\n"
         "    env.reset(seed=0)\n"
-        "    print(*[worker.process.pid for worker in env._workers], flush=True)\n"
+        "    print(*[worker.process.pid for worker in env.crew.workers], flush=True)\n"
         "    time.sleep(600)\n"
     )
     trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
@@ -254,23 +257,23 @@ def test_misuse_is_told_at_once(workers: int) -> None:
             env.step(np.zeros((4, 2, env.action_dim), dtype=np.float32))
 
     fails("no 'success' in its info.*set success_key", success_key="success")
-    fails("no function 'missing'", FRAIL.replace(":make", ":missing"))
-    fails("There is no file|there is no file", "nowhere.py:make")
+    fails("has no 'missing'", FRAIL.replace(":make", ":missing"))
+    fails("file 'nowhere.py' does not exist", "nowhere.py:make")
 
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="nearest is 'minitable'"):
-        open_environment("minitabel", num_envs=2, chunk=2)
+        open_environment(Simulation("minitabel", num_envs=2, chunk=2))
     with pytest.raises(ValueError, match="groups complete"):
-        open_environment(FRAIL, num_envs=3, chunk=2, group_size=2)
+        open_environment(Simulation(FRAIL, num_envs=3, chunk=2, group_size=2))
     with pytest.raises(ValueError, match="timeouts"):
-        open_environment(FRAIL, num_envs=2, chunk=2, timeout_s=0)
+        open_environment(Simulation(FRAIL, num_envs=2, chunk=2, timeout_s=0))
     with pytest.raises(ValueError, match="metaworld has no settings"):
-        open_environment("metaworld", num_envs=2, chunk=2, settings={"camera": "top"})
+        open_environment(Simulation("metaworld", num_envs=2, chunk=2, settings={"camera": "top"}))
     with pytest.raises(ValueError, match="not for minitable"):
-        open_environment("minitable", num_envs=2, chunk=2, goals=3)
+        open_environment(Simulation("minitable", num_envs=2, chunk=2, goals=3))
     with pytest.raises(ValueError, match="no task 'push'"):
-        open_environment("minitable", num_envs=2, chunk=2, tasks=("push",))
+        open_environment(Simulation("minitable", num_envs=2, chunk=2, tasks=("push",)))
     with opened() as env:
         with pytest.raises(RuntimeError, match="call reset"):
             env.step(actions(*[FINE] * 4))
@@ -318,7 +321,7 @@ class Walker:
 
 def collected(env: Environment, modes: list[tuple[float, ...]], **how: Any) -> ChunkRollout:
     given = {"decisions": 7, "seed": 0, "iteration": 0} | how
-    return collect(env, Walker(modes), FlowSteps(noise_level=1e-6), **given)
+    return collect(env, Walker(modes), FlowSteps(noise_level=1e-6), RolloutPlan(**given))
 
 
 @pytest.mark.parametrize(("workers", "failure"), [(0, RAISE), (2, KILL)])
@@ -349,7 +352,7 @@ def test_numbers_that_are_not_finite_are_told_with_their_slots() -> None:
 def test_a_missing_instruction_is_told() -> None:
     policy = flow(Inputs(state=3, vocabulary=("walk",)))
     with opened(FRAIL.replace(":make", ":mute")) as env, pytest.raises(ValueError, match="row 0 has no instruction"):
-        collect(env, policy, FlowSteps(), decisions=1, seed=0, iteration=0)
+        collect(env, policy, FlowSteps(), RolloutPlan(decisions=1, seed=0, iteration=0))
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([FINE, FINE, FINE, RAISE])] * 4), min_size=7, max_size=7))

@@ -330,15 +330,6 @@ def test_bgpo_on_policy_is_exact() -> None:
     assert torch.allclose(loss, exact.detach()) and torch.allclose(gradient, torch.autograd.grad(exact, leaf)[0])
 
 
-def test_a_weight_of_mean_one_is_the_only_difference_of_renormalising() -> None:
-    chosen = replace(PRESETS["forking_tokens"], weights=(TopEntropy(share=0.2),))
-    batch = rollout()
-    loss, _ = loss_and_gradient(chosen, batch)
-    scaled, _ = loss_and_gradient(replace(chosen, renormalise=True), batch)
-    share = estimate(chosen, batch).metrics["token_weight_mean"]
-    assert 0.15 < share < 0.3 and torch.allclose(scaled * share, loss)
-
-
 def test_the_kl_is_not_weighted_unless_asked() -> None:
     batch = replace(rollout(), rewards=torch.ones(12).double())  # no advantage: only the KL is left
     chosen = replace(PRESETS["tw_grpo"], regularisers=(Kl(beta=1.0),))

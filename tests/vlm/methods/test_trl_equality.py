@@ -125,7 +125,7 @@ def genrl_update(
         return {"policy": 0.0}
 
     monkeypatch.setattr(run.loop, "step", watched)
-    monkeypatch.setattr(run.loop, "updates", 1)  # not the first: the ratio need not be 1
+    monkeypatch.setattr(run.loop.optimization, "updates", 1)  # not the first: the ratio need not be 1
     return ready, learn(run, answers, ready), seen
 
 

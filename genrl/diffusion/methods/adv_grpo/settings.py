@@ -69,6 +69,7 @@ class AdvGRPO(Windowed):
     """Flow-GRPO with a reward that is trained beside the model (arXiv 2511.20256)."""
 
     title: ClassVar[str] = "Adv-GRPO"
+    checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
     trains_reward: ClassVar[bool] = True
     not_fitted: ClassVar[str] = "trains another model beside this one, which no trial runs"

@@ -23,6 +23,7 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 import rewards
+from genrl.config import Config
 from genrl.data.preferences import as_tensor
 from genrl.data.prompts import Prompt, PromptError
 from genrl.data.references import References
@@ -195,6 +196,12 @@ def scored_references(run: DiffusionRun, label: str, pairs: list[Pairs], rollout
     pieces = [(one.slots, one.real.float() / 255) for one in pairs]
     scorers = plain({label: run.scorers.rewards[label]})
     return score(scorers, pieces, rows, rollouts.group.tolist(), run.loop.alive).values[label]
+
+
+def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
+    """Raise ValueError where no reward is trainable, or a prompt has no reference."""
+    trainable_of(scorers)
+    references_of(config.trainer, prompts, config.prompts.train).check(row.text for row in prompts)
 
 
 def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.methods.direct import chain_loss, recorded_chain, reward_gradient
+from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import own_noise, require_flow
 from genrl.diffusion.policy.policy import Batch, Policy
@@ -52,6 +52,8 @@ from genrl.runtime.recorded import Recorded
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
 LOW, HIGH = 0.02, 0.98  # of the noise levels
 GRID = 100  # steps of the schedule by which a noise level becomes the model's time: one step is too coarse a grid
+
+__all__ = ["check", "loss", "train"]
 
 
 def train(run: DiffusionRun, settings: DiffInstruct) -> None:

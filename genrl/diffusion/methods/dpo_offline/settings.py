@@ -21,6 +21,7 @@ class OfflineDPO(DiffusionDPO):
     """Diffusion-DPO from a preference data set in prompts.train, with the columns image_win and image_lose."""
 
     title: ClassVar[str] = "Offline DPO"
+    checks_data: ClassVar[bool] = True
     samples_per_group: ClassVar[int | None] = 2  # a pair
 
     algorithm: Literal["dpo_offline"] = "dpo_offline"

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import torch
 
-from genrl.data.preferences import Reader, as_tensor, open_set
+from genrl.config import Config
+from genrl.data.preferences import Reader, as_tensor, check_set, open_set
+from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.pairs import loss, train_on
 from genrl.diffusion.policy.inverse import encode
 from genrl.diffusion.policy.policy import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
-from genrl.diffusion.rollout.scoring import Scored
+from genrl.diffusion.rollout.scoring import Scored, Scorers
 from genrl.diffusion.run import DiffusionRun
 
-__all__ = ["loss", "train"]
+__all__ = ["check", "loss", "train"]
+
+
+def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
+    """Raise ValueError for rows without two pictures."""
+    check_set(config.prompts.train, prompts)
 
 
 def train(run: DiffusionRun, settings: OfflineDPO) -> None:

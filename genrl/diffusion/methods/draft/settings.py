@@ -27,6 +27,7 @@ class Draft(Differentiating):
     """Direct reward back-propagation: DRaFT, AlignProp and ReFL, for rewards with gradients (arXiv 2309.17400)."""
 
     title: ClassVar[str] = "DRaFT, AlignProp and ReFL"
+    checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
     not_in_float16: ClassVar[str] = "the loss is a sum over the numbers of a sample, by the reward's gradient"
 

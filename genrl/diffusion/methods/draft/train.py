@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.direct import chain_loss, recorded_chain, reward_gradient
+from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Batch, Policy
@@ -31,6 +31,8 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.truncation import last_steps, random_late_step, random_truncation
 from genrl.objectives.forward.direct_reward import reward_loss
 from genrl.runtime.recorded import Recorded
+
+__all__ = ["check", "loss", "train"]
 
 
 def train(run: DiffusionRun, settings: Draft) -> None:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.noise import derive_seed, generator
+from genrl.vla.methods.diwa.play import seen
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
 from genrl.vla.policies.encoder import Inputs, ObservationEncoder
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise
+from genrl.vla.simulators.contract import Step
 from genrl.vla.simulators.minitable import MiniTable, State, task
 from genrl.vla.simulators.minitable import render as draw
-from genrl.vla.simulators.minitable.play import seen
 from genrl.vla.simulators.minitable.task import INSTRUCTIONS, Floats
 
 Shown = dict[str, NDArray[Any]]
@@ -66,7 +67,7 @@ class Dream:
         self.world, self.judge, self.starts, self.instructions = world, judge, starts, list(instructions)
         self.num_envs, self.chunk, self.group_size, self._limit = num_envs, chunk, group_size, max_steps
         self.max_steps: int | None = max_steps
-        self.waited_s, self.dropped, self.restarts, self.action_dim = 0.0, 0, 0, 3
+        self.waited_s, self.dropped, self.restarts, self.action_dim, self.first_slot = 0.0, 0, 0, 3, 0
         self._latent = world.start(num_envs)
         self._start = np.zeros(num_envs, dtype=np.int64)
         self._count = np.zeros(num_envs, dtype=np.int64)
@@ -161,7 +162,6 @@ class LatentTable(MiniTable):
     def __init__(self, world: WorldModel, num_envs: int, *, tasks: Sequence[int], chunk: int, max_steps: int) -> None:
         super().__init__(num_envs, tasks=tasks, image_size=0, chunk=chunk, max_steps=max_steps)
         self.world, self.latent = world, world.start(num_envs)
-        self.waited_s, self.dropped, self.restarts, self.action_dim = 0.0, 0, 0, 3
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Shown, dict[str, Any]]:
         """As `MiniTable.reset`."""
@@ -169,9 +169,9 @@ class LatentTable(MiniTable):
         self.latent = self.world.first(torch.from_numpy(seen(self.state)))
         return self._latents(), info
 
-    def step(self, actions: Floats) -> tuple[Shown, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+    def step(self, actions: Floats, /) -> Step:
         """As `MiniTable.step`."""
-        state, resetting = self.state, self._ended
+        state, resetting = self.state, ~self._running
         _, rewards, terminated, truncated, info = super().step(actions)
         chunks = torch.from_numpy(np.asarray(actions, dtype=np.float32)).clamp(-1.0, 1.0)
         for k in range(self.chunk):  # the executed actions once more: the table is deterministic
@@ -188,10 +188,6 @@ class LatentTable(MiniTable):
             begun = self.world.first(torch.from_numpy(seen(self.state.rows(resetting))))
             self.latent.h[at], self.latent.z[at] = begun.h, begun.z
         return self._latents(), rewards, terminated, truncated, info
-
-    def render(self, slots: Sequence[int]) -> NDArray[np.uint8]:  # type: ignore[override]
-        """Pictures of some tables, as `environments.Environment` has it."""
-        return draw(self.state.rows(np.array(list(slots))), self.render_size)
 
     def _latents(self) -> Shown:
         return {"agent_pos": self.latent.h.numpy().copy(), "environment_state": self.latent.z.numpy().copy()}

@@ -15,6 +15,7 @@ import torch
 
 from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
+from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.diwa.dream import (
     Dream,
     Encoded,
@@ -25,19 +26,19 @@ from genrl.vla.methods.diwa.dream import (
     latent_inputs,
     train_classifier,
 )
+from genrl.vla.methods.diwa.play import play
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA
 from genrl.vla.methods.gae import estimated_decisions, loss
-from genrl.vla.methods.imitation import frame_statistics, imitate
+from genrl.vla.methods.imitation import imitate
 from genrl.vla.methods.offline import Store
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
 from genrl.vla.setup import side_by_side
-from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, task
-from genrl.vla.simulators.minitable.play import play
+from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -50,7 +51,7 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
     """A diffusion policy that reads latents and instructions; its statistics are put in once there are latents."""
     made = config.policy.new
     assert made is not None
-    tasks = minitable_tasks(config.environment.tasks or ())
+    tasks = task_numbers(config.environment.tasks or ())
     words = vocabulary([INSTRUCTIONS[number] for number in tasks])
     bounds = torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])
     stats: Statistics = {ACTION: statistics(bounds)}
@@ -66,7 +67,7 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
 def train(run: VLARun, settings: DiWA) -> None:
     """Make the world (or take it from the checkpoint), then iterations of DPPO in it."""
     config, loop, policy = run.config, run.loop, run.policy
-    tasks = minitable_tasks(config.environment.tasks or ())
+    tasks = task_numbers(config.environment.tasks or ())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "world") % 2**32)
         toys = play(settings.world.tables, settings.world.length, seed=derive_seed(config.seed, "play") % 2**32)

@@ -21,6 +21,7 @@ from genrl.objectives.surrogates import feasibility, iql
 from genrl.runtime.intervals import wilson
 from genrl.runtime.recorded import Recorded
 from genrl.vla import setup
+from genrl.vla.methods.fisor.hazard import HazardTable, mixed_quality
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.imitation import observation_of
 from genrl.vla.methods.offline import (
@@ -40,9 +41,8 @@ from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting, Diffusion, Draw, sample
-from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS
-from genrl.vla.simulators.minitable.hazard import HazardTable, mixed_quality
+from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -184,7 +184,7 @@ def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Be
 def new_policy(config: VLAConfig) -> DiffusionMLP:
     """A diffusion policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, FISOR) and config.policy.new is not None
-    tasks = minitable_tasks(config.environment.tasks or ("touch",))
+    tasks = task_numbers(config.environment.tasks or ("touch",))
     words = vocabulary([INSTRUCTIONS[number] for number in tasks])
     data = behaviour_data(config, config.trainer, Words(words), horizon=config.policy.new.horizon)
     made = setup.new_policy(config, frames_of(data), words)
@@ -196,7 +196,7 @@ def table(config: VLAConfig, num_envs: int) -> HazardTable:
     """The constrained table of the configuration."""
     env = config.environment
     limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
-    tasks = minitable_tasks(env.tasks or ("touch",))
+    tasks = task_numbers(env.tasks or ("touch",))
     return HazardTable(num_envs, tasks=tasks, image_size=0, chunk=env.chunk or _horizon(config), **limit)
 
 

@@ -45,11 +45,12 @@ from genrl.vla.methods.update import Figures
 from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
+from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler, act, draw, replay, sample
 from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side
-from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
+from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -396,7 +397,7 @@ def distilled(run: VLARun, settings: RL100, store: Store) -> dict[str, float]:
     judge = config.evaluation
     env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
     # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
-    found = evaluate(student, LearnedNoise(steps=1), env, episodes=judge.episodes, seed=judge.seed)
+    found = evaluate(Acting(student, LearnedNoise(steps=1)), env, episodes=judge.episodes, seed=judge.seed)
     env.close()
     return {"distil/error": error, "distil/success_mean": sum(found.success) / len(found.success)}
 
@@ -419,10 +420,12 @@ def acted(run: VLARun, sampler: Sampler, iteration: int, turn: int) -> ChunkRoll
     return run.acted(
         run.policy,
         sampler,
-        decisions=decisions,
-        seed=derive_seed(run.config.seed, "turn", turn),
-        iteration=iteration,
-        one_episode=True,
+        RolloutPlan(
+            decisions=decisions,
+            seed=derive_seed(run.config.seed, "turn", turn),
+            iteration=iteration,
+            one_episode=True,
+        ),
         advance=lambda: loop.advance(1),
     )
 
@@ -433,7 +436,7 @@ def demonstrated(config: VLAConfig, policy: Policy, gamma: float) -> Transitions
     if source is None or source.expert is None or env.name != "minitable":
         return None
     limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
-    tasks, chunk = minitable_tasks(env.tasks or ()), env.chunk or policy.horizon
+    tasks, chunk = task_numbers(env.tasks or ()), env.chunk or policy.horizon
     table = MiniTable(source.expert, tasks=tasks, image_size=policy.image_size, chunk=chunk, **limit)
 
     def behave(observation: Batch, decision: int) -> Tensor:

@@ -48,12 +48,10 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
 )
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
 from genrl.vla.methods.update import Figures
-from genrl.vla.policies.diffusion_mlp import DiffusionMLP
-from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, vocabulary
-from genrl.vla.policies.tiny_flow import TinyFlowVLA
+from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, PredictsNoise, vocabulary
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.simulators.environments import minitable_tasks
 from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, State, expert_chunk, render
+from genrl.vla.simulators.minitable.task import task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -66,10 +64,10 @@ LARGEST_WEIGHT = 100.0
 """Bound of the weight of a data action in the policy's regression (IQL: 100)."""
 
 
-def new_policy(config: VLAConfig) -> TinyFlowVLA | DiffusionMLP:
+def new_policy(config: VLAConfig) -> Any:
     """A policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, RLVLMF) and config.policy.new is not None
-    words = vocabulary([INSTRUCTIONS[number] for number in minitable_tasks(config.environment.tasks or ())])
+    words = vocabulary([INSTRUCTIONS[number] for number in task_numbers(config.environment.tasks or ())])
     data = wayward_data(config, config.trainer, Words(words), config.policy.new.horizon)
     return setup.new_policy(config, frames_of(data), words)
 
@@ -81,7 +79,7 @@ def wayward_data(config: VLAConfig, settings: RLVLMF, reads: Reader, horizon: in
     """
     env = config.environment
     limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
-    tasks = minitable_tasks(env.tasks or ())
+    tasks = task_numbers(env.tasks or ())
     table = MiniTable(settings.episodes, tasks=tasks, image_size=0, chunk=env.chunk or horizon, **limit)
     seed = derive_seed(config.seed, "wayward")
     rng = np.random.default_rng([seed, 0])
@@ -201,7 +199,7 @@ def train(run: VLARun, settings: RLVLMF) -> None:
     advantage, temperature = store.data["advantage"], settings.temperature
     nothing = torch.zeros_like(advantage)
     weight = iql.advantage_weights(advantage, nothing, temperature=temperature, largest=LARGEST_WEIGHT)
-    alpha_bars = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 20))
+    alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)
     step = stepper(run, settings, loss)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)

@@ -11,7 +11,7 @@ from genrl.mdp.noise import generator
 from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.imitation import imitation_loss, recorded_frames
 from genrl.vla.methods.sft.settings import SFT
-from genrl.vla.policies.policy import ACTION
+from genrl.vla.policies.policy import ACTION, PredictsNoise
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 
@@ -26,7 +26,7 @@ def train(run: VLARun, settings: SFT) -> None:
     loop, policy, frames = run.loop, run.policy, run.frames
     process, processes = loop.process.accelerator.process_index, loop.process.accelerator.num_processes
     acting = Acting(policy, None)
-    alpha_bars = ddpm.cosine_alpha_bars(getattr(policy.config, "train_steps", 1))
+    alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 1)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration * settings.batch_size)
         losses, norms = [], []

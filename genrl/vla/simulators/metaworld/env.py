@@ -1,4 +1,4 @@
-"""Meta-World's tasks as environments that share what is large, forget their past, and are drawn quickly.
+"""Meta-World's tasks as environments that share what is large, forget their past, and are rendered quickly.
 
 A task's model (13 MB) is loaded once per process; its slots have states of their own, and take turns in it. A reset
 begins from what the task was when it was made, so an episode is a function of its seed, whatever was run before.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,14 +18,25 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS
-from genrl.vla.simulators.simulator import Misuse, Reading, SlotHost, headless
+from genrl.vla.simulators.contract import Description, Misuse, Reading
+from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
+from genrl.vla.simulators.simulator import SlotHost, headless
 
 CAMERA = "corner2"
 CAMERA_PLACE = (0.75, 0.075, 0.7)
 """LeRobot's: nearer to the table; its pictures are turned by 180 degrees."""
 PROPRIOCEPTION = 4
 """The first numbers of the observation: the hand's position, and how far the gripper is open."""
+
+
+def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
+    """These tasks, all fifty where there are none."""
+    if settings:
+        raise ValueError(f"metaworld has no settings, got {sorted(settings)}")
+    limit = MAX_STEPS if reading.max_steps is None else reading.max_steps
+    names = checked(tasks)
+    told = {"tasks": names, "reading": replace(reading, success_key="success", max_steps=limit)}
+    return Description(host, told, len(names), limit)
 
 
 def host(slots: int, *, tasks: Sequence[str], reading: Reading) -> SlotHost:

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from genrl.vla.data.lerobot_dataset import Episode
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, tokenise
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE
 from genrl.vla.simulators.metaworld.env import MetaWorldEnv
 from genrl.vla.simulators.metaworld.tasks import MAX_STEPS, checked
 from genrl.vla.simulators.minitable.task import episode_keys
@@ -46,29 +45,9 @@ def expert_episodes(
                 yield episode
 
 
-def expert_frames(episodes: Iterator[Episode], words: Sequence[str], *, horizon: int) -> Batch:
-    """Every step of the episodes as an observation and the expert's chunk from there, F rows, as `minitable_frames`.
-
-    `STATE`, `ENVIRONMENT`, `IMAGE` as in `expert_episodes`, `TOKENS` [F, L] in the vocabulary `words`, `ACTION` float32
-    [F, horizon, 4]: after its success the hand rests, with the gripper as it was.
-    """
-    columns: dict[str, list[NDArray[Any]]] = {}
-    said: list[str] = []
-    for episode in episodes:
-        for name, value in episode.columns.items():
-            if not name.startswith("next."):
-                columns.setdefault(name, []).append(chunks(value, horizon) if name == ACTION else value)
-        said += episode.instructions
-    frames = {name: torch.from_numpy(np.concatenate(values)) for name, values in columns.items()}
-    return frames | {TOKENS: tokenise(said, words)}
-
-
-def chunks(actions: NDArray[np.float32], horizon: int) -> NDArray[np.float32]:
-    """The `horizon` actions from each of T on, [T, horizon, 4]; beyond the last one, rest with its grip."""
-    rest = np.array([[0.0, 0.0, 0.0, actions[-1, 3]]], dtype=np.float32)
-    padded = np.concatenate([actions, rest.repeat(horizon, 0)])
-    found: NDArray[np.float32] = padded[np.arange(len(actions))[:, None] + np.arange(horizon)]
-    return found
+def rest(actions: NDArray[np.float32]) -> Sequence[float]:
+    """After its success the hand rests, with the gripper as it was."""
+    return (0.0, 0.0, 0.0, float(actions[-1, 3]))
 
 
 def _episode(env: MetaWorldEnv, seed: int, attempt: int, max_steps: int, image_size: int) -> Episode | None:

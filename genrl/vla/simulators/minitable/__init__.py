@@ -14,6 +14,7 @@ from genrl.vla.simulators.minitable.task import (
     State,
     demonstrate,
     expert_chunk,
+    task_numbers,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "demonstrate",
     "expert_chunk",
     "render",
+    "task_numbers",
 ]

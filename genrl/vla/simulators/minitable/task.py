@@ -10,6 +10,7 @@ Arrays are numpy; n is the number of tables. Lengths are in half table widths.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -71,6 +72,24 @@ class Demonstrations(NamedTuple):
     task: Integers
     actions: Floats
     length: Integers
+
+
+def task_numbers(names: Sequence[str]) -> tuple[int, ...]:
+    """Numbers of instructions: of "put" (9), "touch" (3) or an instruction itself; "put" where there are none."""
+    numbers: list[int] = []
+    for name in names or ("put",):
+        if name in ("put", "touch"):
+            numbers += PUT if name == "put" else TOUCH
+        elif name in INSTRUCTIONS:
+            numbers.append(INSTRUCTIONS.index(name))
+        else:
+            near = difflib.get_close_matches(name.replace("-", " "), ("put", "touch", *INSTRUCTIONS), n=1, cutoff=0.4)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ValueError(
+                f"environment.tasks: MiniTable has no task {name!r}{hint}; write 'put' (nine instructions), 'touch' "
+                f"(three), or instructions themselves: {', '.join(map(repr, INSTRUCTIONS))}"
+            )
+    return tuple(dict.fromkeys(numbers))
 
 
 def episode_keys(seed: int, slot: NDArray[np.generic], count: NDArray[np.generic]) -> Keys:

@@ -21,6 +21,11 @@ class Answers(RecipeMethod):
     it."""
 
     title: ClassVar[str] = "Methods over groups of answers"
+    moved: ClassVar[Mapping[str, str]] = {
+        "ema_decay": "a constant of GRPO-CARE's bonus: write reward_terms: [{name: consistency, decay: 0.995}]",
+        "ema_every": "a constant of GRPO-CARE's bonus: write reward_terms: [{name: consistency, every: 10}]",
+        "preset: music_rl": "MusicRL is a method of its own: write algorithm: music_rl",
+    }
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "sampler/gap_max": MetricDoc("its largest value", "As `sampler/gap_mean`.", "nats"),
         "sampler/gap_k3": MetricDoc(

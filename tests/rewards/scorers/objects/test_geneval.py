@@ -10,9 +10,10 @@ import torch
 from PIL import Image
 
 import rewards
-from rewards.scorers.objects.detection import Detector, Thing, merged, overlap
+from rewards.scorers.objects.detection import Detector, Thing, merged
 from rewards.scorers.objects.geneval import OUTSIDE, ColourClassifier, crop
 from rewards.scorers.objects.geneval_check import COLOURS, Box, check
+from rewards.scorers.texts.verifiable import iou_of
 from tests.rewards import tiny_detectors
 from tests.rewards.tiny_clip import save_tiny_clip
 
@@ -83,7 +84,7 @@ def test_a_model_that_is_no_detector_is_refused(clip: Path, tmp_path: Path) -> N
 
 def test_boxes_of_one_thing_are_merged_into_the_most_confident() -> None:
     a, b, c = Box(0, 0, 10, 10, 0.5), Box(1, 0, 11, 10, 0.9), Box(20, 0, 30, 10, 0.4)
-    assert overlap(a, b) == pytest.approx(90 / 110) and overlap(a, c) == 0 and overlap(a, a) == 1
+    assert iou_of(a[:4], b[:4]) == pytest.approx(90 / 110) and iou_of(a[:4], c[:4]) == 0 and iou_of(a[:4], a[:4]) == 1
     assert [thing.box for thing in merged([Thing(a), Thing(b), Thing(c)])] == [b, c]
 
 

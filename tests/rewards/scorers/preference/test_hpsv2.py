@@ -108,5 +108,5 @@ def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: P
     held = tiny_open_clip.weights()
     held["visual.attnpool.weight"] = torch.zeros(1)
     torch.save(held, tmp_path / "HPS_v2.1_compressed.pt")
-    with pytest.raises(ValueError, match="has but should not 1 weights .visual.attnpool.weight"):
+    with pytest.raises(ValueError, match="has but should not 1 weights .vision_model.attnpool.weight"):
         rewards.load("hpsv2", args)

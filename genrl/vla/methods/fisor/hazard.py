@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from genrl.vla.simulators.contract import Step
 from genrl.vla.simulators.minitable import task
-from genrl.vla.simulators.minitable.env import MiniTable, Observation
+from genrl.vla.simulators.minitable.env import MiniTable
 from genrl.vla.simulators.minitable.task import PUT, TOUCH, Flags, Floats, State
 
 HAZARD = 0.2
@@ -18,7 +17,7 @@ HAZARD = 0.2
 class HazardTable(MiniTable):
     """`MiniTable` whose info also has "costs" float32 [n, chunk]: 1 for an executed action that ended in a hazard."""
 
-    def step(self, actions: Floats) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+    def step(self, actions: Floats, /) -> Step:
         """As `MiniTable.step`."""
         state = self.state
         observation, rewards, terminated, truncated, info = super().step(actions)

@@ -1,0 +1,197 @@
+"""What the small policies share: the encoder, the statistics that they normalise by, their heads, their folders.
+
+A policy of your own is the shortest as a subclass of `EmbeddedPolicy`: see `genrl.vla.policies.policy`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from genrl.mdp.noise import derive_seed
+from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, check_statistics
+from genrl.vla.policies.heads import critic_of
+from genrl.vla.policies.lerobot import Adapt, existing, write
+from genrl.vla.policies.normalise import normalise, unnormalise
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, Batch, NoiseHead, Statistics
+
+if TYPE_CHECKING:
+    from genrl.config.vla import NewPolicy
+
+_PROCESSORS = {"policy_preprocessor": "normalizer_processor", "policy_postprocessor": "unnormalizer_processor"}
+
+
+@dataclass(frozen=True)
+class EmbeddedConfig:
+    """What makes a policy: what it reads, numbers of an action, actions of a chunk, values of the critic (0: none).
+
+    Subclasses add the settings of their kind, with defaults; they are saved in config.json.
+    """
+
+    inputs: Inputs
+    action_dim: int
+    horizon: int
+    critic: int = 0
+
+
+_COMMON = ("inputs", "action_dim", "horizon")
+
+
+class EmbeddedPolicy(nn.Module):
+    """A network on the features [B, F] of an `ObservationEncoder`. stats: of `STATE`, `ACTION` and, where it is read,
+    `ENVIRONMENT`; the weights are initialised from torch's global generator.
+
+    A context has "features", what the encoder saw: with a frozen one keep those of a rollout and begin at `context`.
+    """
+
+    Config: ClassVar[type[EmbeddedConfig]] = EmbeddedConfig
+    name: str = ""
+    """By which it is found: the `type` in its config.json."""
+    value_head: nn.Module
+    """On the features, [B, F] -> [B, values]; only with a critic."""
+
+    def __init__(self, config: Any, stats: Statistics) -> None:
+        super().__init__()
+        check_statistics(config.inputs, config.action_dim, stats)
+        self.config, self.stats = config, stats
+        self.horizon, self.action_dim, self.critic = config.horizon, config.action_dim, config.critic
+        self.inputs, self.image_size = config.inputs.keys, config.inputs.image
+        self.encoder = ObservationEncoder(config.inputs, stats)
+
+    @classmethod
+    def new(cls, inputs: Inputs, action_dim: int, stats: Statistics, settings: NewPolicy) -> Self:
+        """A policy with fresh weights. settings: of the section `policy.new`."""
+        known = {field.name for field in fields(cls.Config)} - {*_COMMON, "critic"}
+        if unknown := settings.args.keys() - known:
+            raise ValueError(f"policy.new.args: {settings.type} has no {sorted(unknown)}; it has {sorted(known)}")
+        own = {"train_steps": settings.train_steps} if "train_steps" in known else {}
+        policy = cls(cls.Config(inputs, action_dim, settings.horizon, **(own | settings.args)), stats)
+        policy.name = settings.type
+        return policy
+
+    def with_heads(self, *, critic: int, noise_head: NoiseHead, seed: int) -> Self:
+        """The policy with a critic of so many values (0: none) and a noise head where it is asked for; heads that it
+        lacked are new, by the seed, and so are a noise head in another place and a critic of other values.
+
+        Raises ValueError for a noise head where its kind has none.
+        """
+        wanted = {"critic": critic, "noise_head": noise_head}
+        if "noise_head" not in {field.name for field in fields(self.config)}:
+            if noise_head != "none":
+                raise ValueError("sampler.kind: this policy has no noise head; choose a sampler that learns no noise")
+            del wanted["noise_head"]
+        config = replace(self.config, **wanted)
+        if config == self.config:
+            return self
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "heads") % 2**32)
+            new = type(self)(config, self.stats)
+        there, old = new.state_dict(), self.state_dict()
+        for setting, head in (("noise_head", "noise_head."), ("critic", "value_head.")):
+            if setting in wanted and getattr(self.config, setting) != wanted[setting]:
+                old = {name: value for name, value in old.items() if not name.startswith(head)}
+        new.load_state_dict(there | {name: value for name, value in old.items() if name in there})
+        new.name = self.name
+        return new.to(next(self.parameters()).device)
+
+    def tokenise(self, instructions: Sequence[str]) -> Tensor:
+        return self.encoder.tokenise(instructions)
+
+    def encode(self, observation: Batch) -> Batch:
+        return self.context(self.encoder(observation))
+
+    def context(self, features: Tensor) -> Batch:
+        """The context of features [B, F] that the encoder has computed."""
+        return {"features": features}
+
+    def value(self, context: Batch) -> Tensor:
+        """Raises ValueError where the policy was made without a critic."""
+        values: Tensor = critic_of(self)(context["features"].detach())
+        return values
+
+    def normalised(self, actions: Tensor) -> Tensor:
+        return normalise(actions, self.stats[ACTION], MODES["ACTION"])
+
+    def actions(self, chunk: Tensor) -> Tensor:
+        return unnormalise(chunk, self.stats[ACTION], MODES["ACTION"])
+
+    def save(self, folder: Path) -> None:
+        """Write the files of `genrl.vla.policies.folder`; each appears under its name when it is complete."""
+        folder.mkdir(parents=True, exist_ok=True)
+        shapes = _features(self.config.inputs)
+        features = shapes | {ACTION: {"type": "ACTION", "shape": [self.action_dim]}}
+        config = {
+            "type": self.name,
+            "input_features": shapes,
+            "output_features": {ACTION: features[ACTION]},
+            "normalization_mapping": MODES,
+            "chunk_size": self.horizon,
+            "vocabulary": list(self.config.inputs.vocabulary),
+        }
+        own = {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in _COMMON}
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        stats = {f"{name}.{key}": value.cpu() for name, found in self.stats.items() for key, value in found.items()}
+        write(folder / "model.safetensors", weights)
+        for processor, step in _PROCESSORS.items():
+            state = f"{processor}_step_0_{step}.safetensors"
+            how = {"eps": 1e-8, "features": features, "norm_map": MODES}
+            write(folder / state, stats)
+            steps = [{"registry_name": step, "config": how, "state_file": state}]
+            write(folder / f"{processor}.json", {"name": processor, "steps": steps})
+        write(folder / "config.json", config | own)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device | str, adapt: Adapt | None) -> Self:
+        """What `save` wrote, in evaluation mode. Raises as `genrl.vla.policies.folder.load_policy`."""
+        if adapt is not None:
+            raise ValueError(f"{folder} holds an embedded policy, which is made with its heads: it takes no Adapt")
+        config = json.loads(existing(folder, "config.json").read_text())
+        if config["normalization_mapping"] != MODES:
+            raise ValueError(
+                f"{folder}/config.json: normalization_mapping must be {MODES}, found {config['normalization_mapping']}"
+            )
+        sizes = {name: int(feature["shape"][-1]) for name, feature in config["input_features"].items()}
+        vocabulary = tuple(config["vocabulary"])
+        inputs = Inputs(sizes[STATE], vocabulary, environment=sizes.get(ENVIRONMENT, 0), image=sizes.get(IMAGE, 0))
+        action, horizon = int(config["output_features"][ACTION]["shape"][0]), int(config["chunk_size"])
+        own = {f.name: config[f.name] for f in fields(cls.Config) if f.name not in _COMMON and f.name in config}
+        own["critic"] = int(own["critic"])  # true or false in the first folders
+        policy = cls(cls.Config(inputs, action, horizon, **own), _statistics(folder))
+        policy.name = config["type"]
+        weights = load_file(existing(folder, "model.safetensors"))
+        try:
+            policy.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ValueError(f"{folder}/model.safetensors does not fit {folder}/config.json: {error}") from error
+        return policy.to(device).eval()
+
+
+def _features(inputs: Inputs) -> dict[str, dict[str, Any]]:
+    """LeRobot's description: pictures channels first, as it hands them to a policy."""
+    found: dict[str, dict[str, Any]] = {STATE: {"type": "STATE", "shape": [inputs.state]}}
+    if inputs.environment:
+        found[ENVIRONMENT] = {"type": "ENV", "shape": [inputs.environment]}
+    if inputs.image:
+        found[IMAGE] = {"type": "VISUAL", "shape": [3, inputs.image, inputs.image]}
+    return found
+
+
+def _statistics(folder: Path) -> Statistics:
+    description = json.loads(existing(folder, "policy_preprocessor.json").read_text())
+    states = [step["state_file"] for step in description["steps"] if step["registry_name"] == "normalizer_processor"]
+    if len(states) != 1 or Path(states[0]).name != states[0]:
+        raise ValueError(
+            f"{folder}/policy_preprocessor.json must name one file of statistics beside it, found {states}"
+        )
+    stats: Statistics = {}
+    for name, value in load_file(existing(folder, states[0])).items():
+        feature, _, statistic = name.rpartition(".")
+        stats.setdefault(feature, {})[statistic] = value
+    return stats

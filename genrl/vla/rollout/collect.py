@@ -1,0 +1,188 @@
+"""Acting: a policy on vector environments for a number of decisions, recorded.
+
+Randomness: chunk t of slot i is sampled from the t-th numbers of generator (seed, iteration, i), first episodes are
+those of (seed, iteration), a number for each group: a rollout is a function of these and the weights, begins anew in
+every iteration, and is the same whether one process has all slots or several have some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from genrl.mdp.noise import derive_seed, generator
+from genrl.objectives.advantages import episodes
+from genrl.vla.policies.policy import (
+    ENVIRONMENT,
+    IMAGE,
+    IMAGES,
+    STATE,
+    TOKENS,
+    Batch,
+    KeepsFeatures,
+    Policy,
+    joined_batches,
+)
+from genrl.vla.rollout.rollout import ChunkRollout
+from genrl.vla.rollout.sampling import Frozen, Sampler, draw, sample
+from genrl.vla.simulators.contract import Observation, Tables
+
+ENVIRONMENT_NAMES = {"pixels": IMAGE, "agent_pos": STATE, "environment_state": ENVIRONMENT}
+"""LeRobot's names of an observation, in environments and in policies; cameras: `policy_name`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """Which rollout: its numbers of decisions, the seed and the iteration that its episodes and noise come from."""
+
+    decisions: int
+    seed: int
+    iteration: int
+    one_episode: bool = False
+    """Only the first episode of every slot counts, and the rollout ends with the last of them (GRPO; all starts have
+    equal weight)."""
+    first_slot: int = 0
+    """The number of slot 0, where several processes share a rollout."""
+    keep_contexts: bool = False
+    """For a frozen encoder."""
+
+
+@torch.no_grad()
+def collect(
+    env: Tables,
+    policy: Policy,
+    sampler: Sampler,
+    plan: RolloutPlan,
+    *,
+    frozen: Policy | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> ChunkRollout:
+    """The rows of a rollout from freshly reset tables; one encoding per observation.
+
+    frozen: DPPO's policy before fine-tuning, see `sampling.Diffusion`. advance: called after every decision.
+    Raises ValueError for an observation that is not finite, naming slots, and for instructions that the policy lacks.
+    """
+    slots = range(plan.first_slot, plan.first_slot + env.num_envs)
+    own = [generator(plan.seed, plan.iteration, "chunks", slot) for slot in slots]
+    shared = generator(plan.seed, plan.iteration, "chunks")
+    groups = np.array([slot // env.group_size for slot in slots])
+    env_seed = derive_seed(plan.seed, "episodes", plan.iteration, 0)
+    first_episodes = np.uint64(derive_seed(plan.seed, "episodes", plan.iteration)) + groups.astype(np.uint64)
+    env.first_slot = plan.first_slot
+    raw, _ = env.reset(seed=env_seed, options={"episodes": first_episodes})
+    instruction = list(env.task_description)
+    seen, record = [observe(raw, env, policy, 0)], _Record()
+    ended = torch.zeros(env.num_envs, dtype=torch.bool)
+    for t in range(plan.decisions):
+        context = policy.encode(seen[-1])
+        if policy.critic:
+            record.values.append(policy.value(context).cpu())
+        before = None
+        if frozen is not None:
+            before = Frozen(frozen, _context_before(frozen, context, seen[-1], plan.keep_contexts))
+        sampled = sample(policy, sampler, context, draw(sampler, policy, own, shared), frozen=before)
+        actions = policy.actions(sampled.chunk)[:, : env.chunk].cpu().numpy().astype(np.float32)
+        raw, _, terminated, truncated, info = env.step(actions)
+        chosen = {name: value.cpu() for name, value in sampled._asdict().items() if name != "chunk"}
+        record.steps.append(chosen | _told(terminated, truncated, info))
+        if plan.keep_contexts:
+            record.contexts.append({name: value.cpu() for name, value in context.items()})
+        seen.append(observe(raw, env, policy, t + 1))
+        advance()
+        ended |= record.steps[-1]["terminated"] | record.steps[-1]["truncated"]
+        if plan.one_episode and bool(ended.all()):
+            break
+    if policy.critic:
+        record.values.append(policy.value(policy.encode(seen[-1])).cpu())
+    return ChunkRollout(
+        sampler=sampler,
+        observations=joined_batches(seen, torch.stack),
+        group=torch.from_numpy(groups),
+        env_seed=env_seed,
+        first_episodes=first_episodes,
+        instruction=instruction,
+        action_dim=actions.shape[-1],
+        **record.stacked(one_episode=plan.one_episode),
+    )
+
+
+class _Record:
+    """What was decided and what came of it, decision by decision."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+        self.contexts: list[Batch] = []
+        self.values: list[Tensor] = []
+
+    def stacked(self, *, one_episode: bool) -> dict[str, Any]:
+        """Entries of a `ChunkRollout`."""
+        rows = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
+        done = rows["terminated"] | rows["truncated"]
+        valid = episodes.valid_transitions(done, torch.zeros_like(done[0]))
+        valid &= ~_dropped_episodes(rows["dropped"], done)
+        if one_episode:
+            valid &= episodes.first_episode_steps(done[..., None])[..., 0]
+        value = torch.stack(self.values) if self.values else None
+        return rows | {
+            "contexts": joined_batches(self.contexts, torch.stack) if self.contexts else {},
+            "values": None if value is None else value[:-1],
+            "next_values": None if value is None else value[1:, :, 0],
+            "valid": valid,
+            "episode": done.long().cumsum(0) - done.long(),
+        }
+
+
+def _told(terminated: NDArray[Any], truncated: NDArray[Any], info: dict[str, Any]) -> dict[str, Tensor]:
+    """What an environment says of a decision."""
+    told = {
+        "rewards": info["rewards"],
+        "n_executed": info["n_executed"],
+        "terminated": terminated,
+        "truncated": truncated,
+        "success": info["is_success"],
+        "dropped": info.get("dropped", np.zeros(len(terminated), dtype=np.bool_)),
+    }
+    return {name: torch.from_numpy(np.array(value)) for name, value in told.items()}
+
+
+def _context_before(frozen: Policy, context: Batch, observation: Batch, same_encoder: bool) -> Batch:
+    """The context of the policy before fine-tuning: of the same features, where the encoder is still its own."""
+    if same_encoder and isinstance(frozen, KeepsFeatures):
+        return frozen.context(context["features"])
+    return frozen.encode(observation)
+
+
+def _dropped_episodes(dropped: Tensor, done: Tensor) -> Tensor:
+    """Rows of episodes that end with a drop, bool [T, B]."""
+    rows, later = [], torch.zeros_like(dropped[0])
+    for now, end in zip(dropped.flip(0), done.flip(0), strict=True):
+        later = now | (later & ~end)
+        rows.append(later)
+    return torch.stack(rows[::-1])
+
+
+def policy_name(name: str) -> str | None:
+    """LeRobot's name in a policy of what an environment calls so: "pixels/top" is observation.images.top."""
+    return IMAGES + name.removeprefix("pixels/") if name.startswith("pixels/") else ENVIRONMENT_NAMES.get(name)
+
+
+def observe(raw: Observation, env: Tables, policy: Policy, decision: int) -> Batch:
+    """The policy's inputs of what an environment shows."""
+    named = {own: value for name, value in raw.items() if (own := policy_name(name)) is not None}
+    missing = [name for name in policy.inputs if name not in named and name != TOKENS]
+    if missing:
+        raise ValueError(f"the policy reads {missing}; the environment shows {sorted(named)}: see policy.rename")
+    observation = {name: torch.from_numpy(np.array(named[name])) for name in policy.inputs if name != TOKENS}
+    for name, value in observation.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            bad = (~value.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist()
+            raise ValueError(f"{name} of the slots {bad} is not finite at decision {decision}: look at the simulator")
+    if TOKENS in policy.inputs:
+        observation[TOKENS] = policy.tokenise(env.task_description)
+    return observation

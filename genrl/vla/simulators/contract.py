@@ -1,0 +1,230 @@
+"""What rollouts step, what simulators are told, and what crosses between the two.
+
+Nothing here imports torch: a worker begins in a second. Nothing is made before it is needed: a graphics context that is
+made in one process and used in another breaks.
+
+A slot does one of two things in a round: it begins an episode by its number, or executes a chunk. It is told which by
+the other side (`tables.Simulators`), which counts the episodes; so it does not matter which process has the slot.
+Episode e is of task `e mod tasks`, and begins from a start that is a function of `e div tasks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Observation = dict[str, NDArray[Any]]
+Step = tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
+"""Observation, rewards summed over the chunk, terminated, truncated [B], info."""
+
+
+class Misuse(ValueError):
+    """An environment that does not keep the contract, or cannot be made here: another attempt would not help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How an environment is read and stepped."""
+
+    chunk: int
+    """Actions of a chunk that are executed."""
+    max_steps: int | None = None
+    """Actions until an episode is truncated; None: the simulator's own limit."""
+    reward: Literal["success", "environment"] = "success"
+    """1 at success, or the environment's."""
+    image_size: int = 0
+    """Pixels of a square picture; 0: none."""
+    cameras: tuple[str, ...] = ()
+    """Those whose pictures are shown, each as "pixels/<camera>"; where there are none, one as "pixels"."""
+    goals: int = 0
+    """Fixed starts of each task, by the seed; 0: a new one per episode."""
+    seed: int = 0
+    instruction: str = ""
+    """gymnasium: the sentence, if the environment has no `task_description`."""
+    success_key: str = "is_success"
+    """gymnasium: the entry of info that says success."""
+    proprioception: int = 0
+    """gymnasium: how many of the first numbers of an observation are `agent_pos`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation(Reading):
+    """Slots of a simulator, and where they run."""
+
+    name: str = field(kw_only=False)
+    """minitable, metaworld, maniskill, libero, a gymnasium id ("gym_pusht/PushT-v0"), an installed simulator, or
+    "file.py:function", which returns a gymnasium environment."""
+    num_envs: int
+    """Slots."""
+    tasks: tuple[str, ...] = ()
+    """Instructions (or "put", "touch") of MiniTable, names of Meta-World, of LIBERO ("libero_spatial", "libero_10/3"),
+    ids of ManiSkill, or what the function is called with as `task`; where empty: put, all fifty, libero_spatial,
+    PickCube-v1."""
+    group_size: int = 1
+    """Consecutive slots that see the same episodes."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `gymnasium.make`, of the function, of ManiSkill's make, or of `libero.host`."""
+    workers: int | Literal["ray"] = 0
+    """Processes, 0 for this one, or Ray actors."""
+    ray_actors: int = 0
+    """How many; 0: one per CPU of the cluster."""
+    timeout_s: float = 60.0
+    """The longest that one environment may take for a chunk."""
+    start_timeout_s: float = 120.0
+    """The longest for beginning an episode, for which it may have to be made."""
+    render_size: int = 128
+    """Pixels of the pictures of `render`."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_envs, self.chunk, self.group_size) < 1 or self.num_envs % self.group_size:
+            raise ValueError(
+                "num_envs, chunk and group_size must be positive and groups complete; got "
+                f"{self.num_envs}, {self.chunk} and {self.group_size}"
+            )
+        if min(self.timeout_s, self.start_timeout_s) <= 0:
+            raise ValueError(f"timeouts are positive seconds, got {self.timeout_s} and {self.start_timeout_s}")
+
+
+class Tables(Protocol):
+    """A vector environment of `num_envs` slots whose action is a chunk [B, C, D] of float32, as the policy meant it.
+
+    A step executes up to C actions in each slot and stops where the episode ends; it returns the observation after the
+    last executed action (the final one, where the episode ended) and the sum of the rewards. info: "rewards" float32
+    [B, C] (0 where nothing was executed), "n_executed" int64 [B] and "is_success" bool [B]; and it may have "dropped"
+    bool [B]: the simulator was lost, the episode ends with this row as truncated, executed nothing, shows the last
+    observation again, and is not to be learnt from.
+
+    Next-step auto-reset, as gymnasium defines it: the decision after an end ignores its action, executes nothing, and
+    returns the first observation of the next episode with reward 0. Slots of one group see the same episodes, which are
+    functions of the slots' numbers among those of all processes, from `first_slot` on.
+    """
+
+    num_envs: int
+    chunk: int
+    group_size: int
+    first_slot: int
+
+    @property
+    def task_description(self) -> list[str]:
+        """The instruction of each slot."""
+        ...
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Begin an episode in every slot: episode 0 of a seed, or without one the next. options["episodes"]: uint64
+        [B], the numbers of the episodes instead (`environments.evaluation_episodes`); those after are the seed's."""
+        ...
+
+    def step(self, actions: NDArray[np.float32], /) -> Step: ...
+
+
+class Environment(Tables, Protocol):
+    """`Tables` that can be looked at, counted and closed.
+
+    max_steps: actions until an episode is truncated; None where only the environment itself knows. waited_s: seconds
+    spent on simulators so far. dropped: episodes lost to simulators that died, hung or raised. restarts: workers that
+    had to be started again.
+    """
+
+    waited_s: float
+    dropped: int
+
+    @property
+    def max_steps(self) -> int | None: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def action_dim(self) -> int:
+        """D of the chunks, known after the first reset."""
+        ...
+
+    def render(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        """Pictures of some slots as they are now, [n, render_size, render_size, 3]."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Outcome(NamedTuple):
+    """What m slots show after a chunk, or after the beginning of an episode (n_executed 0).
+
+    slots int64 [m], observation name -> [m, ...], rewards float32 [m, C], n_executed int64 [m], terminated, truncated,
+    success bool [m], instruction: m sentences, action_dim: numbers in an action.
+    """
+
+    slots: NDArray[np.int64]
+    observation: Observation
+    rewards: NDArray[np.float32]
+    n_executed: NDArray[np.int64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    success: NDArray[np.bool_]
+    instruction: list[str]
+    action_dim: int
+
+
+class Fault(NamedTuple):
+    """The environment of a slot raised, and is gone; misuse: so would the next one."""
+
+    slot: int
+    report: str
+    misuse: bool
+
+
+class Frames(NamedTuple):
+    """Pictures uint8 [m, S, S, 3] of some slots."""
+
+    pictures: NDArray[np.uint8]
+
+
+Message = Outcome | Fault | Frames
+
+
+class Run(NamedTuple):
+    """A round of some slots, in the order of their numbers: `begin` slot -> episode, `chunks` slot -> [C, D]."""
+
+    begin: dict[int, int]
+    chunks: dict[int, NDArray[np.float32]]
+
+
+class Render(NamedTuple):
+    """Pictures of some slots, of so many pixels."""
+
+    slots: list[int]
+    size: int
+
+
+class Host(Protocol):
+    """The simulators of some slots."""
+
+    def run(self, work: Run) -> Iterator[Message]:
+        """Outcomes (or faults) as they come, in the order of the slots."""
+        ...
+
+    def render(self, work: Render) -> Frames: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Description:
+    """A host that can be sent to another process: a function of a module, and what it is called with."""
+
+    function: Callable[..., Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tasks: int = 1
+    """How many its episodes have; they take turns over slots and episodes."""
+    max_steps: int | None = None
+    """The time limit, if it is known."""
+
+    def host(self, slots: int) -> Host:
+        """Make it, for so many slots."""
+        made: Host = self.function(slots, **self.settings)
+        return made

@@ -1,0 +1,150 @@
+"""Policies of a file outside the package: trained, saved, loaded, evaluated and resumed as those that are built in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.config import VLAConfig
+from genrl.runtime.progress import Progress
+from genrl.vla.policies.folder import load_policy, policy_class
+from genrl.vla.setup import load_trained
+from genrl.vla.train import judge_policy, train
+from tests.vla import vla_runs
+
+SOURCE = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from genrl.vla.policies.embedded import EmbeddedConfig, EmbeddedPolicy
+
+
+class Linear(EmbeddedPolicy):
+    """As in the documentation of `genrl.vla.policies.policy`."""
+
+    def __init__(self, config, stats):
+        super().__init__(config, stats)
+        numbers = config.horizon * config.action_dim
+        self.body = nn.Linear(self.encoder.size + numbers + 1, numbers)
+        if config.critic:
+            self.value_head = nn.Linear(self.encoder.size, config.critic)
+
+    def velocity(self, context, x, sigma):
+        told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
+        return self.body(told).view(x.shape)
+
+
+@dataclass(frozen=True)
+class WideConfig(EmbeddedConfig):
+    width: int = 8
+    train_steps: int = 20
+
+
+class Wide(EmbeddedPolicy):
+    """It predicts noise, and has settings."""
+
+    Config: ClassVar = WideConfig
+
+    def __init__(self, config, stats):
+        super().__init__(config, stats)
+        numbers = config.horizon * config.action_dim
+        self.body = nn.Sequential(
+            nn.Linear(self.encoder.size + numbers + 1, config.width), nn.Mish(), nn.Linear(config.width, numbers)
+        )
+        if config.critic:
+            self.value_head = nn.Linear(self.encoder.size, config.critic)
+
+    @property
+    def train_steps(self):
+        return self.config.train_steps
+
+    def noise(self, context, x, timestep):
+        time = timestep[:, None].to(x) / self.train_steps
+        return self.body(torch.cat([context["features"], x.flatten(1), time], 1)).view(x.shape)
+
+
+class Dreamer:
+    def encode(self, observation): ...
+
+
+number = 3
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def imitated(place: Path, name: str, sampler: str = "flow_sde", **new: Any) -> VLAConfig:
+    sft = {**vla_runs.SFT, "policy": {"path": None, "new": {"type": name, "image_size": 0, **new}}}
+    return vla_runs.config(place, sampler=sampler, iterations=2, **sft)
+
+
+def test_sft_then_ppo_then_grpo(file: Path, tmp_path: Path) -> None:
+    """Two iterations of each, every one from the run before it; a run that was stopped equals one that was not."""
+    name = f"{file}:Linear"
+    for folder in ("sft", "ppo", "halves", "grpo"):
+        (tmp_path / folder).mkdir()
+    run = train(imitated(tmp_path / "sft", name))
+    policy = load_policy(run / "policy")
+    assert type(policy).__name__ == "Linear" and policy.name == name and not policy.critic
+    config = vla_runs.config(tmp_path / "ppo", policy={"path": str(run)}, iterations=2)
+    whole = train(config)
+    assert load_policy(whole / "policy").critic == 1
+    halves = train(vla_runs.config(tmp_path / "halves", policy={"path": str(run)}, iterations=1))
+    train(vla_runs.config(tmp_path / "halves", policy={"path": str(run)}, iterations=2), resume=halves)
+    assert vla_runs.differences(whole, halves) == []
+    before, after = load_trained(whole, step=1), load_trained(whole)
+    assert vla_runs.moved(after, vla_runs.weights(before)) >= {"body.weight", "value_head.weight"}
+    with Progress(1, enabled=False) as progress:
+        found = judge_policy(config, whole, progress)
+    assert len(found.success) == config.evaluation.episodes
+    last = train(vla_runs.config(tmp_path / "grpo", policy={"path": str(whole)}, iterations=2, **vla_runs.GRPO))
+    assert not load_policy(last / "policy").critic and len(vla_runs.rows(last)) == 2
+
+
+def test_one_that_predicts_noise_with_settings_of_its_own(file: Path, tmp_path: Path) -> None:
+    """Imitation, then DPPO, whose first steps are those of the policy before."""
+    for folder in ("sft", "ppo"):
+        (tmp_path / folder).mkdir()
+    run = train(imitated(tmp_path / "sft", f"{file}:Wide", "diffusion", train_steps=6, args={"width": 12}))
+    policy = load_policy(run / "policy")
+    assert (policy.config.width, policy.train_steps) == (12, 6)
+    last = train(vla_runs.config(tmp_path / "ppo", sampler="diffusion", policy={"path": str(run)}, iterations=2))
+    again, first = load_policy(last / "policy"), load_policy(last / "policy" / "first_steps")
+    assert again.config.width == first.config.width == 12
+    assert torch.equal(first.body[0].weight, policy.body[0].weight)
+    assert not torch.equal(again.body[0].weight, policy.body[0].weight)
+
+
+def test_what_it_cannot_do_is_told_before_anything_is_written(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sampler.kind: diffusion needs a policy that predicts noise"):
+        train(imitated(tmp_path, f"{file}:Linear", "diffusion"))
+    with pytest.raises(
+        ValueError, match=r"policy.new.args: .*Wide has no \['wide'\]; it has \['train_steps', 'width'\]"
+    ):
+        train(imitated(tmp_path, f"{file}:Wide", "diffusion", train_steps=6, args={"wide": 3}))
+    with pytest.raises(ValueError, match="has no noise head; choose a sampler that learns no noise"):
+        run = train(imitated(tmp_path, f"{file}:Linear"))
+        train(vla_runs.config(tmp_path, sampler="reinflow", policy={"path": str(run)}, output=str(tmp_path / "b")))
+    assert not (tmp_path / "b" / "policy").exists()
+
+
+def test_classes_that_are_no_policies(file: Path) -> None:
+    with pytest.raises(ValueError, match="Dreamer has no tokenise, normalised, actions, with_heads, save, load"):
+        policy_class(f"{file}:Dreamer")
+    with pytest.raises(ValueError, match="number is no class"):
+        policy_class(f"{file}:number")
+    with pytest.raises(ValueError, match="did you mean Linear"):
+        policy_class(f"{file}:Linar")
+    with pytest.raises(ValueError, match="did you mean smolvla"):
+        policy_class("smol_vla")

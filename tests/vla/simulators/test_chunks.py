@@ -1,0 +1,93 @@
+"""Chunks on single environments: they stop where the episode ends, and say what was executed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from genrl.objectives.advantages.gae import executed_mask
+from genrl.vla.simulators.contract import Misuse, Outcome, Reading
+from genrl.vla.simulators.simulator import Simulator
+
+
+class Walk(gymnasium.Env[np.ndarray, np.ndarray]):
+    """A position that actions add to: success at `goal`, a time limit of 5; the reward is the action."""
+
+    def __init__(self, goal: float = 3.0) -> None:
+        self.observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+        self.action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+        self.goal, self.position, self.time, self.ended = goal, 0.0, 0, True
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.position, self.time, self.ended = 0.0, 0, False
+        return np.array([self.position]), {}
+
+    def step(self, action: np.ndarray):
+        assert not self.ended, "stepped past the end"
+        self.position += float(action[0])
+        self.time += 1
+        success = self.position >= self.goal
+        truncated = self.time >= 5 and not success
+        self.ended = success or truncated
+        return np.array([self.position]), float(action[0]), success, truncated, {"is_success": success}
+
+
+def chunk(*actions: float) -> np.ndarray:
+    return np.array(actions, dtype=np.float32)[:, None]
+
+
+def begun(chunk: int, **how: Any) -> Simulator:
+    simulator = Simulator(Walk(), Reading(chunk=chunk, reward="environment", **how))
+    first = simulator.begin(0)
+    assert (
+        first.n_executed[0] == 0 and first.rewards.tolist() == [[0.0] * chunk] and facts(first) == [0.0, False, False]
+    )
+    return simulator
+
+
+def facts(outcome: Outcome) -> list[Any]:
+    """Where it stands, whether the episode terminated, whether it was truncated."""
+    return [outcome.observation["agent_pos"].item(), bool(outcome.terminated[0]), bool(outcome.truncated[0])]
+
+
+def test_a_chunk_stops_where_the_episode_ends() -> None:
+    outcome = begun(4).execute(chunk(1, 1, 1, 1))
+    assert facts(outcome) == [3.0, True, False] and outcome.success[0]
+    assert outcome.n_executed[0] == 3 and outcome.rewards.tolist() == [[1, 1, 1, 0]] and outcome.action_dim == 1
+    mask = executed_mask(torch.from_numpy(outcome.n_executed), 4)
+    assert mask.tolist() == [[True, True, True, False]]
+
+
+@pytest.mark.parametrize("limit", [None, 5, 9])
+def test_a_time_limit_inside_a_chunk_truncates(limit: int | None) -> None:
+    simulator = begun(3, max_steps=limit)
+    simulator.execute(chunk(0, 0, 0))
+    outcome = simulator.execute(chunk(0.5, 0.5, 0.5))
+    assert facts(outcome) == [1.0, False, True] and outcome.n_executed[0] == 2
+    again = simulator.begin(1)
+    assert facts(again) == [0.0, False, False]
+    assert facts(simulator.execute(chunk(1, 1, 1))) == [3.0, True, False]
+
+
+def test_a_limit_of_our_own_comes_first_and_success_is_no_truncation() -> None:
+    assert facts(begun(4, max_steps=2).execute(chunk(0, 0, 0, 0))) == [0.0, False, True]
+    outcome = begun(4, max_steps=3).execute(chunk(1, 1, 1, 1))
+    assert facts(outcome) == [3.0, True, False] and outcome.n_executed[0] == 3
+
+
+def test_actions_are_clipped_to_the_box() -> None:
+    outcome = begun(2).execute(chunk(9, -4))
+    assert facts(outcome) == [0.0, False, False] and outcome.rewards.tolist() == [[1.0, -1.0]]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(Misuse, match="set success_key"):
+        begun(2, success_key="success").execute(chunk(0, 0))
+    with pytest.raises(Misuse, match="space of vectors"):
+        Simulator(gymnasium.make("CartPole-v1"), Reading(chunk=2))

@@ -1,0 +1,233 @@
+"""What a run of a language model has beside its method: average, monitor, undone iterations, smaller micro-batches."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from genrl.vlm.methods.agents import trainer as agents
+
+from genrl.config import ConfigError, load
+from genrl.runtime import checkpoint
+from genrl.runtime.loop import Loop
+from genrl.runtime.run import Run
+from genrl.vlm.evaluate import judge
+from genrl.vlm.methods import trainer
+from genrl.vlm.policies.folder import load_trained
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.rollout.data import Questions
+from genrl.vlm.rollout.rollout import open_rewards
+from genrl.vlm.run import AnswersRun
+from genrl.vlm.train import train
+from tests.run_folders import differences, last_state, rows
+from tests.vlm import fake_vllm, vlm_runs
+from tests.vlm.methods.agents import agent_runs
+
+EVALUATED: dict[str, Any] = {"every": 1, "questions": 4, "blind": False}
+AVERAGED: dict[str, Any] = {"ema": {"decay": 0.5}, "optimizer": {"lr": 1e-2}, "iterations": 2}
+SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
+TWICE = {"preset": "grpo", "epochs": 2}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def copied(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in loop.weights.named.items()}
+
+
+def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, seen = AnswersRun.evaluate, []
+
+    def watched(self: AnswersRun, iteration: int) -> dict[str, float]:
+        seen.append(copied(self.loop))
+        return evaluate(self, iteration)
+
+    monkeypatch.setattr(AnswersRun, "evaluate", watched)
+    config = vlm_runs.config(tmp_path, evaluation=EVALUATED, **AVERAGED)
+    run = train(config)
+    tensors = last_state(run).tensors
+    average = tensors["snapshot-average"]
+    assert len(seen) == 3 and equal(seen[-1], average) and not equal(average, tensors["weights"])
+    for policy in (Policy(str(run / "model")), load_trained(config, run)):
+        found = dict(policy.model.named_parameters())
+        assert all(torch.equal(found[name], value) for name, value in average.items())
+
+
+def test_an_engine_with_weights_of_its_own_evaluates_the_average(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on with the trained ones."""
+    monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
+    config = vlm_runs.config(
+        tmp_path,
+        trainer={"preset": "grpo", "weights": []},
+        generation={"engine": "vllm", "vllm": {"sleep": False}},
+        evaluation=EVALUATED,
+        **AVERAGED,
+    )
+    run = train(config)
+    assert all(row["sampler/gap_max"] < 1e-4 for row in rows(run)[1:])
+    lines = (run / "samples" / "step-000002.jsonl").read_text().splitlines()
+    found = judge(Policy(str(run / "model")), config, open_rewards(config), Questions(config, "eval"), range(4))
+    assert [json.loads(line)["answer"] for line in lines] == found.texts
+
+
+def left_in(place: Path, monkeypatch: pytest.MonkeyPatch, call: int, config: Any) -> tuple[Path, Path, int]:
+    """The run in one go, and asked to end before its `call`-th backward pass (from 0) and resumed; after how many
+    iterations it ended. config: of the name of a run folder."""
+    straight = train(config("straight"))
+    backward, calls = Loop.backward, iter(range(10**6))
+
+    def watched(self: Loop, *arguments: Any, **options: Any) -> None:
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        backward(self, *arguments, **options)
+
+    stopped = place / "stopped"
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(Loop, "backward", watched)
+        train(config("stopped"))
+    after = last_state(stopped).step
+    train(load(Run(stopped).config), stopped)  # type: ignore[arg-type]
+    return straight, stopped, after
+
+
+@pytest.mark.parametrize("preset", ["dcpo", "grpo_care"])
+def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With DCPO's statistics by question, GRPO-CARE's average and the run's own, to the bit."""
+    changes: dict[str, Any] = {
+        "trainer": {"preset": preset, "epochs": 2, "ema_every": 1},
+        "task": {"rows": 6},
+        "ema": {"decay": 0.5},
+        "checkpoint": {"every": 9},
+        "iterations": 2,
+    }
+
+    def config(name: str) -> Any:
+        return vlm_runs.config(tmp_path, output=str(tmp_path / name), **changes)
+
+    straight, stopped, after = left_in(tmp_path, monkeypatch, 3, config)
+    assert after == 1 and differences(straight, stopped) == []
+
+
+def test_an_agents_iteration_goes_back_to_the_episodes_of_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The critic, which is trained beside the model, too."""
+    changes: dict[str, Any] = {"iterations": 2, "checkpoint": {"every": 9}}
+
+    def config(name: str) -> Any:
+        return agent_runs.config(tmp_path, "vl_dac", trainer={"epochs": 2}, output=str(tmp_path / name), **changes)
+
+    straight, stopped, after = left_in(tmp_path, monkeypatch, 3, config)
+    assert after == 1 and differences(straight, stopped) == []
+
+
+@pytest.mark.parametrize("action", ["stop", "roll_back"])
+def test_the_monitor_ends_a_run_whose_answers_get_worse(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+
+    def scripted(self: AnswersRun, iteration: int) -> dict[str, float]:
+        found.append(copied(self.loop))
+        return {"eval/tag_format_mean": SCORES[iteration]}
+
+    monkeypatch.setattr(AnswersRun, "evaluate", scripted)
+    watched = {"reward": "tag_format", "tolerance": 0.05, "patience": 2, "action": action}
+    changes = {**AVERAGED, "iterations": 4, "evaluation": {**EVALUATED, "monitor": watched}}
+    run = train(vlm_runs.config(tmp_path, **changes))
+    assert [row["eval/monitor_drop"] for row in rows(run)] == pytest.approx([0.0, 0.0, 0.3, 0.4])
+    assert len(found) == 4 and equal(last_state(run).tensors["weights"], found[1]) == (action == "roll_back")
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"monitor": {"reward": "exakt", "tolerance": 0.1}}, "did you mean 'exact'.* exact, tag_format, accuracy"),
+        ({"monitor": {"reward": "accuracy", "tolerance": 0.1}, "every": 0}, "nothing can be watched"),
+        ({"monitor": {"reward": "exact", "tolerance": 0.1, "patience": 3}}, "only 2 evaluations follow the first"),
+    ],
+)
+def test_what_cannot_be_watched(evaluation: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        vlm_runs.config(tmp_path, iterations=2, evaluation={**EVALUATED, **evaluation})
+
+
+def test_episodes_are_watched_by_their_success(tmp_path: Path) -> None:
+    for reward in ("success", "exact"):
+        evaluation = {"every": 1, "monitor": {"reward": reward, "tolerance": 0.1, "patience": 1}}
+        if reward == "success":
+            agent_runs.config(tmp_path, "grpo", evaluation=evaluation)
+        else:
+            with pytest.raises(ConfigError, match="they are: success"):
+                agent_runs.config(tmp_path, "grpo", evaluation=evaluation)
+
+
+def room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device that holds so many answers in a pass of training, from the second one on; the sizes that are tried."""
+    forward, tried = trainer.forward, []
+
+    def full(run: Any, prompts: Any, answers: Any, chosen: torch.Tensor, **options: Any) -> Any:
+        tried.append(len(chosen))
+        if len(tried) > 1 and len(chosen) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(run, prompts, answers, chosen, **options)
+
+    monkeypatch.setattr(trainer, "forward", full)
+    return tried
+
+
+def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """After an update: to the bit the run that has the smaller pieces from the start. A resumed run keeps them."""
+    by_hand = {**TWICE, "micro_batch": 4}
+    wanted = train(vlm_runs.config(tmp_path, iterations=2, trainer=by_hand, output=str(tmp_path / "by hand")))
+    with monkeypatch.context() as patched:
+        tried = room_for(7, patched)
+        found = train(vlm_runs.config(tmp_path, trainer={**TWICE, "fit_batch": True}))
+    said = capsys.readouterr().err
+    assert "memory ran out in iteration 1 with 16 samples in a micro-batch: it is done again, with 8" in said
+    assert "with 8 samples in a micro-batch: it is done again, with 4 from here on" in said
+    assert tried == [16, 16, 8] + [4] * 8
+    train(vlm_runs.config(tmp_path, iterations=2, trainer={**TWICE, "fit_batch": True}), found)
+    first, second = last_state(found), last_state(wanted)
+    assert first.state["memory"].pop("batch_size") == 4 and first.state == second.state
+    assert all(equal(tensors, second.tensors[stem]) for stem, tensors in first.tensors.items())
+    assert rows(found) == rows(wanted)
+
+
+def test_memory_may_run_out_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the answers are scored, here of an agent, whose episodes are played again."""
+    replay, tried = agents.replay, []
+
+    def full(policy: Any, acted: Any, turns: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        tried.append(len(turns))
+        if len(turns) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return replay(policy, acted, turns, *rest, **options)
+
+    for module in ("run", "trainer"):
+        monkeypatch.setattr(f"genrl.vlm.methods.agents.{module}.replay", full)
+    found = train(agent_runs.config(tmp_path, "vl_dac", trainer={"fit_batch": True}))
+    assert tried[0] == 12 and max(tried[1:]) <= 6
+    wanted = train(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 6}, output=str(tmp_path / "by hand")))
+    state = checkpoint.load(checkpoint.latest(Run(found).checkpoints)).tensors  # type: ignore[arg-type]
+    assert equal(state["weights"], last_state(wanted).tensors["weights"])
+
+
+def test_without_the_key_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room_for(7, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        train(vlm_runs.config(tmp_path, trainer=TWICE))
+    assert "micro-batches of 16 samples do not fit: lower trainer.micro_batch" in error.value.__notes__[0]
