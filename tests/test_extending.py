@@ -256,8 +256,6 @@ OUTSIDE: dict[str, tuple[Kind, str, Callable[[str], dict[str, Any]]]] = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_kernel_a_task_and_a_policy_of_ones_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, source, sections = OUTSIDE[name]
-    if name == "Linear":
-        pytest.importorskip("genrl.vla.policies.embedded")
     (tmp_path / "mine.py").write_text(source)
     changes = sections(f"{tmp_path / 'mine.py'}:{name}")
     trains_resumes_and_replays(
