@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from build_tiny_vlm import make_model, make_processor, make_tokenizer, save
-from genrl.vlm.methods.episodes.episodes import Table
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from genrl.config.vlm_agents import Environment as Settings
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.environments.grid import CELL, GOAL, VIEW, Grid
 from genrl.vlm.environments.hosts import Local
+from genrl.vlm.episodes.episodes import Table
 
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast  # isort: skip  # after the policy, which prepares it
 

@@ -19,8 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from build_tiny_vlm import QUESTION, make_tokenizer, save
-from genrl.vlm.methods.episodes.episodes import Table, play
-from genrl.vlm.methods.episodes.session import SEEDS
 from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 
@@ -32,6 +30,8 @@ from genrl.vlm.environments.contract import Split
 from genrl.vlm.environments.crop import CELLS, SHOWN, Thing
 from genrl.vlm.environments.hosts import Local
 from genrl.vlm.environments.watch import FRAMES, Watch
+from genrl.vlm.episodes.episodes import Table, play
+from genrl.vlm.episodes.evaluate import SEEDS
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt, join_pixels
 from rewards.scorers.objects.shapes import COLOURS, SHAPES

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from genrl.diffusion.session import Session
 
 from genrl.cli.doctor import examine
 from genrl.config import Config
@@ -26,8 +25,10 @@ from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
-from genrl.diffusion.train import open_session
-from genrl.runtime.loop import make_accelerator
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.train import open_run
+from genrl.runtime.metrics import MetricLogger
+from genrl.runtime.process import Process, make_accelerator
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run, write_atomic
 from genrl.runtime.signals import Stop, Watchdog
@@ -122,28 +123,29 @@ class Parts:
         return found
 
 
-def opened(config: Config, stack: ExitStack) -> Session:
-    """A session of this configuration in a folder that is gone when the stack ends; nothing is trained yet.
+def opened(config: Config, stack: ExitStack) -> DiffusionRun:
+    """A run of this configuration in a folder that is gone when the stack ends; nothing is trained yet.
 
     Raises ValueError for what `genrl train` sets up after it.
     """
     if config.kernels.compile or config.sampling.fit_batch:
         raise ValueError("kernels.compile and sampling.fit_batch are not measured here: leave them out")
-    run = Run(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run")
-    watchdog = stack.enter_context(Watchdog(run, 3600))
+    folder = Run(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run")
     accelerator = make_accelerator(config.distributed.timeout_s)
-    session = open_session(config, accelerator, run, Progress(1, enabled=False), watchdog, Stop())
-    stack.callback(session.log.finish)
-    return session
+    log = MetricLogger(folder, (), enabled=True)
+    stack.callback(log.finish)
+    watchdog = stack.enter_context(Watchdog(folder, 3600))
+    process = Process(accelerator, folder, log, Progress(1, enabled=False), watchdog, Stop())
+    return open_run(config, process, None, stack)
 
 
-def train(session: Session) -> None:
+def train(run: DiffusionRun) -> None:
     """The trainer's own loop, to its end."""
-    settings = session.config.trainer
+    settings = run.config.trainer
     if isinstance(settings, FlowGRPO):
-        flow_grpo.train(session, settings)
+        flow_grpo.train(run, settings)
     elif isinstance(settings, DiffusionNFT):
-        diffusion_nft.train(session, settings)
+        diffusion_nft.train(run, settings)
     else:
         raise ValueError(f"trainer.algorithm: {settings.algorithm} is not measured here; flow_grpo, diffusion_nft are")
 

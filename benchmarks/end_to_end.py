@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.common import Parts, Seconds, Turns, opened, parser, save, train
 from genrl.config import Config, load
 from genrl.diffusion.evaluate import evaluate_held_out
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 
 METHODS = Path(__file__).with_name("methods.json")
 FLOW = "configs/flow_grpo.yaml"
@@ -55,12 +55,12 @@ class Row:
         path, *own = ROWS[name]
         config = load(path, [*OFF, f"seed={seed}", *own, *changes])
         assert isinstance(config, Config)
-        self.session, self.parts = opened(config, stack), Parts()
+        self.run, self.parts = opened(config, stack), Parts()
         self.spent: list[Seconds] = []
         self.scoring: list[Seconds] = []
         self.calls: list[tuple[float, float]] = []
-        self.reward = [held_out(self.session)]
-        log, timed = self.session.log.log, self.session.timed
+        self.reward = [held_out(self.run)]
+        log, timed = self.run.loop.log.log, self.run.loop.timed
 
         def logged(step: int, row: dict[str, float]) -> None:
             self.calls.append((row["model_calls/sample"], row["model_calls/train"]))
@@ -69,8 +69,8 @@ class Row:
         def in_part(phase: str) -> Any:
             return self.parts.part(phase) if phase == "score" else timed(phase)
 
-        self.session.log.log, self.session.timed = logged, in_part  # type: ignore[method-assign]
-        self.turns = Turns(partial(_loop, self.session))
+        self.run.loop.log.log, self.run.loop.timed = logged, in_part  # type: ignore[method-assign]
+        self.turns = Turns(partial(_loop, self.run))
         stack.callback(self.turns.close)
 
     @property
@@ -86,26 +86,26 @@ class Row:
         self.spent.append(Seconds(sum(s.wall for s in found.values()), sum(s.cpu for s in found.values())))
 
 
-def _loop(session: Session, wait: Callable[[], None]) -> None:
+def _loop(run: DiffusionRun, wait: Callable[[], None]) -> None:
     """The trainer's loop; `wait` is called after every iteration."""
-    finish = session.finish
+    finish = run.finish
 
     def finished(metrics: Any) -> None:
         finish(metrics)
         wait()
 
-    session.finish = finished  # type: ignore[method-assign]
-    train(session)
+    run.finish = finished  # type: ignore[method-assign]
+    train(run)
 
 
-def held_out(session: Session) -> float:
+def held_out(run: DiffusionRun) -> float:
     """Mean reward of the held-out prompts under the present weights."""
-    with session.averaged(), session.policy.uncounted():
+    with run.loop.averaged(), run.policy.uncounted():
         found = evaluate_held_out(
-            session.config,
-            session.policy,
-            session.eval_prompts,
-            session.scorers,
+            run.config,
+            run.policy,
+            run.eval_prompts,
+            run.scorers,
             process=0,
             num_processes=1,
             advance=lambda images: None,
@@ -123,18 +123,18 @@ def measure(seed: int, names: Sequence[str], minutes: float, changes: Sequence[s
                 row.step()
         found = {}
         for name, row in rows.items():
-            row.reward.append(held_out(row.session))
+            row.reward.append(held_out(row.run))
             found[name] = summary(row)
         return found
 
 
 def summary(row: Row) -> dict[str, Any]:
-    pictures, own = row.session.config.sampling.images_per_iteration, row.spent[1:]
+    pictures, own = row.run.config.sampling.images_per_iteration, row.spent[1:]
     return {
-        "seed": row.session.config.seed,
+        "seed": row.run.config.seed,
         "iterations": len(row.spent),
         "pictures": pictures,
-        "held_out_pictures": len(row.session.eval_prompts),
+        "held_out_pictures": len(row.run.eval_prompts),
         "iteration_cpu_s": [one.cpu for one in row.spent],
         "iteration_wall_s": [one.wall for one in row.spent],
         "pictures_per_cpu_s": pictures / median(one.cpu for one in own),

@@ -36,7 +36,7 @@ from genrl.config import Config, load
 from genrl.config.estimate import memory, read_components
 from genrl.diffusion import fit
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 
 FLOW = ("configs/flow_grpo.yaml", "sampling.num_inference_steps=3", "trainer.window={size: 2, high: 2}")
 FULL = ("model.lora=null", "optimizer.lr=1e-5")
@@ -113,32 +113,32 @@ def peak_of(work: Callable[[], object]) -> int:
     return trace.peaks()["work"]
 
 
-def trial(session: Session, size: int) -> int:
+def trial(run: DiffusionRun, size: int) -> int:
     """Peak bytes of what `sampling.fit_batch` tries with so many samples."""
-    found = peak_of(lambda: fit.attempt(session, size))
-    session.optimizer.zero_grad(set_to_none=True)
+    found = peak_of(lambda: fit.attempt(run, size))
+    run.loop.optimizer.zero_grad(set_to_none=True)
     return found
 
 
-def iteration_peaks(session: Session) -> tuple[dict[str, int], int]:
+def iteration_peaks(run: DiffusionRun) -> tuple[dict[str, int], int]:
     """Peak bytes of the second iteration's phases, and what was there before it."""
-    trace, finish, take = Trace(), session.finish, session.take
+    trace, finish, take = Trace(), run.finish, run.take
 
     def finished(metrics: Any) -> None:
         finish(metrics)
-        if session.iteration == 1:
+        if run.iteration == 1:
             trace.start()
             trace.mark("rollout")
         else:
             trace.stop()
 
     def taken(rollouts: Any) -> Any:
-        if session.iteration == 1:
+        if run.iteration == 1:
             trace.mark("training")
         return take(rollouts)
 
-    session.finish, session.take = finished, taken  # type: ignore[method-assign]
-    train(session)
+    run.finish, run.take = finished, taken  # type: ignore[method-assign]
+    train(run)
     return trace.peaks(), trace.before
 
 
@@ -149,10 +149,10 @@ def measure(changes: Sequence[str], row: str, path: str) -> dict[str, Any]:
     assert isinstance(config, Config)
     parts = dict(memory(config, read_components(Path(path))))
     with ExitStack() as stack:
-        session = opened(config, stack)
-        one, two = (trial(session, n) for n in (1, 2))
-        peaks, before = iteration_peaks(session)
-        gradients = sum(4 * p.numel() for p in session.weights.parameters)
+        run = opened(config, stack)
+        one, two = (trial(run, n) for n in (1, 2))
+        peaks, before = iteration_peaks(run)
+        gradients = sum(4 * p.numel() for p in run.weights.parameters)
         batch = config.sampling.batch_size
     activations = next(parts[name] for name in ACTIVATIONS if name in parts)
     most = max(peaks.values())

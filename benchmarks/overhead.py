@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import Parts, Seconds, clock, opened, parser, save, train
 from genrl.config import Config, load
-from genrl.diffusion.session import Session
+from genrl.diffusion.run import DiffusionRun
 
 PHASES = ("sample", "decode", "train")
 MODEL = ("forward", "backward")
@@ -43,29 +43,29 @@ def measure(config: Config) -> dict[str, Any]:
     ratio; seconds by part; and every round."""
     rounds: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        session = opened(config, stack)
+        run = opened(config, stack)
         parts, calls = Parts(), []
-        instrument(session, parts, calls)
-        finish = session.finish
+        instrument(run, parts, calls)
+        finish = run.finish
 
         def finished(metrics: Any) -> None:
             parts.enter("finish")
             finish(metrics)
             spent = parts.take()
             rounds.append({"spent": spent, "bare": bare(calls)})
-            session.optimizer.zero_grad(set_to_none=True)
+            run.loop.optimizer.zero_grad(set_to_none=True)
             calls.clear()
             parts.take()
             parts.enter("before")
 
-        session.finish = finished  # type: ignore[method-assign]
-        train(session)
+        run.finish = finished  # type: ignore[method-assign]
+        train(run)
     return summary(rounds[1:])
 
 
-def instrument(session: Session, parts: Parts, calls: list[tuple[str, Call]]) -> None:
+def instrument(run: DiffusionRun, parts: Parts, calls: list[tuple[str, Call]]) -> None:
     """Say to `parts` which phase runs, and what in it; `calls` gets those of denoiser and decoder, with their phase."""
-    policy, take, timed = session.policy, session.take, session.timed
+    policy, take, timed = run.policy, run.take, run.loop.timed
 
     @contextmanager
     def in_phase(phase: str) -> Iterator[None]:
@@ -80,16 +80,16 @@ def instrument(session: Session, parts: Parts, calls: list[tuple[str, Call]]) ->
         parts.enter("train")
         return found
 
-    session.timed, session.take = in_phase, taken  # type: ignore[method-assign]
+    run.loop.timed, run.take = in_phase, taken  # type: ignore[method-assign]
     for module in (*policy.denoisers.values(), policy.pipe.vae.decoder):
         record(module, parts, calls)
         parts.wrap(module, "forward", "forward")
     for method in ("roll_out", "replay", "velocity", "decode"):
         parts.wrap(policy, method, "pipeline")
     parts.wrap(policy.head, "step", "transition")
-    parts.wrap(session, "backward", "backward")
-    parts.wrap(session, "step", "gradient")
-    parts.wrap(session.optimizer, "step", "optimizer")
+    parts.wrap(run, "backward", "backward")
+    parts.wrap(run, "step", "gradient")
+    parts.wrap(run.loop.optimizer, "step", "optimizer")
 
 
 def record(module: torch.nn.Module, parts: Parts, calls: list[tuple[str, Call]]) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from genrl.cli.runs import print_replay, replay_verdict
 from genrl.config import Config, VLAConfig
 from genrl.config import dump as to_yaml
-from genrl.diffusion import replay as replaying
 from genrl.diffusion.methods.diffusion_nft.train import train as train_nft
 from genrl.diffusion.methods.flow_grpo.train import train as train_grpo
 from genrl.diffusion.policy.loading import load_pipeline
@@ -104,7 +103,6 @@ def test_a_gradient_alone_is_found(folder: Path, model: Path, monkeypatch: pytes
         return pipe
 
     monkeypatch.setattr("genrl.diffusion.train.load_pipeline", planted)
-    monkeypatch.setattr(replaying, "load_pipeline", planted)
     dump, _ = stopped(config, 0, spoil=1.0)
     assert "-gradient-rank-0" in dump.name
     again = replay(dump)
