@@ -165,7 +165,7 @@ def measure(changes: Sequence[str], row: str, path: str) -> dict[str, Any]:
         "over_formula": most / sum(parts.values()),
         "activations_over_formula": (most - before - gradients) / activations,
         "line_over_peak": None
-        if getattr(config.trainer, "keep_graph", False)
+        if config.trainer.keeps_graphs
         else (one + (batch - 1) * (two - one)) / most,
     }
 

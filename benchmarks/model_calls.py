@@ -21,9 +21,10 @@ from benchmarks.common import parser, save
 from genrl.config import Config, load
 from genrl.config.estimate import Plan, plan, read_components
 from genrl.config.files import model_folder
-from genrl.config.plans import DRAWN, is_flow_grpo
 from genrl.diffusion import train as trainer
+from genrl.diffusion.methods.layout import RANDOM
 from genrl.diffusion.methods.plans import window_of
+from genrl.diffusion.methods.policy_gradient import Windowed
 from genrl.runtime.run import Run, read_metrics
 
 ITERATIONS = 2
@@ -58,7 +59,7 @@ def expected(config: Config) -> tuple[float, float]:
     components = read_components(folder, config.model.variant) if folder else ()
     plans: list[Plan] = [plan(config, components)]
     settings = config.trainer
-    if is_flow_grpo(settings) and settings.window is not None and settings.window.schedule in DRAWN:
+    if isinstance(settings, Windowed) and settings.window is not None and settings.window.schedule in RANDOM:
         plans = []
         for iteration in range(config.iterations):
             place = window_of(config, settings, iteration)
