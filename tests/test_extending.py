@@ -145,7 +145,8 @@ def own(kind: Kind, place: Path, algorithm: str = "", **changes: Any) -> AnyConf
         return runs.config(place, vlm_runs.MODEL.parent / "tiny-t2i", **trainer, evaluation={"every": 0}, **changes)
     if kind == "vla":
         return vla_runs.config(place, **{**vla_runs.SFT, **trainer, **changes})
-    return vlm_runs.config(place, **trainer, **changes)
+    (place / "tiny.yaml").write_text(yaml.safe_dump(vlm_runs.settings(place, **changes) | trainer), encoding="utf-8")
+    return load(place / "tiny.yaml")
 
 
 def trains_resumes_and_replays(config: Callable[..., AnyConfig], monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -180,7 +181,7 @@ def test_commands_know_the_example(root: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(root)
     assert "valid" in command("check", str(EXAMPLE))
     explained = words(command("check", str(EXAMPLE), "--explain"))
-    assert "trainer.temperature: 0.5 T in w = exp(A / T)" in explained
+    assert "trainer.temperature: 1 T in w = exp(A / T)" in explained
     assert "RewardWeighted trains on finished samples at noise levels" in command("plan", str(EXAMPLE))
     schema = jsonschema.Draft202012Validator(json.loads(command("config", "schema", str(EXAMPLE))))
     tree = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
@@ -205,4 +206,59 @@ def test_a_folder_of_ones_own(kind: Kind, tmp_path: Path, monkeypatch: pytest.Mo
     assert [row["own/strength"] for row in rows(whole)] == [1.0, 1.0]
     file = tmp_path / "whole" / "tiny.yaml"
     assert "valid" in command("check", str(file))
-    assert "trainer.strength: 1.0 Factor on the loss." in words(command("check", str(file), "--explain"))
+    assert "trainer.strength: 1 Factor on the loss." in words(command("check", str(file), "--explain"))
+
+
+KERNEL = '''
+def ahead(x, velocity, sigma, sigma_next, *, noise_level):
+    """The ODE's step, and noise in proportion to its length."""
+    return x + (sigma_next - sigma) * velocity, noise_level * (sigma - sigma_next)
+'''
+TASK = '''
+from PIL import Image
+from genrl.vlm.tasks.rows import Question
+
+COLOURS = {"red": (200, 30, 30), "blue": (30, 30, 200)}
+
+def plain(rng, split):
+    """Which colour a picture has."""
+    colour = sorted(COLOURS)[rng.integers(2)]
+    return Question((Image.new("RGB", (48, 48), COLOURS[colour]), "which colour have most shapes ?"), colour, 1, {})
+'''
+POLICY = """
+import torch
+from torch import nn
+from genrl.vla.policies.embedded import EmbeddedPolicy
+
+class Linear(EmbeddedPolicy):
+    def __init__(self, config, stats):
+        super().__init__(config, stats)
+        numbers = config.horizon * config.action_dim
+        self.body = nn.Linear(self.encoder.size + numbers + 1, numbers)
+
+    def velocity(self, context, x, sigma):
+        told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
+        return self.body(told).view(x.shape)
+"""
+OUTSIDE: dict[str, tuple[Kind, str, Callable[[str], dict[str, Any]]]] = {
+    "ahead": (
+        "diffusion",
+        KERNEL,
+        lambda name: {"trainer": {"algorithm": "flow_grpo", "kernel": name, "noise_level": 0.5}},
+    ),
+    "plain": ("vlm", TASK, lambda name: {"task": {"name": name}}),
+    "Linear": ("vla", POLICY, lambda name: {"policy": {"path": None, "new": {"type": name, "image_size": 0}}}),
+}
+"""Name -> kind of run, source, and the sections that name it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_kernel_a_task_and_a_policy_of_ones_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, source, sections = OUTSIDE[name]
+    (tmp_path / "mine.py").write_text(source)
+    changes = sections(f"{tmp_path / 'mine.py'}:{name}")
+    trains_resumes_and_replays(
+        lambda place, iterations: own(kind, tmp_path / place, iterations=iterations, **changes), monkeypatch
+    )
+    assert "valid" in command("check", str(tmp_path / "whole" / "tiny.yaml"))

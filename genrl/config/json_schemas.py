@@ -56,7 +56,7 @@ def with_installed(*others: type[Method]) -> dict[str, Any]:
 def _unions(node: Any, names: set[str]) -> Iterator[dict[str, Any]]:
     """Where a method is chosen."""
     if isinstance(node, Mapping):
-        if isinstance(node, dict) and names <= set(_tags(node)):
+        if isinstance(node, dict) and "discriminator" in node and names <= set(_tags(node)):
             yield node
         for child in node.values():
             yield from _unions(child, names)

@@ -84,7 +84,7 @@ def recorded_decisions(rollout: ChunkRollout, chosen: Decisions, *, total: int, 
         assert rollout.values is not None
         # actions beyond those that are executed have no value to learn
         tensors |= {"returns": chosen.returns, "old_values": rollout.values.flatten(0, 1)[chosen.row, :size]}
-    return Recorded(None, tensors)
+    return Recorded(None, tensors | rollout.shared)
 
 
 class Scored(NamedTuple):

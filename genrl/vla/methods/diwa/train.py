@@ -15,6 +15,7 @@ import torch
 
 from genrl.config.vla import VLAConfig
 from genrl.mdp.noise import derive_seed
+from genrl.runtime.recorded import Recorded
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.diwa.dream import (
     Dream,
@@ -29,13 +30,15 @@ from genrl.vla.methods.diwa.dream import (
 from genrl.vla.methods.diwa.play import play
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA
-from genrl.vla.methods.gae import estimated_decisions, loss
+from genrl.vla.methods.gae import estimated_decisions
+from genrl.vla.methods.gae import loss as ppo_loss
 from genrl.vla.methods.imitation import imitate
 from genrl.vla.methods.offline import Store
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
+from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
 from genrl.vla.simulators.minitable import INSTRUCTIONS, task
 from genrl.vla.simulators.minitable.task import task_numbers
@@ -101,11 +104,23 @@ def train(run: VLARun, settings: DiWA) -> None:
     run.table = LatentTable(world, count, tasks=tasks, chunk=run.env.chunk, max_steps=limit)
     run.told = dict(store.data["figures"])
     for iteration in run.loop.iterations():
-        rollout = run.collect(settings)
+        rollout = run.collect(settings)._replace(shared=recorded_statistics(policy.stats))
         chosen, explained = estimated_decisions(run, rollout, settings)
         figures, trains_policy = Figures(), iteration >= settings.critic_warmup
         learn(run, rollout, chosen, settings, figures, loss, policy=trains_policy, critic=True)
         run.finish(rollout, figures, explained)
+
+
+def loss(settings: DiWA, acting: Acting, given: Recorded) -> dict[str, torch.Tensor]:
+    """DPPO's (`gae.loss`), on latents normalised as they were: a policy opened anew has no statistics of them yet."""
+    for feature, numbers in acting.policy.stats.items():
+        numbers.update({key: given[f"statistics/{feature}/{key}"] for key in numbers})
+    return ppo_loss(settings, acting, given)
+
+
+def recorded_statistics(stats: Statistics) -> dict[str, torch.Tensor]:
+    """Those of a policy, as its loss reads them."""
+    return {f"statistics/{feature}/{key}": value for feature, found in stats.items() for key, value in found.items()}
 
 
 def train_world(
