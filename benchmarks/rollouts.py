@@ -58,7 +58,6 @@ COMMON = (
     "trainer.window={size: 2, high: 4}",
     "optimizer.lr=3e-3",
     "trackers=[]",
-    "evaluation.grid_prompts=0",
     "checkpoint.keep=1",
 )
 SETTINGS: dict[str, tuple[str, ...]] = {

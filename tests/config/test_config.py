@@ -89,14 +89,6 @@ def test_valid_sections_are_valid(tmp_path: Path) -> None:
     assert (config.seed, config.output, config.trainer.algorithm) == (3, "runs/a", "flow_grpo")
 
 
-def test_fewer_prompts_than_the_default_grid_shows(tmp_path: Path) -> None:
-    """The default number of pictures is refused where the user wrote it, and only there; a run's own file loads."""
-    config = load(write(tmp_path, text_of({"yaml": "evaluation: {num_prompts: 4}"})))
-    assert config.evaluation.grid_prompts > config.evaluation.num_prompts
-    assert load(write(tmp_path, dump(config), "b.yaml")) == config
-    assert "use the same or less" in str(refused(tmp_path / "a.yaml", ["evaluation.grid_prompts=16"]))
-
-
 @pytest.mark.parametrize(
     "file, output",
     [("configs/vlm/a.yaml", "vlm/a"), ("configs/a.yaml", "a"), ("a.yaml", "a"), ("configs/x/configs/y/a.yaml", "y/a")],
