@@ -206,10 +206,8 @@ def load_base(settings: RewriterSettings) -> tuple[Any, Any]:
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.path, revision=settings.revision)
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.path, revision=settings.revision, dtype=getattr(torch, settings.dtype)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(settings.path)
+        model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"trainer.rewriter.path: {settings.path} cannot be loaded as a causal language model of transformers: "

@@ -69,8 +69,6 @@ class Rewriter(Section):
 
     path: Text
     """Folder of a saved transformers causal language model, or a hub id such as org/name."""
-    revision: Text | None = None
-    """Branch, tag or commit of the hub id; null = the main branch."""
     dtype: Precision = "float32"
     """Precision in which the frozen weights are held; LoRA weights and log-probabilities are always float32."""
     lora: LoRA = LoRA(rank=16, alpha=32.0)
