@@ -37,7 +37,7 @@ import rewards
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
-from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps
 from genrl.diffusion.policy.export import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
@@ -58,7 +58,6 @@ COMMON = (
     "trainer.window={size: 2, high: 4}",
     "optimizer.lr=3e-3",
     "trackers=[]",
-    "evaluation.grid_prompts=0",
     "checkpoint.keep=1",
 )
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -91,7 +90,7 @@ OVERHEAD = Path(__file__).parent / "results" / "rollouts_overhead.json"
 
 def cost(config: Config) -> int:
     """Forward-equivalents of the whole run, in closed form. Pruned and contrasted edges may make it less."""
-    assert isinstance(config.trainer, FlowGRPO)
+    assert isinstance(config.trainer, PolicyGradient)
     spent = 0
     for iteration in range(config.iterations):
         plan = sampling_plan(config, config.trainer, iteration)
@@ -185,7 +184,7 @@ def distance(images: Tensor) -> float:
 def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: int) -> Drawn:
     """One group per prompt, drawn as in this iteration of the configured training; samples in the order of slots."""
     settings = config.trainer
-    assert isinstance(settings, FlowGRPO)
+    assert isinstance(settings, PolicyGradient)
     plan = sampling_plan(config, settings, iteration)
     tree = grow(plan)
     leaves = plan.leaves // plan.roots

@@ -216,9 +216,6 @@ def _evaluation(config: Config) -> Iterator[Finding]:
     if config.prompts.eval is None:
         text = "evaluation needs held-out prompts; set prompts.eval, or evaluation.every to 0"
         yield ("prompts.eval", "evaluation.every"), text
-    if "grid_prompts" in evaluation.model_fields_set and evaluation.grid_prompts > evaluation.num_prompts:
-        keys = ("evaluation.grid_prompts", "evaluation.num_prompts")
-        yield keys, f"{evaluation.grid_prompts} pictures of {evaluation.num_prompts} prompts; use the same or less"
     if evaluation.batch_size is not None and evaluation.batch_size > evaluation.num_prompts:
         keys = ("evaluation.batch_size", "evaluation.num_prompts")
         yield keys, f"a batch of {evaluation.batch_size} of {evaluation.num_prompts} prompts; use the same or less"

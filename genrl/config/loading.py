@@ -63,10 +63,7 @@ def load_located(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
 
 def dump(config: AnyConfig) -> str:
     """The configuration as YAML, with its defaults; `load` of it gives an equal one."""
-    tree = config.model_dump(mode="json")
-    if isinstance(config, Config) and _grid_is_default(config):
-        del tree["evaluation"]["grid_prompts"]  # a default that would be refused if the user had written it
-    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _default_output(path: Path) -> Path:
@@ -75,11 +72,6 @@ def _default_output(path: Path) -> Path:
     parts = path.resolve().with_suffix("").parts
     above = max((k for k, part in enumerate(parts[:-1]) if part == "configs"), default=len(parts) - 2)
     return Path("runs", *parts[above + 1 :])
-
-
-def _grid_is_default(config: Config) -> bool:
-    evaluation = config.evaluation
-    return "grid_prompts" not in evaluation.model_fields_set and evaluation.grid_prompts > evaluation.num_prompts
 
 
 def json_schema(configs: Iterable[AnyConfig] = ()) -> dict[str, Any]:

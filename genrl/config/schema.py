@@ -213,8 +213,6 @@ class Evaluation(Section):
     """Samples per call of the denoiser; null = sampling.batch_size."""
     seed: Whole = 1234
     """Seed of the fixed noise."""
-    grid_prompts: Whole = 16
-    """Prompts shown in the picture grids; 0 = no grids."""
     monitor: Monitor | None = None
     """End training when a held-out scorer falls; null = never."""
 

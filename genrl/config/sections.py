@@ -32,8 +32,6 @@ class Optimizer(Section):
     """AdamW's two averaging factors."""
     weight_decay: NonNegative = 1e-4
     """AdamW's decoupled weight decay (Flow-GRPO: 1e-4)."""
-    eps: Positive = 1e-8
-    """AdamW's epsilon."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this norm (all peers: 1)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

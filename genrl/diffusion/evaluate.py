@@ -24,6 +24,9 @@ from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.run import Run
 from rewards import compose
 
+SHOWN = 16
+"""Prompts in the picture grids of a run."""
+
 
 @dataclass(frozen=True)
 class Evaluated:
@@ -137,7 +140,7 @@ def evaluate_held_out(
         call_arguments(config.sampling) | evaluation_arguments(settings),
         batch_size=settings.batch_size or config.sampling.batch_size,
         seed=settings.seed,
-        num_pictures=settings.grid_prompts,
+        num_pictures=SHOWN,
         process=process,
         num_processes=num_processes,
         advance=advance,

@@ -224,6 +224,4 @@ def scheduled(rate: float, config: Optimizer, step: int, total_steps: int) -> fl
 
 def adamw(parameters: Any, settings: Optimizer) -> torch.optim.AdamW:
     """The optimiser of a configuration, for parameters or groups of them."""
-    return torch.optim.AdamW(
-        parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
+    return torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)

@@ -24,7 +24,7 @@ sampling:
   batch_size: 2
   pipeline_args: {{max_sequence_length: 2}}
 trainer: {{algorithm: diffusion_nft}}
-evaluation: {{every: 1, num_prompts: 2, grid_prompts: 2}}
+evaluation: {{every: 1, num_prompts: 2}}
 checkpoint: {{every: 1}}
 trackers: []
 iterations: 1

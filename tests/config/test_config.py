@@ -89,14 +89,6 @@ def test_valid_sections_are_valid(tmp_path: Path) -> None:
     assert (config.seed, config.output, config.trainer.algorithm) == (3, "runs/a", "flow_grpo")
 
 
-def test_fewer_prompts_than_the_default_grid_shows(tmp_path: Path) -> None:
-    """The default number of pictures is refused where the user wrote it, and only there; a run's own file loads."""
-    config = load(write(tmp_path, text_of({"yaml": "evaluation: {num_prompts: 4}"})))
-    assert config.evaluation.grid_prompts > config.evaluation.num_prompts
-    assert load(write(tmp_path, dump(config), "b.yaml")) == config
-    assert "use the same or less" in str(refused(tmp_path / "a.yaml", ["evaluation.grid_prompts=16"]))
-
-
 @pytest.mark.parametrize(
     "file, output",
     [("configs/vlm/a.yaml", "vlm/a"), ("configs/a.yaml", "a"), ("a.yaml", "a"), ("configs/x/configs/y/a.yaml", "y/a")],
@@ -112,11 +104,11 @@ def test_every_suggested_key_exists() -> None:
 
 
 def test_all_problems_in_one_message(tmp_path: Path) -> None:
-    path = write(tmp_path, "optimizer:\n  lrr: 1\n  eps: no\nseeed: 1\niterations: 0\n")
+    path = write(tmp_path, "optimizer:\n  lrr: 1\n  weight_decay: no\nseeed: 1\niterations: 0\n")
     error = refused(path, ["sampling.grup_size=3"])
     found = [(problem.path, problem.origin.line) for problem in error.problems]
     assert found[:4] == [("model", 1), ("prompts", 1), ("rewards", 1), ("trainer", 1)] or len(found) == 9
-    assert ("optimizer.lrr", 2) in found and ("optimizer.eps", 3) in found and ("seeed", 4) in found
+    assert ("optimizer.lrr", 2) in found and ("optimizer.weight_decay", 3) in found and ("seeed", 4) in found
     assert ("iterations", 5) in found and ("sampling.grup_size", None) in found
     assert "override 'sampling.grup_size=3': sampling.grup_size" in str(error)
 
@@ -229,14 +221,14 @@ class TestOverrides:
 
 class TestInclude:
     def test_merges_sections_and_replaces_lists(self, tmp_path: Path) -> None:
-        base = "optimizer: {lr: 1e-3, eps: 1e-6}\nrewards: [{name: shapes}, {name: ocr}]"
+        base = "optimizer: {lr: 1e-3, weight_decay: 1e-6}\nrewards: [{name: shapes}, {name: ocr}]"
         (tmp_path / "bases").mkdir()
         write(tmp_path / "bases", text_of({"yaml": base}), "base.yaml")
         path = write(
             tmp_path, "include: bases/base.yaml\noptimizer: {lr: 1e-4}\nrewards: [{name: clipscore}]\n", "b.yaml"
         )
         config = load(path)
-        assert (config.optimizer.lr, config.optimizer.eps) == (1e-4, 1e-6)
+        assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 1e-6)
         assert [reward.name for reward in config.rewards] == ["clipscore"] and config.output == "runs/b"
 
     def test_errors_name_the_file_they_are_in(self, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def config(**sections: Any) -> Config:
             "guidance_scale": 1.0,
         },
         "trainer": FLOW_GRPO,
-        "evaluation": {"every": 4, "num_prompts": 6, "grid_prompts": 2},
+        "evaluation": {"every": 4, "num_prompts": 6},
         "iterations": 10,
     }
     for name, section in sections.items():

@@ -102,7 +102,7 @@ def settings(folder: Path, model: Path, *, lora: dict[str, Any] | None = LORA, *
         },
         "trainer": {"algorithm": "flow_grpo"},
         "optimizer": {"lr": 1e-2},
-        "evaluation": {"every": 2, "num_prompts": 2, "grid_prompts": 2},
+        "evaluation": {"every": 2, "num_prompts": 2},
         "checkpoint": {"every": 1},
         "trackers": [],
         "iterations": 2,

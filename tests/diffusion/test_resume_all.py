@@ -46,7 +46,7 @@ def shrunken(path: Path, output: Path) -> Config:
         f"sampling.prompts_per_iteration={prompts}",
         f"sampling.group_size={group}",
         f"sampling.batch_size={group}",
-        "evaluation={every: 1, num_prompts: 1, grid_prompts: 0}",
+        "evaluation={every: 1, num_prompts: 1}",
         "checkpoint={every: 1, keep: 9}",
         "trackers=[]",
         "iterations=2",

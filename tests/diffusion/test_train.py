@@ -277,7 +277,7 @@ def test_a_newcomers_reward_trains_by_one_changed_line(
     (name,) = (reward["name"] for reward in yaml.safe_load(blocks[0])["rewards"])
     source, _, function = name.partition(":")
     assert len((root / source).read_text().splitlines()) <= 15
-    smaller = ["iterations=2", "evaluation.num_prompts=4", "evaluation.grid_prompts=2", "sampling.group_size=4"]
+    smaller = ["iterations=2", "evaluation.num_prompts=4", "sampling.group_size=4"]
     smaller += ["sampling.batch_size=8", "sampling.prompts_per_iteration=4", f"output={tmp_path}/run", "trackers=[]"]
     run = train(load(tmp_path / "mine.yaml", smaller))
     rows = runs.rows(run)

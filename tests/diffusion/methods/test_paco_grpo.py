@@ -43,7 +43,7 @@ def closeness(images, pairs):
 def config(folder: Path, model: Path, **changes: Any) -> Config:
     (folder / "pairs.py").write_text(CLOSENESS, encoding="utf-8")
     judges = [runs.reward(folder, "brightness"), {"name": f"{folder}/pairs.py:closeness", "weight": 0.5}]
-    evaluation = {"every": 2, "num_prompts": 2, "grid_prompts": 2, "group_size": 3, "height": 32, "width": 32}
+    evaluation = {"every": 2, "num_prompts": 2, "group_size": 3, "height": 32, "width": 32}
     sampling = {"num_inference_steps": 4, "group_size": 3, "batch_size": 2, **changes.pop("sampling", {})}
     evaluation |= changes.pop("evaluation", {})
     return runs.config(folder, model, trainer=PACO, rewards=judges, evaluation=evaluation, sampling=sampling, **changes)

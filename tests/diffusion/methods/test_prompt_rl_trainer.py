@@ -246,7 +246,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage_scale": "prompt_history"}, "one of group, global, none"),
     ({"aggregate": "gdpo"}, "trainer.aggregate: unknown key"),
     ({"rewriter": {"instruction": "Rewrite it."}}, "holds {prompt} 0 times"),
-    ({"rewriter": {"answer_tags": ["<a>", "<a>"]}}, "cannot be told apart"),
     ({"rewriter": {"dtype": "float16"}}, "not scaled, and small gradients vanish in float16; use bfloat16"),
     ({"reward_column": "tag"}, "a .txt file has no columns"),
     ({"reward_column": "tag", "advantage_scale": "global"}, "each with its scale; use group"),

@@ -68,7 +68,6 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
         weights.parameters,
         lr=settings.assistant_lr or own.lr,
         betas=own.betas,
-        eps=own.eps,
         weight_decay=own.weight_decay,
     )
     run.loop.keep(OPTIMIZER, optimizer)

@@ -44,6 +44,8 @@ from transformers import (  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 SETTINGS = "rewriter.json"
+TAGS = ("<answer>", "</answer>")
+"""What a new prompt is written between; an answer without them has format reward 0 and is not drawn."""
 ANY = 1_000_000
 """Tokenizers without a limit say that theirs is larger than this."""
 
@@ -143,7 +145,7 @@ class Rewriter:
         if tokens[-1] != self.end:
             return None
         text = self.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
-        first, last = self.settings.answer_tags
+        first, last = TAGS
         if text.count(first) != 1 or text.count(last) != 1:
             return None
         between, closed, _ = text.partition(first)[2].partition(last)
@@ -204,10 +206,8 @@ def load_base(settings: RewriterSettings) -> tuple[Any, Any]:
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.path, revision=settings.revision)
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.path, revision=settings.revision, dtype=getattr(torch, settings.dtype)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(settings.path)
+        model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"trainer.rewriter.path: {settings.path} cannot be loaded as a causal language model of transformers: "

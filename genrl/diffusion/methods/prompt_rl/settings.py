@@ -69,8 +69,6 @@ class Rewriter(Section):
 
     path: Text
     """Folder of a saved transformers causal language model, or a hub id such as org/name."""
-    revision: Text | None = None
-    """Branch, tag or commit of the hub id; null = the main branch."""
     dtype: Precision = "float32"
     """Precision in which the frozen weights are held; LoRA weights and log-probabilities are always float32."""
     lora: LoRA = LoRA(rank=16, alpha=32.0)
@@ -81,8 +79,6 @@ class Rewriter(Section):
     )
     """What it is told; {prompt} stands for the prompt. It is the user's message where the tokenizer has a chat
     template."""
-    answer_tags: tuple[Text, Text] = ("<answer>", "</answer>")
-    """What the new prompt is written between; an answer without them has format reward 0 and is not drawn."""
     max_new_tokens: Count = 128
     """Longest answer; one that does not end by then has format reward 0."""
     temperature: Positive = 1.0
@@ -102,10 +98,6 @@ class Rewriter(Section):
         if (times := self.instruction.count("{prompt}")) != 1:
             text = f"holds {{prompt}} {times} times; write it once, where the prompt is to stand"
             yield ("trainer.rewriter.instruction",), text
-        first, last = self.answer_tags
-        if first in last or last in first:
-            text = f"{first!r} and {last!r} cannot be told apart; use two like <answer> and </answer>"
-            yield ("trainer.rewriter.answer_tags",), text
 
     def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
         """Whether its folder holds a causal language model, with room for answers."""

@@ -1,0 +1,112 @@
+"""A transition kernel from a file is sampled by, trained through and replayed as the built-in ones are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from genrl.config import ConfigError, load
+from genrl.config import dump as to_yaml
+from genrl.config.kernels import find_kernel
+from genrl.config.method import code_of
+from genrl.diffusion.train import train
+from genrl.mdp.kernels import transition_of
+from genrl.runtime.guards import NonFiniteError
+from genrl.runtime.replay import replay
+from genrl.runtime.run import Run, write_atomic
+from tests.diffusion import runs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
+BUILT_IN = {"algorithm": "flow_grpo", "kernel": "dance_sde", "noise_level": 0.3, "clip_range": 1e-3}
+DANCE = '''
+def dance(x, velocity, sigma, sigma_next, *, noise_level):
+    """DanceGRPO's SDE, as its paper writes it."""
+    step = sigma - sigma_next
+    score = -(x + (1 - sigma) * velocity) / sigma
+    mean = x - step * velocity + 0.5 * noise_level**2 * score * step
+    return mean, noise_level * step**0.5
+'''
+
+
+@pytest.fixture
+def kernel(folder: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        (folder / "kernels.py").write_text(text)
+        return f"{folder / 'kernels.py'}:dance"
+
+    return write
+
+
+def test_a_run_is_that_of_the_built_in_kernel(folder: Path, model: Path, kernel: Callable[[str], str]) -> None:
+    """Up to rounding: its arithmetic is float32, that of ours float64 on coefficients."""
+    own = {**BUILT_IN, "kernel": kernel(DANCE)}
+    rows = []
+    for name, trainer in (("theirs", own), ("ours", BUILT_IN)):
+        rows += runs.rows(
+            train(runs.config(folder, model, trainer=trainer, iterations=1, output=str(folder / name), **QUIET))
+        )
+    theirs, ours = rows
+    assert theirs["ratio/max_abs_dev"] == 0.0 and theirs["grad_norm"] > 0
+    for key in ("loss/policy", "grad_norm", "reward/total_mean"):
+        assert theirs[key] == pytest.approx(ours[key], rel=1e-3, abs=1e-6), key
+
+
+def test_its_dump_is_replayed(folder: Path, model: Path, kernel: Callable[[str], str]) -> None:
+    config = runs.config(folder, model, trainer={**BUILT_IN, "kernel": kernel(DANCE)}, iterations=1, **QUIET)
+    write_atomic(Run(Path(config.output)).config, to_yaml(config))
+    with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
+        losses = runs.spoil(run, lambda number: number == 2)
+        code_of(config.trainer).train(run, config.trainer)
+    assert error.value.dump is not None
+    assert torch.equal(replay(error.value.dump).tensors["loss"], losses[1])
+
+
+def refusal(folder: Path, name: str, **changes: Any) -> str:
+    tree = {
+        "model": {"path": "org/model"},
+        "prompts": {"train": "a.txt"},
+        "rewards": [{"name": "shapes"}],
+        "trainer": {**BUILT_IN, "kernel": name},
+        "evaluation": {"every": 0},
+        **changes,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError) as error:
+        load(folder / "run.yaml")
+    return str(error.value)
+
+
+def test_what_is_no_kernel_is_refused(folder: Path, kernel: Callable[[str], str]) -> None:
+    name = kernel(DANCE)
+    assert "has no 'dancer'; did you mean dance?" in refusal(folder, f"{name}r")
+    assert "is no kernel: define a function (x, velocity, sigma" in refusal(folder, kernel("dance = 3"))
+    assert "unknown kernel 'dance_sd'; did you mean dance_sde?" in refusal(folder, "dance_sd")
+    assert "leave it out" in refusal(folder, kernel(DANCE), kernels={"fused": ["step"]})
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "says"),
+    [
+        (torch.zeros(2, 3), 1.0, "has the shape"),
+        (torch.zeros(2, 4), torch.ones(3), "one number per sample"),
+        (torch.zeros(2, 4), -1.0, "must be 0 or more"),
+        (torch.zeros(2, 4), float("nan"), "must be 0 or more"),
+    ],
+)
+def test_what_is_no_transition_is_refused(mean: torch.Tensor, std: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        transition_of(torch.zeros(2, 4), mean, std)
+
+
+def test_a_std_for_each_sample_is_taken_in_any_shape() -> None:
+    x = torch.zeros(2, 4, dtype=torch.float64)
+    for std in (torch.tensor([0.5, 0.5]), torch.tensor([[0.5], [0.5]]), torch.tensor(0.5), 0.5):
+        assert transition_of(x, x, std).std.tolist() == [[0.5], [0.5]]
+    assert find_kernel("flow_sde").__name__ == "flow_sde"
