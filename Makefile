@@ -38,7 +38,7 @@ demo-vla: $(VENV)/genrl
 lint: $(VENV)/genrl-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy genrl/mdp genrl/objectives genrl/vla genrl/vlm rewards
+	$(BIN)/mypy genrl rewards
 	$(BIN)/lint-imports
 
 test: lint

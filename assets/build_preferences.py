@@ -17,7 +17,8 @@ from PIL import Image
 
 import rewards
 from genrl.data.prompts import load
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 
 TOGETHER = 48
 

@@ -101,7 +101,7 @@ def encoded(policy: MaskedPolicy, numbers: range) -> tuple[Tensor, Tensor]:
 def right(policy: MaskedPolicy, split: str, number: int) -> float:
     """Share of right greedy answers, from left to right."""
     rows = [row("sums", split, k) for k in range(number)]
-    drawn = policy.draw([policy.encode(one.prompt) for one in rows], 1, 0.0, [(0, k) for k in range(number)])
+    drawn = policy.sample([policy.encode(one.prompt) for one in rows], 1, 0.0, [(0, k) for k in range(number)])
     return float(np.mean(exact(drawn.texts, [one.columns["answer"] for one in rows])))
 
 

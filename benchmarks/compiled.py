@@ -20,7 +20,8 @@ from genrl.config import LoRA
 from genrl.config.schema import Model
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.diffusion.policy.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
 from genrl.diffusion.policy.weights import trainable
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-t2i"

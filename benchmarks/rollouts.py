@@ -41,7 +41,8 @@ from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps
 from genrl.diffusion.policy.export import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.mdp.tree import grow

@@ -21,7 +21,7 @@ from genrl.mdp.noise import generator
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import ACTION, IMAGE, STATE, TOKENS, Batch, PredictsVelocity
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
-from genrl.vla.rollout.sampling import Draw, FlowSteps, draw, replay, sample
+from genrl.vla.rollout.sampling import ChunkNoise, FlowSteps, chunk_noise, replay, sample
 
 SETTINGS = ((32, 4), (64, 4), (64, 8))
 BATCH = 64
@@ -52,7 +52,7 @@ def policy_of(size: int) -> TinyFlowVLA:
     return policy
 
 
-def once(policy: Any, sampler: FlowSteps, observation: Batch, drawn: Draw) -> tuple[torch.Tensor, float]:
+def once(policy: Any, sampler: FlowSteps, observation: Batch, drawn: ChunkNoise) -> tuple[torch.Tensor, float]:
     """Log-probabilities of the replay, and CPU seconds of sampling, replay and backward pass."""
     began = time.process_time()
     with torch.no_grad():
@@ -71,7 +71,7 @@ def measure(size: int, steps: int, rounds: int) -> dict[str, Any]:
         IMAGE: torch.randint(256, (BATCH, size, size, 3), generator=rng, dtype=torch.uint8),
         TOKENS: torch.randint(1, 5, (BATCH, 6), generator=rng),
     }
-    drawn = draw(sampler, policy, [generator(0, i) for i in range(BATCH)])
+    drawn = chunk_noise(sampler, policy, [generator(0, i) for i in range(BATCH)])
     ways: dict[str, Callable[[], tuple[torch.Tensor, float]]] = {
         "once": lambda: once(policy, sampler, observation, drawn),
         "anew": lambda: once(Anew(policy), sampler, observation, drawn),

@@ -29,7 +29,8 @@ from genrl.runtime.run import Run, read_metrics
 
 def rows(run: Path) -> list[dict[str, Any]]:
     """The metric rows, without what differs from run to run (times, memory)."""
-    kept, own = read_metrics(Run(run).metrics), metrics_of(type(load(Run(run).config).trainer))
+    kept, config = read_metrics(Run(run).metrics), Run(run).config
+    own = metrics_of(type(load(config).trainer)) if config.is_file() else None
     return [{k: v for k, v in row.items() if k == "step" or document(k, own).reproducible} for row in kept]
 
 

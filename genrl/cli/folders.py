@@ -48,6 +48,6 @@ def is_vision_language(folder: Path) -> bool:
 
 
 def _model_config(folder: Path) -> dict[str, object]:
-    from genrl.config.files import read_json
+    from genrl.config.folders import read_json
 
     return read_json(folder / "config.json")

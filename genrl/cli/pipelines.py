@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
 def config_of(name: str) -> Config | None:
     """The configuration of a run folder; None for a pipeline folder or hub id. Raises BadParameter for neither."""
     from genrl.config import Config, load
-    from genrl.config.combinations import looks_local
+    from genrl.config.folders import looks_local
 
     path = Path(name)
     # runs/TYPO is written like a hub id; no hub id is beside runs. A single word may be either: the loader will say.

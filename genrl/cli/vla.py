@@ -30,7 +30,7 @@ def summary(config: VLAConfig) -> list[RenderableType]:
 
 def _horizon(config: VLAConfig) -> int | None:
     """Actions in a chunk, as the policy's folder says."""
-    from genrl.config.files import read_json
+    from genrl.config.folders import read_json
 
     if config.policy.new is not None:
         return config.policy.new.horizon

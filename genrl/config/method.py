@@ -132,7 +132,8 @@ def union_of(kind: Kind) -> Any:
     Use it as the annotation of a field, under TYPE_CHECKING the base class of the kind's methods in its place.
     """
     classes = tuple(built_in(kind).values())
-    choose = (Discriminator("algorithm"), WrapValidator(partial(_method_of, kind)), SerializeAsAny())
+    every_key = SerializeAsAny()  # type: ignore[type-arg]  # an alias of the annotated type, to type checkers
+    choose = (Discriminator("algorithm"), WrapValidator(partial(_method_of, kind)), every_key)
     return Annotated[Union[classes], *choose]  # noqa: UP007
 
 
@@ -157,8 +158,11 @@ def _method_of(kind: Kind, value: Any, handler: ValidatorFunctionWrapHandler) ->
 @cache
 def outside(name: str, kind: Kind) -> type[Method]:
     """The settings class of a method that is not built in; its `algorithm` is the name as it was written."""
-    method, own = find_method(name, kind), {"algorithm": (Literal[name], name)}
-    return create_model(method.__name__, __base__=method, __module__=method.__module__, __doc__=method.__doc__, **own)
+    method = find_method(name, kind)
+    own: Any = (Literal[name], name)
+    return create_model(
+        method.__name__, __base__=method, __module__=method.__module__, __doc__=method.__doc__, algorithm=own
+    )
 
 
 def installed(kind: Kind) -> list[type[Method]]:

@@ -109,14 +109,14 @@ class VLLMEngine(Section):
     context: Count | None = None
     """In this process: most tokens of question and answer together; null = what the model can."""
     sleep: Flag = True
-    """In this process: leave the memory to training after drawing; the weights are then copied before each drawing."""
+    """In this process: leave the memory to training after sampling, and copy the weights before."""
 
 
 class Generation(Section):
-    """How answers are drawn for training."""
+    """How answers are sampled for training."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What draws: transformers' generate on the model that is trained, or vLLM (pip install 'genrl[vllm]'), whose
+    """What samples: transformers' generate on the model that is trained, or vLLM (pip install 'genrl[vllm]'), whose
     rounding the weight engine_mismatch then corrects unless trainer.weights says otherwise."""
     vllm: VLLMEngine = VLLMEngine()
     """vLLM as the sampler; read with engine: vllm."""
@@ -128,11 +128,11 @@ class Generation(Section):
     max_new_tokens: Count = 64
     """Longest answer."""
     temperature: Positive = 1.0
-    """Of drawing and of the log-probabilities that are trained."""
+    """Of sampling and of the log-probabilities that are trained."""
     batch_size: Count | None = None
-    """Answers drawn side by side, whole groups; null = all of a process."""
+    """Answers sampled side by side, whole groups; null = all of a process."""
     guidance_scale: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] | None = None
-    """vlm.output image: scale of classifier-free guidance, in drawing and in the log-probabilities that are trained; 1
+    """vlm.output image: scale of classifier-free guidance, in sampling and in the log-probabilities that are trained; 1
     = none, null = the model's own."""
     elbo_samples: Count = 16
     """BGPO: estimates of the bound that stands for an answer's log-probability (BGPO: 16)."""
@@ -210,11 +210,11 @@ class Synthesis(Section):
     """Pictures made during the run from descriptions that the model writes (Syn-GRPO)."""
 
     pipeline: Text
-    """Folder or hub id of the diffusers pipeline that draws them, in a process of its own."""
+    """Folder or hub id of the diffusers pipeline that renders them, in a process of its own."""
     ask: Text
     """What the model is asked about a question's picture; the description is its answer in <answer> tags."""
     check: Text
-    """A text reward that is 1 where a description keeps the answer (column `answer`); others are not drawn, and are
+    """A text reward that is 1 where a description keeps the answer (column `answer`); others are not rendered, and are
     worth 0."""
     questions: Count = 1
     """Questions of an iteration that are described, group_size times each."""
@@ -238,7 +238,7 @@ class VLMConfig(Section):
     environment: Environment | None = None
     """Instead of a task: where the model acts, in several turns."""
     generation: Generation = Generation()
-    """How answers are drawn."""
+    """How answers are sampled."""
     rewards: tuple[VLMReward, ...] = ()
     """What answers are worth; the first one decides what is right in evaluation. An environment has its own."""
     trainer: Trainer = Field(default_factory=default_method)

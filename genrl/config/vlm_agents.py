@@ -31,7 +31,7 @@ class Environment(Section):
     images: Annotated[int, Field(strict=True, ge=1, le=4)] = 1
     """Pictures in a prompt: that many last ones (VL-DAC: 1 to 4). Tools show them all."""
     picture: Count | None = None
-    """Side to which pictures are reduced, in pixels; null = as they are drawn."""
+    """Side to which pictures are reduced, in pixels; null = as they are rendered."""
     max_steps: Count | None = None
     """Steps after which an episode is cut; null = the environment's own limit."""
     parallel: Count = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from genrl.config.method import Kind, Method, built_in
+from genrl.config.method import Kind, Method, built_in, outside
 from genrl.config.section import Flag
 
 if TYPE_CHECKING:
@@ -126,5 +126,9 @@ def _section(written: Any, usual: str) -> Any:
         named = isinstance(preset, str) and preset in known  # a preset that has become a method of its own
         rest = {key: value for key, value in written.items() if not (named and key == "preset")}
         written = {"algorithm": preset if named else usual, **rest}
-    method = known.get(str(written["algorithm"]))
-    return written if method is None else cast(type[VLMMethod], method).completed(written)
+    name = written["algorithm"]
+    try:
+        method = known[name] if name in known else outside(name, "vlm")
+    except (TypeError, ValueError):  # told where it is validated
+        return written
+    return cast(type[VLMMethod], method).completed(written)

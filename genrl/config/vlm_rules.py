@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from genrl.config.combinations import Finding, ImpossibleConfig, monitor_problems
+from genrl.config.combinations import ImpossibleConfig, monitor_problems
+from genrl.config.method import Finding
 from genrl.config.plugins import Group, find
 from genrl.config.vlm_names import OUTPUTS, TASKS
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from genrl.config import Config, Evaluation
 from genrl.data.prompts import Prompt
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import Rollouts, batch_inputs, call_arguments, to_bytes
 from genrl.diffusion.rollout.scoring import Scored, Scorers, score
 from genrl.mdp.batches import shares

@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import gather_object
 
 from genrl.config.estimate import snapshots
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.runtime.frame import halvings, too_large
 
@@ -93,7 +93,7 @@ def attempt(run: DiffusionRun, size: int) -> None:
     gradients of the one before it and room for the copies of every trained number still to come (`copies_to_come`)."""
     config, policy = run.config, run.policy
     rows = [run.prompts[k % len(run.prompts)] for k in range(size)]
-    keys = [("fit", k) for k in range(size)]
+    keys: list[NoiseKey] = [("fit", k) for k in range(size)]
     texts = [row.text for row in rows]
     batch = Batch(texts, keys, call_arguments(config.sampling), inputs=batch_inputs(config.sampling.inputs, rows))
     state = torch.randn(policy.state_shape(batch), generator=torch.Generator().manual_seed(0)).to(policy.device)

@@ -25,7 +25,8 @@ from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, sho
 from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
 from genrl.diffusion.policy.export import save_lora, write_card
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
@@ -263,7 +264,8 @@ class DiffusionRun:
         run, config, loop = self.process.run, self.config, self.loop
         rows = [row for row in read_metrics(run.metrics) if row.get("eval/total_mean") is not None]
         best = ended_at(loop)
-        if best is not None and config.evaluation.monitor.action == "roll_back":  # the weights are those of then
+        monitor = config.evaluation.monitor
+        if best is not None and monitor is not None and monitor.action == "roll_back":  # the weights are those of then
             rows = [row for row in rows if row["step"] <= best]
         if self.weights.is_lora and loop.is_complete:
             with loop.averaged():
@@ -286,6 +288,6 @@ def loss_scale(config: Config, rollouts: Rollouts) -> float:
     if "float16" not in (config.model.dtype, config.model.autocast):
         return 1.0
     terms = rollouts.num_samples / config.trainer.updates * config.sampling.num_inference_steps
-    if getattr(config.trainer, "log_prob_reduction", "mean") == "mean":
+    if config.trainer.reduction == "mean":
         terms *= rollouts.sample_elements
     return 2.0 ** round(math.log2(terms))

@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,17 +21,15 @@ from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import Evaluated, evaluate
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom
 from genrl.diffusion.policy.export import load_lora
+from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.runtime.pictures import grid, save_png, to_pil
 from genrl.runtime.run import write_atomic
 
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
 
-
-def load(model: Model, lora: str | None) -> DiffusionPipeline:
+def load(model: Model, lora: str | None) -> Pipeline:
     """A pipeline and, where given, its adapter (a folder or hub id), on the best device at hand."""
     pipe = load_pipeline(model)
     if lora:
@@ -41,7 +39,7 @@ def load(model: Model, lora: str | None) -> DiffusionPipeline:
 
 
 def sample(
-    pipe: DiffusionPipeline,
+    pipe: Pipeline,
     prompts: Sequence[str],
     out: Path,
     *,
@@ -80,7 +78,7 @@ def sample(
 
 
 def evaluate_pipeline(
-    pipe: DiffusionPipeline,
+    pipe: Pipeline,
     prompts: Sequence[Prompt],
     scorers: Scorers,
     *,
@@ -109,7 +107,7 @@ def evaluate_pipeline(
     )
 
 
-def _default_steps(pipe: DiffusionPipeline) -> int:
+def _default_steps(pipe: Pipeline) -> int:
     """`num_inference_steps` as the pipeline's call has it where nobody says; ValueError where it has no default."""
     parameter = inspect.signature(type(pipe).__call__).parameters.get("num_inference_steps")
     if parameter is None or not isinstance(parameter.default, int):

@@ -17,8 +17,10 @@ from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.export import check_lora_loader
+from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, open_scorers
@@ -144,6 +146,8 @@ def trainable_weights(config: Config, policy: Policy, *, sharded: bool = False) 
     weights = trainable(policy.denoisers, config.model.lora, seed=config.seed, sharded=sharded)
     if config.model.gradient_checkpointing:
         for denoiser in policy.denoisers.values():
+            if not isinstance(denoiser, Checkpointing):
+                raise ValueError(f"model.gradient_checkpointing: a {type(denoiser).__name__} has none; write false")
             denoiser.enable_gradient_checkpointing()
     return weights
 

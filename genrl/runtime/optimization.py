@@ -87,7 +87,7 @@ class Optimization:
         """
         loss = results["loss"]
         if loss.requires_grad:
-            (loss.sum() / divisor * self.loss_scale).backward()  # type: ignore[no-untyped-call]
+            (loss.sum() / divisor * self.loss_scale).backward()
         if "loss" in self.suspects:  # its NaN is in the gradients of all that follow
             return
         checked = {"loss": loss.detach()}
@@ -176,7 +176,10 @@ class Optimization:
     def _require_finite(self, norms: Mapping[str, Tensor]) -> None:
         """Of what is stepped: that a group which is not has no finite gradient is no reason to stop."""
         names = [name for name in ("loss", *norms) if name in self.suspects]
-        kept, tensors, results, info = self.suspects[names[0]] if names else None, {}, {}, {}
+        kept = self.suspects[names[0]] if names else None
+        tensors: dict[str, Tensor] = {}
+        results: Mapping[str, Tensor] = {}
+        info: dict[str, Any] = {}
         checked = dict(norms)
         if kept is not None:
             checked = {name: value for name, value in kept.checked.items() if name in ("loss", *norms)}
@@ -206,7 +209,8 @@ def _given(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in gradients]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in gradients]))
+    return norm
 
 
 def scheduled(rate: float, config: Optimizer, step: int, total_steps: int) -> float:

@@ -18,9 +18,9 @@ import yaml
 from PIL import Image
 
 from genrl.config.json_schemas import method_of
-from genrl.config.method import headings
+from genrl.config.method import MetricDoc, headings
 from genrl.runtime.curves import Point, chart, is_constant
-from genrl.runtime.metrics import METRICS, SECTIONS, MetricDoc, document
+from genrl.runtime.metrics import METRICS, SECTIONS, document
 from genrl.runtime.pictures import before_after, read_samples
 from genrl.runtime.progress import duration
 from genrl.runtime.run import Run, read_metrics, write_atomic

@@ -35,7 +35,7 @@ from genrl.vla.policies.policy import KeepsFeatures, Policy
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
-from genrl.vla.rollout.sampling import Acting, Frozen, draw, replay, sample
+from genrl.vla.rollout.sampling import Acting, Frozen, chunk_noise, replay, sample
 from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side, untrained
 from genrl.vla.simulators.contract import Environment
 
@@ -249,7 +249,7 @@ class VLARun:
         """Decisions per pass of the policy, and the smaller numbers that can be taken."""
         settings = self.settings
         if not isinstance(settings, Update):
-            return [settings.batch_size]  # its loss is a mean over the batch, which is drawn as a whole
+            return [settings.batch_size]  # its loss is a mean over the batch, which is sampled as a whole
         return halvings(settings.microbatch or settings.minibatch)
 
     def resize(self, size: int) -> None:
@@ -296,11 +296,11 @@ def _mixed(every: list[dict[str, Any]], *, by_group: bool) -> float:
 
 @torch.no_grad()
 def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
-    """How far the policy scores the first decisions of some slots from what it did when it drew them, log-probability.
+    """Largest difference of log-probability of some slots' first decisions between now and when they were sampled.
 
     Raises RuntimeError beyond rounding: before the first update the ratio is 1, and anything else is dropout, another
     normalisation, old weights, or a sampler that does not do what is scored (ReinFlow as released). slots: those that
-    were drawn in one batch, so that equal weights give equal bits.
+    were sampled in one batch, so that equal weights give equal bits.
     """
     rows = training_rows(rollout, slots)
     context = context_of(policy, rows.observation, rows.context)
@@ -308,7 +308,7 @@ def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
     off = float((again.log_prob.cpu() - rows.log_prob).abs().max())
     if not off <= ON_POLICY * max(1.0, float(rows.log_prob.abs().max())):
         raise RuntimeError(
-            f"the policy scores its own chunks otherwise than when it drew them: log-probabilities are {off:.2g} off "
+            f"the policy assigns its own chunks other log-probabilities than when it sampled them, {off:.2g} off, "
             "before any update. Look for dropout, statistics that change, or another device or precision."
         )
     return off
@@ -316,7 +316,7 @@ def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
 
 @torch.no_grad()
 def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int, slots: int = 32) -> float:
-    """Standard deviation that the drawn steps give the executed action, in the policy's units: over eight chunks from
+    """Standard deviation that the sampled steps give the executed action, in the policy's units: over eight chunks from
     the same initial noise, for the first observations of some slots."""
     rows = training_rows(rollout, torch.arange(min(slots, rollout.valid.shape[1])))
     context = context_of(policy, rows.observation, rows.context)
@@ -324,9 +324,9 @@ def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int
     chunks, first = [], None
     for k in range(8):
         rngs = [torch.Generator().manual_seed(seed + 1000 * k + i) for i in range(len(rows.states))]
-        drawn = draw(rollout.sampler, policy, rngs, torch.Generator().manual_seed(seed + k))
-        first = drawn.noise[:, :1] if first is None else first
-        noise = torch.cat([first, drawn.noise[:, 1:]], 1)
-        chunks.append(sample(policy, rollout.sampler, context, drawn._replace(noise=noise), frozen=before).chunk)
+        random = chunk_noise(rollout.sampler, policy, rngs, torch.Generator().manual_seed(seed + k))
+        first = random.noise[:, :1] if first is None else first
+        noise = torch.cat([first, random.noise[:, 1:]], 1)
+        chunks.append(sample(policy, rollout.sampler, context, random._replace(noise=noise), frozen=before).chunk)
     size = rollout.rewards.shape[-1]
     return float(torch.stack(chunks)[:, :, :size, : rollout.action_dim].std(0).mean())

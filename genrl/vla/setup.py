@@ -176,10 +176,10 @@ def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
     small = config.environment.name == "minitable"  # all that it may say; elsewhere what the demonstrations say is all
     columns = [camera if name == IMAGE else name for name in inputs if name != TOKENS]
     pictures = [name for name in columns if name == camera or name.startswith(IMAGES)]
-    lost = [name for name in pictures if name not in dataset.cameras]
-    if lost:
+    missing = [name for name in pictures if name not in dataset.cameras]
+    if missing:
         key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
-        raise ValueError(f"{key}: {folder} has no pictures named {lost}, only {dataset.cameras}")
+        raise ValueError(f"{key}: {folder} has no pictures named {missing}, only {dataset.cameras}")
     width = len(dataset.stats[ACTION]["mean"])
     if small and width != 3:
         text = f"{folder} has actions of {width} numbers, minitable's have 3"

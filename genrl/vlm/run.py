@@ -23,9 +23,9 @@ from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
 from genrl.runtime.run import read_metrics, write_atomic
 from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
-from genrl.vlm.methods.dealing import Update, dealt, everyones, ours
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
+from genrl.vlm.methods.sharing import Update, everyones, ours, updates_of
 from genrl.vlm.policies.contract import SequencePolicy
 from genrl.vlm.policies.folder import save_model
 from genrl.vlm.policies.policy import Policy
@@ -215,7 +215,7 @@ class AnswersRun:
             return None
         size, settings, preset = config.generation.group_size, cast(RecipeMethod, config.trainer), self.preset
         assert preset is not None, "the methods whose answers are estimated have one"
-        updates = dealt(
+        updates = updates_of(
             answers.mask,
             size,
             updates=settings.updates,

@@ -31,7 +31,7 @@ def ensure() -> Literal["absent", "works", "declared"]:
         return "absent"
     if "torchvision" in sys.modules or _loads(Path(found.origin).parent):
         return "works"
-    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("torchvision", "DEF")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _libraries.append(library)
@@ -43,7 +43,7 @@ def _loads(folder: Path) -> bool:
     compiled = [path for path in sorted(folder.glob("_C*")) if path.suffix in (".so", ".pyd", ".dylib")]
     try:
         for path in compiled:
-            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+            torch.ops.load_library(str(path))
     except OSError:
         return False
     return bool(compiled)

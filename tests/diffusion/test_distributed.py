@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from genrl.diffusion.policy.policy import Batch, Kernel
+from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.runtime.guards import read_dump
 from genrl.runtime.run import Run, read_metrics

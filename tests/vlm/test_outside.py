@@ -1,4 +1,4 @@
-"""A task and a policy from files outside the package: checked, trained, evaluated, resumed; what they lack is said."""
+"""Tasks, policies and recipes from files: checked, trained, evaluated, resumed; what they lack is said."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from genrl.cli.app import app
 from genrl.config import ConfigError, check_files, load_located
 from genrl.vlm.policies.folder import open_policy
+from genrl.vlm.recipe.surrogates import Clip
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows
@@ -55,6 +56,16 @@ class Incomplete:
     def open(cls, config, device, path):
         return cls()
 '''
+METHODS = '''
+from genrl.config.section import Positive
+from genrl.vlm.methods.answers.settings import Answers
+from genrl.vlm.methods.answers.train import loss, train
+
+class Scaled(Answers):
+    """A recipe with a key of its own."""
+    scale: Positive = 1.0
+    """What it does."""
+'''
 
 
 @pytest.fixture
@@ -64,6 +75,7 @@ def code(tmp_path: Path) -> Path:
     )
     (tmp_path / "tasks.py").write_text(example + TASKS)
     (tmp_path / "policies.py").write_text(POLICIES)
+    (tmp_path / "methods.py").write_text(METHODS)
     return tmp_path
 
 
@@ -139,9 +151,19 @@ def test_what_cannot_be_found_is_said(
     assert text in str(caught.value) and "tiny.yaml:" in str(caught.value)
 
 
+def test_a_recipe_from_a_file_is_completed_as_one_built_in(code: Path) -> None:
+    trainer = {"algorithm": f"{code / 'methods.py'}:Scaled", "scale": 2.0, "surrogate": {"high": 0.3}}
+    config = vlm_runs.config(code, trainer=trainer)
+    assert config.trainer.recipe(config).surrogate == Clip(low=0.2, high=0.3)
+    with pytest.raises(ConfigError) as caught:
+        vlm_runs.config(code, trainer={**trainer, "scal": 1, "surrogate": {"hihg": 0.3}})
+    assert "did you mean trainer.scale?" in str(caught.value)
+    assert "did you mean trainer.surrogate.high?" in str(caught.value)
+
+
 def test_what_a_policy_lacks_is_said(code: Path) -> None:
     config = vlm_runs.config(code, vlm={"output": f"{code / 'policies.py'}:Incomplete"})
-    with pytest.raises(ValueError, match="Incomplete has no check_room, device, draw, encode, greedy, log_probs"):
+    with pytest.raises(ValueError, match="Incomplete has no check_room, device, encode, greedy, log_probs"):
         open_policy(config)
     config = vlm_runs.config(code, vlm={"output": f"{code / 'tasks.py'}:stripes"})
     with pytest.raises(ValueError, match="stripes is no policy: a class with open"):

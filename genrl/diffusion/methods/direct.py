@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import rewards
 from genrl.config import Config
 from genrl.data.prompts import Prompt
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.rollout.scoring import Scorers
 from genrl.diffusion.run import DiffusionRun

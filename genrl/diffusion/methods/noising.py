@@ -16,7 +16,8 @@ from torch import Tensor
 
 from genrl.config.diffusion_method import Updating
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.forward import flow_sample, flow_target

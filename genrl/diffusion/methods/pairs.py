@@ -11,7 +11,8 @@ from genrl.diffusion.methods.dpo.settings import DPO
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.noising import REFERENCE, Tensors, under, update, without_guidance
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target

@@ -17,7 +17,7 @@ from genrl.diffusion.methods.layout import (
 )
 from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.methods.stochastic import EveryStep, Stochastic
-from genrl.diffusion.policy.policy import Batch, Kernel
+from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.kernels import FLOW_KERNELS

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from genrl.diffusion.policy.policy import Batch, Children, Kernel, Policy, Replayed, Trajectory
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, Replayed, Trajectory
 from genrl.runtime.recorded import Recorded
 
 Tensors = dict[str, Tensor]

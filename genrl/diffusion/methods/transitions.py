@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from genrl.diffusion.methods.noising import without_guidance
 from genrl.diffusion.methods.plans import choose_kernel, kept_steps, roots_together, trained_steps
 from genrl.diffusion.methods.policy_gradient import GroupRelative, PolicyGradient
 from genrl.diffusion.methods.steps import evidence, recorded_step, replayed
-from genrl.diffusion.policy.policy import Batch, Policy, Replayed
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Replayed
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -57,7 +58,8 @@ class Action(NamedTuple):
     old_log_prob: Tensor
 
 
-Loss = Callable[[PolicyGradient, Policy, Recorded], Results]
+Settings = TypeVar("Settings", bound=PolicyGradient)
+Loss = Callable[[Settings, Policy, Recorded], Results]
 Further = Callable[[Action], Mapping[str, Tensor]]
 """What a method records of a transition beside what all do."""
 
@@ -112,11 +114,11 @@ def trained_under(policy: Policy, settings: PolicyGradient, batch: Batch) -> Bat
 
 def update(
     run: DiffusionRun,
-    settings: PolicyGradient,
+    settings: Settings,
     rollouts: Rollouts,
     edges: Edges,
     actions: Mapping[int, list[Action]],
-    loss: Loss,
+    loss: Loss[Settings],
     meter: Meter,
     *,
     further: Further = lambda action: {},
@@ -197,7 +199,7 @@ def flow_grpo_update(
     rollouts: Rollouts,
     plan: SamplingPlan,
     advantages: Tensor,
-    loss: Loss = clipped_loss,
+    loss: Loss[GroupRelative] = clipped_loss,
 ) -> dict[str, float]:
     """Steps 3 and 4 of Flow-GRPO on samples with these advantages, float64 [N]; returns the iteration's metrics."""
     meter = Meter()

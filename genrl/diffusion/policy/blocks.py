@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers.models.attention import JointTransformerBlock
@@ -66,6 +66,13 @@ class Switches:
             self.attention = before
 
 
+class Norm(Protocol):
+    """An RMS norm; `eps` None: that of the dtype."""
+
+    eps: float | None
+    weight: Tensor | None
+
+
 @dataclass
 class Processor:
     """What our processors share. `called` says that the model goes through it."""
@@ -73,9 +80,9 @@ class Processor:
     switches: Switches
     called: bool = field(default=False, init=False)
 
-    def normed(self, projected: Tensor, norm: nn.Module | None, heads: int, angles: Angles) -> Tensor:
+    def normed(self, projected: Tensor, norm: Norm | None, heads: int, angles: Angles) -> Tensor:
         """[B, S, H D] -> [B, S, H, D], normalised (by head, or all heads together) and turned."""
-        x = projected.unflatten(-1, (heads, -1))
+        x: Tensor = projected.unflatten(-1, (heads, -1))
         if norm is None and angles is None:
             return x
         if norm is None:
@@ -118,7 +125,8 @@ class JointProcessor(Processor):
         tk = self.normed(attn.add_k_proj(text), attn.norm_added_k, heads, of_text)
         tv = attn.add_v_proj(text).unflatten(-1, (heads, -1))
         mask = _joint_mask(attention_mask, encoder_hidden_states_mask, hidden_states)
-        joint = self.attend(*(torch.cat(both, 1) for both in ((tq, q), (tk, k), (tv, v))), mask)
+        q, k, v = (torch.cat(both, 1) for both in ((tq, q), (tk, k), (tv, v)))
+        joint = self.attend(q, k, v, mask)
         words, image = joint[:, :count], joint[:, count:]
         # SD3's last block has no use for the text any more
         return _out(attn, image.contiguous()), words if attn.to_add_out is None else attn.to_add_out(words.contiguous())
@@ -202,7 +210,8 @@ def _rest(
     """Of a stream, from its attention's output on; mods: gate_1, shift_2, scale_2, gate_2."""
     gate, shift, scale, gate_mlp = mods
     h, y = adaln(x, attended, gate, scale, shift, eps=eps, backend=on.backend)
-    return h + gate_mlp * mlp(y)
+    out: Tensor = h + gate_mlp * mlp(y)
+    return out
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -312,7 +321,8 @@ def _wan_block(on: Switches) -> Callable[..., Any]:
         crossed = self.attn2(asked, encoder_hidden_states, None, None)
         shift, scale, gate = last
         h, y = adaln(x, crossed, torch.ones_like(gate), scale, shift, eps=eps, backend=on.backend)
-        return (h.float() + self.ffn(y).float() * gate).to(h.dtype)
+        out: Tensor = (h.float() + self.ffn(y).float() * gate).to(h.dtype)
+        return out
 
     return forward
 
@@ -363,7 +373,7 @@ def _set_processors(denoiser: nn.Module, switches: Switches) -> list[Processor]:
                 "fit, with their own processors and separate projections"
             )
         processor = ours(switches)
-        module.set_processor(processor)  # type: ignore[operator]
+        module.set_processor(processor)
         if module.processor is not processor:
             raise RuntimeError(f"{_name(denoiser)}: {path} did not take its new attention processor")
         norms += getattr(module, "norm_q", None) is not None
@@ -380,7 +390,7 @@ def _set_forwards(denoiser: nn.Module, switches: Switches) -> int:
     for module in denoiser.modules():
         make = BLOCKS.get(type(module))
         if make is not None:
-            module.forward = MethodType(make(switches), module)  # type: ignore[method-assign]
+            module.forward = MethodType(make(switches), module)
             count += 1
     return count
 

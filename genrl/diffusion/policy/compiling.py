@@ -86,7 +86,7 @@ def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None
         if not torch.is_grad_enabled():
             found = pytree.tree_map_only(Tensor, torch.clone if cuda_graphs else torch.detach, found)
             if cuda_graphs:  # no backward pass is to come, so the next call may write over this one's memory
-                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+                torch.compiler.cudagraph_mark_step_begin()
         return found
 
     return forward

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from genrl.diffusion.policy.encoding import keep_execution_device
+from genrl.diffusion.policy.interfaces import Autoencoder, Decoder
 
 
 def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
@@ -19,7 +20,7 @@ def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
     """
     vae, home = pipe.components.get("vae"), pipe._execution_device
     for key, asked in (("offload_vae", offload), ("slice_vae", sliced)):
-        if asked and not (isinstance(vae, nn.Module) and hasattr(vae, "decode")):
+        if asked and not (isinstance(vae, nn.Module) and isinstance(vae, Decoder)):
             raise ValueError(f"model.{key}: {type(pipe).__name__} has no VAE (component vae); write false")
     if sliced:
         try:
@@ -29,12 +30,12 @@ def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
     if offload:
         keep_execution_device(pipe, home)
         vae.to("cpu")
-        for name in ("encode", "decode"):
-            if hasattr(vae, name):
-                setattr(vae, name, _fetched(vae, getattr(vae, name), home))
+        vae.decode = _fetched(vae, vae.decode, home)
+        if isinstance(vae, Autoencoder):
+            vae.encode = _fetched(vae, vae.encode, home)
 
 
-def _fetched(vae: nn.Module, original: Callable[..., Any], home: Any) -> Callable[..., Any]:
+def _fetched(vae: Any, original: Callable[..., Any], home: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         vae.to(home)

@@ -12,18 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from peft import get_peft_model_state_dict
-from torch import Tensor, nn
+from torch import Tensor
 
 from genrl import __version__
 from genrl.config import Config
 from genrl.config import load as load_config
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.evaluate import evaluation_arguments
+from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import ADAPTER
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.runtime import checkpoint
@@ -44,14 +45,19 @@ def check_lora_loader(policy: Policy) -> None:
 
     It may have adapters for the denoiser all the same; then training would work and saving would not.
     """
-    kind = type(policy.pipe)
-    loader = hasattr(kind, "load_lora_weights") and hasattr(kind, "save_lora_weights")
-    takes = inspect.signature(kind.save_lora_weights).parameters.keys() if loader else ()
-    if not all(f"{name.removesuffix(_SECOND)}_lora_layers" in takes for name in policy.denoisers):
-        raise ValueError(
-            f"model.lora: {kind.__name__} cannot load LoRA weights of its {', '.join(policy.denoisers)}; train all "
-            "weights with model.lora=null"
-        )
+    _lora_loader(policy)
+
+
+def _lora_loader(policy: Policy) -> LoRALoader:
+    pipe = policy.pipe
+    if isinstance(pipe, LoRALoader):
+        takes = inspect.signature(type(pipe).save_lora_weights).parameters.keys()
+        if all(f"{name.removesuffix(_SECOND)}_lora_layers" in takes for name in policy.denoisers):
+            return pipe
+    raise ValueError(
+        f"model.lora: {type(pipe).__name__} cannot load LoRA weights of its {', '.join(policy.denoisers)}; train all "
+        "weights with model.lora=null"
+    )
 
 
 def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
@@ -62,9 +68,8 @@ def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     name, and the denoising of `probe` must come out equal. Raises ExportError where it does not, ValueError where the
     pipeline has no LoRA loader.
     """
-    check_lora_loader(policy)
-    pipe = policy.pipe
-    for name, denoiser in policy.denoisers.items():
+    pipe = _lora_loader(policy)
+    for name, denoiser in _adapted(policy).items():
         part = name.removesuffix(_SECOND)
         arguments = {
             f"{part}_lora_layers": get_peft_model_state_dict(denoiser, adapter_name=ADAPTER),
@@ -79,22 +84,23 @@ def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
 @torch.no_grad()
 def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Raise ExportError unless the adapter in `folder`, as diffusers loads it, acts like the one in memory."""
+    denoisers = _adapted(policy)
     stop = None if len(policy.denoisers) > 1 else 1  # each expert has its steps
     wanted = policy.roll_out(probe, stop=stop).final
     try:
         with warnings.catch_warnings(), _quiet_loading():  # a second adapter beside the first is what we want here
             warnings.simplefilter("ignore")
             _load_again(policy, folder)
-        for denoiser in policy.denoisers.values():
+        for denoiser in denoisers.values():
             _require_equal_adapters(denoiser, folder)
             denoiser.set_adapter(_RELOADED)
         found = policy.roll_out(probe, stop=stop).final
     finally:
-        for denoiser in policy.denoisers.values():
+        for denoiser in denoisers.values():
             denoiser.set_adapter(ADAPTER)
             denoiser.delete_adapters(_RELOADED)
     # Equal bits in float32 on a CPU; a pipeline in lower precision holds the reloaded adapter rounded to it.
-    tolerance = max(1e-5, 4 * torch.finfo(policy.denoiser.dtype).eps) * float(wanted.abs().max())
+    tolerance = max(1e-5, 4 * torch.finfo(next(iter(denoisers.values())).dtype).eps) * float(wanted.abs().max())
     difference = float((wanted - found).abs().max())
     if not difference <= tolerance:
         raise ExportError(f"the adapter in {folder} acts differently after reloading (by up to {difference:g})")
@@ -102,18 +108,27 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
 
 def _load_again(policy: Policy, folder: Path) -> None:
     """Load the folder beside the adapter in training. Raises ExportError where diffusers cannot read it."""
+    pipe = _lora_loader(policy)
     try:
         for name in policy.denoisers:
             if name.endswith(_SECOND):
                 path = str(folder / name)
-                policy.pipe.load_lora_weights(path, adapter_name=_RELOADED, load_into_transformer_2=True)
+                pipe.load_lora_weights(path, adapter_name=_RELOADED, load_into_transformer_2=True)
             else:
-                policy.pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
+                pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ExportError(f"the adapter in {folder} cannot be loaded again: {error}") from error
 
 
-def _require_equal_adapters(denoiser: nn.Module, folder: Path) -> None:
+def _adapted(policy: Policy) -> dict[str, AdaptedDenoiser]:
+    found: dict[str, AdaptedDenoiser] = {}
+    for name, denoiser in policy.denoisers.items():
+        assert isinstance(denoiser, AdaptedDenoiser), f"the {name} has no adapter"
+        found[name] = denoiser
+    return found
+
+
+def _require_equal_adapters(denoiser: AdaptedDenoiser, folder: Path) -> None:
     """The reloaded adapter is the trained one: scale, rank, names, and values up to the dtype it is held in."""
     if _RELOADED not in denoiser.peft_config:
         raise ExportError(f"the adapter in {folder} holds nothing for the {type(denoiser).__name__}")
@@ -134,10 +149,11 @@ def _quiet_loading() -> Iterator[None]:
         diffusers_logging.set_verbosity(level)
 
 
-def load_lora(pipe: DiffusionPipeline, lora: str) -> None:
+def load_lora(pipe: Pipeline, lora: str) -> LoRALoader:
     """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
-    two, any other that diffusers reads, or a hub id. Raises ValueError where there is none to load."""
-    if not hasattr(pipe, "load_lora_weights"):
+    two, any other that diffusers reads, or a hub id. Returns the pipeline; raises ValueError where there is none to
+    load."""
+    if not isinstance(pipe, LoRALoader):
         raise ValueError(f"{type(pipe).__name__} cannot load LoRA weights")
     folder = Path(lora)
     if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", lora):
@@ -151,8 +167,9 @@ def load_lora(pipe: DiffusionPipeline, lora: str) -> None:
                 pipe.load_lora_weights(str(folder / f"transformer{_SECOND}"), load_into_transformer_2=True)
     except Exception as error:  # noqa: BLE001  whatever a file, the hub or peft may say; told with the adapter's name
         raise ValueError(f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}: {error}") from error
-    if not any(getattr(part, "peft_config", None) for part in pipe.components.values()):
+    if not any(isinstance(part, Adapted) and part.peft_config for part in pipe.components.values()):
         raise ValueError(f"the LoRA {lora!r} holds nothing for {type(pipe).__name__}: it is of another model")
+    return pipe
 
 
 def export(run: Path, out: Path, *, step: int | None = None, full: bool = False) -> Path:
@@ -172,15 +189,17 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
         raise ValueError(f"{run} has {wanted}; checkpoints there: {have}")
     loaded = checkpoint.load(source)
     config = load_config(run / "config.yaml")
+    if not isinstance(config, Config):
+        raise ValueError(f"{run} is no run of a diffusion pipeline")
     if config.model.lora is not None and not full:
         shutil.copytree(source / "lora", out, dirs_exist_ok=True)
     else:
         pipe = load_pipeline(config.model)
         if config.model.lora is not None:
-            load_lora(pipe, str(source / "lora"))
-            adapted = [name for name, part in pipe.components.items() if hasattr(part, "peft_config")]
-            pipe.fuse_lora(components=adapted)  # by default not the second expert
-            pipe.unload_lora_weights()
+            loader = load_lora(pipe, str(source / "lora"))
+            adapted = [name for name, part in pipe.components.items() if isinstance(part, Adapted)]
+            loader.fuse_lora(components=adapted)  # by default not the second expert
+            loader.unload_lora_weights()
         else:
             _fill(pipe, result(loaded.tensors))
         pipe.save_pretrained(out)
@@ -191,7 +210,7 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
 
 
 @torch.no_grad()
-def _fill(pipe: DiffusionPipeline, tensors: Mapping[str, Tensor]) -> None:
+def _fill(pipe: Pipeline, tensors: Mapping[str, Tensor]) -> None:
     """Put `component.parameter` tensors of a checkpoint into a pipeline."""
     for name, tensor in tensors.items():
         component, _, key = name.partition(".")

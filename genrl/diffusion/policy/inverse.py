@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.interfaces import Autoencoder
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 
 MOST = 0.1  # mean absolute difference of pictures in [0, 1] from themselves, encoded and decoded; good ones: 0.03
 
@@ -32,7 +34,7 @@ def encode(policy: Policy, batch: Batch, images: Tensor) -> Tensor:
     """
     vae = policy.pipe.components.get("vae")
     name = type(policy.pipe).__name__
-    if vae is None or not hasattr(vae, "encode") or not hasattr(vae, "decode"):
+    if not isinstance(vae, Autoencoder):
         raise ValueError(f"{name} has no autoencoder that encodes (component vae): it cannot learn from given pictures")
     probe = decoder_input(policy, batch, torch.zeros(policy.state_shape(batch), device=policy.device))
     pixels = (2.0 * images - 1.0).to(policy.device, vae.dtype)

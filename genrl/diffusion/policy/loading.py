@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from genrl.config import Model, Sampling
 from genrl.config.combinations import OURS
+from genrl.diffusion.policy.interfaces import Pipeline
 
 
 class _NoTorchvision(logging.Filter):
@@ -28,14 +29,14 @@ class _NoTorchvision(logging.Filter):
 _NO_TORCHVISION = _NoTorchvision()  # one object: a logger takes it once
 
 
-def load_pipeline(model: Model) -> DiffusionPipeline:
+def load_pipeline(model: Model) -> Pipeline:
     """The pipeline as diffusers loads it, from a folder or the hub; ValueError naming the key where it cannot."""
     logging.getLogger("transformers.utils.import_utils").addFilter(_NO_TORCHVISION)
     if not sys.stderr.isatty():  # bars are for people; in a log they are clutter
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
     try:
-        return DiffusionPipeline.from_pretrained(
+        pipe: Pipeline = DiffusionPipeline.from_pretrained(
             model.path,
             revision=model.revision,
             variant=model.variant,
@@ -43,9 +44,10 @@ def load_pipeline(model: Model) -> DiffusionPipeline:
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}") from error
+    return pipe
 
 
-def check_call_arguments(pipe: DiffusionPipeline, arguments: Iterable[str], section: str | None = "sampling") -> None:
+def check_call_arguments(pipe: Pipeline, arguments: Iterable[str], section: str | None = "sampling") -> None:
     """Raise ValueError where the pipeline's call does not take an argument, naming its key and the nearest it takes.
 
     arguments: names of all that is to be passed but what the trainer sets itself (prompt, generator, ...). section:

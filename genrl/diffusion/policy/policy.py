@@ -15,206 +15,27 @@ latents it made), `encode_prompt` (memoised: each distinct prompt is encoded onc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, cast
 
-import numpy as np
 import torch
-from diffusers import DiffusionPipeline
-from PIL import Image
 from torch import Tensor, nn
 
-from genrl.config.kernels import find_kernel
 from genrl.diffusion.policy.blocks import Switches
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
+from genrl.diffusion.policy.interfaces import Decoder, Pipeline
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
+from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, Trajectory, of_rows, step_noise
 from genrl.kernels.backend import Backend, TooManyGraphs
 from genrl.kernels.sde_step import sde_step
-from genrl.mdp import kernels
 from genrl.mdp.gaussian import Reduction, log_prob, sample
-from genrl.mdp.kernels import Transition
-from genrl.mdp.noise import derive_seed, keyed_noise
-from genrl.mdp.tree import edge_noise
+from genrl.mdp.kernels import PredictionType, Transition
+from genrl.mdp.noise import derive_seed
 from genrl.runtime.sharding import is_sharded
 
 DENOISERS = ("transformer", "unet", "transformer_2")
-NoiseKey = tuple[int | str, ...]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch of samples to draw: with the weights, all that a sample depends on."""
-
-    prompts: list[str]
-    keys: list[NoiseKey]
-    """One per sample, e.g. (run seed, iteration, slot): every random number of the sample derives from its key."""
-    sampling: Mapping[str, Any]
-    """Arguments of the pipeline call: num_inference_steps, guidance_scale, height, width, ..."""
-    initial_keys: list[NoiseKey] | None = None
-    """Keys of the initial noise where they differ from `keys` (a group that shares its starting point)."""
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    """Further call arguments that hold one entry per sample, such as `image` of an editing pipeline."""
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def take(self, rows: Sequence[int]) -> Batch:
-        """The samples of these rows."""
-        return replace(
-            self,
-            prompts=[self.prompts[r] for r in rows],
-            keys=[self.keys[r] for r in rows],
-            initial_keys=[self.initial_keys[r] for r in rows] if self.initial_keys else None,
-            inputs={name: [values[r] for r in rows] for name, values in self.inputs.items()},
-        )
-
-    def dumped(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(JSON, its pictures as uint8 [H, W, 3]): what `from_dump` makes it from."""
-        info = {
-            "prompts": self.prompts,
-            "keys": self.keys,
-            "initial_keys": self.initial_keys,
-            "sampling": dict(self.sampling),
-            "inputs": list(self.inputs),
-        }
-        pictures = {
-            f"inputs/{name}/{k}": torch.from_numpy(np.array(picture))
-            for name, row in self.inputs.items()
-            for k, picture in enumerate(row)
-        }
-        return info, pictures
-
-    @classmethod
-    def from_dump(cls, info: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """The reverse of `dumped`."""
-        initial = info["initial_keys"]
-        return cls(
-            prompts=info["prompts"],
-            keys=[tuple(key) for key in info["keys"]],
-            sampling=info["sampling"],
-            initial_keys=None if initial is None else [tuple(key) for key in initial],
-            inputs={
-                name: [Image.fromarray(tensors[f"inputs/{name}/{k}"].numpy()) for k in range(len(info["prompts"]))]
-                for name in info["inputs"]
-            },
-        )
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """Which Gaussian transition a stochastic step is, by name (`genrl.config.kernels`), and its noise level (a or eta).
-
-    Raises ValueError for a name that is none, and for what a kernel from outside returns if it is no transition.
-    """
-
-    name: str
-    noise_level: float
-    levels: Mapping[int, float] = field(default_factory=dict)
-    """Noise level of single steps, where it is another one."""
-
-    def transition(
-        self,
-        step: Step,
-        parametrisation: str,
-        prediction_type: str = "epsilon",
-        clip_range: float | None = None,
-        threshold: tuple[float, float] | None = None,
-    ) -> Transition:
-        x, out = step.state, step.model_output
-        a = self.levels.get(step.index, self.noise_level)
-        if parametrisation == "diffusion":
-            return kernels.ddim(
-                x,
-                out,
-                step.sigma,
-                step.sigma_next,
-                eta=a,
-                prediction_type=prediction_type,
-                clip_range=clip_range,
-                threshold=threshold,
-            )
-        sigma, sigma_next = step.sigma, step.sigma_next
-        if self.name == "wan_sde":  # its noise follows the schedule: it has no level, so none of 0 either
-            return kernels.wan_sde(x, out, sigma, sigma_next, sigma_max=step.sigma_max)
-        if self.name == "ode" or a == 0.0:
-            return kernels.ode(x, out, sigma, sigma_next)
-        if self.name == "flow_sde":
-            return kernels.flow_sde(x, out, sigma, sigma_next, noise_level=a, sigma_max=step.sigma_max)
-        if self.name == "dance_sde":
-            return kernels.dance_sde(x, out, sigma, sigma_next, noise_level=a)
-        if self.name == "flow_cps":
-            return kernels.flow_cps(x, out, sigma, sigma_next, noise_level=a)
-        if self.name == "flow_ddim":
-            return kernels.flow_ddim(x, out, sigma, sigma_next, noise_level=a)
-        mean, std = find_kernel(self.name)(x, out, sigma, sigma_next, noise_level=a)
-        return kernels.transition_of(x, mean, std)
-
-
-ODE = Kernel("ode", 0.0)
-
-
-@dataclass(frozen=True)
-class Children:
-    """What the last step of a segment draws where its samples branch: C children of R rows, from one model call."""
-
-    parent_row: Tensor
-    """Row that each child comes from, int64 [C]."""
-    keys: list[NoiseKey]
-    """One per child."""
-    base_keys: list[NoiseKey] | None = None
-    """Key of each child's parent where the noises of siblings are correlated, else None."""
-    spread: float | None = None
-    """Then their correlation is 1 / (1 + spread^2)."""
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """A recorded segment of denoising chains of one micro-batch."""
-
-    batch: Batch
-    kernel: Kernel
-    states: dict[int, Tensor]
-    """Step index i -> x_i, float32 [B, ...]: both ends of every stochastic step."""
-    next_states: dict[int, Tensor]
-    """Step index i -> x_{i+1} as it was drawn, the action of step i: `states[i + 1]`, unless the pipeline changes
-    states between its steps (inpainting masks). Of the step that branches [C, ...], one per child."""
-    log_probs: dict[int, Tensor]
-    """Step index i -> log p(x_{i+1} | x_i), float32 [B] ([C] of the step that branches). Deterministic steps are not
-    actions and have none."""
-    final: Tensor
-    """The state after the last step run, float32 [B, ...] ([C, ...] where it branches)."""
-    sigmas: Tensor
-    """The full schedule, float32 [T + 1] (diffusion: timesteps [T])."""
-    stop: int
-    """The step after the last one run."""
-    initial: Tensor
-    """The state before the first step run, float32 [B, ...]."""
-    children: Children | None = None
-    predicted: Tensor | None = None
-    """The clean sample predicted at the last step run, where asked for: float32 [B, ...]."""
-    graphs: dict[int, Replayed] = field(default_factory=dict)
-    """Step index i -> what `replay` would give before the first update, where its graph was kept."""
-
-    def rows(self, index: int) -> Tensor | None:
-        """Row of the state that each action of this step was drawn from, where they are not one to one."""
-        return self.children.parent_row if self.children is not None and index == self.stop - 1 else None
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """One recorded step under the current parameters. Gradients flow through all of it."""
-
-    log_prob: Tensor
-    """float32 [B]"""
-    mean: Tensor
-    """float32 [B, ...]"""
-    std: Tensor
-    """Transition standard deviation, float32 [B, 1, ...]."""
-    model_output: Tensor
-    """Velocity (or network prediction), float32 [B, ...]. B counts actions: siblings share theirs."""
-    step: Step
 
 
 def _per_prompt(arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -225,10 +46,10 @@ def _per_prompt(arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
     }
 
 
-def _decode_in_own_precision(pipe: DiffusionPipeline) -> None:
+def _decode_in_own_precision(pipe: Pipeline) -> None:
     """Take the decoder out of autocast, which is meant for the denoiser: in bfloat16 pictures lose shades."""
     decoder = pipe.components.get("vae")
-    if not isinstance(decoder, nn.Module) or not hasattr(decoder, "decode"):
+    if not isinstance(decoder, nn.Module) or not isinstance(decoder, Decoder):
         return
     original = decoder.decode
 
@@ -238,23 +59,6 @@ def _decode_in_own_precision(pipe: DiffusionPipeline) -> None:
             return original(latents.to(decoder.dtype), *args, **kwargs)
 
     decoder.decode = decode
-
-
-def _of_rows(transition: Transition, rows: Tensor) -> Transition:
-    """The transition of each of these rows."""
-    where = rows.to(transition.mean.device)
-    return Transition(
-        transition.mean[where], transition.std.expand(len(transition.mean), *transition.std.shape[1:])[where]
-    )
-
-
-def _noise(shape: torch.Size, step: int, keys: Sequence[NoiseKey], children: Children | None) -> Tensor:
-    """Of the actions of a step, [B, ...] or [C, ...], on the CPU."""
-    if children is None:
-        return torch.stack([keyed_noise(shape, *key, "step", step) for key in keys])
-    bases = children.base_keys or [None] * len(children.keys)
-    pairs = zip(children.keys, bases, strict=True)
-    return torch.stack([edge_noise(shape, key, step, parent_key=base, spread=children.spread) for key, base in pairs])
 
 
 class _Leave(Exception):
@@ -271,9 +75,11 @@ class Policy:
     Raises ValueError where the pipeline does not fit, with the reason.
     """
 
+    _latents_shape: torch.Size
+
     def __init__(
         self,
-        pipe: DiffusionPipeline,
+        pipe: Pipeline,
         *,
         autocast: torch.dtype | None = None,
         reduction: Reduction = "mean",
@@ -296,7 +102,7 @@ class Policy:
         self.autocast = autocast
         self.reduction = reduction
         self.original_scheduler = pipe.scheduler
-        self.head: PolicyHead = as_policy_head(pipe.scheduler)
+        self.head = as_policy_head(pipe.scheduler)
         pipe.scheduler = self.head
         pipe.set_progress_bar_config(disable=True)
         for component in pipe.components.values():
@@ -325,9 +131,9 @@ class Policy:
         return next(iter(self.denoisers.values()))
 
     @property
-    def prediction_type(self) -> str:
-        """What the network of a model that is no flow predicts: epsilon, v_prediction or sample."""
-        return str(self.head.config.get("prediction_type", "epsilon"))  # type: ignore[attr-defined]
+    def prediction_type(self) -> PredictionType:
+        """What the network of a model that is no flow predicts: `as_policy_head` lets no others in."""
+        return cast(PredictionType, str(self.head.config.get("prediction_type", "epsilon")))
 
     @property
     def embeds_guidance(self) -> bool:
@@ -382,8 +188,8 @@ class Policy:
             branching = children if stop is not None and i == stop - 1 else None
             if i in stochastic and bool((transition.std > 0).all()):
                 rows = None if branching is None else branching.parent_row
-                drawn = transition if rows is None else _of_rows(transition, rows)
-                noise = _noise(step.state.shape[1:], i, batch.keys, branching)
+                drawn = transition if rows is None else of_rows(transition, rows)
+                noise = step_noise(step.state.shape[1:], i, batch.keys, branching)
                 if self.fused_step is None:
                     final = sample(drawn.mean.detach(), drawn.std, noise)
                     recorded = self._replayed(step, drawn, final, rows)
@@ -428,7 +234,7 @@ class Policy:
         if self.fused_step is not None:
             return self._fused(self.fused_step, step, trajectory.kernel, rows, taken=next_state)[1]
         transition = self._transition(step, trajectory.kernel)
-        return self._replayed(step, transition if rows is None else _of_rows(transition, rows), next_state, rows)
+        return self._replayed(step, transition if rows is None else of_rows(transition, rows), next_state, rows)
 
     def _replayed(self, step: Step, transition: Transition, next_state: Tensor, rows: Tensor | None) -> Replayed:
         output = step.model_output if rows is None else step.model_output[rows.to(step.model_output.device)]
@@ -499,7 +305,8 @@ class Policy:
 
     def generate(self, batch: Batch) -> Tensor:
         """Final states by the pipeline's own deterministic solver, float32 [B, ...]: evaluation."""
-        return self._call(batch, Request(), state=None).float()
+        final: Tensor = self._call(batch, Request(), state=None)
+        return final.float()
 
     def state_shape(self, batch: Batch) -> torch.Size:
         """Shape of the states of a batch, [B, ...]. No model call."""

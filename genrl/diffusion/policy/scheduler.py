@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, SchedulerMixin
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
@@ -68,6 +68,14 @@ class Request:
 class PolicyHead:
     """Mixed in before a scheduler class by `as_policy_head`; never used alone."""
 
+    config: Any
+    """The scheduler's own."""
+    timesteps: Tensor
+    sigmas: Tensor
+    alphas_cumprod: Tensor
+    """Diffusion: cumulative alpha of every training timestep, float32 [N]."""
+    final_alpha_cumprod: Tensor
+    """Diffusion: that of the state after the last step, float32 []."""
     parametrisation: Parametrisation
     request: Request
     full_timesteps: Tensor
@@ -82,18 +90,18 @@ class PolicyHead:
     @property
     def _inverted(self) -> bool:
         """Whether the scheduler's own time runs from data to noise, with the velocity `data - noise` (Mochi)."""
-        return bool(self.config.get("invert_sigmas", False))  # type: ignore[attr-defined]
+        return bool(self.config.get("invert_sigmas", False))
 
     @property
     def clip_range(self) -> float | None:
         """Diffusion: bound of the predicted clean sample, where the configuration asks for one (pixel models do)."""
-        config = self.config  # type: ignore[attr-defined]
+        config = self.config
         return float(config.clip_sample_range) if config.get("clip_sample", False) else None
 
     @property
     def threshold(self) -> tuple[float, float] | None:
         """Diffusion: quantile and largest bound of dynamic thresholding, where the configuration asks for it."""
-        config = self.config  # type: ignore[attr-defined]
+        config = self.config
         on = config.get("thresholding", False)
         return (float(config.dynamic_thresholding_ratio), float(config.sample_max_value)) if on else None
 
@@ -111,9 +119,9 @@ class PolicyHead:
         return sample.detach().float()
 
     def _expose_segment(self) -> None:
-        self.full_timesteps = self.timesteps  # type: ignore[has-type]
+        self.full_timesteps = self.timesteps
         if self.parametrisation == "flow":
-            sigmas = self.sigmas.float().cpu()  # type: ignore[attr-defined]
+            sigmas = self.sigmas.float().cpu()
             self.full_sigmas = 1.0 - sigmas if self._inverted else sigmas
         request = self.request
         if request.at is not None:
@@ -136,7 +144,7 @@ class PolicyHead:
         """
         if self.parametrisation == "diffusion":
             return sigma
-        end = float(self.config.num_train_timesteps) if self._inverted else 0.0  # type: ignore[attr-defined]
+        end = float(self.config.num_train_timesteps) if self._inverted else 0.0
         sigmas = self.full_sigmas.double().flip(0)  # ascending from 0
         times = torch.cat([self.full_timesteps.cpu().double(), torch.tensor([end]).double()]).flip(0)
         wanted = sigma.detach().cpu().double().clamp(sigmas[0], sigmas[-1])
@@ -149,9 +157,9 @@ class PolicyHead:
             levels = self.full_sigmas
             return levels[index], levels[index + 1], levels[1]
         t = self.full_timesteps[index]
-        t_next = t - self.config.num_train_timesteps // len(self.full_timesteps)  # type: ignore[attr-defined]
-        alphas = self.alphas_cumprod.to(t.device)  # type: ignore[attr-defined]
-        final = self.final_alpha_cumprod.to(t.device)  # type: ignore[attr-defined]
+        t_next = t - self.config.num_train_timesteps // len(self.full_timesteps)
+        alphas = self.alphas_cumprod.to(t.device)
+        final = self.final_alpha_cumprod.to(t.device)
         return alphas[t], alphas[t_next] if t_next >= 0 else final, alphas[t]
 
     def _step(self, model_output: Tensor, sample: Tensor) -> Tensor:
@@ -175,7 +183,7 @@ class PolicyHead:
         return self.hold(self.request.on_step(step))
 
 
-def as_policy_head(scheduler: SchedulerMixin) -> Any:
+def as_policy_head(scheduler: Any) -> PolicyHead:
     """A policy head of the class of `scheduler`, with its configuration.
 
     Flow-matching schedulers (Euler, and UniPC or DPM-Solver with flow sigmas) keep their class. For epsilon, v and
@@ -185,6 +193,9 @@ def as_policy_head(scheduler: SchedulerMixin) -> Any:
     Raises ValueError for a scheduler that is neither (it names the class).
     """
     config = dict(scheduler.config)
+    parent: Any
+    parametrisation: Parametrisation
+    overrides: dict[str, Any]
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) or config.get("use_flow_sigmas", False):
         parent, parametrisation, overrides = type(scheduler), "flow", {}
         if config.get("stochastic_sampling", False):
@@ -217,8 +228,8 @@ def as_policy_head(scheduler: SchedulerMixin) -> Any:
         "_state": None,
         "_given": None,
     }
-    head_class = type(f"Policy{parent.__name__}", (PolicyHead, parent), members)
-    head = head_class.from_config(config, **overrides)
+    head_class: Any = type(f"Policy{parent.__name__}", (PolicyHead, parent), members)
+    head: PolicyHead = head_class.from_config(config, **overrides)
     if parametrisation == "diffusion":  # some schedulers change the alphas after making them from the betas
         head.alphas_cumprod = scheduler.alphas_cumprod.clone()
         final = getattr(scheduler, "final_alpha_cumprod", head.final_alpha_cumprod)

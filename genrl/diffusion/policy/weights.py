@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
-from diffusers.loaders import PeftAdapterMixin
+from diffusers.loaders.peft import PeftAdapterMixin
 from peft import LoraConfig as PeftLoraConfig
 from torch import nn
 
@@ -26,11 +26,18 @@ def trainable(
     denoisers: by component name; lora: the adapter to add in place, or None to train every parameter.
     Trained parameters are float32 whatever the dtype of the frozen ones. Raises ValueError where no layer matches.
     """
+    adapted: list[PeftAdapterMixin] = []
     for name, denoiser in denoisers.items():
         if lora is None:
             denoiser.requires_grad_(True)
+        elif not isinstance(denoiser, PeftAdapterMixin):
+            raise ValueError(
+                f"model.lora: diffusers has no adapters for a {type(denoiser).__name__}; set model.lora=null to train "
+                "all"
+            )
         else:
             peft_config = _peft_config(name, denoiser, lora)
+            adapted.append(denoiser)
             # The adapter's initial values depend on the run's seed alone. peft draws them on the CPU, wherever the
             # model is; the generators of other devices are left alone.
             with torch.random.fork_rng(devices=[]):
@@ -51,7 +58,7 @@ def trainable(
     @contextmanager
     def without_adapters() -> Iterator[None]:
         with ExitStack() as stack:
-            for denoiser in denoisers.values():
+            for denoiser in adapted:
                 denoiser.disable_adapters()
                 stack.callback(denoiser.enable_adapters)
             yield
@@ -61,10 +68,6 @@ def trainable(
 
 
 def _peft_config(name: str, denoiser: nn.Module, lora: LoRA) -> PeftLoraConfig:
-    if not isinstance(denoiser, PeftAdapterMixin):
-        raise ValueError(
-            f"model.lora: diffusers has no adapters for a {type(denoiser).__name__}; set model.lora=null to train all"
-        )
     linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
     others = {key for key, _ in denoiser.named_modules()} - linears
     candidates = lora.targets or ATTENTION_LAYERS
@@ -78,7 +81,12 @@ def _peft_config(name: str, denoiser: nn.Module, lora: LoRA) -> PeftLoraConfig:
         )
     # In some models a name is that of a linear layer here and of a list of layers there: spelt out.
     targets = [key for t in found for key in (_ending(t, linears) if _ending(t, others) else [t])]
-    return PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights="gaussian")
+    return PeftLoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=targets,
+        init_lora_weights="gaussian",
+    )
 
 
 def _ending(target: str, keys: set[str]) -> list[str]:

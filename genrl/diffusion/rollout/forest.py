@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from genrl.diffusion.policy.policy import Batch, Children, Kernel, NoiseKey, Policy, Trajectory
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, NoiseKey, Trajectory
 from genrl.mdp.dpm import solve
 from genrl.mdp.plan import SamplingPlan
 from genrl.mdp.schedules import compressed_tail

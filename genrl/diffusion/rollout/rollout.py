@@ -26,7 +26,8 @@ from torch import Tensor
 import rewards
 from genrl.config import Config, Sampling
 from genrl.data.prompts import Prompt
-from genrl.diffusion.policy.policy import Batch, NoiseKey, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring
 from genrl.mdp.batches import prompt_indices

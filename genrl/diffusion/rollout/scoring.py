@@ -24,6 +24,7 @@ from genrl.data.prompts import Prompt
 from rewards.background import Background
 from rewards.calls import inner
 from rewards.compose import Component, Gate
+from rewards.contract import Movable
 from rewards.placing import open_reward
 from rewards.service.remote import Outage
 
@@ -97,7 +98,7 @@ def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lamb
             undo.callback(rewards.close, reward)
             opened[label] = reward
             if settings.offload:
-                if not hasattr(inner(reward), "to"):
+                if not isinstance(inner(reward), Movable):
                     raise ValueError(
                         f"rewards.{index}.offload: {settings.name!r} has no method to(device), by which its model "
                         "would be moved; leave offload out"

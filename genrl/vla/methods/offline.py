@@ -371,7 +371,7 @@ def train_iql(
         target = iql.q_target(paid[index].to(device), following, batch.terminated.to(device), batch.discount.to(device))
         q_loss = (critics.q_values(batch.observation, batch.action) - target).square().mean()
         optimiser.zero_grad(set_to_none=True)
-        (value_loss + q_loss).backward()  # type: ignore[no-untyped-call]
+        (value_loss + q_loss).backward()
         optimiser.step()
         critics.follow(target_rate)
         yield {"q_loss": q_loss.item(), "value_loss": value_loss.item(), "value": value.mean().item()}

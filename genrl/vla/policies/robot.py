@@ -105,11 +105,11 @@ class Robot:
         self.stats = found["normalizer_processor"]
         self.stats[ACTION] = found["unnormalizer_processor"].get(ACTION, {})
         used = (*self.vectors.values(), *self.pictures.values(), ACTION)
-        lost = [name for name in used if self.modes[name] != "IDENTITY" and not self.stats.get(name)]
-        if lost:
+        missing = [name for name in used if self.modes[name] != "IDENTITY" and not self.stats.get(name)]
+        if missing:
             raise ValueError(
-                f"{folder.path} has no statistics of {lost[0]!r}, which it is to normalise by {self.modes[lost[0]]}: "
-                "a base model; pass those of the data set that it is to be trained on (Adapt(stats=...))"
+                f"{folder.path} has no statistics of {missing[0]!r}, to normalise by {self.modes[missing[0]]}: "
+                "it is a base model; pass those of the data set that it is to be trained on (Adapt(stats=...))"
             )
         width = {len(v) for key, v in self.stats[ACTION].items() if key != "count"}
         if self.modes[ACTION] != "IDENTITY" and width != {self.action_dim}:

@@ -228,7 +228,7 @@ def gpu_share(actors: int) -> float:
     if not gpus:
         raise ValueError(
             "environment.workers: ray acts with copies of the policy, which is on a GPU here, and the Ray cluster has "
-            "none: another device rounds otherwise than the one that trains. Write ray_simulators: it stays here"
+            "none: it would round differently from the one that trains. Write ray_simulators: it stays here"
         )
     share = float(gpus) / actors / int(os.environ.get("WORLD_SIZE", "1"))
     return share if share < 1.0 else float(int(share))

@@ -1,12 +1,13 @@
-"""Drawing chunks from a policy, and scoring them again: one transition rule for both, by kind of sampler.
+"""Sampling chunks from a policy, and scoring them again: one transition rule for both, by kind of sampler.
 
 Of a chunk's K denoising steps N are kept: those that are scored. A record is [B, N, ...] states, the states that
-followed, and the number of the step (`step_index`); K + 1 states are in it only where all were drawn. Log-probabilities
-are per element, [B, M, H, A]: M = N where every step is a decision (two layers: `FlowSteps`, `Diffusion`), M = 1 where
-the chain is one (`LearnedNoise`). `chains.executed` and `chains.aggregate` make ratios of them.
+followed, and the number of the step (`step_index`); K + 1 states are in it only where all were sampled.
+Log-probabilities are per element, [B, M, H, A]: M = N where every step is a decision (two layers: `FlowSteps`,
+`Diffusion`), M = 1 where the chain is one (`LearnedNoise`). `chains.executed` and `chains.aggregate` make ratios of
+them.
 
-On the rows it was drawn with, `replay` computes what `sample` did, bit for bit; on other batches a matrix product may
-round otherwise.
+On the rows it was sampled with, `replay` computes what `sample` did, bit for bit; on other batches a matrix product may
+round differently.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from genrl.vla.policies.policy import Batch, LearnsNoise, Policy, PredictsNoise,
 
 @dataclass(frozen=True)
 class FlowSteps:
-    """Flow-SDE (pi_RL) or Flow-CPS: `selection` of the steps are drawn (`chains.noisy_steps`), the others are the ODE.
+    """Flow-SDE (pi_RL) or Flow-CPS: the steps of `selection` are sampled (`chains.noisy_steps`), others are the ODE.
 
     noise_level: .5 in pi_RL; a small policy needs 1, for the later ODE steps contract the noise of the earlier ones.
     The level belongs to the record: anneal by a new sampler. Two steps at least; the last of Flow-CPS is deterministic,
@@ -52,7 +53,7 @@ class FlowSteps:
 class LearnedNoise:
     """Flow-Noise of pi_RL by default; ReinFlow is mean_clip 1, noise_clip 3, last_clip 1, reduction "sum".
 
-    All steps are drawn with the std of the policy, between low and high, and the log-probability is that of the chain,
+    All steps are sampled with the policy's std, between low and high, and the log-probability is that of the chain,
     with its initial noise where `initial` (see `chains.chain_log_prob`). A small policy needs about [.2, .6].
     """
 
@@ -68,10 +69,10 @@ class LearnedNoise:
 
 @dataclass(frozen=True)
 class Diffusion:
-    """DPPO: `steps` of `train_steps` (all: DDPM; fewer: DDIM, eta 1), the last `ft_denoising_steps` drawn and scored.
+    """DPPO: `steps` of `train_steps` (all: DDPM; fewer: DDIM, eta 1), the last `ft_denoising_steps` sampled and scored.
 
-    The others are drawn, too, with the policy as it was before: `sample` wants it. floor: least std, to draw and to
-    score. schedule: of the noise, that which the policy was trained with ("vp" in FISOR).
+    The others are sampled, too, with the policy as it was before: `sample` wants it. floor: least std, to sample and
+    to score. schedule: of the noise, that which the policy was trained with ("vp" in FISOR).
     """
 
     train_steps: int = 20
@@ -98,7 +99,7 @@ class Diffusion:
 Sampler = FlowSteps | LearnedNoise | Diffusion
 
 
-class Draw(NamedTuple):
+class ChunkNoise(NamedTuple):
     """All that is random in B chunks: noise [B, K + 1, H, A], the initial one first; noisy bool [B, K], see `kept`."""
 
     noise: Tensor
@@ -138,25 +139,27 @@ class Frozen(NamedTuple):
     context: Batch
 
 
-def draw(
+def chunk_noise(
     sampler: Sampler, policy: Policy, generators: Sequence[torch.Generator], shared: torch.Generator | None = None
-) -> Draw:
-    """What chunk i needs, from generator i alone; `shared` draws the step of "random_per_batch"."""
+) -> ChunkNoise:
+    """What chunk i needs, from generator i alone; `shared` chooses the step of "random_per_batch"."""
     shape = (sampler.steps + 1, policy.horizon, policy.action_dim)
     noise = torch.stack([torch.randn(shape, generator=own) for own in generators])
     if isinstance(sampler, LearnedNoise):
-        return Draw(noise, torch.ones(len(noise), sampler.steps, dtype=torch.bool))
+        return ChunkNoise(noise, torch.ones(len(noise), sampler.steps, dtype=torch.bool))
     if isinstance(sampler, Diffusion):
         place = torch.arange(sampler.steps)
-        return Draw(noise, ddpm.fine_tuned(place, sampler.steps, sampler.ft_denoising_steps).expand(len(noise), -1))
+        return ChunkNoise(
+            noise, ddpm.fine_tuned(place, sampler.steps, sampler.ft_denoising_steps).expand(len(noise), -1)
+        )
 
     def choose(rows: int, rng: torch.Generator | None) -> Tensor:
         count, skip = sampler.count, sampler.skip_last
         return chains.noisy_steps(sampler.selection, rows, sampler.steps, count=count, skip_last=skip, generator=rng)
 
     if sampler.selection == "random_per_env":
-        return Draw(noise, torch.cat([choose(1, own) for own in generators]))
-    return Draw(noise, choose(len(noise), shared))
+        return ChunkNoise(noise, torch.cat([choose(1, own) for own in generators]))
+    return ChunkNoise(noise, choose(len(noise), shared))
 
 
 def transition(
@@ -164,7 +167,7 @@ def transition(
 ) -> Transition:
     """The step `index` [B] of each row from x [B, H, A]: mean [B, H, A], std broadcastable to it (0: the ODE).
 
-    noisy [B]: which rows are drawn at all (all, if not given). Raises TypeError where the policy predicts something
+    noisy [B]: which rows are sampled at all (all, if not given). Raises TypeError where the policy predicts something
     else than the sampler needs.
     """
     if isinstance(sampler, Diffusion):
@@ -184,8 +187,7 @@ def transition(
         return chains.learned_noise(x, velocity, now, following, std=std, clip=sampler.mean_clip)
     if not isinstance(policy, PredictsVelocity):
         raise TypeError(f"FlowSteps needs a policy that predicts velocity, {type(policy).__name__} does not")
-    drawn = torch.ones(len(x)) if noisy is None else noisy
-    level = drawn.double() * sampler.noise_level
+    level = (torch.ones(len(x)) if noisy is None else noisy).double() * sampler.noise_level
     velocity = policy.velocity(context, x, time)
     if sampler.kernel == "flow_cps":
         return kernels.flow_cps(x, velocity, now, following, noise_level=level)
@@ -193,22 +195,24 @@ def transition(
 
 
 @torch.no_grad()
-def sample(policy: Policy, sampler: Sampler, context: Batch, drawn: Draw, *, frozen: Frozen | None = None) -> Sample:
+def sample(
+    policy: Policy, sampler: Sampler, context: Batch, random: ChunkNoise, *, frozen: Frozen | None = None
+) -> Sample:
     """B chunks and the record that `replay` scores again.
 
     Raises ValueError where a `Diffusion` sampler trains only its last steps and nobody is there for the first.
     """
-    start = drawn.noise.to(next(iter(context.values())).device)
-    batch = len(drawn.noisy)
+    start = random.noise.to(next(iter(context.values())).device)
+    batch = len(random.noisy)
     first = _first_steps(sampler, frozen)
 
     def step(k: int, x: Tensor) -> Transition:
         who, seen = frozen if frozen is not None and k < first else (policy, context)
-        return transition(who, sampler, seen, x, torch.full((batch,), k), drawn.noisy[:, k])
+        return transition(who, sampler, seen, x, torch.full((batch,), k), random.noisy[:, k])
 
     clips = (None, None) if isinstance(sampler, FlowSteps) else (sampler.noise_clip, sampler.last_clip)
     chain = chains.sample_chain(step, start[:, 0], start[:, 1:], noise_clip=clips[0], last_clip=clips[1])
-    index = drawn.noisy.nonzero()[:, 1].view(batch, -1)
+    index = random.noisy.nonzero()[:, 1].view(batch, -1)
     rows, place = torch.arange(batch, device=start.device)[:, None], index.to(start.device)
     states, following = chain.states[rows, place], chain.states[rows, place + 1]
     log_prob = _score(sampler, states, following, chain.means[rows, place], chain.stds[rows, place])

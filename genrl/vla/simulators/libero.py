@@ -123,8 +123,8 @@ class LiberoEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.float32
 
     def picture(self, size: int, camera: str = "image") -> NDArray[np.uint8]:
         """One of `cameras`, turned by 180 degrees as openpi and LeRobot do; uint8 [size, size, 3]."""
-        drawn = self.env.sim.render(width=size, height=size, camera_name=CAMERAS[camera])
-        return np.ascontiguousarray(drawn[::-1, ::-1])
+        picture = self.env.sim.render(width=size, height=size, camera_name=CAMERAS[camera])
+        return np.ascontiguousarray(picture[::-1, ::-1])
 
     def close(self) -> None:
         """Close the simulator."""

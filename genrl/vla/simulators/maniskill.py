@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import gymnasium
 import numpy as np
@@ -22,6 +22,20 @@ from genrl.vla.simulators.simulator import SlotHost, as_picture, seed_of
 
 MAX_STEPS = 80
 """Where none is said: pi_RL's."""
+
+
+@runtime_checkable
+class Speaks(Protocol):
+    """A task with sentences of its own, one per environment."""
+
+    def get_language_instruction(self) -> Sequence[str]: ...
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A tensor."""
+
+    def cpu(self) -> Any: ...
 
 
 def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> Description:
@@ -59,7 +73,7 @@ def made(task: str, count: int, reading: Reading, settings: Mapping[str, Any]) -
 
 def sentence(env: Any, reading: Reading) -> list[str]:
     """The tasks' own sentences, or the one that was given, or the words of the id: "pick cube"."""
-    if hasattr(env, "get_language_instruction"):
+    if isinstance(env, Speaks):
         return [str(line) for line in env.get_language_instruction()]
     words = re.sub(r"-v\d+$", "", env.spec.id)
     return [reading.instruction or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", words).lower()] * env.num_envs
@@ -78,7 +92,7 @@ def pictures(env: Any) -> NDArray[np.uint8]:
 
 def array(value: Any) -> NDArray[Any]:
     """A tensor as an array on the CPU."""
-    found: NDArray[Any] = np.asarray(value.cpu() if hasattr(value, "cpu") else value)
+    found: NDArray[Any] = np.asarray(value.cpu() if isinstance(value, OnDevice) else value)
     return found.astype(np.float32) if found.dtype.kind == "f" else found
 
 

@@ -237,12 +237,12 @@ def named(raw: Any, proprioception: int, who: str) -> Observation:
 
 def check_cameras(asked: Sequence[str], known: Sequence[str], who: str) -> None:
     """Raises Misuse for a camera that an environment does not have."""
-    for lost in (camera for camera in asked if camera not in known):
-        near = difflib.get_close_matches(lost, known, n=1)
+    for unknown in (camera for camera in asked if camera not in known):
+        near = difflib.get_close_matches(unknown, known, n=1)
         hint = f" (the nearest is {near[0]!r})" if near else ""
         there = [f"observation.images.{name}" for name in known] or ["observation.image"]
         raise Misuse(
-            f"{who} has no camera {lost!r}{hint}, it shows {there}: give the policy's pictures these names by "
+            f"{who} has no camera {unknown!r}{hint}, it shows {there}: give the policy's pictures these names by "
             f"policy.rename {{{there[0]}: observation.images.<the policy's>}}"
         )
 

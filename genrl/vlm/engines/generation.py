@@ -84,7 +84,7 @@ def generate(
     )
     draw = _Draw(sampling.temperature, uniform.to(policy.device), policy.forbidden)
     stop = sorted({*policy.stop_ids, *sampling.stop_ids})
-    settings = GenerationConfig(  # type: ignore[no-untyped-call]
+    settings = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=policy.pad_id
     )
     found = _generate(policy.model, settings, draw, {**inputs, "past_key_values": cache})

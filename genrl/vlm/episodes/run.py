@@ -24,9 +24,9 @@ from genrl.vlm.episodes.critic import Credit, ValueHead, credit_of_steps, credit
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, figures_of, judge, mean, summary
 from genrl.vlm.episodes.rows import Rows, replay, rows_of
-from genrl.vlm.methods.dealing import dealt, everyones, ours
 from genrl.vlm.methods.episodes.settings import Episodes
 from genrl.vlm.methods.estimate import estimate
+from genrl.vlm.methods.sharing import everyones, ours, updates_of
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.preset import Preset
@@ -202,7 +202,7 @@ class EpisodesRun:
         """Advantages and weights of this process's rows from those of all processes, and figures of the critic."""
         config, loop, rows = self.config, self.loop, acted.rows
         settings, mask = self.settings, rows.place >= 0
-        updates = dealt(
+        updates = updates_of(
             mask,
             self.size,
             updates=settings.updates,

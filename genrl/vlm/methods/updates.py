@@ -12,8 +12,8 @@ from torch import Tensor
 
 from genrl.runtime.loop import Loop
 from genrl.runtime.recorded import Recorded
-from genrl.vlm.methods.dealing import Update
 from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.sharing import Update
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout.recorded import token_batch
 

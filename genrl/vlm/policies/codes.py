@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.config.vlm import VLMConfig
-from genrl.vlm.policies.drawing import Drawn, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, Lora, _with_lora, dtype_of, lora_of
 from genrl.vlm.policies.processor import Prompt
+from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from rewards.models.checkpoints import pretrained
 
 import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
@@ -239,9 +239,9 @@ class CodePolicy:
         return TokenScores(found, spread)
 
     @torch.no_grad()
-    def draw(
+    def sample(
         self, prompts: Sequence[Encoded], n: int, temperature: float, keys: Sequence[Sequence[int | str]]
-    ) -> Drawn:
+    ) -> Sampled:
         """n answers to each prompt, each a function of the weights, its prompt and its key. mask: the choices.
 
         made: "images" float32 [B, steps, 6, 3, H, W], the views of each step's shape; or "audio", B waveforms [S].
@@ -274,7 +274,7 @@ class CodePolicy:
         log_prob = torch.where(mask, torch.nn.functional.pad(torch.stack(log_probs, 1), short), 0.0)
         texts = [self.tokenizer.decode(row[row != self.pad_id]) for row in found]
         cut = torch.zeros(len(rows), dtype=torch.bool)
-        return Drawn(found.cpu(), mask.cpu(), log_prob.cpu(), cut, texts, self._made(found))
+        return Sampled(found.cpu(), mask.cpu(), log_prob.cpu(), cut, texts, self._made(found))
 
     def things(self, tokens: Tensor) -> Tensor:
         """The codes of answers int64 [B, T], as rows of the codec's table: int64 [B, steps, K]."""

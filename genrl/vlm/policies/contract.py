@@ -17,9 +17,9 @@ from genrl.config.vlm import VLMConfig
 from genrl.vlm.policies.processor import Prompt
 
 if TYPE_CHECKING:
-    from genrl.vlm.policies.drawing import Drawn
     from genrl.vlm.policies.log_probs import TokenScores
     from genrl.vlm.policies.policy import Encoded
+    from genrl.vlm.policies.sampling import Sampled
 
 
 @runtime_checkable
@@ -56,9 +56,9 @@ class SequencePolicy(Protocol):
     def check_room(self, prompts: Sequence[Encoded], new_tokens: int) -> None:
         """Raises ValueError where a prompt and an answer of `new_tokens` are more than the model can."""
 
-    def draw(
+    def sample(
         self, prompts: Sequence[Encoded], group_size: int, temperature: float, keys: Sequence[Sequence[int | str]]
-    ) -> Drawn:
+    ) -> Sampled:
         """Answers, group_size to each prompt, each a function of the weights, its prompt and its key; temperature 0 is
         greedy."""
 

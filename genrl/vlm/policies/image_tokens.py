@@ -1,9 +1,9 @@
-"""A model that draws by tokens (Janus) as a policy: captions in, codes of a picture and their log-probabilities out.
+"""A model that makes pictures by tokens (Janus) as a policy: captions in, codes and their log-probabilities out.
 
 The language model predicts one code of the picture after the other; with classifier-free guidance of scale s the
 distribution of a code is `softmax((u + s (c - u)) / temperature)`, c its logits after the caption and u after a prompt
 whose words are padding. The same guided logits are sampled from and scored, so the policy that is trained is the one
-that draws: log-probabilities of the plain c would be those of another policy. The decoder from codes to pixels and the
+that samples: log-probabilities of the plain c would be another policy's. The decoder from codes to pixels and the
 half of the model that looks at pictures stay as they are.
 """
 
@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.config.vlm import VLMConfig
-from genrl.vlm.policies.drawing import Drawn, chosen, left_padded, uniforms
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, Lora, _with_lora, dtype_of, lora_of
 from genrl.vlm.policies.processor import Prompt, Tokens, load_processor
+from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
 from rewards.models.checkpoints import pretrained
 
 import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
 
 TRAINED = ("language_model", "generation_embeddings", "generation_aligner", "generation_head")
-"""Parts of a Janus that draw; without a LoRA all of their weights are trained, and no others."""
+"""Parts of a Janus that make pictures; without a LoRA all of their weights are trained, and no others."""
 
 
 class ImagePolicy:
@@ -63,7 +63,7 @@ class ImagePolicy:
             raise ValueError(f"{path!r} is no checkpoint of a transformers model: {error}") from error
         if kind != "janus":
             raise ValueError(
-                f"{path!r} is a {kind!r} model; pictures are drawn by tokens with a Janus (vlm.output: image)"
+                f"{path!r} is a {kind!r} model; pictures are made by tokens with a Janus (vlm.output: image)"
             )
         self.processor = load_processor(path, kind)
         self.tokenizer: Any = self.processor.tokenizer
@@ -157,7 +157,7 @@ class ImagePolicy:
         entropy: bool = False,
         chunk: int = 1024,
     ) -> TokenScores:
-        """Of pictures `tokens` int64 [B, T], row b drawn for prompts[group[b]]: log_prob [B, T] float32, and entropies.
+        """Of pictures `tokens` int64 [B, T], row b for prompts[group[b]]: log_prob [B, T] float32, and entropies.
 
         One pass over caption and codes, and with guidance a second one beside it. Logits exist for `chunk` codes at a
         time, in the backward pass too.
@@ -189,9 +189,9 @@ class ImagePolicy:
         return TokenScores(found, torch.cat(entropies).view(tokens.shape) if entropy else None)
 
     @torch.no_grad()
-    def draw(
+    def sample(
         self, prompts: Sequence[Encoded], n: int, temperature: float, keys: Sequence[Sequence[int | str]]
-    ) -> Drawn:
+    ) -> Sampled:
         """n pictures for each caption; `made["images"]` float32 [B, 3, H, W] in [0, 1].
 
         keys: one per prompt; the sample's number is added to it. A picture is a function of the weights, its caption
@@ -226,7 +226,7 @@ class ImagePolicy:
         mask = torch.ones_like(codes, dtype=torch.bool).cpu()
         texts = [" ".join(map(str, row)) for row in codes.tolist()]
         cut = torch.zeros(len(codes), dtype=torch.bool)
-        return Drawn(codes.cpu(), mask, torch.stack(log_probs, 1).cpu(), cut, texts, {"images": images})
+        return Sampled(codes.cpu(), mask, torch.stack(log_probs, 1).cpu(), cut, texts, {"images": images})
 
     @torch.no_grad()
     def pixels(self, tokens: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 The model is bidirectional and predicts what stands at masked places (LLaDA's class; any `AutoModelForMaskedLM` of
 transformers with a mask token). A row is the prompt, then L places of the completion, then padding.
 
-`samples` None (JustGRPO): the completion is drawn from left to right, and the log-probability of place t is that of
-its token with all later places masked, which is exact. `samples` M (BGPO): it is drawn by confidence, some places at a
+`samples` None (JustGRPO): the completion is sampled from left to right, and the log-probability of place t is that of
+its token with all later places masked, exactly. `samples` M (BGPO): it is sampled by confidence, some places in a
 step (LLaDA's low-confidence remasking), and M estimates of the evidence lower bound stand for its log-probability:
 
     elbo_j = L / l_j  sum over the l_j masked places i of  log p(x_i | prompt, x without them),   l_j uniform in 1 .. L
@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
-from genrl.vlm.policies.drawing import Drawn, check_places, chosen, encode_text, uniforms
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
+from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, uniforms
 from rewards.models.checkpoints import pretrained
 
 import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
@@ -88,7 +88,7 @@ class MaskedPolicy:
         self.forbidden = torch.tensor([self.mask_id, self.pad_id], device=self.device)
         """Impossible in a completion, for the sampler and the trainer."""
         self.round: tuple[int | str, ...] = ()
-        """Keys of the last drawing: which masks an iteration estimates its bounds by, before and after an update."""
+        """Keys of the last sampling: which masks an iteration estimates its bounds by, before and after an update."""
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -191,9 +191,9 @@ class MaskedPolicy:
         return torch.stack(made).to(self.device)
 
     @torch.no_grad()
-    def draw(
+    def sample(
         self, prompts: Sequence[Encoded], n: int, temperature: float, keys: Sequence[Sequence[int | str]]
-    ) -> Drawn:
+    ) -> Sampled:
         """n completions of each prompt, a function of the weights, its prompt and its key each.
 
         mask: up to the first end token, with it (from left to right), or all L places (by confidence). temperature 0:
@@ -202,16 +202,16 @@ class MaskedPolicy:
         rows = [prompt for prompt in prompts for _ in range(n)]
         self.round = tuple(keys[0][:-1])
         uniform = uniforms(keys, n, self.length, self.length).to(self.device)
-        heat = temperature or 1.0
+        scale = temperature or 1.0
         tokens = torch.full((len(rows), self.length), self.mask_id, device=self.device)
         log_prob = torch.zeros(len(rows), self.length)
         if self.samples is None:
             for t in range(self.length):
-                log_p = self.log_rows(rows, tokens, heat, torch.full((len(rows), 1), t, device=self.device))[:, 0]
+                log_p = self.log_rows(rows, tokens, scale, torch.full((len(rows), 1), t, device=self.device))[:, 0]
                 tokens[:, t] = chosen(log_p, None if temperature == 0 else uniform[:, t, t])
                 log_prob[:, t] = log_p.gather(1, tokens[:, t, None])[:, 0].cpu()
         else:
-            self._by_confidence(rows, tokens, heat, None if temperature == 0 else uniform)
+            self._by_confidence(rows, tokens, scale, None if temperature == 0 else uniform)
         ended = tokens == self.end_id
         answer = ended.cumsum(1) - ended.long() == 0
         texts = [
@@ -220,13 +220,13 @@ class MaskedPolicy:
         mask = answer if self.samples is None else torch.ones_like(answer)
         cut = ~ended.any(1).cpu()
         sampler = None if self.samples is not None else torch.where(mask.cpu(), log_prob, 0.0)
-        return Drawn(tokens.cpu(), mask.cpu(), sampler, cut, texts, {})
+        return Sampled(tokens.cpu(), mask.cpu(), sampler, cut, texts, {})
 
-    def _by_confidence(self, rows: list[Encoded], tokens: Tensor, heat: float, uniform: Tensor | None) -> None:
+    def _by_confidence(self, rows: list[Encoded], tokens: Tensor, temperature: float, uniform: Tensor | None) -> None:
         """Fills `tokens` in place: of each step's proposals the most probable stay, the same number at each step."""
         left = self.length
         for step in range(self.steps):
-            log_p = self.log_rows(rows, tokens, heat)
+            log_p = self.log_rows(rows, tokens, temperature)
             flat = log_p.flatten(0, 1)
             proposed = chosen(flat, None if uniform is None else uniform[:, step].flatten()).view(tokens.shape)
             sure = log_p.gather(-1, proposed[..., None])[..., 0]

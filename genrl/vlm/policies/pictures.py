@@ -1,4 +1,4 @@
-"""The pictures of a question spoilt on purpose: patches made black (VPPO), degraded (Q-Hawkeye), or all black."""
+"""The pictures of a question changed on purpose: patches made black (VPPO), degraded (Q-Hawkeye), or all black."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 def with_pictures(prompt: Prompt, change: Change, rng: np.random.Generator) -> Prompt:
     """The same question about changed pictures of the same size."""
 
-    def spoilt(parts: Parts) -> Parts:
+    def changed(parts: Parts) -> Parts:
         return tuple(part if isinstance(part, str) else change(open_image(part, prompt.where), rng) for part in parts)
 
-    before = tuple(turn._replace(parts=spoilt(turn.parts)) for turn in prompt.before)
-    return replace(prompt, before=before, parts=spoilt(prompt.parts))
+    before = tuple(turn._replace(parts=changed(turn.parts)) for turn in prompt.before)
+    return replace(prompt, before=before, parts=changed(prompt.parts))
 
 
 def masked(share: float, patch: int) -> Change:

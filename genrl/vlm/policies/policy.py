@@ -147,7 +147,7 @@ class Policy:
         self.room: int | None = getattr(text, "max_position_embeddings", None)
         """Positions of the language model: prompt and completion together; None where it says nothing."""
         self.sampler: Any = None
-        """A `vllm_engine.Sampler` that draws in place of this model; None: transformers' generate on it."""
+        """A `engines.vllm.Sampler` that samples in place of this model; None: transformers' generate on it."""
         self.peft: PeftModel | None = None
         if lora is None:
             self.model.requires_grad_(True)

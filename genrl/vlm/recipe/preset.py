@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from genrl.vlm.recipe.advantages import Advantage, CriticAdvantage, Hierarchical, RewardTerm, Transform, WhitenedReturns
@@ -110,12 +110,3 @@ FORWARDS = (
 def extra_forwards(preset: Preset) -> tuple[ExtraForward, ...]:
     """The further forwards that the preset's choices read, each once."""
     return tuple(forward for forward in FORWARDS if forward.extra in preset.reads)
-
-
-def changed(preset: Preset) -> dict[str, object]:
-    """The fields of a preset that are not the defaults: what to print."""
-    return {
-        field.name: getattr(preset, field.name)
-        for field in fields(preset)
-        if getattr(preset, field.name) != field.default
-    }

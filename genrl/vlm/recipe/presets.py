@@ -1,7 +1,7 @@
 """Every published method as settings: `PRESETS["vppo"]`.
 
 A preset holds the loss. Data, rewards and prompts of a system are named in its `notes`; "inferred" there marks a
-constant that its source does not give and that is ours. `recipe.changed(preset)` prints one.
+constant that its source does not give and that is ours. `genrl check` prints the one of a run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ PRESETS: dict[PresetName, Preset] = {
         _DAPO_CLIP,
         "token_mean_global",
         source="arXiv 2503.14476",
-        notes="groups without spread are dropped and drawn again; overlong rows are masked or get OverlongPenalty",
+        notes="groups without spread are dropped and others sampled; overlong rows are masked or get OverlongPenalty",
     ),
     "bnpo": Preset(_Z, Clip(), "token_mean", source="TRL loss_type bnpo"),
     "gspo": Preset(_Z, SequenceClip(), "seq_mean", source="arXiv 2507.18071", notes="4 updates per rollout"),

@@ -22,11 +22,11 @@ from rewards.scorers.texts.completions import score_completions
 
 if TYPE_CHECKING:
     from genrl.vlm.policies.contract import SequencePolicy
-    from genrl.vlm.policies.drawing import Drawn
     from genrl.vlm.policies.policy import Encoded
+    from genrl.vlm.policies.sampling import Sampled
 
 TOGETHER = 64
-"""Answers that an evaluation draws side by side."""
+"""Answers that an evaluation samples side by side."""
 
 
 def draw(
@@ -45,43 +45,43 @@ def draw(
     for start in range(0, len(rows), together):
         some = list(rows[start : start + together])
         prompts = [policy.encode(row.prompt) for row in some]
-        drawn = policy.draw(prompts, size, settings.temperature, [(*keys, row.name) for row in some])
-        parts.append(as_answers(config, opened, some, prompts, drawn))
-        advance(len(drawn.texts))
+        sampled = policy.sample(prompts, size, settings.temperature, [(*keys, row.name) for row in some])
+        parts.append(as_answers(config, opened, some, prompts, sampled))
+        advance(len(sampled.texts))
     return joined(parts)
 
 
 def as_answers(
-    config: VLMConfig, opened: Mapping[str, Reward], rows: list[Row], prompts: list[Encoded], drawn: Drawn
+    config: VLMConfig, opened: Mapping[str, Reward], rows: list[Row], prompts: list[Encoded], sampled: Sampled
 ) -> Answers:
     """Scored. Where the sampler has no log-probabilities, theirs are NaN."""
-    size = len(drawn.texts) // len(rows)
+    size = len(sampled.texts) // len(rows)
     group = [number for number in range(len(rows)) for _ in range(size)]
-    scores = score(config, opened, rows, drawn, group)
-    missing = torch.full(drawn.mask.shape, torch.nan)
+    scores = score(config, opened, rows, sampled, group)
+    missing = torch.full(sampled.mask.shape, torch.nan)
     return Answers(
         rows,
         prompts,
-        drawn.tokens,
-        drawn.mask,
-        missing if drawn.log_prob is None else drawn.log_prob,
-        drawn.texts,
-        drawn.cut,
+        sampled.tokens,
+        sampled.mask,
+        missing if sampled.log_prob is None else sampled.log_prob,
+        sampled.texts,
+        sampled.cut,
         {label: torch.tensor(one.values, dtype=torch.float64) for label, one in scores.items()},
     )
 
 
 def score(
-    config: VLMConfig, opened: Mapping[str, Reward], rows: Sequence[Row], drawn: Drawn, group: Sequence[int]
+    config: VLMConfig, opened: Mapping[str, Reward], rows: Sequence[Row], sampled: Sampled, group: Sequence[int]
 ) -> dict[str, Scores]:
-    """Scores of what was drawn, number k for rows[group[k]]: by rewards of pictures where there are `images`, else of
+    """Scores of what was sampled, number k for rows[group[k]]: by rewards of pictures where there are `images`, else of
     texts. Raises ValueError for a column that is not there, and for a reward that failed."""
     asked = [rows[number] for number in group]
     columns = {name: [row.columns[name] for row in asked] for name in sorted(rows[0].columns)}
     prompts = [text_of(row) for row in asked]
     found: dict[str, Scores] = {}
     for label, reward in opened.items():
-        made = drawn.made.get("images")
+        made = sampled.made.get("images")
         if made is not None and made.dim() == 6:  # of each step six views
             rule = next(r.views for r, name in zip(config.rewards, config.reward_labels, strict=True) if name == label)
             coarse, fine = (_of_views(reward, made[:, step], prompts, columns, rule, label) for step in (0, -1))
@@ -91,9 +91,9 @@ def score(
                 reward, images=made, prompts=prompts, columns=columns, group=list(group), name=label
             )
         else:
-            given = columns | {name: list(values) for name, values in drawn.made.items()}
+            given = columns | {name: list(values) for name, values in sampled.made.items()}
             found[label] = score_completions(
-                reward, prompts=prompts, completions=drawn.texts, columns=given, group=list(group), name=label
+                reward, prompts=prompts, completions=sampled.texts, columns=given, group=list(group), name=label
             )
         if found[label].failures:
             failure = found[label].failures[0]
@@ -134,13 +134,13 @@ class Shown:
         self.images: list[Tensor] = []
         self.sounds: dict[str, bytes] = {}
 
-    def add(self, drawn: Drawn) -> None:
-        images = drawn.made.get("images", torch.zeros(0))
+    def add(self, sampled: Sampled) -> None:
+        images = sampled.made.get("images", torch.zeros(0))
         if images.dim() == 6:  # [B, steps, 6, 3, H, W] -> [B, 3, H, 6 W]
             images = torch.cat(images[:, -1].unbind(1), -1)
         self.images += list(images[: self.number - len(self.images)])
-        for sound in drawn.made.get("audio", [])[: self.number - len(self.sounds)]:
-            self.sounds[f"{len(self.sounds):02d}"] = as_wav(sound, drawn.made["rate"][0])
+        for sound in sampled.made.get("audio", [])[: self.number - len(self.sounds)]:
+            self.sounds[f"{len(self.sounds):02d}"] = as_wav(sound, sampled.made["rate"][0])
 
 
 def as_wav(sound: Tensor, rate: int) -> bytes:
@@ -172,12 +172,12 @@ def judge(
         if blind:
             rows = in_the_dark(rows)
         prompts = [policy.encode(row.prompt) for row in rows]
-        drawn = policy.draw(prompts, 1, temperature, [("evaluation", row.name) for row in rows])
+        sampled = policy.sample(prompts, 1, temperature, [("evaluation", row.name) for row in rows])
         if shown is not None:
-            shown.add(drawn)
-        scores = score(config, opened, rows, drawn, list(range(len(rows))))
+            shown.add(sampled)
+        scores = score(config, opened, rows, sampled, list(range(len(rows))))
         values = {label: scores[label].values for label in opened}
         names = [row.name if policy.greedy else text_of(row) for row in rows]
-        found = found.joined(Judged(names, drawn.texts, values))
+        found = found.joined(Judged(names, sampled.texts, values))
         advance(len(rows))
     return found

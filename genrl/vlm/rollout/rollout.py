@@ -13,7 +13,7 @@ from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
 from genrl.objectives.tokens import group_filters
 from genrl.vlm.engines.generation import Sampling, generate
-from genrl.vlm.methods.dealing import padded
+from genrl.vlm.methods.sharing import padded
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward, Scores

@@ -1,4 +1,4 @@
-"""Captions to be drawn, for models that make pictures by tokens: one or two large shapes of the embedded world.
+"""Captions, for models that make pictures by tokens: one or two large shapes of the embedded world.
 
 Held out is every fourth pair of things: an "eval" caption names two that no "train" caption names together, though each
 of them by itself and with others.
@@ -15,7 +15,7 @@ from genrl.vlm.tasks.rows import Question, Split
 from rewards.scorers.objects.shapes import COLOURS, SHAPES, Group
 
 RADIUS = {"circle": 12.5, "square": 12.0, "triangle": 13.0, "star": 12.5}
-"""Of 64 pixels: `rewards.scorers.objects.shapes` still tells the shapes apart where these are drawn in 32."""
+"""Of 64 pixels: `rewards.scorers.objects.shapes` still tells the shapes apart where these are rendered in 32."""
 
 
 def held_out(picks: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""How good a picture is, from 5.0 (as drawn) to 1.0 (Q-Hawkeye), and which of two is better (R1-Reward).
+"""How good a picture is, from 5.0 (as rendered) to 1.0 (Q-Hawkeye), and which of two is better (R1-Reward).
 
 Pictures are scenes of the embedded world, arranged as `shapes` holds them out, degraded by noise, blur, JPEG or
 darkness in nine strengths.

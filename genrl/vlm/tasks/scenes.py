@@ -20,7 +20,7 @@ def scene(rng: np.random.Generator, split: Split) -> Scene:
 
 
 def number(rng: np.random.Generator, split: Split) -> Question:
-    """The answer is the number of shapes; the column `caption` says what is drawn."""
+    """The answer is the number of shapes; the column `caption` says what is shown."""
     found = scene(rng, split)
     things = len(found.things)
     picture = Image.fromarray(draw(found))

@@ -1,4 +1,4 @@
-"""Plots of time series: which kind is drawn (TimeMaster). A quarter of the pairs of cycles and phase is held out."""
+"""Plots of time series: which kind is shown (TimeMaster). A quarter of the pairs of cycles and phase is held out."""
 
 from __future__ import annotations
 

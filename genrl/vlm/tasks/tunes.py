@@ -35,10 +35,10 @@ def frames() -> np.ndarray:
 def pitches(rng: np.random.Generator, course: str, register: str) -> list[int]:
     """A tune of this kind."""
     low = 0 if register == "low" else PITCHES // 2
-    drawn = sorted(int(p) for p in rng.integers(low, low + PITCHES // 2, size=NOTES))
+    notes = sorted(int(p) for p in rng.integers(low, low + PITCHES // 2, size=NOTES))
     if course == "steady":
-        return [drawn[0]] * NOTES
-    return drawn if course == "rising" else drawn[::-1]
+        return [notes[0]] * NOTES
+    return notes if course == "rising" else notes[::-1]
 
 
 def held_out(course: str, register: str) -> bool:

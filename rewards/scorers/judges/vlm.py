@@ -125,7 +125,7 @@ class LocalVLM(LocalModel):
             tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")
             prepare = QwenInputs(tokenizer, transformers.Qwen2VLImageProcessorPil.from_pretrained(model))
         else:
-            processor: Any = transformers.AutoProcessor.from_pretrained(model)  # type: ignore[no-untyped-call]
+            processor: Any = transformers.AutoProcessor.from_pretrained(model)
             tokenizer = processor.tokenizer
             tokenizer.padding_side = "left"
             prepare = ProcessorInputs(processor)

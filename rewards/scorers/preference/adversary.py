@@ -30,12 +30,15 @@ METHODS = ("logits", "parameters", "state_dict", "load_state_dict")
 
 
 class Trainable(Protocol):
-    """What a trainable reward has in addition to its `__call__`."""
+    """What a trainable reward has."""
 
     loss: Loss
     """hinge, bce: tell references from samples; preference: rank a reference above the sample of the same prompt."""
     patch_weight: float
     """Weight of the patches' loss, where `logits` gives patches."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Its scores, as those of any reward."""
 
     def logits(self, images: Tensor, prompts: Sequence[str]) -> Logits:
         """Logits of pictures float [B, 3, H, W] in [0, 1], with the graph to `parameters()`."""
@@ -50,8 +53,8 @@ class Trainable(Protocol):
         """Restore what `state_dict` returned."""
 
 
-def check_trainable(reward: Reward, name: str = "") -> None:
-    """Raise ValueError if a reward with `logits` lacks the rest of `Trainable`, or is not pointwise."""
+def check_trainable(reward: Reward, name: str = "") -> Trainable:
+    """The reward. Raises ValueError if one with `logits` lacks the rest of `Trainable`, or is not pointwise."""
     name = name or name_of(reward)
     lacking = [method for method in METHODS if not callable(getattr(reward, method, None))]
     if lacking:
@@ -65,6 +68,8 @@ def check_trainable(reward: Reward, name: str = "") -> None:
         raise ValueError(f"reward {name!r} has no parameters to train")
     if needs(reward).kind != "pointwise":
         raise ValueError(f"reward {name!r} is to be trained, so its scores must not depend on other samples")
+    checked: Trainable = trainable
+    return checked
 
 
 def unit_scale(features: Tensor) -> Tensor:
@@ -92,7 +97,6 @@ class DinoAdversary:
     The prompt is ignored. A video gets the mean over its frames.
     """
 
-    range = "unbounded; about -1 (a sample) to 1 (a reference)"
     differentiable = True
 
     def __init__(

@@ -18,7 +18,7 @@ from genrl.config import dump as to_yaml
 from genrl.config.estimate import plan
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.policy.export import export
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train

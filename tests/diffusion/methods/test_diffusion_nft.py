@@ -16,7 +16,7 @@ from genrl.config import Config
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.train import levels
 from genrl.diffusion.methods.noising import own_noise
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.runtime.run import read_metrics

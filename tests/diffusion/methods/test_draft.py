@@ -16,7 +16,8 @@ from genrl.config import dump as to_yaml
 from genrl.config.estimate import plan
 from genrl.diffusion.methods import direct
 from genrl.diffusion.methods.draft import train as draft
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.train import train

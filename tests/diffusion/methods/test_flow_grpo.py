@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from genrl.config import Config
+from genrl.config.method import code_of
 from genrl.diffusion import run as diffusion_run
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.policy.weights import trainable
@@ -79,7 +81,7 @@ def run(config: Config, prepare: Any = lambda run: None) -> Watched:
     with runs.opened(config) as run:
         seen = watch(run)
         prepare(run)
-        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
+        code_of(config.trainer).train(run, config.trainer)
         seen.weights = values(run.weights)
     return seen
 
@@ -344,16 +346,26 @@ def test_gate_stops_a_pipeline_that_is_not_replayed(folder: Path, model: Path) -
     assert not read_metrics(Path(config.output) / "metrics.jsonl")  # before any update
 
 
+def aloud(prepare: Callable[[DiffusionRun], None]) -> Callable[[DiffusionRun], None]:
+    """Prepare a run that tells the reader what it has to say."""
+
+    def prepared(opened: DiffusionRun) -> None:
+        opened.process.progress.enabled = True
+        prepare(opened)
+
+    return prepared
+
+
 def test_gate_lets_rounding_pass_and_says_so(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = runs.config(folder, model, trainer=GRPO, iterations=1, **QUIET)
-    seen = run(config, drifting(1e-6))
+    seen = run(config, aloud(drifting(1e-6)))
     assert seen.rows[0]["ratio/max_abs_dev"] > 0
     assert "below a tenth of the clip range (0.001)" in capsys.readouterr().err
 
 
 def test_gate_is_silent_where_replay_is_exact(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = runs.config(folder, model, trainer=GRPO, iterations=2, **QUIET)
-    seen = run(config)
+    seen = run(config, aloud(lambda opened: None))
     assert [row["ratio/max_abs_dev"] for row in seen.rows] == [0.0, 0.0]
     assert [row["ratio/mean"] for row in seen.rows] == [1.0, 1.0]
     assert "ratio of the replayed" not in capsys.readouterr().err

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from genrl.config import ConfigError, load
 from genrl.config import dump as to_yaml
-from genrl.diffusion.methods import estimation
-from genrl.diffusion.methods.estimation import advantages_of
+from genrl.config.method import code_of
+from genrl.diffusion.methods.ddpo import train as ddpo
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.diffusion.methods.grpo_guard import train as grpo_guard
+from genrl.diffusion.methods.paco_grpo import train as paco_grpo
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.policy_gradient import PolicyGradient
+from genrl.diffusion.methods.transitions import reference_kl
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.aggregation import log_tame_advantages
@@ -55,18 +58,17 @@ def test_guard_measures_from_the_policy_that_sampled(
     """Every loss again from its definition, with means of the weights before the first update."""
     losses: list[tuple[Tensor, Tensor]] = []
     before: dict[tuple[float, float], Tensor] = {}
-    original = flow_grpo.policy_loss
+    sigmas: list[Tensor] = []
+    original = grpo_guard.loss
 
-    def watched(
-        settings: PolicyGradient, new: Any, next_state: Tensor, old: Any, old_mean: Any, advantage: Tensor
-    ) -> Any:
-        out = original(settings, new, next_state, old, old_mean, advantage)
-        key = (float(next_state.double().sum()), float(new.step.sigma))
-        delta = float(new.step.sigma - new.step.sigma_next)
-        z = (next_state - before[key]) / new.std
-        ratio = (z * (new.mean - before[key])).flatten(1).mean(1).exp()
-        expected = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 4e-6, 1 + 4e-6)) / delta
-        losses.append((out.loss.detach(), expected.detach()))
+    def watched(settings: Any, policy: Any, given: Any) -> Any:
+        out = original(settings, policy, given)
+        i, next_state, advantage = int(given["step"]), given["next_state"], given["advantage"]
+        sigma, sigma_next = float(sigmas[0][i]), float(sigmas[0][i + 1])
+        old = before[float(next_state.double().sum()), sigma]
+        ratio = ((next_state - old) / out["std"] * (out["mean"] - old)).flatten(1).mean(1).exp()
+        expected = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 4e-6, 1 + 4e-6))
+        losses.append((out["surrogate"].detach(), expected.detach() / (sigma - sigma_next)))
         return out
 
     def prepare(opened: DiffusionRun) -> None:
@@ -76,6 +78,7 @@ def test_guard_measures_from_the_policy_that_sampled(
             found = collect(draw, **shape)
             with torch.no_grad():
                 for piece in (piece for one in found.mine.values() for piece in one.pieces):
+                    sigmas[:] = [piece.trajectory.sigmas]
                     for i, x in piece.trajectory.next_states.items():
                         sigma = float(piece.trajectory.sigmas[i])
                         before[float(x.double().sum()), sigma] = opened.policy.replay(piece.trajectory, i).mean
@@ -83,7 +86,7 @@ def test_guard_measures_from_the_policy_that_sampled(
 
         opened.collect = then_replay  # type: ignore[method-assign]
 
-    monkeypatch.setattr(flow_grpo, "policy_loss", watched)
+    monkeypatch.setattr(grpo_guard, "loss", watched)
     trainer = {**GUARD, "updates_per_iteration": updates, "inner_epochs": 2}
     config = runs.config(folder, model, trainer=trainer, sampling={"group_size": 4}, iterations=1, **QUIET)
     seen = run(config, prepare)
@@ -129,8 +132,8 @@ def test_advantages_are_measured_against_the_prompts_last_rewards(
     folder: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Tensor] = []
-    original = advantages_of
-    monkeypatch.setattr(estimation, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+    original = ddpo.advantages_of
+    monkeypatch.setattr(ddpo, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
     seen = learn_ddpo(folder, sd)
     history: dict[str, list[float]] = {}
     for rollouts, advantages in zip(seen.rollouts, found, strict=True):
@@ -179,7 +182,8 @@ def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
             new = run.policy.replay(trajectory, i)
             with run.weights.reference():
                 reference = run.policy.replay(trajectory, i)
-            by_name = {k: flow_grpo.reference_kl(k, new, reference) for k in ("velocity", "x_prediction", "k2")}
+            read = {"velocity": "model_output", "x_prediction": "model_output", "k2": "log_prob"}
+            by_name = {kind: reference_kl(kind, new, getattr(reference, name)) for kind, name in read.items()}
             sigma = float(trajectory.sigmas[i])
             assert float(by_name["velocity"]) > 0
             torch.testing.assert_close(by_name["x_prediction"], sigma**2 * by_name["velocity"])
@@ -198,8 +202,9 @@ def test_several_rewards_to_one_advantage(
     folder: Path, model: Path, aggregate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Tensor] = []
-    original = advantages_of
-    monkeypatch.setattr(estimation, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+    method: Any = flow_grpo if aggregate == "gdpo" else paco_grpo
+    original = method.advantages_of
+    monkeypatch.setattr(method, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
     scale = "none" if aggregate == "log_tame_released" else "group"
     algorithm = "flow_grpo" if aggregate == "gdpo" else "paco_grpo"
     trainer = {"algorithm": algorithm, "aggregate": aggregate, "advantage_scale": scale}
@@ -247,7 +252,7 @@ def test_a_dump_computes_what_the_run_computed(folder: Path, model: Path, traine
     with runs.opened(config) as run, pytest.raises(NonFiniteError) as error:
         last = 8 if trainer.get("inner_epochs") else 4
         losses = runs.spoil(run, lambda number: number == last)
-        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
+        code_of(config.trainer).train(run, config.trainer)
     assert error.value.dump is not None
     assert torch.equal(replay(error.value.dump).tensors["loss"], losses[-1]) and losses[-1].abs().max() > 0
 

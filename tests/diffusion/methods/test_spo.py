@@ -16,7 +16,8 @@ from genrl.config import Config, ConfigError, check_files, load
 from genrl.config import dump as to_yaml
 from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.methods.spo.train import Found, Pairs, chosen_rows, compare, crawl, pair_of
-from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import train
 from genrl.mdp.gaussian import sample

@@ -14,7 +14,7 @@ from genrl.config import Config, ConfigError, load
 from genrl.config.estimate import plan
 from genrl.diffusion.methods.plans import choose_kernel, sampling_plan
 from genrl.diffusion.methods.talk2move import train as talk2move
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.train import train
 from genrl.mdp.early_exit import exit_step

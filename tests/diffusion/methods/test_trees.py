@@ -5,18 +5,21 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from genrl.diffusion.methods.pull import Pull
 
 from genrl.config import Config, estimate, load
-from genrl.diffusion.methods.flow_grpo import train as flow_grpo
+from genrl.config.method import code_of
+from genrl.diffusion.methods.dynamic_tree_rpo import train as dynamic_tree_rpo
+from genrl.diffusion.methods.edges import Edges, progress_table
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps
+from genrl.diffusion.methods.transitions import actions_of
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
+from genrl.mdp.tree import Tree
 from genrl.runtime.run import Run
 from tests.diffusion import runs
 
@@ -39,7 +42,7 @@ def run(config: Config, prepare: Callable[[DiffusionRun], None] = lambda run: No
     """Train in this process; the metric rows."""
     with runs.opened(config) as run:
         prepare(run)
-        flow_grpo.train(run, config.trainer)  # type: ignore[arg-type]
+        code_of(config.trainer).train(run, config.trainer)
     return runs.rows(Path(config.output))
 
 
@@ -108,14 +111,14 @@ def test_guided_calls_are_those_of_the_estimate(folder: Path, model: Path, in_tr
 def test_skipped_depths_are_said_once(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of two, two and eight states: the first two are measured against the leaves."""
     trainer = {"tree": {"ways": 2, "at": [0, 2, 3], "normalise": "depth"}}
-    run(config(folder, model, trainer, iterations=3))
+    train(config(folder, model, trainer, iterations=3))
     told = capsys.readouterr().err
     assert told.count("have fewer than 4 states: measured against the leaves") == 1
     assert "depths 1, 2 have fewer" in told
 
 
 def test_enough_states_are_not_remarked_on(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(config(folder, model, {"tree": {"ways": 4, "at": [0], "normalise": "depth"}}))
+    train(config(folder, model, {"tree": {"ways": 4, "at": [0], "normalise": "depth"}}))
     assert "fewer than 4 states" not in capsys.readouterr().err
 
 
@@ -130,68 +133,65 @@ def test_groups_without_scores_do_not_stop_a_run_that_prunes(folder: Path, model
     assert row["reward/silent_failed"] > 0 and row["grad_norm"] > 0
 
 
-def pulls(folder: Path, model: Path, target: str) -> tuple[Pull, Rollouts, DiffusionRun]:
-    """The pull of the first iteration, before its update."""
+class Supervised(NamedTuple):
+    """What the samples of the first iteration learn beside the policy gradient, before its update."""
+
+    tree: Tree
+    edges: Edges
+    targets: dynamic_tree_rpo.Targets
+    rollouts: Rollouts
+    run: DiffusionRun
+
+
+def supervised(folder: Path, model: Path, target: str) -> Supervised:
     trainer = {**TREE_RPO, "window": {"size": 2, "low": 1, "high": 3}, "layer_tuning": {"target": target}}
-    found: list[Any] = []
-
-    def prepare(run: DiffusionRun) -> None:
-        collect = run.collect
-
-        def watched(draw: Any, **shape: Any) -> Rollouts:
-            found.append(collect(draw, **shape))
-            return found[0]
-
-        run.collect = watched  # type: ignore[method-assign]
-
     settings = config(folder, model, trainer, optimizer={"lr": 1e-12})
-    with runs.opened(settings) as run:
-        prepare(run)
-        made = flow_grpo.pull_to_best
+    found: list[Supervised] = []
+    made = dynamic_tree_rpo.best_targets
 
-        def kept(*arguments: Any) -> Any:
-            found.append(made(*arguments))
-            return found[-1]
+    def kept(run: DiffusionRun, chosen: Any, rollouts: Rollouts, tree: Tree, edges: Edges) -> Any:
+        found.append(Supervised(tree, edges, made(run, chosen, rollouts, tree, edges), rollouts, run))
+        return found[-1].targets
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flow_grpo, "pull_to_best", kept)
-            flow_grpo.train(run, settings.trainer)  # type: ignore[arg-type]
-    return found[1], found[0], run
+    with runs.opened(settings) as run, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_tree_rpo, "best_targets", kept)
+        code_of(settings.trainer).train(run, settings.trainer)
+    return found[0]
 
 
-def test_samples_are_pulled_to_the_velocity_on_the_best_path(folder: Path, model: Path) -> None:
-    pull, rollouts, run = pulls(folder, model, "best_path")
+def test_samples_learn_the_velocity_on_the_best_path(folder: Path, model: Path) -> None:
+    tree, edges, targets, rollouts, run = supervised(folder, model, "best_path")
     best = rollouts.total.view(2, 8).argmax(1)
-    seen = 0
-    for piece in rollouts.mine[0].pieces:
-        for i, slots in piece.slots.items():
+    short, seen = progress_table(tree, rollouts.total), 0
+    for actions in actions_of(run, run.config.trainer, rollouts, edges).values():  # type: ignore[arg-type]
+        for action in actions:
+            i, slots = action.step, action.piece.slots[action.step]
             with torch.no_grad():
-                outputs = run.policy.replay(piece.trajectory, i).model_output
-            targets = pull.target(piece, i)
+                outputs = run.policy.replay(action.piece.trajectory, i).model_output
+            aims = dynamic_tree_rpo.target_of(action, targets, 8)
             for row, slot in enumerate(slots):
                 if slot % 8 == best[slot // 8]:
-                    torch.testing.assert_close(targets[row], outputs[row], rtol=1e-4, atol=1e-5)
+                    torch.testing.assert_close(aims[row], outputs[row], rtol=1e-4, atol=1e-5)
                     same = [k for k, other in enumerate(slots) if other // 8 == slot // 8]
-                    assert all(torch.equal(targets[k], targets[row]) for k in same)
+                    assert all(torch.equal(aims[k], aims[row]) for k in same)
                     seen += 1
-                    assert float(pull.weight[i, slot]) == 0.0  # it does not fall short of itself
+                    assert float(short[i, slot]) == 0.0  # it does not fall short of itself
     assert seen == 4  # two groups, two steps
 
 
-def test_samples_are_pulled_to_the_best_image(folder: Path, model: Path) -> None:
-    pull, rollouts, _ = pulls(folder, model, "best_image")
+def test_samples_learn_what_leads_to_the_best_image(folder: Path, model: Path) -> None:
+    _, edges, targets, rollouts, run = supervised(folder, model, "best_image")
     best = rollouts.total.view(2, 8).argmax(1)
     (only,) = rollouts.mine.values()
     finals = dict(zip(only.slots, only.final, strict=True))
-    for piece in only.pieces:
-        for i, slots in piece.slots.items():
-            rows = piece.trajectory.rows(i)
-            for k, (slot, target) in enumerate(zip(slots, pull.target(piece, i), strict=True)):
-                state = piece.trajectory.states[i][k if rows is None else int(rows[k])]
+    for actions in actions_of(run, run.config.trainer, rollouts, edges).values():  # type: ignore[arg-type]
+        for action in actions:
+            i, trajectory = action.step, action.piece.trajectory
+            rows, aims = trajectory.rows(i), dynamic_tree_rpo.target_of(action, targets, 8)
+            for k, (slot, aim) in enumerate(zip(action.piece.slots[i], aims, strict=True)):
+                state = trajectory.states[i][k if rows is None else int(rows[k])]
                 picture = finals[int(slot // 8 * 8 + best[slot // 8])]
-                torch.testing.assert_close(
-                    state - float(piece.trajectory.sigmas[i]) * target, picture, atol=1e-5, rtol=0
-                )
+                torch.testing.assert_close(state - float(trajectory.sigmas[i]) * aim, picture, atol=1e-5, rtol=0)
 
 
 def test_a_prompts_history_goes_on_after_a_resume(folder: Path, model: Path) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from genrl.config import Kernels, Model
 from genrl.diffusion.policy.blocks import BLOCKS, Switches, install
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.diffusion.policy.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
 from genrl.diffusion.train import use_kernels
 from genrl.runtime.run import read_metrics
 from tests.diffusion import runs

@@ -17,7 +17,8 @@ from genrl.config import Config
 from genrl.diffusion.methods.on_policy import off_policy
 from genrl.diffusion.policy import compiling
 from genrl.diffusion.policy.compiling import compile_denoisers
-from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import train
 from genrl.kernels.backend import TooManyGraphs, compile_problem

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from genrl.diffusion.policy.decoding import spare_vae
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES

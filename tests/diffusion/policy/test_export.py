@@ -23,7 +23,8 @@ from torch import Tensor
 
 from genrl.config import LoRA, Model, dump
 from genrl.diffusion.policy.export import ExportError, check_lora_loader, export, save_lora, write_card
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train

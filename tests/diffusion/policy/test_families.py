@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from genrl.config import LoRA
 from genrl.diffusion.policy.export import save_lora
-from genrl.diffusion.policy.policy import Batch, Kernel, Policy, Trajectory
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
 from genrl.diffusion.policy.weights import trainable
 from genrl.mdp.noise import derive_seed
 from tests.diffusion.families import FAMILIES, REFUSED

@@ -9,7 +9,8 @@ import torch
 from diffusers import DiffusionPipeline
 
 from genrl.diffusion.policy.inverse import decoder_input, encode, to_states
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from tests.diffusion.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers

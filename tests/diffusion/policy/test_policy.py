@@ -12,7 +12,8 @@ from diffusers import DDIMScheduler
 from torch import Tensor
 
 from genrl.diffusion.policy import encoding
-from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.mdp import gaussian
 from genrl.mdp.noise import derive_seed, keyed_noise
 from tests.diffusion.families import FAMILIES

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config import LoRA
-from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.runtime.weights import Weights
 from tests.diffusion.families import FAMILIES

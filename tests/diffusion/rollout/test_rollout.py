@@ -16,7 +16,8 @@ from torch import Tensor
 import rewards
 from genrl.config import Config
 from genrl.data.prompts import Prompt
-from genrl.diffusion.policy.policy import Batch, Kernel, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import (
     Rollouts,

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from genrl.vla.data.lerobot_dataset import Episode, open_dataset, write_dataset
+from genrl.vla.data.lerobot_dataset import Episode, Limits, open_dataset, write_dataset
 from genrl.vla.data.lerobot_dataset.stats import numeric_stats, picture_stats
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -62,7 +62,7 @@ def assert_equal(found: Episode, expected: Episode) -> None:
 def test_what_is_written_is_read(tmp_path: Path, limit: float) -> None:
     """Also over several data files and chunks of files."""
     written = [episode(number, 3 + number) for number in range(7)]
-    found = write_dataset(tmp_path / "set", iter(written), fps=10, chunks_size=2, data_files_size_in_mb=limit)
+    found = write_dataset(tmp_path / "set", iter(written), fps=10, limits=Limits(chunks_size=2, data_mb=limit))
     files = sorted(path.relative_to(tmp_path / "set/data").as_posix() for path in tmp_path.glob("set/data/*/*"))
     assert files[0] == "chunk-000/file-000.parquet" and (len(files) == 1) == (limit == 100)
     if limit < 1:
@@ -261,7 +261,7 @@ def test_videos_hold_the_frames_of_every_episode(tmp_path: Path, limit: float) -
         Episode(["x"] * n, {"action": np.zeros((n, 1), np.float32), TOP: smooth(k, n), WRIST: smooth(k + 1, n, 48)})
         for k, n in enumerate((5, 1, 8, 6))
     ]
-    found = write_dataset(tmp_path / "set", made, fps=7, videos=True, chunks_size=2, video_files_size_in_mb=limit)
+    found = write_dataset(tmp_path / "set", made, fps=7, videos=True, limits=Limits(chunks_size=2, video_mb=limit))
     files = list(tmp_path.glob(f"set/videos/{TOP}/chunk-*/file-*.mp4"))
     assert (len(files) == 1) == (limit == 200) and not list(tmp_path.glob("set/images*"))
     assert found.features[TOP]["dtype"] == "video" and found.features[TOP]["info"]["video.codec"] == "h264"

@@ -206,7 +206,7 @@ def test_a_policy_with_dropout_is_refused(tmp_path: Path) -> None:
     with vla_runs.opened(config) as run:
         run.policy.out = nn.Sequential(nn.Dropout(0.1), run.policy.out)
         run.policy.train()
-        with pytest.raises(RuntimeError, match="otherwise than when it drew them.*Look for dropout"):
+        with pytest.raises(RuntimeError, match="other log-probabilities than when it sampled them.*Look for dropout"):
             run.collect(config.trainer)
         run.policy.eval()
         rollout = run.collect(config.trainer)

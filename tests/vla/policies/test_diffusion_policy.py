@@ -20,7 +20,7 @@ from genrl.vla.policies import diffusion_policy
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE, rows
-from genrl.vla.rollout.sampling import Diffusion, Frozen, act, draw, replay, sample
+from genrl.vla.rollout.sampling import Diffusion, Frozen, act, chunk_noise, replay, sample
 from tests.vla.published import DIFFUSION_REAL, DIFFUSION_TINY, diffusion_folder, diffusion_shapes
 
 CAMERA = "observation.images.camera0"
@@ -229,7 +229,7 @@ def test_replay_is_the_sample_and_the_loss_moves_everything(folder) -> None:
     with torch.no_grad():
         context = policy.encode(seen)
     sampler = Diffusion(train_steps=policy.train_steps, steps=5, ft_denoising_steps=3)
-    drawn = draw(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
+    drawn = chunk_noise(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
     taken = sample(policy, sampler, context, drawn, frozen=Frozen(before, context))
     again = replay(policy, sampler, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
     assert torch.equal((again.log_prob - taken.log_prob).exp(), torch.ones_like(taken.log_prob))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from genrl.config import VLAConfig
+from genrl.config import VLAConfig, plugins
+from genrl.config.plugins import import_file
 from genrl.runtime.progress import Progress
 from genrl.vla.policies.folder import load_policy, policy_class
 from genrl.vla.setup import load_trained
+from genrl.vla.simulators.contract import Simulation
+from genrl.vla.simulators.environments import open_environment
 from genrl.vla.train import judge_policy, train
 from tests.vla import vla_runs
 
@@ -137,6 +143,28 @@ def test_what_it_cannot_do_is_told_before_anything_is_written(file: Path, tmp_pa
         run = train(imitated(tmp_path, f"{file}:Linear"))
         train(vla_runs.config(tmp_path, sampler="reinflow", policy={"path": str(run)}, output=str(tmp_path / "b")))
     assert not (tmp_path / "b" / "policy").exists()
+
+
+def test_an_installed_policy_and_an_installed_simulator(
+    file: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their names in the entry point groups; the configuration knows them, too."""
+    found = {
+        "genrl.policies": EntryPoint("linear", "own_package:Linear", "genrl.policies"),
+        "genrl.simulators": EntryPoint("corners", "own_package:make", "genrl.simulators"),
+    }
+    kind = policy_class(f"{file}:Linear")
+    simulator = import_file(root / "docs" / "example_simulator.py")
+    package = ModuleType("own_package")
+    package.Linear, package.make = kind, simulator.make  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_package", package)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [found[group]] if group in found else [])
+    config = imitated(tmp_path, "linear")
+    assert config.policy.new is not None and policy_class(config.policy.new.type) is kind
+    env = open_environment(Simulation("corners", num_envs=2, chunk=2, tasks=("red",), max_steps=9))
+    observation, _ = env.reset(seed=0)
+    assert env.task_description == ["go to the red corner"] * 2 and observation["agent_pos"].shape == (2, 2)
+    env.close()
 
 
 def test_classes_that_are_no_policies(file: Path) -> None:

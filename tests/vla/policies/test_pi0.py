@@ -22,7 +22,7 @@ from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.pictures import letterbox
 from genrl.vla.policies.policy import STATE, TOKENS, rows
-from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, draw, replay, sample
+from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, chunk_noise, replay, sample
 from tests.vla.published import LINES, PI_REAL, PI_TINY, pi_folder, pi_observation, pi_shapes, random_weights
 
 BOTH = pytest.mark.parametrize("adaptive", [False, True], ids=["pi0", "pi05"])
@@ -316,7 +316,7 @@ def test_replay_is_the_sample(adaptive: bool, folders) -> None:
     with torch.no_grad():
         context = policy.encode(seen)
     for sampler in (FlowSteps(steps=3), LearnedNoise(steps=3)):
-        drawn = draw(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
+        drawn = chunk_noise(sampler, policy, [torch.Generator().manual_seed(n) for n in range(3)])
         taken = sample(policy, sampler, context, drawn)
         again = replay(policy, sampler, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
         assert torch.equal((again.log_prob - taken.log_prob).exp(), torch.ones_like(taken.log_prob))

@@ -24,7 +24,7 @@ from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.environments import open_environment
 from genrl.vla.train import train
 from tests.vla import vla_runs
-from tests.vla.test_vla_resume import straight_and_stopped
+from tests.vla.test_resume import straight_and_stopped
 from tests.vla.tiny_policies import SEES, TOLD, flow
 
 if importlib.util.find_spec("ray") is None:

@@ -11,7 +11,7 @@ from genrl.mdp import chains
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.vla.policies.policy import ACTION, rows
 from genrl.vla.rollout import sampling
-from genrl.vla.rollout.sampling import Diffusion, FlowSteps, Frozen, LearnedNoise, draw, replay, sample
+from genrl.vla.rollout.sampling import Diffusion, FlowSteps, Frozen, LearnedNoise, chunk_noise, replay, sample
 from tests.vla.tiny_policies import SEES, diffusion, flow, frames
 
 REINFLOW = LearnedNoise(mean_clip=1.0, noise_clip=3.0, last_clip=1.0, reduction="sum")
@@ -41,7 +41,7 @@ def observation(count: int):
 
 
 def drawn(sampler, policy, count: int, seed: int = 0):
-    return draw(sampler, policy, [generator(seed, i) for i in range(count)], generator(seed, "shared"))
+    return chunk_noise(sampler, policy, [generator(seed, i) for i in range(count)], generator(seed, "shared"))
 
 
 def sampled(sampler, count: int = 12):

@@ -7,7 +7,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, WhitenedReturns
-from genrl.vlm.recipe.preset import ExtraForward, Preset, changed, extra_forwards
+from genrl.vlm.recipe.preset import ExtraForward, Preset, extra_forwards
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.regularisers import EntropyBand
 from genrl.vlm.recipe.surrogates import Clip, Regression, SequenceClip
@@ -35,7 +35,6 @@ def test_a_preset_is_plain_data_that_yaml_can_hold(name: str) -> None:
     assert preset.source
     written = yaml.safe_dump(TypeAdapter(Preset).dump_python(preset, mode="json"))
     assert TypeAdapter(Preset).validate_python(yaml.safe_load(written)) == preset
-    assert changed(preset).keys() >= {"advantage", "source"} and "kl_stop" not in changed(PRESETS["grpo"])
 
 
 def test_choices_of_equal_constants_are_told_apart_by_their_names() -> None:

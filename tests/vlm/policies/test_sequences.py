@@ -47,7 +47,7 @@ def shapes() -> CodePolicy:
 def drawn_and_scored(policy: Any3, texts: tuple[str, ...], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """(sampler's log-probabilities, the trainer's, mask) of two answers to each prompt."""
     encoded = [policy.encode(prompt) for prompt in prompts(texts)]
-    drawn = policy.draw(encoded, 2, temperature, [(0, text) for text in texts])
+    drawn = policy.sample(encoded, 2, temperature, [(0, text) for text in texts])
     group = torch.arange(len(texts)).repeat_interleave(2)
     scored = policy.log_probs(encoded, drawn.tokens, drawn.mask, group=group, temperature=temperature)
     assert drawn.log_prob is not None
@@ -75,20 +75,20 @@ class TestPictures:
         asked = janus.processor(text=list(CAPTIONS), generation_mode="image", padding=True, return_tensors="pt")
         wanted = janus.model.generate(**asked, generation_mode="image", do_sample=False, guidance_scale=2.0)
         encoded = [janus.encode(prompt) for prompt in prompts(CAPTIONS)]
-        found = janus.draw(encoded, 1, 0.0, [(k,) for k in range(3)])
+        found = janus.sample(encoded, 1, 0.0, [(k,) for k in range(3)])
         assert torch.equal(found.tokens, wanted)
         decoded = janus.model.decode_image_tokens(wanted)  # [B, H, W, 3], of mean .5 and std .5
         assert torch.allclose(found.made["images"].permute(0, 2, 3, 1), (decoded * 0.5 + 0.5).clamp(0, 1), atol=1e-6)
 
     def test_a_picture_depends_on_its_own_caption_and_key(self, janus: ImagePolicy) -> None:
         encoded = [janus.encode(prompt) for prompt in prompts(CAPTIONS)]
-        together = janus.draw(encoded, 2, 1.0, [(7, text) for text in CAPTIONS])
-        alone = janus.draw(encoded[1:2], 2, 1.0, [(7, CAPTIONS[1])])
+        together = janus.sample(encoded, 2, 1.0, [(7, text) for text in CAPTIONS])
+        alone = janus.sample(encoded[1:2], 2, 1.0, [(7, CAPTIONS[1])])
         assert torch.equal(together.tokens[2:4], alone.tokens) and not torch.equal(alone.tokens[0], alone.tokens[1])
 
     def test_chunks_change_nothing_and_only_what_draws_is_trained(self, janus: ImagePolicy) -> None:
         encoded = [janus.encode(prompts(CAPTIONS)[0])]
-        drawn = janus.draw(encoded, 2, 1.0, [(0,)])
+        drawn = janus.sample(encoded, 2, 1.0, [(0,)])
         group = torch.zeros(2, dtype=torch.int64)
         whole, parts = (
             janus.log_probs(encoded, drawn.tokens, drawn.mask, group=group, chunk=chunk, entropy=True)
@@ -104,7 +104,7 @@ class TestPictures:
     def test_adapters_are_off_in_the_reference(self) -> None:
         policy = ImagePolicy(str(ASSETS / "tiny-janus"), lora=Lora(rank=2))
         encoded = [policy.encode(prompts(CAPTIONS)[0])]
-        drawn = policy.draw(encoded, 1, 1.0, [(0,)])
+        drawn = policy.sample(encoded, 1, 1.0, [(0,)])
         group = torch.zeros(1, dtype=torch.int64)
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
@@ -167,12 +167,12 @@ class TestMasks:
     def test_a_round_keeps_its_masks_and_the_next_has_others(self) -> None:
         policy = dllm(samples=3, steps=3)
         encoded = [policy.encode(prompts(("what is 3 plus 4 ?",))[0])]
-        first = policy.draw(encoded, 2, 1.0, [(0, "a")])
+        first = policy.sample(encoded, 2, 1.0, [(0, "a")])
         group = torch.zeros(2, dtype=torch.int64)
         assert first.mask.all() and first.log_prob is None and not (first.tokens == policy.mask_id).any()
         again = [policy.log_probs(encoded, first.tokens, first.mask, group=group).log_prob for _ in range(2)]
         assert torch.equal(again[0], again[1]) and again[0].shape == (2, 3)
-        policy.draw(encoded, 2, 1.0, [(1, "a")])
+        policy.sample(encoded, 2, 1.0, [(1, "a")])
         other = policy.log_probs(encoded, first.tokens, first.mask, group=group).log_prob
         assert not torch.equal(other, again[0])
 
@@ -194,7 +194,7 @@ class TestCodes:
     def test_every_answer_can_be_decoded(self, shapes: CodePolicy) -> None:
         """At a temperature at which the model knows nothing any more, too."""
         encoded = [shapes.encode(prompt) for prompt in prompts(("a red circle",))]
-        drawn = shapes.draw(encoded, 16, 50.0, [(0,)])
+        drawn = shapes.sample(encoded, 16, 50.0, [(0,)])
         things = shapes.things(drawn.tokens)
         assert things.shape == (16, 2, 8) and len(things.unique()) > 20
         assert drawn.made["images"].shape == (16, 2, 6, 3, 32, 32)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate.utils import broadcast
@@ -201,7 +202,7 @@ def scored_references(run: DiffusionRun, label: str, pairs: list[Pairs], rollout
 def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
     """Raise ValueError where no reward is trainable, or a prompt has no reference."""
     trainable_of(scorers)
-    references_of(config.trainer, prompts, config.prompts.train).check(row.text for row in prompts)
+    references_of(cast(AdvGRPO, config.trainer), prompts, config.prompts.train).check(row.text for row in prompts)
 
 
 def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:
@@ -213,8 +214,7 @@ def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:
         raise ValueError(f"rewards: adv_grpo trains one reward (docs/adv_grpo.md), {which}")
     if found[0] in scorers.offloaded:
         raise ValueError(f"rewards: {found[0]} is trained, so it stays on the device; remove its offload")
-    check_trainable(plain_rewards[found[0]], found[0])
-    return found[0], plain_rewards[found[0]]
+    return found[0], check_trainable(plain_rewards[found[0]], found[0])
 
 
 def load_trained(scorers: Scorers, run: Path) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from genrl.diffusion.methods.dpo.settings import DPO
 from genrl.diffusion.methods.pairs import loss, train_on
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.run import DiffusionRun
 

@@ -14,7 +14,7 @@ from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.methods.pairs import loss, train_on
 from genrl.diffusion.policy.inverse import encode
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.rollout.scoring import Scored, Scorers
 from genrl.diffusion.run import DiffusionRun

@@ -18,13 +18,16 @@ steps take the memory of one. docs/draft.md has metrics and figures.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.direct import chain_loss, check, recorded_chain, reward_gradient
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.policy.policy import Batch, Policy
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, Piece
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -40,7 +43,7 @@ def train(run: DiffusionRun, settings: Draft) -> None:
     for iteration in run.iterations():
         steps = trained_steps(settings, run.config.sampling.num_inference_steps, run.config.seed, iteration)
         # 1. Collect and score; the scores of rewards without gradients are for the log.
-        rollouts = run.collect(lambda batch, slots, steps=steps: draw(run.policy, settings, steps, batch, slots))
+        rollouts = run.collect(partial(draw, run.policy, settings, steps))
         # 2, 3. Differentiate and update.
         metrics = learn(run, settings, rollouts, steps)
         del rollouts
@@ -74,7 +77,7 @@ def learn(run: DiffusionRun, settings: Draft, rollouts: Rollouts, steps: range) 
     run.start_training(len(rollouts.mine))
     for micro_batch in rollouts.mine.values():
         batch, state = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
-        found = reward_gradient(run, rollouts, micro_batch, lambda r: reward_loss(r, margin=settings.margin))
+        found = reward_gradient(run, rollouts, micro_batch, partial(reward_loss, margin=settings.margin))
         recorded = recorded_chain(batch, state, steps, found.gradient)
         run.backward(settings, loss(settings, policy, recorded), recorded, divisor=rollouts.num_samples)
         meter.add("loss", found.loss)

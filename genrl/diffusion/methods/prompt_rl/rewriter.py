@@ -105,10 +105,13 @@ class Rewriter:
         """The model's input for a prompt: the instruction in the tokenizer's chat template, or plain; int64 [1, P]."""
         text = self.settings.instruction.replace("{prompt}", prompt)
         if not self.tokenizer.chat_template:
-            return self.tokenizer(text, return_tensors="pt").input_ids.to(self.model.device)
-        chat = [{"role": "user", "content": text}]
-        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(self.model.device)
+            asked = self.tokenizer(text, return_tensors="pt")
+        else:
+            chat = [{"role": "user", "content": text}]
+            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            asked = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        tokens: Tensor = asked.input_ids
+        return tokens.to(self.model.device)
 
     @torch.no_grad()
     def write(self, prompt: str, count: int, key: Sequence[int | str], fits: Callable[[str], bool]) -> Written:
@@ -151,7 +154,7 @@ class Rewriter:
         """Of each token under the present weights, float32 [R, L], with gradients; teacher forcing without a cache."""
         asked, count = self.asked(written.prompt), len(written.tokens)
         tokens = torch.cat([asked.expand(count, -1), written.tokens], 1)
-        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits[:, asked.shape[1] - 1 :]
+        logits: Tensor = self.model(input_ids=tokens[:, :-1], use_cache=False).logits[:, asked.shape[1] - 1 :]
         log_p = (logits.float() / self.settings.temperature).log_softmax(-1)
         return log_p.gather(2, written.tokens[..., None])[..., 0]
 

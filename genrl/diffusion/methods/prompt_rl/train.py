@@ -32,7 +32,7 @@ from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, Writt
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.transitions import clipped_loss as loss
 from genrl.diffusion.methods.transitions import flow_grpo_update, sampler
-from genrl.diffusion.policy.policy import Batch
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import Rollouts, call_arguments
 from genrl.diffusion.run import DiffusionRun

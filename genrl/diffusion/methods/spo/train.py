@@ -27,7 +27,8 @@ from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.plans import choose_kernel
 from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.methods.steps import Tensors, evidence, recorded_step, replayed
-from genrl.diffusion.policy.policy import Batch, Children, Kernel, NoiseKey, Policy, Trajectory
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, NoiseKey, Trajectory
 from genrl.diffusion.rollout.forest import Drawn
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.rollout.scoring import Scoring

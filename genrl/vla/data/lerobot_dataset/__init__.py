@@ -8,8 +8,8 @@ data/chunk-000/file-000.parquet                  a row per frame, many episodes 
 videos/<camera>/chunk-000/file-000.mp4           as videos, many episodes per file (`genrl[av]`)
 """
 
-from genrl.vla.data.lerobot_dataset.layout import Episode
+from genrl.vla.data.lerobot_dataset.layout import Episode, Limits
 from genrl.vla.data.lerobot_dataset.read import Dataset, open_dataset
 from genrl.vla.data.lerobot_dataset.write import write_dataset
 
-__all__ = ["Dataset", "Episode", "open_dataset", "write_dataset"]
+__all__ = ["Dataset", "Episode", "Limits", "open_dataset", "write_dataset"]

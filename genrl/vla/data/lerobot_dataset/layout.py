@@ -26,6 +26,15 @@ the episode, of the frame in the data set, and of its instruction."""
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 
 
+class Limits(NamedTuple):
+    """A file of data or of a video ends at the episode that would make it larger than so many MB, a chunk of the layout
+    after chunks_size files."""
+
+    chunks_size: int = 1000
+    data_mb: float = 100
+    video_mb: float = 200
+
+
 class Episode(NamedTuple):
     """T frames: an instruction for each, and columns by LeRobot's names.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from genrl.vla.data import mp4
 from genrl.vla.data.lerobot_dataset import features, layout
-from genrl.vla.data.lerobot_dataset.layout import Episode
+from genrl.vla.data.lerobot_dataset.layout import Episode, Limits
 from genrl.vla.data.lerobot_dataset.read import Dataset, open_dataset
 from genrl.vla.data.lerobot_dataset.stats import numeric_stats, picture_stats
 
@@ -31,15 +31,12 @@ def write_dataset(
     names: Mapping[str, Sequence[str]] | None = None,
     robot_type: str | None = None,
     videos: bool = False,
-    chunks_size: int = 1000,
-    data_files_size_in_mb: float = 100,
-    video_files_size_in_mb: float = 200,
+    limits: Limits = Limits(),
 ) -> Dataset:
     """Write all episodes into a new folder, which appears when it is complete, and open it.
 
     Features are those of the first episode. names: what the numbers of a column are called. videos: pictures as mp4
-    files (lossy) instead of PNG inside the data. A file ends at the episode that would make it larger than its limit, a
-    chunk of the layout after chunks_size files. Statistics are of all values, exact (pictures: per channel, in [0, 1]).
+    files (lossy) instead of PNG inside the data. Statistics are exact (of pictures: per channel, in [0, 1]).
 
     Raises FileExistsError for a folder that is there, ValueError for no episode, and for an episode that is empty, not
     finite, without an instruction, or with other columns, types or shapes than the first.
@@ -50,8 +47,7 @@ def write_dataset(
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
-    limits = {"data": data_files_size_in_mb, "video": video_files_size_in_mb}
-    writer = _Writer(partial, fps, dict(names or {}), videos, chunks_size, limits)
+    writer = _Writer(partial, fps, dict(names or {}), videos, limits)
     try:
         for episode in episodes:
             writer.add(episode)
@@ -91,20 +87,19 @@ class _Writer:
         fps: int,
         names: dict[str, Sequence[str]],
         videos: bool,
-        chunks_size: int,
-        limits: dict[str, float],
+        limits: Limits,
     ) -> None:
-        if fps < 1 or chunks_size < 1 or min(limits.values()) <= 0:
-            raise ValueError(f"fps, chunks_size and file sizes must be positive: got {fps}, {chunks_size} and {limits}")
+        if fps < 1 or limits.chunks_size < 1 or min(limits) <= 0:
+            raise ValueError(f"fps, chunks_size and file sizes must be positive: got {fps} and {tuple(limits)}")
         self.folder, self.fps, self.names, self.videos = folder, fps, names, videos
-        self.chunks_size, self.limits = chunks_size, limits
+        self.limits = limits
         self.features: dict[str, dict[str, Any]] = {}
         self.tasks: dict[str, int] = {}
         self.rows: list[dict[str, Any]] = []
         self.frames = 0
         self.values: dict[str, list[NDArray[Any]]] = {}
         self.histograms: dict[str, NDArray[np.int64]] = {}
-        self.data = _Shard(limits["data"], chunks_size)
+        self.data = _Shard(limits.data_mb, limits.chunks_size)
         self.data_file: pq.ParquetWriter | None = None
         self.video: dict[str, _Shard] = {}
         self.video_file: dict[str, mp4.Mp4] = {}
@@ -114,7 +109,7 @@ class _Writer:
         if not self.features:
             self.features = features.infer(episode, self.fps, self.names, self.videos)
             self.schema = features.schema(self.features)
-            self.video = {name: _Shard(self.limits["video"], self.chunks_size) for name in self._of("video")}
+            self.video = {name: _Shard(self.limits.video_mb, self.limits.chunks_size) for name in self._of("video")}
         features.check(episode, self.features, number)
         indices = {
             "timestamp": np.arange(length) / self.fps,
@@ -156,9 +151,9 @@ class _Writer:
             "total_episodes": len(self.rows),
             "total_frames": self.frames,
             "total_tasks": len(self.tasks),
-            "chunks_size": self.chunks_size,
-            "data_files_size_in_mb": self.limits["data"],
-            "video_files_size_in_mb": self.limits["video"],
+            "chunks_size": self.limits.chunks_size,
+            "data_files_size_in_mb": self.limits.data_mb,
+            "video_files_size_in_mb": self.limits.video_mb,
             "fps": self.fps,
             "splits": {"train": f"0:{len(self.rows)}"},
             "data_path": layout.DATA,
@@ -228,7 +223,7 @@ class _Writer:
 
     def _write_episodes(self) -> None:
         """In `_META_ROWS` rows at a time, into a new file wherever the last one is full."""
-        shard = _Shard(self.limits["data"], self.chunks_size)
+        shard = _Shard(self.limits.data_mb, self.limits.chunks_size)
         writer, path = None, self._path(layout.EPISODES, **shard.place)
         for start in range(0, len(self.rows), _META_ROWS):
             rows = self.rows[start : start + _META_ROWS]

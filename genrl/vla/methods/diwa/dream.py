@@ -327,7 +327,7 @@ def train_classifier(
         cross = functional.cross_entropy(logits, label)
         loss = cross + weight * supervised_contrastive(embedding, label, temperature)
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         yield {"loss": loss.item(), "accuracy": (logits.argmax(1) == label).float().mean().item()}
 

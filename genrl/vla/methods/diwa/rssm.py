@@ -183,7 +183,7 @@ def world_step(
     shown, done = observations[episode[:, None], window], actions[episode[:, None], window[:, :-1]]
     found = world_loss(model, shown, done, noise)
     optimiser.zero_grad(set_to_none=True)
-    found.loss.backward()  # type: ignore[no-untyped-call]
+    found.loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 100.0)
     optimiser.step()
     return WorldLoss(*(value.detach() for value in found))

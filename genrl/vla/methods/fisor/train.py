@@ -40,7 +40,7 @@ from genrl.vla.methods.offline import (
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
-from genrl.vla.rollout.sampling import Acting, Diffusion, Draw, sample
+from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion, sample
 from genrl.vla.simulators.minitable import INSTRUCTIONS
 from genrl.vla.simulators.minitable.task import task_numbers
 
@@ -144,7 +144,7 @@ def train_step(
         index = torch.randint(len(data.reward), (settings.critics.batch_size,), generator=rng)
         losses = critic_losses(nets, take(data, index), settings)
         critics.zero_grad(set_to_none=True)
-        torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack(list(losses.values())).sum().backward()
         critics.step()
         nets.reward.follow(settings.critics.target_rate)
         nets.violation.follow(settings.critics.target_rate)
@@ -171,7 +171,7 @@ def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Be
         noise = torch.randn((count * candidates, sampler.steps + 1, *chunk), generator=rng)
         repeated = torch.arange(count).repeat_interleave(candidates)
         context = rows(policy.encode(observation), repeated)
-        drawn = Draw(noise, torch.ones(len(noise), sampler.steps, dtype=torch.bool))
+        drawn = ChunkNoise(noise, torch.ones(len(noise), sampler.steps, dtype=torch.bool))
         actions = policy.actions(sample(policy, sampler, context, drawn).chunk)
         risk = nets.violation.slow_q(rows(observation, repeated), actions).amax(0).view(count, candidates)
         risk = risk.clamp(min=SAFE)  # nothing is safer than safe: what is estimated below is error, and no reason

@@ -75,7 +75,7 @@ def train_dynamics(
         index = torch.randint(len(data.reward), (batch_size,), generator=generator(seed, "dynamics", step))
         loss = model.loss(take(data, index))
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         yield loss.item()
 

@@ -47,7 +47,7 @@ from genrl.vla.policies.policy import STATE, Batch, Policy, rows
 from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
-from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler, act, draw, replay, sample
+from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler, act, chunk_noise, replay, sample
 from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
 from genrl.vla.simulators.minitable.task import task_numbers
@@ -89,7 +89,7 @@ def draw_at(
     """Chunks of the behaviour copy at states of the data, with `min Q(s, a) - V(s)` normalised over the batch."""
     count = len(observation[STATE])
     seeds = torch.randint(2**62, (count,), generator=rng).tolist()
-    drawn = sample(old, sampler, old.encode(observation), draw(sampler, old, _generators(seeds)))
+    drawn = sample(old, sampler, old.encode(observation), chunk_noise(sampler, old, _generators(seeds)))
     actions = old.actions(drawn.chunk)
     advantage = normalise_advantages(critics.advantage(observation, actions), eps=1e-8).float()
     log_prob = _sums(drawn.log_prob, executed)
@@ -197,7 +197,7 @@ def distil(
             goal = act(teacher, sampler, teacher.encode(shown), noise)
         loss = (one_step(student, student.encode(shown), noise) - goal).square().mean()
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         schedule.step()
         yield loss.item()
@@ -361,7 +361,7 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
                     loop.process.accelerator.device
                 )
                 optimiser.zero_grad(set_to_none=True)
-                expectile_loss(error, 0.5).mean().backward()  # type: ignore[no-untyped-call]
+                expectile_loss(error, 0.5).mean().backward()
                 optimiser.step()
                 figures.add({"critic/value_loss": error.square().mean().item()})
                 loop.advance(len(dealt.mine))

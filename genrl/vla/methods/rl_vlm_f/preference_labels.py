@@ -202,7 +202,7 @@ def train_rewards(
             hits.append(((first > second) == (target > 0)).float().mean())
         loss = torch.stack(losses).mean()
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         yield {"loss": loss.item(), "accuracy": torch.stack(hits).mean().item()}
 
@@ -232,7 +232,7 @@ def relabel(ensemble: RewardEnsemble, transitions: Transitions, *, batch_size: i
     `r(s')` in all. Costs and the rest are kept.
     """
     following = transitions.next_observation
-    parts = torch.arange(len(transitions.reward)).split(batch_size)  # type: ignore[no-untyped-call]
+    parts = torch.arange(len(transitions.reward)).split(batch_size)
     found = torch.cat([ensemble(rows(following, part)).mean(0).cpu() for part in parts])
     reward = torch.where(transitions.done, found, (1.0 - transitions.discount) * found)
     return transitions._replace(reward=reward, terminated=transitions.done)

@@ -22,7 +22,7 @@ _OPEN, _CLOSED = (90, 90, 90), (0, 0, 0)
 
 
 def render(state: State, size: int) -> Pixels:
-    """[n, size, size, 3] uint8 RGB, row 0 at the far edge. The gripper is drawn grey when open and black when it holds.
+    """[n, size, size, 3] uint8 RGB, row 0 at the far edge. The gripper is grey when open and black when it holds.
 
     Edges are blended by how much of a pixel they cover, so that positions show below the size of a pixel.
     Raises ValueError for a size below 16, at which discs vanish.

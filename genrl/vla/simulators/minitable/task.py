@@ -112,13 +112,13 @@ def initial_state(episodes: Keys, tasks: Sequence[int]) -> State:
     discs = np.zeros((len(episodes), 3, 2))
     open_rows, stream, candidates = np.arange(len(episodes)), 1, 16
     while len(open_rows):
-        drawn = 0.9 * (_uniform(episodes[open_rows], stream, candidates * 6) - 0.5)
-        drawn = drawn.reshape(len(open_rows), candidates, 3, 2)
-        between = np.linalg.norm(drawn[:, :, (0, 0, 1)] - drawn[:, :, (1, 2, 2)], axis=-1).min(-1)
-        from_gripper = np.linalg.norm(drawn - gripper[open_rows, None, None], axis=-1).min(-1)
+        places = 0.9 * (_uniform(episodes[open_rows], stream, candidates * 6) - 0.5)
+        places = places.reshape(len(open_rows), candidates, 3, 2)
+        between = np.linalg.norm(places[:, :, (0, 0, 1)] - places[:, :, (1, 2, 2)], axis=-1).min(-1)
+        from_gripper = np.linalg.norm(places - gripper[open_rows, None, None], axis=-1).min(-1)
         fits = (between >= 0.36) & (from_gripper >= 0.25)
         found = fits.any(1)
-        discs[open_rows[found]] = drawn[found, fits.argmax(1)[found]]
+        discs[open_rows[found]] = places[found, fits.argmax(1)[found]]
         open_rows, stream = open_rows[~found], stream + 1
     return State(
         gripper.astype(np.float32),

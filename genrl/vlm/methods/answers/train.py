@@ -12,8 +12,8 @@ from torch import Tensor
 
 from genrl.objectives import decay
 from genrl.runtime.recorded import Recorded
-from genrl.vlm.methods.dealing import Update
 from genrl.vlm.methods.extras import degraded_prompts
+from genrl.vlm.methods.sharing import Update
 from genrl.vlm.methods.updates import recipe_loss, update
 from genrl.vlm.policies.policy import Encoded, Policy, Replay
 from genrl.vlm.recipe.method import RecipeMethod

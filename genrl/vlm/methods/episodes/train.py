@@ -11,8 +11,8 @@ from torch import Tensor
 from genrl.runtime.recorded import Recorded
 from genrl.vlm.episodes.rows import laid
 from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
-from genrl.vlm.methods.dealing import Update
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
+from genrl.vlm.methods.sharing import Update
 from genrl.vlm.methods.updates import recipe_loss, update
 from genrl.vlm.rollout.recorded import Asked, token_tensors
 from genrl.vlm.run import Estimated

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from genrl.objectives.tokens.audio_tokens import music_rl_loss
 from genrl.runtime.recorded import Recorded
-from genrl.vlm.methods.dealing import dealt
 from genrl.vlm.methods.music_rl.settings import MusicRL
+from genrl.vlm.methods.sharing import updates_of
 from genrl.vlm.policies.codes import CODE, CodePolicy
 from genrl.vlm.policies.policy import Encoded
 from genrl.vlm.rollout.recorded import Asked
@@ -67,7 +67,7 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
     policy: Any = run.policy
     reward = totals(config, answers.scores).float()
     size, micro = config.generation.group_size, settings.micro_batch
-    (update,) = dealt(answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
+    (update,) = updates_of(answers.mask, size, updates=1, micro=micro, seed=config.seed, loop=loop)
     sums: dict[str, float] = defaultdict(float)
     loop.phase("training", len(answers.texts))
     with loop.timed("train"):

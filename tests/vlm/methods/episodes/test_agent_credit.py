@@ -8,8 +8,8 @@ import torch
 from genrl.objectives.tokens.token_credit import token_gae
 from genrl.vlm.episodes.critic import ValueHead, credit_of_steps, credit_of_tokens
 from genrl.vlm.episodes.episodes import Decision
-from genrl.vlm.episodes.rows import Rows, rows_of
-from genrl.vlm.methods.dealing import padded
+from genrl.vlm.episodes.rows import Rows, laid, rows_of
+from genrl.vlm.methods.sharing import padded
 
 CONSTANTS = {"gamma": 0.9, "lam": 0.8}
 
@@ -81,10 +81,10 @@ def test_turns_become_rows_and_the_turns_of_some_rows_too() -> None:
     assert rows.laid(values).tolist() == [[1, 2, 3], [4, 5, 0]]
     some = torch.tensor([1])
     turns = rows.of(some)
-    assert turns.tolist() == [2] and rows.laid(values[turns], some, turns).tolist() == [[4, 5, 0]]
+    assert turns.tolist() == [2] and laid(values[turns], rows.places(some, turns)).tolist() == [[4, 5, 0]]
     both = torch.tensor([1, 0])
     turns = rows.of(both)
-    assert rows.laid(values[turns], both, turns).tolist() == [[4, 5, 0], [1, 2, 3]]
+    assert laid(values[turns], rows.places(both, turns)).tolist() == [[4, 5, 0], [1, 2, 3]]
 
 
 def test_rows_are_as_long_as_the_longest_answer_that_is_one_of_them() -> None:

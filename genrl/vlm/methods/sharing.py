@@ -39,7 +39,7 @@ class Update(NamedTuple):
         return replace(batch.select(rows), rows=self.rows, tokens=self.tokens, groups=self.groups)
 
 
-def dealt(
+def updates_of(
     mask: Tensor,
     size: int,
     *,

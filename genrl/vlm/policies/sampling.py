@@ -1,5 +1,5 @@
-"""What policies over tokens of their own (pictures, shapes, sound, masks) share: how answers are drawn, rows padded and
-questions in words encoded."""
+"""What policies over tokens of their own (pictures, shapes, sound, masks) share: how answers are sampled, rows
+padded and questions encoded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genrl.vlm.policies.processor import Prompt, Tokens
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """n answers to each of N prompts, B = N n rows, those of a prompt together.
 
     tokens int64 [B, T]; mask bool: T wide, or as wide as the log-probabilities are; log_prob float32 as mask, of the
