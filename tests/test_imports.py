@@ -1,0 +1,35 @@
+"""What starts without torch: configuration, data, the settings of all methods, and the commands before they are run.
+
+Who may import whom is in pyproject.toml (import-linter), which counts imports within functions too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import importlib, pkgutil, sys
+from genrl.config.method import KINDS, built_in
+heavy = {heavy!r}
+for name in {packages!r}:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, name + "."):
+        importlib.import_module(module.name)
+        found = heavy & set(sys.modules)
+        assert not found, (module.name, found)
+for kind in KINDS if {methods!r} else ():
+    for method in built_in(kind).values():
+        assert not heavy & set(sys.modules), (method, heavy & set(sys.modules))
+"""
+HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "datasets"}
+
+
+@pytest.mark.parametrize("packages", [("genrl.config", "genrl.data"), ("genrl.cli",)])
+def test_packages_import_no_torch_at_their_top(packages: tuple[str, ...], root: Path) -> None:
+    program = PROGRAM.format(heavy=HEAVY, packages=packages, methods="genrl.config" in packages)
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
