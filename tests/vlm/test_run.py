@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from genrl.vlm.methods.agents import trainer as agents
 
 from genrl.config import ConfigError, load
 from genrl.runtime import checkpoint
 from genrl.runtime.loop import Loop
 from genrl.runtime.run import Run
 from genrl.vlm.evaluate import judge
-from genrl.vlm.methods import trainer
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.data import Questions
@@ -26,7 +24,7 @@ from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
 from tests.run_folders import differences, last_state, rows
 from tests.vlm import fake_vllm, vlm_runs
-from tests.vlm.methods.agents import agent_runs
+from tests.vlm.methods.episodes import agent_runs
 
 EVALUATED: dict[str, Any] = {"every": 1, "questions": 4, "blind": False}
 AVERAGED: dict[str, Any] = {"ema": {"decay": 0.5}, "optimizer": {"lr": 1e-2}, "iterations": 2}
@@ -175,15 +173,15 @@ def test_episodes_are_watched_by_their_success(tmp_path: Path) -> None:
 
 def room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device that holds so many answers in a pass of training, from the second one on; the sizes that are tried."""
-    forward, tried = trainer.forward, []
+    log_probs, tried = Policy.log_probs, []
 
-    def full(run: Any, prompts: Any, answers: Any, chosen: torch.Tensor, **options: Any) -> Any:
-        tried.append(len(chosen))
-        if len(tried) > 1 and len(chosen) > most:
+    def full(policy: Policy, prompts: Any, answers: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        tried.append(len(answers))
+        if len(tried) > 1 and len(answers) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(run, prompts, answers, chosen, **options)
+        return log_probs(policy, prompts, answers, *rest, **options)
 
-    monkeypatch.setattr(trainer, "forward", full)
+    monkeypatch.setattr(Policy, "log_probs", full)
     return tried
 
 
@@ -199,7 +197,7 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
     said = capsys.readouterr().err
     assert "memory ran out in iteration 1 with 16 samples in a micro-batch: it is done again, with 8" in said
     assert "with 8 samples in a micro-batch: it is done again, with 4 from here on" in said
-    assert tried == [16, 16, 8] + [4] * 8
+    assert tried[:3] == [16, 16, 8] and set(tried[3:]) == {4}
     train(vlm_runs.config(tmp_path, iterations=2, trainer={**TWICE, "fit_batch": True}), found)
     first, second = last_state(found), last_state(wanted)
     assert first.state["memory"].pop("batch_size") == 4 and first.state == second.state
@@ -209,16 +207,15 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
 
 def test_memory_may_run_out_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the answers are scored, here of an agent, whose episodes are played again."""
-    replay, tried = agents.replay, []
+    log_probs, tried = Policy.log_probs, []
 
-    def full(policy: Any, acted: Any, turns: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        tried.append(len(turns))
-        if len(turns) > 6:
+    def full(policy: Policy, prompts: Any, answers: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        tried.append(len(answers))
+        if len(answers) > 6:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return replay(policy, acted, turns, *rest, **options)
+        return log_probs(policy, prompts, answers, *rest, **options)
 
-    for module in ("run", "trainer"):
-        monkeypatch.setattr(f"genrl.vlm.methods.agents.{module}.replay", full)
+    monkeypatch.setattr(Policy, "log_probs", full)
     found = train(agent_runs.config(tmp_path, "vl_dac", trainer={"fit_batch": True}))
     assert tried[0] == 12 and max(tried[1:]) <= 6
     wanted = train(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 6}, output=str(tmp_path / "by hand")))
