@@ -60,7 +60,7 @@ class Row:
         self.scoring: list[Seconds] = []
         self.calls: list[tuple[float, float]] = []
         self.reward = [held_out(self.run)]
-        log, timed = self.run.loop.log.log, self.run.loop.timed
+        log, timed = self.run.loop.process.log.log, self.run.loop.timed
 
         def logged(step: int, row: dict[str, float]) -> None:
             self.calls.append((row["model_calls/sample"], row["model_calls/train"]))
@@ -69,7 +69,7 @@ class Row:
         def in_part(phase: str) -> Any:
             return self.parts.part(phase) if phase == "score" else timed(phase)
 
-        self.run.loop.log.log, self.run.loop.timed = logged, in_part  # type: ignore[method-assign]
+        self.run.loop.process.log.log, self.run.loop.timed = logged, in_part  # type: ignore[method-assign]
         self.turns = Turns(partial(_loop, self.run))
         stack.callback(self.turns.close)
 

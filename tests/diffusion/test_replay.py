@@ -32,6 +32,12 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def checkpoints_hold_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model too large for its weights to be in every dump."""
+    monkeypatch.setattr("genrl.runtime.weights.LARGEST_COPY", 0)
+
+
 def stopped(config: Config, call: int, spoil: float = math.nan) -> tuple[Path, torch.Tensor]:
     """The dump of a run whose `call`-th loss (from 0) is multiplied by `spoil`, and that loss as it was."""
     write_atomic(Run(Path(config.output)).config, to_yaml(config))
