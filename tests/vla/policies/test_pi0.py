@@ -453,7 +453,7 @@ def test_a_base_model_needs_statistics_and_keeps_those_it_is_given(tmp_path) -> 
         for step in content["steps"]:
             step.pop("state_file", None)
         file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="no statistics of 'observation.state'.*MEAN_STD: a base model"):
+    with pytest.raises(ValueError, match="no statistics of 'observation.state'.*MEAN_STD: it is a base model"):
         load_policy(tmp_path / "base")
     stats = {STATE: {"mean": torch.ones(5), "std": torch.full((5,), 2.0)}}
     stats["action"] = {"mean": torch.zeros(3), "std": torch.full((3,), 4.0)}
