@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from genrl.runtime.guards import NonFiniteError, read_dump
+from genrl.vla.methods import gae
 from genrl.vla.methods.ppo import train as ppo
 from genrl.vla.methods.scores import decisions
 from genrl.vla.methods.update import Figures, learn
@@ -199,7 +200,7 @@ class TestEstimates:
 
     def test_a_time_limit_is_bootstrapped_and_success_is_not(self, rollout: ChunkRollout, tmp_path: Path) -> None:
         settings = self.settings(tmp_path, gamma=0.9, lam=1.0)
-        found = ppo.estimate(rollout, settings)
+        found = gae.estimate(rollout, settings)
         ended = {"truncated": 0, "terminated": 0}
         for slot in range(8):
             last = int(rollout.valid[:, slot].sum()) - 1
@@ -218,7 +219,7 @@ class TestEstimates:
         """Every executed action's return is its rewards, discounted per action, and the value of what it was left in;
         actions after an end have none, and no weight."""
         settings = self.settings(tmp_path, **BY_ACTION, gamma=0.9, lam=1.0)
-        found, partial = ppo.estimate(rollout, settings), 0
+        found, partial = gae.estimate(rollout, settings), 0
         for slot in range(8):
             last = int(rollout.valid[:, slot].sum()) - 1
             ended = rollout.terminated[last, slot]
@@ -230,11 +231,11 @@ class TestEstimates:
                     value = float(rollout.rewards[t, slot, j]) + 0.9 * value
                     assert float(found.returns[t, slot, j]) == pytest.approx(value, abs=1e-5)
                 assert not found.returns[t, slot, count:].any() and not found.advantages[t, slot, count:].any()
-        kept = ppo.estimated(rollout, rollout.valid, settings)
+        kept = gae.estimated(rollout, rollout.valid, settings)
         assert partial and int(kept.sum()) == int((rollout.n_executed * rollout.valid).sum())
-        even = ppo.weights(rollout, kept, settings.model_copy(update={"weighting": "episodes"}))
+        even = gae.weights(rollout, kept, settings.model_copy(update={"weighting": "episodes"}))
         torch.testing.assert_close(even.sum((0, 2)), torch.ones(8, dtype=torch.float64))
-        assert not even[~kept].any() and torch.equal(ppo.weights(rollout, kept, settings), kept.double())
+        assert not even[~kept].any() and torch.equal(gae.weights(rollout, kept, settings), kept.double())
 
     def test_with_one_action_per_chunk_both_levels_teach_the_same(self, tmp_path: Path) -> None:
         """Estimates and the gradient of an update, to the bit but for the order of sums."""
@@ -248,8 +249,8 @@ class TestEstimates:
             assert rollout.values is not None and rollout.values.std() > 0 and rollout.rewards.shape[2] == 1
             stand_still(run)
             for settings in (config.trainer, whole):
-                found = ppo.estimate(rollout, settings)  # type: ignore[arg-type]
-                kept = ppo.estimated(rollout, rollout.valid, settings)  # type: ignore[arg-type]
+                found = gae.estimate(rollout, settings)  # type: ignore[arg-type]
+                kept = gae.estimated(rollout, rollout.valid, settings)  # type: ignore[arg-type]
                 chosen = decisions(rollout, run.normalised(found.advantages, kept), found.returns, kept)
                 learn(run, rollout, chosen, settings, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
         for name, gradient in gradients[0].items():
@@ -259,12 +260,12 @@ class TestEstimates:
     def test_every_episode_may_weigh_the_same(self, rollout: ChunkRollout, tmp_path: Path) -> None:
         settings = self.settings(tmp_path, weighting="episodes")
         kept = rollout.valid.clone()
-        weight = ppo.weights(rollout, kept, settings)
+        weight = gae.weights(rollout, kept, settings)
         torch.testing.assert_close(weight.sum(0), torch.ones(8, dtype=torch.float64))
         assert len(set(rollout.valid.sum(0).tolist())) > 1 and (weight[~kept] == 0).all()
         kept[:, :3] = False
-        assert ppo.weights(rollout, kept, settings).sum(0).tolist() == pytest.approx([0.0] * 3 + [1.0] * 5)
-        plain = ppo.weights(rollout, kept, self.settings(tmp_path))
+        assert gae.weights(rollout, kept, settings).sum(0).tolist() == pytest.approx([0.0] * 3 + [1.0] * 5)
+        plain = gae.weights(rollout, kept, self.settings(tmp_path))
         assert torch.equal(plain, kept.double())
 
     def test_the_mean_weight_of_what_is_trained_on_is_one(self, tmp_path: Path, monkeypatch: Any) -> None:
@@ -292,10 +293,10 @@ class TestEstimates:
     def test_explained_variance(self, rollout: ChunkRollout, tmp_path: Path) -> None:
         with vla_runs.opened(vla_runs.config(tmp_path)) as run:
             settings = run.config.trainer
-            found = ppo.estimate(rollout, settings)  # type: ignore[arg-type]
+            found = gae.estimate(rollout, settings)  # type: ignore[arg-type]
             none = torch.zeros_like(found.returns)
             for advantages, wanted in ((none, 1.0), (found.returns, 0.0)):  # values that are the returns; that are 0
-                told = ppo.explained_variance(run, found._replace(advantages=advantages), rollout.valid)
+                told = gae.explained_variance(run, found._replace(advantages=advantages), rollout.valid)
                 assert told["critic/explained_variance"] == pytest.approx(wanted)
 
 
