@@ -106,7 +106,7 @@ def require_finite(
         )
     raise NonFiniteError(
         f"stopped before the update of step {step} on rank {rank}: {where} is not finite ({found}). {evidence} "
-        "The update was not made. Usual causes: float16 overflow (use model.dtype bfloat16 or float32), or "
+        "The update was not made. Usual causes: float16 overflow (use bfloat16 or float32), or "
         "optimizer.lr too high (look for grad_norm spikes in metrics.jsonl).",
         dump,
     )

@@ -67,19 +67,20 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
             f"{folder} is no dump: it has no dump.json. A run that was stopped by a number that is not finite has its "
             "dumps in RUN/dumps/step-..."
         )
-    found = Run(run or folder.resolve().parent.parent)
-    if not found.config.is_file():
-        raise ValueError(f"{found.folder} is not a run folder: it has no config.yaml. Name the dump's run by --run")
-    dump, config = read_dump(folder), load_config(found.config)
+    source_run = Run(run or folder.resolve().parent.parent)
+    if not source_run.config.is_file():
+        raise ValueError(f"{source_run.folder} is not a run folder: it has no config.yaml. Name the dump's run by --run")
+    dump, config = read_dump(folder), load_config(source_run.config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     opened = kind_of(config).reopen(config, device, dump.step)
-    source = _put_weights(opened.weights, dump, found)
+    source = _put_weights(opened.weights, dump, source_run)
     settings = type(config.trainer).model_validate(dump.info["settings"])
     known = {name: tensor for name, tensor in dump.batch.items() if not name.startswith("weights/")}
     batch = opened.batch(dump.info, known)
     given = {name: tensor.to(device) for name, tensor in known.items() if not name.startswith("inputs/")}
     with first_not_finite(opened.modules) as module:
         made = dict(code_of(settings).loss(settings, opened.policy, Recorded(batch, given)))
+        made["loss"] = made.pop("loss")  # to the end: it is computed from the others
         (made["loss"].sum() / dump.info["divisor"] * dump.info["loss_scale"]).backward()
     gradients = {name: p.grad for name, p in opened.weights.named.items() if p.grad is not None}
     made["gradient"] = torch.stack(torch._foreach_norm(list(gradients.values()))).sum()

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from genrl.cli.runs import print_replay, replay_verdict
-from genrl.config import Config, VLAConfig
+from genrl.config import Config
 from genrl.config import dump as to_yaml
 from genrl.diffusion.methods.diffusion_nft.train import train as train_nft
 from genrl.diffusion.methods.flow_grpo.train import train as train_grpo
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.runtime.guards import NonFiniteError, non_finite, require_finite
+from genrl.runtime.guards import NonFiniteError, non_finite
 from genrl.runtime.replay import first_not_finite, replay
 from genrl.runtime.run import Run, write_atomic
 from tests.diffusion import runs
@@ -124,17 +124,6 @@ def test_a_dump_elsewhere_needs_its_run(folder: Path, model: Path) -> None:
     with pytest.raises(ValueError, match="is not a run folder: it has no config.yaml. Name the dump's run by --run"):
         replay(moved)
     assert torch.equal(replay(moved, Path(config.output)).tensors["loss"], loss)
-
-
-def test_the_dump_of_a_policys_run_is_refused(tmp_path: Path) -> None:
-    policy = {"policy": {"path": "a"}, "environment": {"name": "minitable"}, "trainer": {"algorithm": "ppo"}}
-    write_atomic(tmp_path / "config.yaml", to_yaml(VLAConfig.model_validate(policy)))
-    with pytest.raises(NonFiniteError) as error:
-        bad = {"loss": torch.tensor(math.nan)}
-        require_finite(bad, where="loss", step=3, dumps=tmp_path / "dumps", batch=bad, info={})
-    assert error.value.dump is not None
-    with pytest.raises(ValueError, match="trains no pipeline.*dump.json says what was not finite"):
-        replay(error.value.dump)
 
 
 def test_a_full_fine_tuning_without_checkpoint_says_so(folder: Path, model: Path) -> None:

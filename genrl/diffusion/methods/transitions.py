@@ -175,13 +175,13 @@ def penalised(
         value = value + weight * term
     value = value * given["moves"]  # no score, or a group without spread: no update, by its KL neither
     return {
-        "loss": given["weight"] * value,
-        "unweighted": value,
-        "surrogate": surrogate.loss,
+        **evidence(new),
         "ratio": surrogate.ratio,
         "clipped": surrogate.clipped,
+        "surrogate": surrogate.loss,
         **terms,
-        **evidence(new),
+        "unweighted": value,
+        "loss": given["weight"] * value,
     }
 
 

@@ -207,15 +207,15 @@ def test_the_chain_is_the_sampler_and_its_gradient_that_of_differences(family: s
     with torch.no_grad():
         whole = policy.roll_out(batch)
         start = policy.roll_out(batch, stop=1).final
-        assert torch.equal(draft.chain(policy, batch, start, range(1, 4)), whole.final)
+        assert torch.equal(direct.chain(policy, batch, start, range(1, 4)), whole.final)
         clean = policy.roll_out(batch, stop=2, predict=True).predicted
-        assert torch.equal(draft.chain(policy, batch, start, range(1, 2), clean=True), clean)
+        assert torch.equal(direct.chain(policy, batch, start, range(1, 2), clean=True), clean)
 
     direction = torch.randn(start.shape, generator=torch.Generator().manual_seed(1))
     target = torch.randn(start.shape, generator=torch.Generator().manual_seed(2))
 
     def value(x: Tensor) -> Tensor:
-        return (target * draft.chain(policy, batch, x, range(1, 4))).sum()
+        return (target * direct.chain(policy, batch, x, range(1, 4))).sum()
 
     leaf = start.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(value(leaf), leaf)
@@ -285,7 +285,7 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_steps() -> No
 
         start = torch.zeros(1, 4, 8, 8)[:, : policy.state_shape(batch)[1]].expand(policy.state_shape(batch)).clone()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            draft.chain(policy, batch, start, range(4 - count, 4))
+            direct.chain(policy, batch, start, range(4 - count, 4))
         kept[count] = total
     assert kept[4] < 0.1 * kept[1] and kept[2] < 0.1 * kept[1]
 

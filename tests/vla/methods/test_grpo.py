@@ -111,7 +111,7 @@ def test_the_first_gradient_is_reinforce(tmp_path: Path) -> None:
         rollout = opened.collect(run.trainer)
         advantage = torch.randn(rollout.valid.shape, generator=torch.Generator().manual_seed(1))
         chosen = decisions(rollout, advantage, advantage, torch.ones_like(advantage))
-        found = update_gradient(opened, rollout, chosen, run.trainer)
+        found = update_gradient(opened, rollout, chosen, run.trainer, grpo.loss)
         log_prob = by_hand(opened.policy, rollout, chosen).flatten(1).sum(1)
         (-chosen.advantage.float() * log_prob).mean().backward()
         wanted = vla_runs.gradients(opened)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from genrl.runtime.guards import NonFiniteError, read_dump
+from genrl.runtime.recorded import Recorded
 from genrl.vla.methods import gae
 from genrl.vla.methods.ppo import train as ppo
-from genrl.vla.methods.scores import decisions
+from genrl.vla.methods.scores import decisions, score
 from genrl.vla.methods.update import Figures, learn
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
-from genrl.vla.rollout.sampling import replay
+from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from tests.vla import vla_runs
 
@@ -252,7 +253,7 @@ class TestEstimates:
                 found = gae.estimate(rollout, settings)  # type: ignore[arg-type]
                 kept = gae.estimated(rollout, rollout.valid, settings)  # type: ignore[arg-type]
                 chosen = decisions(rollout, run.normalised(found.advantages, kept), found.returns, kept)
-                learn(run, rollout, chosen, settings, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
+                learn(run, rollout, chosen, settings, Figures(), gae.loss, policy=True, critic=True)  # type: ignore[arg-type]
         for name, gradient in gradients[0].items():
             torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-5, atol=1e-9, msg=name)
         assert any(g.abs().max() > 0 for name, g in gradients[0].items() if name.startswith("value_head"))
@@ -354,17 +355,13 @@ def test_a_loss_that_is_not_finite_leaves_what_it_was_made_from(tmp_path: Path) 
         rollout = run.collect(config.trainer)  # type: ignore[arg-type]
         nothing = torch.full(rollout.valid.shape, float("nan"))
         chosen = decisions(rollout, nothing, nothing, torch.ones_like(nothing))
-        with pytest.raises(NonFiniteError, match="loss is not finite.*look there") as stopped:
-            learn(run, rollout, chosen, config.trainer, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
+        with pytest.raises(NonFiniteError, match="loss is not finite.*genrl replay") as stopped:
+            learn(run, rollout, chosen, config.trainer, Figures(), gae.loss, policy=True, critic=True)  # type: ignore[arg-type]
         assert stopped.value.dump is not None
-        found = read_dump(stopped.value.dump).batch
-        observation = {name: found[name] for name in run.policy.inputs}
-        place = torch.arange(len(found["row"])), found["step"]
-        steps = [found[name][place][:, None] for name in ("states", "next_states", "step_index")]
-        again = replay(run.policy, rollout.sampler, run.policy.encode(observation), *steps)
-        now = again.log_prob[:, 0, :4, :3].detach()
-        there = torch.arange(4) < rollout.n_executed.flatten()[found["row"]][:, None]
-        torch.testing.assert_close(torch.where(there[..., None], now, 0.0).sum((1, 2)), found["log_prob"])
+        found = Recorded(None, read_dump(stopped.value.dump).batch)
+        scored = score(config.trainer, Acting(run.policy, rollout.sampler), found)  # type: ignore[arg-type]
+        assert len(scored.log_prob) == 9
+        torch.testing.assert_close(scored.log_prob, scored.old_log_prob)
 
 
 def test_learn_counts_a_decision_by_its_weight(tmp_path: Path) -> None:
@@ -377,6 +374,6 @@ def test_learn_counts_a_decision_by_its_weight(tmp_path: Path) -> None:
         stand_still(run)
         for factor in (1.0, 2.0):
             chosen = decisions(rollout, advantage, advantage, torch.full(rollout.valid.shape, factor))
-            learn(run, rollout, chosen, config.trainer, Figures(), policy=True, critic=True)  # type: ignore[arg-type]
+            learn(run, rollout, chosen, config.trainer, Figures(), gae.loss, policy=True, critic=True)  # type: ignore[arg-type]
         for name, gradient in found[0].items():
             torch.testing.assert_close(2 * gradient, found[1][name], rtol=1e-4, atol=1e-6)

@@ -14,11 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from genrl.mdp import ddpm
-from genrl.vla.methods.ppo.settings import PPO
-from genrl.vla.methods.scores import Decisions, actor_loss, at_level, decisions, filtered, score
-from genrl.vla.methods.update import Figures, learn
+from genrl.runtime.recorded import Recorded
+from genrl.vla.methods import gae
+from genrl.vla.methods.scores import (
+    Decisions,
+    Scored,
+    actor_loss,
+    at_level,
+    decisions,
+    filtered,
+    recorded_decisions,
+    score,
+)
+from genrl.vla.methods.shared_settings import Update
+from genrl.vla.methods.update import Figures, Loss, learn
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
-from genrl.vla.rollout.sampling import Diffusion, LearnedNoise, Sampler
+from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
 from genrl.vla.run import VLARun, check_on_policy
 from tests.vla import vla_runs
 
@@ -47,6 +58,15 @@ def taught(rollout: ChunkRollout, seed: int = 0, values: str = "chunk") -> Decis
     if values == "action":
         weight = weight * (torch.arange(shape[-1]) < rollout.n_executed[..., None])
     return decisions(rollout, advantage, returns, weight)
+
+
+def recorded(run: VLARun, rollout: ChunkRollout, chosen: Decisions) -> Recorded:
+    """What an update of the policy over all these decisions reads."""
+    return recorded_decisions(rollout, chosen, total=len(chosen.row), policy=True, critic=False)
+
+
+def scored_by(run: VLARun, rollout: ChunkRollout, chosen: Decisions, settings: Update) -> Scored:
+    return score(settings, Acting(run.policy, rollout.sampler), recorded(run, rollout, chosen))
 
 
 def stir(policy: nn.Module, std: float) -> None:
@@ -139,15 +159,15 @@ def test_the_first_ratio_is_one(name: str, tmp_path: Path) -> None:
             for m in range(ratios):
                 row = torch.arange(8) + 8 * t
                 batch = Decisions(row, torch.full((8,), m), *torch.ones(3, 8))
-                scored = score(run.policy, rollout, batch, config.trainer)
+                scored = scored_by(run, rollout, batch, config.trainer)
                 assert torch.equal(scored.log_prob.detach(), scored.old_log_prob)
         rng = torch.Generator().manual_seed(3)
         order = torch.randperm(len(every.row), generator=rng)
-        scored = score(run.policy, rollout, every.chosen(order), config.trainer)
+        scored = scored_by(run, rollout, every.chosen(order), config.trainer)
         torch.testing.assert_close(scored.log_prob.detach(), scored.old_log_prob, rtol=1e-5, atol=1e-4)
-        figures = actor_loss(scored, every.chosen(order), config.trainer, rollout.sampler, ratios).figures
-        assert float(figures["ratio/mean"]) / len(order) == pytest.approx(1.0, abs=1e-4)
-        assert figures["ratio/clipped"] == 0
+        sums = actor_loss(config.trainer, scored, recorded(run, rollout, every.chosen(order))).sums
+        assert float(sums["ratio/mean"].detach()) / len(order) == pytest.approx(1.0, abs=1e-4)
+        assert sums["ratio/clipped"] == 0
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -160,7 +180,7 @@ def test_log_probabilities_are_those_of_the_papers(name: str, tmp_path: Path) ->
         some = every.chosen(torch.arange(0, len(every.row), 3))
         plain = by_hand(run.policy, rollout, some)
         settings = config.trainer.model_copy(update={"level": "element"})
-        scored = score(run.policy, rollout, some, settings)
+        scored = scored_by(run, rollout, some, settings)
         torch.testing.assert_close(scored.log_prob, plain, rtol=1e-4, atol=2e-4)
         assert not torch.equal(scored.log_prob.detach(), scored.old_log_prob)
 
@@ -177,7 +197,7 @@ def test_levels_and_reductions(level: str, reduction: str, tmp_path: Path) -> No
         executed = rollout.n_executed.flatten()[every.row]
         assert {4} < set(executed.tolist()) <= {1, 2, 3, 4}
         plain = by_hand(run.policy, rollout, every)
-        scored = score(run.policy, rollout, every, config.trainer)
+        scored = scored_by(run, rollout, every, config.trainer)
         wanted = {"chunk": plain.flatten(1).sum(1), "action": plain.sum(2), "element": plain}[level]
         if reduction == "mean":  # over all numbers of a chunk: those that were not executed are certain
             wanted = wanted / {"chunk": 12, "action": 3, "element": 1}[level]
@@ -188,17 +208,15 @@ def test_levels_and_reductions(level: str, reduction: str, tmp_path: Path) -> No
 
 
 def test_clips_of_elements_and_of_ratios(tmp_path: Path) -> None:
-    config = setup(tmp_path, "flow_sde")
-    with vla_runs.opened(config) as run:
-        rollout = run.collect(config.trainer)
-        elements = torch.linspace(-9, 9, 24).view(2, 4, 3)
-        executed = torch.tensor([4, 2])
-        clipped = config.trainer.model_copy(update={"element_clip": (-5.0, 2.0)})
-        wanted = elements.clamp(-5, 2)
-        wanted[1, 2:] = 0.0  # after the clip: an action that was not executed adds nothing
-        torch.testing.assert_close(at_level(elements, rollout, executed, clipped), wanted.flatten(1).sum(1))
-        bounded = config.trainer.model_copy(update={"log_prob_clip": (-1.0, 1.0)})
-        assert at_level(elements, rollout, executed, bounded).tolist() == [-1.0, 1.0]
+    settings = setup(tmp_path, "flow_sde").trainer
+    elements = torch.linspace(-9, 9, 24).view(2, 4, 3)
+    executed = torch.tensor([4, 2])
+    clipped = settings.model_copy(update={"element_clip": (-5.0, 2.0)})
+    wanted = elements.clamp(-5, 2)
+    wanted[1, 2:] = 0.0  # after the clip: an action that was not executed adds nothing
+    torch.testing.assert_close(at_level(elements, executed, 4, 3, clipped), wanted.flatten(1).sum(1))
+    bounded = settings.model_copy(update={"log_prob_clip": (-1.0, 1.0)})
+    assert at_level(elements, executed, 4, 3, bounded).tolist() == [-1.0, 1.0]
 
 
 def test_a_policy_with_dropout_is_refused(tmp_path: Path) -> None:
@@ -229,7 +247,9 @@ def test_another_sampler_than_the_one_that_drew_is_seen(tmp_path: Path) -> None:
 # -- one update ------------------------------------------------------------------------------------------------------
 
 
-def update_gradient(run: VLARun, rollout: ChunkRollout, chosen: Decisions, settings: PPO) -> dict[str, Tensor]:
+def update_gradient(
+    run: VLARun, rollout: ChunkRollout, chosen: Decisions, settings: Update, loss: Loss
+) -> dict[str, Tensor]:
     """What one update over all decisions gives the optimiser, before clipping."""
     found: dict[str, Tensor] = {}
 
@@ -239,7 +259,7 @@ def update_gradient(run: VLARun, rollout: ChunkRollout, chosen: Decisions, setti
         return dict.fromkeys(groups, 0.0)
 
     run.loop.step = caught  # type: ignore[method-assign, assignment]
-    learn(run, rollout, chosen, settings, Figures(), policy=True, critic=run.policy.critic)
+    learn(run, rollout, chosen, settings, Figures(), loss, policy=True, critic=run.policy.critic)
     return found
 
 
@@ -279,7 +299,7 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
         policy, rollout = run.policy, run.collect(p)
         stir(policy, 0.004)
         chosen = taught(rollout, values=p.values)
-        found = update_gradient(run, rollout, chosen, p)
+        found = update_gradient(run, rollout, chosen, p, gae.loss)
 
         elements = by_hand(policy, rollout, chosen)
         ratios = rollout.log_prob.shape[2]
@@ -417,10 +437,10 @@ def test_the_entropy_is_of_what_can_reach_the_robot(tmp_path: Path) -> None:
     config = setup(tmp_path, "flow_noise", environment={"chunk": 2}, trainer={"entropy_weight": 0.1})
     with vla_runs.opened(config) as run:
         rollout = run.collect(config.trainer)
-        found = score(run.policy, rollout, taught(rollout), config.trainer)
+        found = scored_by(run, rollout, taught(rollout), config.trainer)
         with torch.no_grad():  # the head's last layer: numbers [4, 3], the last two actions' stds at the upper bound
             run.policy.noise_head[-1].bias.view(4, 3)[2:] = 100.0
-        again = score(run.policy, rollout, taught(rollout), config.trainer)
+        again = scored_by(run, rollout, taught(rollout), config.trainer)
         assert torch.equal(found.entropy, again.entropy)
         low, high = (0.5 * math.log(2 * math.pi * math.e * std**2) for std in (0.2, 0.6))
         assert bool((found.entropy > low).all()) and bool((found.entropy < high).all())

@@ -12,7 +12,7 @@ import torch
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.methods.imitation import imitation_loss
+from genrl.vla.methods.imitation import imitation_loss, recorded_frames
 from genrl.vla.methods.sft import train as sft
 from genrl.vla.policies.policy import ACTION, rows
 from genrl.vla.setup import frames_of
@@ -81,7 +81,8 @@ def test_the_parts_of_the_processes_add_up(kind: str, padded: bool) -> None:
     index, bars = torch.arange(11), ddpm.cosine_alpha_bars(20)
 
     def loss(mine: slice) -> float:
-        return float(imitation_loss(policy, shown, index, generator(0, "x"), bars, mine).detach())
+        given = recorded_frames(policy, shown, index, generator(0, "x"), bars, mine)
+        return float(imitation_loss(policy, given).detach())
 
     whole = loss(slice(None))
     for processes in (2, 3, 12):  # of twelve, one has nothing
