@@ -30,10 +30,13 @@ import rewards
 from benchmarks.common import Seconds, clock, opened, parser, save
 from genrl.config import Config, load
 from genrl.data import prompts as prompt_files
+from genrl.diffusion.methods.estimation import estimate
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
+from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.plans import sampling_plan
+from genrl.diffusion.methods.transitions import actions_of, collect, sampler, update
 from genrl.diffusion.policy.loading import load_pipeline
 
 COMMON = (
@@ -174,19 +177,21 @@ def usual_loop(config: Config) -> Iterator[Spent]:
 
 
 def ours(config: Config, stack: ExitStack) -> Iterator[Spent]:
-    """genrl's own, one iteration per item."""
+    """genrl's own, one iteration per item: what `flow_grpo.train` does, with the time taken in between."""
     settings = config.trainer
     assert isinstance(settings, FlowGRPO)
-    session = opened(config, stack)
-    for iteration in session.iterations():
-        started, calls = clock(), session.policy.model_calls
+    run = opened(config, stack)
+    for iteration in run.iterations():
+        started, calls, meter = clock(), run.policy.model_calls, Meter()
         plan = sampling_plan(config, settings, iteration)
-        rollouts = flow_grpo.collect(session, plan, flow_grpo.drawing(session, settings, plan))
-        check_on_policy(session, rollouts, clip=min(settings.clip_bounds))
-        sampled, sample_calls = clock(), session.policy.model_calls - calls
-        metrics = flow_grpo.learn(session, settings, rollouts, plan)
-        train_calls = session.policy.model_calls - calls - sample_calls
-        session.finish(metrics)
+        rollouts = collect(run, plan, sampler(run, settings, plan))
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
+        sampled, sample_calls = clock(), run.policy.model_calls - calls
+        advantages = flow_grpo.advantages_of(settings, rollouts)
+        edges = estimate(run, settings, rollouts, plan, advantages, meter)
+        update(run, settings, rollouts, edges, actions_of(run, settings, rollouts, edges), flow_grpo.loss, meter)
+        train_calls = run.policy.model_calls - calls - sample_calls
+        run.finish(meter.result())
         yield Spent(sampled - started, clock() - sampled, sample_calls, train_calls)
 
 

@@ -109,5 +109,8 @@ def attempt(run: DiffusionRun, size: int) -> None:
 
 
 def copies_to_come(run: DiffusionRun) -> int:
-    """The optimiser's two moments, and the snapshots that the trainer takes after the trials (an old policy, ...)."""
-    return 2 + len(snapshots(run.config)) - len(run.weights.snapshots)
+    """The optimiser's two moments, the snapshots that the trainer takes after the trials (an old policy, ...), and the
+    copies of all that an iteration changes (`runtime.undo`)."""
+    kept = len(snapshots(run.config))
+    undo = 3 + kept if run.weights.can_be_copied else 0
+    return 2 + kept - len(run.weights.snapshots) + undo

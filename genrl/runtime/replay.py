@@ -69,7 +69,9 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
         )
     source_run = Run(run or folder.resolve().parent.parent)
     if not source_run.config.is_file():
-        raise ValueError(f"{source_run.folder} is not a run folder: it has no config.yaml. Name the dump's run by --run")
+        raise ValueError(
+            f"{source_run.folder} is not a run folder: it has no config.yaml. Name the dump's run by --run"
+        )
     dump, config = read_dump(folder), load_config(source_run.config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     opened = kind_of(config).reopen(config, device, dump.step)

@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from genrl.config.estimate import LARGEST_COPY
 from genrl.runtime.sharding import gathered, like
 
 AVERAGE = "average"
 REFERENCE = "reference"
-LARGEST_COPY = 32_000_000
-"""Most trained numbers of which a copy is kept at the beginning of every iteration, in full fine-tuning."""
 
 
 def result(saved: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

@@ -8,7 +8,7 @@ from benchmarks import end_to_end
 
 TINY = (
     *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4", "evaluation.num_prompts=2"),
-    *("sampling.num_inference_steps=3"),
+    "sampling.num_inference_steps=3",
 )
 WINDOW = ("trainer.window={size: 2, high: 2}",)
 

@@ -11,35 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from genrl.config import load
+from genrl.config.method import code_of
 from genrl.diffusion import train as training
-from genrl.diffusion.methods.awm import train as awm
-from genrl.diffusion.methods.crd import train as crd
-from genrl.diffusion.methods.d3po import train as d3po
-from genrl.diffusion.methods.dgpo import train as dgpo
-from genrl.diffusion.methods.diff_instruct import train as diff_instruct
-from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
-from genrl.diffusion.methods.dpo import train as dpo
-from genrl.diffusion.methods.draft import train as draft
-from genrl.diffusion.methods.flow_grpo import train as flow_grpo
-from genrl.diffusion.methods.prdp import train as prdp
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.runtime.guards import NonFiniteError
 from genrl.runtime.sharding import whole
 from tests.diffusion import runs
-
-TRAINERS: dict[str, Callable[[DiffusionRun, Any], None]] = {
-    "flow_grpo": flow_grpo.train,
-    "diffusion_nft": diffusion_nft.train,
-    "awm": awm.train,
-    "dgpo": dgpo.train,
-    "crd": crd.train,
-    "dpo": dpo.train,
-    "d3po": d3po.train,
-    "prdp": prdp.train,
-    "draft": draft.train,
-    "diff_instruct": diff_instruct.train,
-}
 
 
 def trained(path: str, prepare: Callable[[DiffusionRun], None]) -> None:
@@ -47,7 +25,7 @@ def trained(path: str, prepare: Callable[[DiffusionRun], None]) -> None:
     config = load(Path(path))
     with runs.opened(config) as run:
         prepare(run)
-        TRAINERS[config.trainer.algorithm](run, config.trainer)
+        code_of(config.trainer).train(run, config.trainer)
 
 
 def record(path: str, out: str) -> None:

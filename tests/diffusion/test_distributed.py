@@ -157,7 +157,7 @@ def test_nan_on_one_rank_stops_all_before_the_step(folder: Path, model: Path, ra
     dump = read_dump(run.dumps / f"step-000000-loss-rank-{rank}")
     assert dump.where == "loss" and dump.checked["loss"].isnan().all()
     assert [path.name for path in run.dumps.iterdir()] == [f"step-000000-loss-rank-{rank}"]
-    assert dump.batch["log_prob"].isfinite().all()
+    assert dump.results["log_prob"].isfinite().all()
     (folder / "nan.yaml").rename(folder / "tiny.yaml")
     config = runs.load(folder / "tiny.yaml", [f"output={folder}/again"])
     batch = Batch(dump.info["prompts"], [tuple(key) for key in dump.info["keys"]], call_arguments(config.sampling))

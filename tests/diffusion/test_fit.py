@@ -11,9 +11,10 @@ import torch
 
 from genrl.diffusion import fit
 from genrl.diffusion import run as diffusion_run
-from genrl.diffusion import train as training
+from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
+from genrl.runtime import weights
 from genrl.runtime.frame import shrink
 from genrl.runtime.run import read_metrics
 from tests.diffusion import ranks, runs
@@ -106,16 +107,20 @@ def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
 def test_room_for_snapshots_that_the_trainer_takes(
     folder: Path, model: Path, changes: dict[str, Any], copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many copies as a run has, beside its weights and gradients, when it is done."""
+    """As many copies as a run has, beside its weights and gradients, when it is done; and those that undo."""
     config = runs.config(folder, model, **{"sampling": {**SAMPLING, "batch_size": 4}, **changes})
     with runs.opened(config) as run:
         before = len(run.weights.snapshots)
+        taken = copies - 2
+        assert fit.copies_to_come(run) == copies + 3 + before + taken
+        monkeypatch.setattr(run.weights, "is_lora", False)
+        monkeypatch.setattr(weights, "LARGEST_COPY", 0)
         assert fit.copies_to_come(run) == copies
     seen: list[DiffusionRun] = []
     settle = fit.settle
     monkeypatch.setattr(diffusion_run, "settle", lambda run: (seen.append(run), settle(run)))
     train(config)
-    assert len(seen[0].weights.snapshots) - before == copies - 2
+    assert len(seen[0].weights.snapshots) - before == taken
 
 
 @pytest.mark.parametrize(
@@ -207,7 +212,7 @@ def test_the_error_of_any_algorithm_says_what_to_do(folder: Path, model: Path, m
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setitem(training.METHODS, "spo", full)
+    monkeypatch.setattr(spo, "train", full)
     with pytest.raises(torch.OutOfMemoryError) as error:
         train(runs.config(folder, model, trainer={"algorithm": "spo", "first": 1}))
     assert "micro-batches of 2 samples do not fit: lower sampling.batch_size" in error.value.__notes__[0]
