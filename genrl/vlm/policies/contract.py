@@ -76,6 +76,14 @@ class SequencePolicy(Protocol):
         bit for bit to those of a moment before where no weight was changed."""
 
 
+@runtime_checkable
+class Estimating(Protocol):
+    """A policy whose log-probabilities are estimates from random numbers, with this member too."""
+
+    round: tuple[int | str, ...]
+    """Keys of these numbers, which `sample` sets. A dump keeps them, so that a replay draws the same."""
+
+
 def members() -> list[str]:
     """The names of all of them."""
     return sorted({*SequencePolicy.__annotations__, *(n for n in vars(SequencePolicy) if not n.startswith("_"))})

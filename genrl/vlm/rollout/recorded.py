@@ -24,13 +24,14 @@ PRESET: TypeAdapter[Preset] = TypeAdapter(Preset)
 class Asked:
     """What the policy is called with. group int64 [B]: which of the prompts each answer is to; changed: the same
     prompts with degraded pictures, where the loss reads them. preset: the method of this iteration, None where it is
-    not made of named functions."""
+    not made of named functions. round: see `contract.Estimating`."""
 
     prompts: Sequence[Encoded]
     group: Tensor
     temperature: float
     preset: Preset | None = None
     changed: Sequence[Encoded] | None = None
+    round: tuple[int | str, ...] = ()
 
     def dumped(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(JSON, tensors): the prompts that are asked alone."""
@@ -44,7 +45,7 @@ class Asked:
         }
         tensors, packed = state.pack(tree)
         preset = None if self.preset is None else PRESET.dump_python(self.preset, mode="json")
-        info = {"asked": packed, "temperature": self.temperature, "preset": preset}
+        info = {"asked": packed, "temperature": self.temperature, "preset": preset, "round": self.round}
         return info, {f"inputs/{name}": tensor for name, tensor in tensors.items()}
 
     @classmethod
@@ -57,7 +58,7 @@ class Asked:
         changed = None if tree["changed"] is None else [_encoded(prompt) for prompt in tree["changed"]]
         preset = None if info["preset"] is None else PRESET.validate_python(info["preset"])
         prompts = [_encoded(prompt) for prompt in tree["prompts"]]
-        return cls(prompts, tree["group"], info["temperature"], preset, changed)
+        return cls(prompts, tree["group"], info["temperature"], preset, changed, tuple(info["round"]))
 
 
 def _tree(prompt: Encoded) -> dict[str, Any]:

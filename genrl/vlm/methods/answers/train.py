@@ -15,6 +15,7 @@ from genrl.runtime.recorded import Recorded
 from genrl.vlm.methods.extras import degraded_prompts
 from genrl.vlm.methods.sharing import Update
 from genrl.vlm.methods.updates import recipe_loss, update
+from genrl.vlm.policies.contract import Estimating
 from genrl.vlm.policies.policy import Encoded, Policy, Replay
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
@@ -47,8 +48,10 @@ def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, floa
     preset = annealed(run.preset, loop.iteration, run.config.iterations)
     changed = degraded_prompts(run.policy, answers, run.config, loop.iteration) if "degraded" in run.reads else None
 
+    drawn = run.policy.round if isinstance(run.policy, Estimating) else ()
+
     def recorded(one: Update, rows: Tensor) -> Recorded:
-        asked = Asked(answers.prompts, answers.group[rows], run.config.generation.temperature, preset, changed)
+        asked = Asked(answers.prompts, answers.group[rows], run.config.generation.temperature, preset, changed, drawn)
         tensors = token_tensors(one.part(ready.batch, rows))
         return Recorded(asked, tensors | {"answers": answers.tokens[rows], "answered": answers.mask[rows]})
 
@@ -70,6 +73,8 @@ def loss(settings: RecipeMethod, policy: Policy, given: Recorded) -> dict[str, T
     """This micro-batch's part of the update's loss, [], its log-probabilities [b, T], and figures."""
     asked: Asked = given.batch
     assert asked.preset is not None, "a method of this folder has one"
+    if isinstance(policy, Estimating):
+        policy.round = asked.round
 
     def answered(prompts: Sequence[Encoded], *, entropy: bool = False) -> Replay:
         return policy.log_probs(
