@@ -12,7 +12,7 @@ import torch
 from genrl.config import ConfigError, load
 from genrl.runtime.loop import Loop
 from genrl.runtime.run import Run
-from genrl.vla.methods import update
+from genrl.vla.methods import gae
 from genrl.vla.run import VLARun
 from genrl.vla.setup import load_trained
 from genrl.vla.train import train
@@ -114,15 +114,15 @@ def test_what_cannot_be_watched(evaluation: dict[str, Any], message: str, tmp_pa
 
 def room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device that holds so many decisions in a pass, from the second update on; the sizes that are tried."""
-    score, tried = update.score, []
+    score, tried = gae.score, []
 
-    def full(policy: Any, rollout: Any, chosen: Any, settings: Any) -> Any:
-        tried.append(len(chosen.row))
-        if len(tried) > 1 and len(chosen.row) > most:
+    def full(settings: Any, acting: Any, given: Any) -> Any:
+        tried.append(len(given["step"]))
+        if len(tried) > 1 and tried[-1] > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return score(policy, rollout, chosen, settings)
+        return score(settings, acting, given)
 
-    monkeypatch.setattr(update, "score", full)
+    monkeypatch.setattr(gae, "score", full)
     return tried
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -33,4 +34,6 @@ def record(path: str, out: str, teaching: int | None = None) -> None:
         return found
 
     VLARun.collect = watched  # type: ignore[method-assign]
+    # a small epsilon would make a step of a rounding where a gradient is nearly 0
+    torch.optim.AdamW.__init__ = partialmethod(torch.optim.AdamW.__init__, eps=1e-3)  # type: ignore[method-assign, assignment]
     vla_runs.train_file(path)

@@ -102,8 +102,11 @@ def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With DCPO's statistics by question, GRPO-CARE's average and the run's own, to the bit."""
+    terms: dict[str, Any] = {}
+    if preset == "grpo_care":
+        terms = {"reward_terms": [{"name": "consistency", "every": 1}]}
     changes: dict[str, Any] = {
-        "trainer": {"preset": preset, "epochs": 2, "ema_every": 1},
+        "trainer": {"preset": preset, "epochs": 2, **terms},
         "task": {"rows": 6},
         "ema": {"decay": 0.5},
         "checkpoint": {"every": 9},

@@ -415,7 +415,7 @@ def test_a_model_that_is_no_flow_is_refused(folder: Path, name: str) -> None:
         ({"trainer": {**TRAINERS["awm"]}, "sampling": {"num_inference_steps": 1}}, "use 2 or more steps"),
         ({"trainer": {**TRAINERS["d3po"]}, "sampling": {"num_inference_steps": 1}}, "last step is never stochastic"),
         ({"trainer": {**TRAINERS["d3po"], "noise_level": 0.0}}, "deterministic and has no density"),
-        ({"trainer": {"algorithm": "dpo_offline"}, "sampling": EIGHT}, "a pair is a group of 2 images, found 4"),
+        ({"trainer": {"algorithm": "dpo_offline"}, "sampling": EIGHT}, "dpo_offline has groups of 2, found 4; write 2"),
         (
             {"trainer": {"algorithm": "dpo_offline"}, "sampling": {"same_initial_noise": True}},
             "draws none, .* write false",

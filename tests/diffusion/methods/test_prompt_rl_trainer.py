@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.config import ConfigError, Model, check_files, load_located
+from genrl.diffusion.methods.plans import SamplingPlan
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
@@ -42,9 +43,11 @@ def trainer(**changes: Any) -> dict[str, Any]:
 def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn in each slot, and that scores are by the prompts as they were."""
     drawn: dict[int, str] = {}
-    learn = prompt_rl.flow_grpo.learn
+    update = prompt_rl.flow_grpo_update
 
-    def watched(run: DiffusionRun, settings: PromptRL, rollouts: Rollouts, plan: object) -> dict[str, float]:
+    def watched(
+        run: DiffusionRun, settings: PromptRL, rollouts: Rollouts, plan: SamplingPlan, advantages: Tensor
+    ) -> dict[str, float]:
         for one in rollouts.mine.values():
             drawn.update(zip(one.slots, one.batch.prompts, strict=True))
         assert rollouts.prompts == [runs.PROMPTS[k] for k in order for _ in range(4)]
@@ -52,9 +55,9 @@ def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, m
         extra = (total - generation).view(2, 4)
         assert torch.allclose(extra[:, 3], extra[:, :3].mean(1))
         assert set(extra[:, :3].flatten().round(decimals=9).tolist()) <= {0.0, 0.5}
-        return learn(run, settings, rollouts, plan)  # type: ignore[arg-type]
+        return update(run, settings, rollouts, plan, advantages)
 
-    monkeypatch.setattr(prompt_rl.flow_grpo, "learn", watched)
+    monkeypatch.setattr(prompt_rl, "flow_grpo_update", watched)
     half = trainer(rewriter={"format_weight": 0.5})
     config = runs.config(folder, model, trainer=half, iterations=1, evaluation={"every": 0}, **GROUPS)
     order = prompt_indices(4, 2, seed=0, iteration=0)

@@ -169,7 +169,9 @@ def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
 ) -> None:
     seen: list[int] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append(1))
+    monkeypatch.setattr("genrl.diffusion.run.compile_denoisers", lambda *_, **__: None)  # graphs are of GPUs
     with runs.opened(runs.config(folder, model, kernels={"compile": compiled})) as run:
+        run.begin(None)
         run.start_training(2)
         for _ in range(2):
             loss = torch.stack([p.sum() for p in run.weights.parameters]).sum()[None]

@@ -13,7 +13,7 @@ from genrl.vla.methods.fisor.hazard import HAZARD, HazardTable, in_hazard, mixed
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.offline import Transitions, Words, frames_of, play, take
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
-from genrl.vla.rollout.sampling import Diffusion
+from genrl.vla.rollout.sampling import Acting, Diffusion
 from genrl.vla.simulators.minitable import TOUCH, task
 from tests.vla.tiny_policies import TOLD, WORDS
 
@@ -114,10 +114,12 @@ def test_a_step_trains_critics_actor_and_slow_copies(monkeypatch) -> None:
     critics = torch.optim.Adam([p for c in (net.reward, net.violation) for p in c.parameters() if p.requires_grad])
     optimiser = torch.optim.Adam(net.actor.parameters())
 
-    def step(loss):
+    def step(recorded):
         optimiser.zero_grad()
-        loss.backward()
+        results = fisor.loss(settings, Acting(net.actor, SAMPLER), recorded)
+        results["loss"].backward()
         optimiser.step()
+        return results
 
     fisor.train_step(net, data, SAMPLER, settings, critics, step, seed=0, step=0)
     found = fisor.train_step(net, data, SAMPLER, settings, critics, step, seed=0, step=1)
@@ -132,9 +134,14 @@ def test_a_step_trains_critics_actor_and_slow_copies(monkeypatch) -> None:
 def test_plain_cloning_weighs_everything_alike(monkeypatch) -> None:
     data = played(10, 0.5)
     net, few = nets(data), take(data, torch.arange(8))
-    plain = fisor.actor_loss(net, few, SAMPLER, FISOR(weighted=False), generator(0))
+
+    def loss(settings: FISOR) -> torch.Tensor:
+        recorded = fisor.recorded_batch(net, few, SAMPLER, settings, generator(0))
+        return fisor.loss(settings, Acting(net.actor, SAMPLER), recorded)["loss"]
+
+    plain = loss(FISOR(weighted=False))
     monkeypatch.setattr(fisor, "weights", lambda *_: torch.full((8,), 3.0))
-    triple = fisor.actor_loss(net, few, SAMPLER, FISOR(), generator(0))
+    triple = loss(FISOR())
     torch.testing.assert_close(triple, 3.0 * plain)
 
 

@@ -21,6 +21,7 @@ from genrl.vla.methods.offline import (
     from_rollout,
     merge,
     play,
+    recorded_chunks,
     successful,
     take,
     train_iql,
@@ -137,7 +138,8 @@ def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
     data, bars = expert_data(4, one_episode=True), ddpm.cosine_alpha_bars(20)
     observation, action = data.observation, data.action
     for policy in (flow(), diffusion()):
-        found = cloning_errors(policy, observation, action, bars, generator(7))
+        weight = torch.ones(len(action))
+        found = cloning_errors(policy, recorded_chunks(policy, observation, action, bars, generator(7), weight))
         rng, actions = generator(7), policy.normalised(action)
         noise = torch.randn(action.shape, generator=rng)
         context = policy.encode(observation)

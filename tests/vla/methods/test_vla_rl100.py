@@ -11,10 +11,20 @@ from genrl.objectives.advantages.gae import chunk_gae
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.offline import Critics, from_rollout
 from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
-from genrl.vla.methods.rl100.train import decayed_clip, distil, draw_at, one_step, online_batch, part, surrogate_steps
+from genrl.vla.methods.rl100.settings import RL100
+from genrl.vla.methods.rl100.train import (
+    decayed_clip,
+    distil,
+    draw_at,
+    loss,
+    one_step,
+    online_batch,
+    part,
+    surrogate_steps,
+)
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise, act
+from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise, act
 from genrl.vla.simulators.minitable import MiniTable
 from tests.vla.tiny_policies import TOLD, flow, frames
 
@@ -43,6 +53,11 @@ def collected(policy, tables: int = 8, decisions: int = 6):
     return collect(env, policy, SAMPLER, RolloutPlan(decisions=decisions, seed=0, iteration=0))
 
 
+def scored_by(policy):
+    """RL-100's loss of what was recorded, under this policy."""
+    return lambda recorded: loss(RL100(), Acting(policy, SAMPLER), recorded)
+
+
 def test_the_clip_range_decays_for_200_uses() -> None:
     assert decayed_clip(0.25, 0.96, 0) == 0.25 and decayed_clip(0.25, 0.96, 2) == pytest.approx(0.25 * 0.96**2)
     assert decayed_clip(0.25, 0.96, 5000) == decayed_clip(0.25, 0.96, 200) > 0
@@ -59,9 +74,8 @@ def test_every_denoising_step_is_an_update_of_its_own_and_the_first_is_on_policy
     batch = draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=4)
     assert batch.log_prob.shape == (16, 3) and batch.states.shape[1] == 3  # the last step has no noise
     assert batch.advantage.mean().abs() < 1e-5 and batch.advantage.std().item() == pytest.approx(1.0, rel=1e-4)
-    losses = []
-    figures = list(surrogate_steps(policy, SAMPLER, losses.append, batch, clip=0.2, executed=4))
-    assert len(losses) == len(figures) == 3
+    figures = list(surrogate_steps(policy, SAMPLER, scored_by(policy), batch, clip=0.2, executed=4))
+    assert len(figures) == 3
     for row in figures:  # nothing was stepped: all ratios are 1
         assert row["kl/updates"] < 1e-6 and row["ratio/clipped"] == 0 and abs(row["loss/policy"]) < 1e-4
     again = draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=4)
@@ -88,11 +102,13 @@ def test_the_surrogate_moves_chunks_to_what_the_critics_like() -> None:
     critics, shown = Likes(goal), observations(32)
     optimiser = torch.optim.Adam(policy.parameters(), lr=5e-4)
 
-    def step(loss):
+    def step(recorded):
         optimiser.zero_grad()
-        loss.backward()
+        results = scored_by(policy)(recorded)
+        results["loss"].backward()
         nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
         optimiser.step()
+        return results
 
     def away() -> float:
         chunk = policy.actions(act(policy, SAMPLER, policy.encode(shown), keyed_noise((32, 4, 3), 9)))

@@ -9,12 +9,14 @@ from genrl.config.diffusion_method import Calls, Guided, first_update
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
 from genrl.diffusion.methods.matching import EMA_DECAY, FORWARD_ERROR, Matching, matching_calls
+from genrl.diffusion.methods.policy_gradient import METRICS as POLICY_METRICS
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
 
 METRICS = (
-    {
+    {name: POLICY_METRICS[name] for name in ("loss/policy", "ratio/mean", "ratio/std", "ratio/max_abs_dev")}
+    | {
         "kl/ema": MetricDoc(
             "mean of (velocity - that of the slow copy)^2 (AWM), before its weight",
             "How far the last updates went.",
