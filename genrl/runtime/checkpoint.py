@@ -3,8 +3,10 @@
 A checkpoint is a folder `step-000123/`: `<stem>.safetensors`, `state.json`, whatever `extra` wrote, and
 `manifest.json` with the size and sha256 of every other file. It is written as `step-000123.tmp-<pid>/`,
 every file and folder is synced, the folder is renamed, its parent is synced, and only then are older ones
-deleted. So at every instant there is a complete checkpoint under its final name, once there has been one.
-A folder is *complete* when its manifest is there and every listed file has the listed size and hash.
+deleted, which begins with renaming them back. So at every instant there is a complete checkpoint under its final name,
+once there has been one, and a folder under a final name that is not complete was damaged by something else: it is
+never deleted. A folder is *complete* when its manifest is there, has the checksum that it says and the step of the
+folder's name, and every listed file has the listed size and hash.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STEP = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(r"step-\d{6,}\.tmp-\d+")
 
 logger = logging.getLogger(__name__)
+
+
+class UnknownFormat(ValueError):
+    """A manifest of another version of genrl, which is no damage."""
 
 
 class CheckpointError(RuntimeError):
@@ -61,8 +67,8 @@ def save(
     tensors: file stem -> named tensors, any device and layout. state: JSON. extra: called with the temporary
     folder before the manifest is made, to write further files (the LoRA folder).
 
-    A step is saved once: a complete checkpoint of this step is returned as it is. Folders of later steps
-    belong to a future that was given up by resuming from an earlier one; they are deleted.
+    A step is saved once: a complete checkpoint of this step is returned as it is. Complete ones of later steps belong
+    to a future that was given up; they are deleted. A damaged folder of this step is set aside, under another name.
     Raises CheckpointError where the disk refuses; earlier checkpoints are then untouched.
     """
     assert keep >= 1 and step >= 0
@@ -80,7 +86,7 @@ def save(
         if extra is not None:
             extra(temporary)
         _seal(temporary, step)
-        _remove(final)  # an incomplete folder of the same name: nothing is lost with it
+        _set_aside(final)
         _rename(temporary, final)
         _sync(folder)
     except (OSError, SafetensorError) as error:
@@ -108,6 +114,28 @@ def latest(folder: Path) -> Path | None:
     return None
 
 
+def to_resume(folder: Path) -> Path | None:
+    """The checkpoint that a run goes on from: the newest complete one, or None where none was ever saved.
+
+    Raises ValueError, and nothing is changed, where there are some and none can be read, or another version of genrl
+    wrote the newest: it would be lost by going on from an older one.
+    """
+    found = steps(folder)
+    if found and (newer := _other_version(found[0])) is not None:
+        raise ValueError(
+            f"{found[0]} cannot be read: {newer}. Nothing was changed. To go on from an older checkpoint all the same, "
+            f"move {found[0].name} out of {folder} first."
+        )
+    best = latest(folder)
+    if found and best is None:
+        defects = "\n".join(f"  {path.name}: {problem(path)}" for path in found)
+        raise ValueError(
+            f"no checkpoint in {folder} can be read; nothing was changed:\n{defects}\nPut back what is missing, or "
+            f"start anew in another folder: genrl train {folder.parent / 'config.yaml'} output=FOLDER"
+        )
+    return best
+
+
 def problem(path: Path, *, hashes: bool = True) -> str | None:
     """Why this folder is not a complete checkpoint; None if it is. Without `hashes` only sizes are compared."""
     if not path.is_dir():
@@ -115,8 +143,10 @@ def problem(path: Path, *, hashes: bool = True) -> str | None:
     try:
         files = _read_manifest(path)["files"]
     except FileNotFoundError:
-        return f"no {MANIFEST}: its save or its deletion was interrupted"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} is missing"
+    except UnknownFormat as error:
+        return str(error)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read: {error}"
     for name, entry in files.items():
         file = path / name
@@ -158,9 +188,34 @@ def _is_inside(name: str) -> bool:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"format {manifest['format']}, this version of genrl reads format {FORMAT}")
+    known, checksum = manifest["format"], manifest.get("checksum")
+    if known != FORMAT and checksum != _checksum(manifest | {"format": FORMAT}):
+        who = "a newer genrl wrote it: update genrl" if known > FORMAT else "an older genrl wrote it: resume with that"
+        raise UnknownFormat(f"it is of format {known}, and this version of genrl reads format {FORMAT}; {who}")
+    if checksum != _checksum(manifest):
+        other = "" if known == FORMAT else f" (it says format {known}, and was written in {FORMAT})"
+        raise ValueError(f"it was altered: its checksum is not that of its content{other}")
+    if (match := _STEP.fullmatch(path.name)) and int(match[1]) != manifest["step"]:
+        raise ValueError(f"it is of step {manifest['step']}, in a folder of another")
+    if STATE not in manifest["files"]:
+        raise ValueError(f"it does not list {STATE}")
     return manifest
+
+
+def _checksum(manifest: Mapping[str, object]) -> str:
+    """SHA-256 of all of a manifest but this, in one canonical form."""
+    content = {name: value for name, value in manifest.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _other_version(path: Path) -> str | None:
+    try:
+        _read_manifest(path)
+    except UnknownFormat as error:
+        return str(error)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # damage, of which `problem` tells
+    return None
 
 
 def _seal(folder: Path, step: int) -> None:
@@ -172,7 +227,7 @@ def _seal(folder: Path, step: int) -> None:
         _sync(file)
         entries[name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
     manifest = {"format": FORMAT, "step": step, "files": entries}
-    _write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+    _write_text(folder / MANIFEST, json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1))
     _sync(folder / MANIFEST)
     inner = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
     for path in [*inner, folder]:
@@ -185,7 +240,9 @@ def _rotate(folder: Path, step: int, keep: int) -> None:
     unwanted = []
     for path in steps(folder):
         later = int(path.name.removeprefix("step-")) > step
-        if not later and kept < keep and problem(path, hashes=False) is None:
+        if problem(path, hashes=later) is not None:
+            continue
+        if not later and kept < keep:
             kept += 1
         else:
             unwanted.append(path)
@@ -256,10 +313,21 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder deleted by half lacks a file that its manifest lists, or the manifest: it is not complete."""
-    if path.is_dir():
-        _fault(f"rmtree:{path.name}")
-        shutil.rmtree(path)
+    """Under another name first, so that what is under a final name was not deleted by half."""
+    doomed = path if _LEFTOVER.fullmatch(path.name) else path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    if doomed != path:
+        _rename(path, doomed)
+    _fault(f"rmtree:{doomed.name}")
+    shutil.rmtree(doomed)
+
+
+def _set_aside(path: Path) -> None:
+    """Make the name free for a new save; what cannot be read is kept for whoever can repair it."""
+    if path.exists():
+        number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.damaged-{n}").exists())
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+        logger.warning("%s is not complete (%s): it is kept as %s", path, problem(path), aside.name)
+        _rename(path, aside)
 
 
 def _sha256(path: Path) -> str:

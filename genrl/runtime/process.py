@@ -56,11 +56,14 @@ class Process:
 
 
 def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accelerator) -> Claim:
-    """Lock the folder `resume`, or else that of a new run, until the stack ends. Writes nothing that stays."""
+    """Lock the folder `resume`, or else that of a new run, until the stack ends. Writes nothing that stays.
+
+    Raises ValueError where the run has checkpoints and cannot go on from them.
+    """
     run = Run(resume or Path(output))
     if accelerator.is_main_process:
         stack.enter_context(run_folder.lock(run.folder))
-    return Claim(run, checkpoint.latest(run.checkpoints) if resume else None, resume is not None)
+    return Claim(run, checkpoint.to_resume(run.checkpoints) if resume else None, resume is not None)
 
 
 def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Accelerator, *, unit: str) -> Process:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from genrl.runtime import checkpoint
-from genrl.runtime.checkpoint import CheckpointError, latest, load, problem, save, steps
+from genrl.runtime.checkpoint import CheckpointError, latest, load, problem, save, steps, to_resume
 
 
 def weights(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -87,10 +87,14 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     assert (first / "lora.safetensors").stat().st_ino == inode
 
 
-def test_an_incomplete_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    (save_step(tmp_path, 3) / "manifest.json").unlink()
-    save_step(tmp_path, 3)
-    assert_is_step(latest(tmp_path), 3)
+def test_a_damaged_folder_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
+    for count in (1, 2):
+        (save_step(tmp_path, 3) / "manifest.json").unlink()
+        save_step(tmp_path, 3, keep=1)
+        assert_is_step(latest(tmp_path), 3)
+        assert len(list(tmp_path.glob("step-000003.damaged-*/lora.safetensors"))) == count
+    save_step(tmp_path, 4, keep=1)
+    assert len(list(tmp_path.iterdir())) == 3  # nobody deletes what cannot be read
 
 
 def test_going_on_from_an_earlier_step_drops_the_given_up_future(tmp_path: Path) -> None:
@@ -101,8 +105,10 @@ def test_going_on_from_an_earlier_step_drops_the_given_up_future(tmp_path: Path)
     save_step(tmp_path, 3 + 0, keep=1)  # already there: nothing happens
     assert "step-000009" in names(tmp_path)
     (tmp_path / "step-000003" / "state.json").unlink()
+    shutil.rmtree(tmp_path / "step-000009")
+    save_step(tmp_path, 5, keep=9)
     save_step(tmp_path, 3, keep=1)
-    assert names(tmp_path) == ["step-000003"]
+    assert names(tmp_path) == ["step-000004", "step-000003"]  # the damaged one stays
 
 
 def test_rotation_does_not_count_broken_folders(tmp_path: Path) -> None:
@@ -110,7 +116,9 @@ def test_rotation_does_not_count_broken_folders(tmp_path: Path) -> None:
     save_step(tmp_path, 2)
     (tmp_path / "step-000002" / "state.json").write_text("{")
     save_step(tmp_path, 3)
-    assert names(tmp_path) == ["step-000003", "step-000001"]
+    assert names(tmp_path) == ["step-000003", "step-000002", "step-000001"]
+    save_step(tmp_path, 4)
+    assert names(tmp_path) == ["step-000004", "step-000003", "step-000002"]
 
 
 def truncate(path: Path) -> None:
@@ -135,16 +143,45 @@ def cut_the_manifest(path: Path) -> None:
     os.truncate(path / "manifest.json", 50)
 
 
+def rewrite(path: Path, **changes: object) -> None:
+    """Another manifest, with a right checksum."""
+    manifest = json.loads((path / "manifest.json").read_text()) | changes
+    manifest["checksum"] = checkpoint._checksum(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def files_of(path: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((path / "manifest.json").read_text())["files"]
+    return found
+
+
 def other_format(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    rewrite(path, format=99)
+
+
+def altered_format(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"format": 2', '"format": 3'))
 
 
 def leave_the_folder(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
     (path.parent / "outside").write_text("x")
-    manifest["files"]["../outside"] = {"bytes": 1, "sha256": checkpoint._sha256(path.parent / "outside")}
+    outside = {"bytes": 1, "sha256": checkpoint._sha256(path.parent / "outside")}
+    rewrite(path, files=files_of(path) | {"../outside": outside})
+
+
+def list_nothing(path: Path) -> None:
+    rewrite(path, files={})
+
+
+def forget_a_file(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["lora.safetensors"]
     (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def other_step(path: Path) -> None:
+    rewrite(path, step=7)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +190,14 @@ def leave_the_folder(path: Path) -> None:
         (truncate, "lora.safetensors has 40 bytes"),
         (flip_a_bit, "lora.safetensors was altered"),
         (remove_a_file, "adapter/config.json is missing"),
-        (remove_the_manifest, "no manifest.json"),
+        (remove_the_manifest, "manifest.json is missing"),
         (cut_the_manifest, "manifest.json cannot be read"),
         (other_format, "format 99"),
+        (altered_format, "it says format 3, and was written in 2"),
         (leave_the_folder, "../outside is missing"),
+        (list_nothing, "does not list state.json"),
+        (forget_a_file, "its checksum is not that of its content"),
+        (other_step, "it is of step 7"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_with_the_reason(
@@ -171,8 +212,51 @@ def test_a_damaged_checkpoint_is_skipped_with_the_reason(
         load(damaged)
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_a_file, remove_the_manifest, cut_the_manifest])
+def test_a_run_does_not_go_on_where_nothing_can_be_read(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    for step in (1, 2):
+        damage(save_step(tmp_path, step))
+    before = content(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"nothing was changed:\n  step-000002: .*\n  step-000001: .*\n.*output=FOLDER"
+    ):
+        to_resume(tmp_path)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(("version", "says"), [(99, "update genrl"), (1, "resume with that")])
+def test_another_versions_checkpoint_is_not_passed_over(tmp_path: Path, version: int, says: str) -> None:
+    save_step(tmp_path, 1)
+    rewrite(save_step(tmp_path, 2), format=version)
+    with pytest.raises(ValueError, match=f"step-000002 cannot be read: it is of format {version}.*{says}"):
+        to_resume(tmp_path)
+    rewrite(tmp_path / "step-000002", format=2)
+    assert_is_step(to_resume(tmp_path), 2)
+
+
+def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path: Path) -> None:
+    """400 of them: each falls back to the checkpoint before, or says the same."""
+    save_step(tmp_path, 1)
+    manifest = save_step(tmp_path, 2) / "manifest.json"
+    whole, chance = manifest.read_bytes(), random.Random(0)
+    for _ in range(400):
+        data = bytearray(whole)
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        manifest.write_bytes(data)
+        found = to_resume(tmp_path)
+        try:
+            same = json.loads(bytes(data)) == json.loads(whole)  # a space became a line break, ...
+        except ValueError:
+            same = False
+        assert_is_step(found, 2 if same else 1)
+
+
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    assert latest(tmp_path / "absent") is None
+    assert latest(tmp_path / "absent") is None and to_resume(tmp_path / "absent") is None
     assert problem(tmp_path / "absent") == "there is no such folder"
 
 
@@ -191,7 +275,13 @@ def prepare(folder: Path) -> None:
     for step in (1, 2):
         save_step(folder, step, keep=2)
     (folder / "step-000003.tmp-1").mkdir()
-    (folder / "step-000003").mkdir()
+    (folder / "step-000003").mkdir()  # damaged: it is set aside
+
+
+def complete_and_leftovers(folder: Path) -> list[str]:
+    """All that is in a folder but the damaged one of `prepare`, under one name or the other."""
+    spared = {"step-000003.damaged-1"} | ({"step-000003"} if problem(folder / "step-000003") else set())
+    return [entry.name for entry in folder.iterdir() if entry.name not in spared]
 
 
 def test_everything_is_on_disk_before_the_rename_and_nothing_is_deleted_before(
@@ -209,10 +299,11 @@ def test_everything_is_on_disk_before_the_rename_and_nothing_is_deleted_before(
     assert before.index("write:manifest.json") > max(
         before.index("fsync:lora.safetensors"), before.index("fsync:config.json")
     )
-    last = len(before) - 2  # the very last is the removal of the incomplete folder of that name
+    last = len(before) - 2  # at the very last the damaged folder of that name is set aside
     assert before.index(f"fsync:{temporary}", before.index("write:manifest.json")) == last
     assert after[0] == f"fsync:{tmp_path.name}"
-    assert after[1:] == ["rmtree:step-000002", "rmtree:step-000001"]
+    doomed = [f"step-00000{step}.tmp-{os.getpid()}" for step in (2, 1)]
+    assert after[1:] == [f"{point}:{name}" for name in doomed for point in ("rename", "rmtree")]
 
 
 def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
@@ -240,7 +331,7 @@ def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
                 save_step(folder, 3, keep=1)
         assert_is_step(latest(folder), 3 if failing > committed else 2)
         save_step(folder, 4, keep=1)  # the next save cleans up by itself
-        assert [entry.name for entry in folder.iterdir()] == ["step-000004"], point
+        assert complete_and_leftovers(folder) == ["step-000004"], point
 
 
 def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(
@@ -261,7 +352,7 @@ def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(
         path = latest(folder)
         assert_is_step(path, 3 if dying > points.index("rename:step-000003") else 2)
         save_step(folder, 4, keep=1)
-        assert [entry.name for entry in folder.iterdir()] == ["step-000004"]
+        assert complete_and_leftovers(folder) == ["step-000004"]
 
 
 def save_forever(folder: Path, tell: int) -> None:
