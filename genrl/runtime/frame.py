@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +17,13 @@ from accelerate.utils import set_seed
 
 from genrl.config import AnyConfig
 from genrl.config.method import code_of
+from genrl.runtime import checkpoint
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.metrics import check_trackers
 from genrl.runtime.process import Process, begin, claim, make_accelerator
 from genrl.runtime.report import write_report
+from genrl.runtime.run import Run
+from genrl.runtime.signals import killed_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ def train(config: AnyConfig, resume: Path | None = None) -> Path:
     set_seed(config.seed)  # the global generators too: loading may draw from them
     with ExitStack() as stack:
         claimed = claim(stack, config.output, resume, accelerator)
+        stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
         prepared = kind.prepare(config, accelerator)
         process = begin(stack, claimed, config, accelerator, unit=kind.unit)
         run = kind.open(config, process, prepared, stack)
@@ -79,6 +83,22 @@ def train(config: AnyConfig, resume: Path | None = None) -> Path:
     if process.stop.requested:
         raise SystemExit(process.stop.exit_code)
     return claimed.run.folder
+
+
+@contextmanager
+def _naming_killed(run: Run, processes: int) -> Iterator[None]:
+    """Where processes can no longer speak to each other because one was killed, say which, and how to go on."""
+    try:
+        yield
+    except RuntimeError as error:
+        killed = killed_ranks(run, processes) if processes > 1 else []
+        if not killed:
+            raise
+        found = checkpoint.steps(run.checkpoints)
+        how = (
+            f"genrl resume {run.folder} --nproc {processes} goes on from {found[0].name}" if found else "none was saved"
+        )
+        raise RuntimeError(f"{', '.join(killed)} was killed, so the others stop. Checkpoints: {how}.") from error
 
 
 def _train(run: Any, method: Callable[[Any, Any], None], memory_hint: str) -> None:

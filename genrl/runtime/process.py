@@ -79,7 +79,8 @@ def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Acce
         )
     accelerator.wait_for_everyone()
     stop = stack.enter_context(catch_stop())
-    watchdog = Watchdog(claimed.run, config.distributed.timeout_s, rank=accelerator.process_index)
+    spins = accelerator.num_processes > 1 and accelerator.device.type == "cuda"
+    watchdog = Watchdog(claimed.run, config.distributed.timeout_s, rank=accelerator.process_index, spins=spins)
     shown = Progress(config.iterations, start=claimed.start, enabled=accelerator.is_main_process, unit=unit)
     stack.enter_context(shown)
     log = MetricLogger(

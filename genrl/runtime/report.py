@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -23,7 +22,7 @@ from genrl.runtime.curves import Point, chart, is_constant
 from genrl.runtime.metrics import METRICS, SECTIONS, document
 from genrl.runtime.pictures import before_after, read_samples
 from genrl.runtime.progress import duration
-from genrl.runtime.run import Run, read_metrics, write_atomic
+from genrl.runtime.run import Run, read_metrics, run_info, write_atomic
 
 _PAGE_BYTES = 4_900_000
 _WIDEST = 1640
@@ -38,7 +37,7 @@ def write_report(folder: Path) -> Path:
         raise ValueError(f"{folder} holds no run: there is neither config.yaml nor metrics.jsonl in it")
     rows = read_metrics(run.metrics)
     config = run.config.read_text(encoding="utf-8") if run.config.is_file() else ""
-    info = json.loads(run.info.read_text(encoding="utf-8")) if run.info.is_file() else {}
+    info = run_info(run)
     head = [_header(folder.resolve().name, rows, config, info), _headline(rows)]
     tail = [
         *_curves(rows, _sections(config)),

@@ -93,7 +93,8 @@ def start(folder: Path, config: str, *, seed: int, command: Sequence[str], proce
     if used:
         begun = any(run.checkpoints.glob("step-*"))
         first = f"go on with it by `genrl resume {folder}`" if begun else "it has no checkpoint: delete it"
-        made = f"; made by `{shlex.join(json.loads(run.info.read_text())['command'])}`" if run.info.is_file() else ""
+        command = run_info(run).get("command")
+        made = f"; made by `{shlex.join(command)}`" if command else ""
         raise ValueError(
             f"the run folder {folder} is not empty ({', '.join(sorted(used)[:4])}{made}): {first}, "
             "or choose another one with output=FOLDER."
@@ -131,13 +132,39 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str]) -> l
             + "; ".join(edits[key] for key in forbidden)
             + f". Only {', '.join(EDITABLE)} may change; start a new run for anything else (output=FOLDER)."
         )
+    info = _info(run)
     _remove_leftovers(folder)
-    info = json.loads(run.info.read_text(encoding="utf-8"))
     info["resumed"].append({"step": step, "time": _now(), "command": list(command), "git_commit": _git_commit()})
     truncate_metrics(run.metrics, step if step else -1)  # from the start: row 0 is made again too
     write_atomic(run.config, config)
     write_atomic(run.info, json.dumps(info, indent=1))
     return list(edits.values())
+
+
+def _info(run: Run) -> dict[str, Any]:
+    """What run.json holds; what a lost one would hold of the resumptions: none yet."""
+    try:
+        found: dict[str, Any] = json.loads(run.info.read_text(encoding="utf-8"))
+        if not isinstance(found["resumed"], list):
+            raise TypeError("`resumed` is no list")
+    except FileNotFoundError:
+        logger.warning("%s is missing, so how the run was begun is not known; a new one is written", run.info)
+        return {"resumed": []}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{run.info} cannot be read ({error}). It only tells how the run was begun: repair it, or delete it to go "
+            "on without. Nothing was changed."
+        ) from None
+    return found
+
+
+def run_info(run: Run) -> dict[str, Any]:
+    """What run.json holds, for readers; {} where it cannot be read."""
+    try:
+        found = json.loads(run.info.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def prepare(folder: Path, config: str, *, seed: int, processes: int, resumed_from: int | None) -> None:
@@ -165,10 +192,16 @@ def config_edits(old: str, new: str) -> dict[str, str]:
 def lock(folder: Path) -> IO[str]:
     """Hold the run for this process; keep the returned file open. The kernel frees it even after kill -9.
 
-    Raises ValueError where another live process holds it.
+    Raises ValueError where another live process holds it, or nothing can be written there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "run.lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "run.lock").open("w")
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {folder} cannot be written to: {error.strerror}. Make it writable, or choose another one "
+            "with output=FOLDER."
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -190,11 +223,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+            if not isinstance(row["step"], int):
+                raise TypeError("the step is no number")
+            rows.append(row)
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
             if number == len(lines):  # no newline after it: empty, or its write was interrupted
                 break
-            raise ValueError(f"{path}:{number}: not a line of JSON; delete the line to go on") from None
+            raise ValueError(f"{path}:{number}: not a row of metrics; delete the line to go on") from None
     return rows
 
 

@@ -6,18 +6,44 @@ import faulthandler
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Self
 
 from genrl.runtime.run import Run
 
 HANG_EXIT_CODE = 124
+PATIENCE = 10
+"""How many times `timeout_s` a process may be silent while it computes."""
+GRACE_S = 15
+_OUTSIDE = """
+import os, select, signal, sys
+parent, limit, silent = int(sys.argv[1]), float(sys.argv[2]), 0
+while os.getppid() == parent:
+    if select.select([0], [], [], 1.0)[0]:
+        if not os.read(0, 65536):
+            break
+        silent = 0
+        continue
+    try:
+        stopped = open(f"/proc/{parent}/stat").read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        stopped = False
+    silent += not stopped
+    if silent > limit:
+        text = f"Python was kept from running for {limit:g} s: stopping. The stacks are in {sys.argv[3]}"
+        os.write(2, f"\\ngenrl: {text}; `genrl resume` goes on from the last checkpoint.\\n".encode())
+        os.kill(parent, signal.SIGABRT)
+        break
+"""
 _ECHO_S = 1.0  # a launcher passes Ctrl-C on to workers which the terminal has already told
 
 
@@ -69,10 +95,14 @@ class Watchdog:
 
     Each rank has its own: where one hangs, the others hang in a collective and all leave their stacks in
     `dumps/hang-rank-<r>.txt`. Exit code 124. `heartbeat/rank-<r>.json` tells the last phase, step and time.
+
+    Time in which the process was stopped (a suspended job, a closed lid) does not count, and a process that computes is
+    given `PATIENCE` times as long. spins: it computes while it waits, as processes that share GPUs do, so that tells
+    nothing. A second process watches over hangs that keep Python itself from running.
     """
 
-    def __init__(self, run: Run, timeout_s: float, *, rank: int = 0) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, run: Run, timeout_s: float, *, rank: int = 0, spins: bool = False) -> None:
+        self.timeout_s, self.spins = timeout_s, spins
         self.heartbeat = run.folder / "heartbeat" / f"rank-{rank}.json"
         self.stacks = run.dumps / f"hang-rank-{rank}.txt"
         self.phase, self.step, self.last = "starting", 0, time.monotonic()
@@ -83,6 +113,9 @@ class Watchdog:
         for path in (self.heartbeat, self.stacks):
             path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.stacks.open("w")
+        faulthandler.enable(self.file)
+        command = [sys.executable, "-I", "-S", "-c", _OUTSIDE, str(os.getpid()), str(self.timeout_s + GRACE_S)]
+        self.outside = subprocess.Popen([*command, str(self.stacks)], stdin=subprocess.PIPE, start_new_session=True)
         self.beat("starting", 0)
         self.thread.start()
         return self
@@ -90,7 +123,9 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self.closed.set()
         self.thread.join()
-        faulthandler.cancel_dump_traceback_later()
+        self.outside.kill()
+        self.outside.communicate()
+        faulthandler.enable()
         self.file.close()
         self.stacks.unlink(missing_ok=True)
         self.heartbeat.unlink(missing_ok=True)
@@ -98,29 +133,77 @@ class Watchdog:
     def beat(self, phase: str, step: int) -> None:
         """Progress was made. Call it at least once per micro-batch, reward call and file written."""
         self.phase, self.step, self.last = phase, step, time.monotonic()
-        # for a hang inside C code that holds the interpreter's lock, where the thread below cannot run
-        faulthandler.dump_traceback_later(self.timeout_s + 15, exit=True, file=self.file)
 
     def _watch(self) -> None:
-        written = 0.0
-        while not self.closed.wait(min(1.0, self.timeout_s / 10)):
-            silent = time.monotonic() - self.last
-            if self.last != written:
-                written = self.last
-                seen = {"phase": self.phase, "step": self.step, "time": time.time() - silent}
-                with suppress(OSError):  # a full disk must not end the watch
-                    self.heartbeat.write_text(json.dumps(seen))
-            if silent > self.timeout_s:
-                self.file.write(f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}\n")
-                self.file.flush()
-                faulthandler.dump_traceback(self.file, all_threads=True)
-                os.fsync(self.file.fileno())
+        tick, before, seen = min(1.0, self.timeout_s / 10), time.monotonic(), 0.0
+        silent, cpu, told = 0.0, 0.0, False
+        while not self.closed.wait(tick):
+            self._tell_outside()
+            now = time.monotonic()
+            elapsed, before = now - before, now
+            if self.last != seen:
+                seen, silent, cpu, told = self.last, 0.0, time.process_time(), False
+                self._write_heartbeat()
+                continue
+            silent += min(elapsed, 2 * tick)  # more than that, and the process was stopped
+            if silent <= self.timeout_s:
+                continue
+            computes = not self.spins and time.process_time() - cpu > 0.5 * silent
+            if not computes or silent > PATIENCE * self.timeout_s:
+                self._end()
+            if not told:
+                told = True
                 _say(
-                    f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}: stopping. The stacks of "
-                    f"all threads are in {self.stacks}; `genrl resume` goes on from the last checkpoint. If the "
-                    "phase was only slow, raise distributed.timeout_s."
+                    f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}, but the process "
+                    f"computes: it has {PATIENCE * self.timeout_s:g} s. For slow phases raise distributed.timeout_s."
                 )
-                os._exit(HANG_EXIT_CODE)
+
+    def _tell_outside(self) -> None:
+        assert self.outside.stdin is not None
+        with suppress(OSError):  # it is gone: hangs that hold the interpreter's lock are not seen any more
+            os.write(self.outside.stdin.fileno(), b".")
+
+    def _write_heartbeat(self) -> None:
+        seen = {"phase": self.phase, "step": self.step, "time": time.time() - (time.monotonic() - self.last)}
+        with suppress(OSError):  # a full disk must not end the watch
+            self.heartbeat.write_text(json.dumps(seen | {"pid": os.getpid(), "host": socket.gethostname()}))
+
+    def _end(self) -> None:
+        self.file.write(f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}\n")
+        self.file.flush()
+        faulthandler.dump_traceback(self.file, all_threads=True)
+        os.fsync(self.file.fileno())
+        _say(
+            f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}: stopping. The stacks of "
+            f"all threads are in {self.stacks}; `genrl resume` goes on from the last checkpoint. If the "
+            "phase was only slow, raise distributed.timeout_s."
+        )
+        os._exit(HANG_EXIT_CODE)
+
+
+def killed_ranks(run: Run, processes: int) -> list[str]:
+    """The ranks of this machine that are gone and could not say why, in words: they left their heartbeats."""
+    found = []
+    for rank in range(processes):
+        try:
+            seen = json.loads((run.folder / "heartbeat" / f"rank-{rank}.json").read_text())
+            here, pid = seen["host"] == socket.gethostname(), seen["pid"]
+        except (OSError, ValueError, KeyError):
+            continue  # it ended by itself, and has said why
+        if here and not _runs(pid):
+            found.append(f"rank {rank} (process {pid}, {seen['phase']} of iteration {seen['step'] + 1})")
+    return found
+
+
+def _runs(pid: int) -> bool:
+    """Whether this process is there, and no zombie that waits for its parent."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:  # no /proc on this system
+        return True
+    except (ProcessLookupError, IndexError):
+        return False
 
 
 def _say(text: str) -> None:

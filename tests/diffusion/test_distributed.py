@@ -210,3 +210,19 @@ def test_a_signal_to_one_process_stops_both_together(folder: Path, model: Path) 
     assert runs.wait(processes, 100) in ([0, 143], [143, 143]), logs(folder, "stopped")
     state = runs.last_state(run)
     assert state.step == len(read_metrics(Run(run).metrics)) >= 2
+
+
+def test_a_rank_that_is_killed_is_named_by_the_other(folder: Path, model: Path) -> None:
+    """And which checkpoint a resume takes."""
+    changes = {"trainer": GRPO, "sampling": SAMPLING, "iterations": 1000, "evaluation": {"every": 0}}
+    processes = start(folder, model, "killed", 2, runs.train_file, **changes)
+    run = folder / "killed" / "run"
+    deadline = time.monotonic() + 200
+    while len(read_metrics(Run(run).metrics)) < 2:
+        assert time.monotonic() < deadline and all(p.exitcode is None for p in processes), logs(folder, "killed")
+        time.sleep(0.05)
+    os.kill(processes[1].pid, signal.SIGKILL)
+    assert runs.wait(processes, 100) == [1, -signal.SIGKILL], logs(folder, "killed")
+    said = (folder / "killed-rank-0.log").read_text()
+    assert f"RuntimeError: rank 1 (process {processes[1].pid}, " in said and "was killed, so the others stop" in said
+    assert f"genrl resume {run} --nproc 2 goes on from step-00000" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -110,6 +111,36 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
         runs.resume(tmp_path, CONFIG, step=1, command=[])
 
 
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "open", read_only)  # root may write anywhere
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to: Read-only file system.*output=FOLDER"):
+        runs.lock(tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"command": ["gen', "", "[1]", '{"resumed": 3}'])
+def test_half_a_run_json_changes_nothing(tmp_path: Path, content: str) -> None:
+    run = start(tmp_path)
+    run.metrics.write_text(json_line({"step": 0}) + json_line({"step": 1}))
+    run.info.write_text(content)
+    with pytest.raises(ValueError, match=r"run.json cannot be read \(.*delete it to go on without"):
+        runs.resume(tmp_path, CONFIG.replace("iterations: 10", "iterations: 20"), step=0, command=[])
+    assert run.config.read_text() == CONFIG and len(read_metrics(run.metrics)) == 2
+    assert run.info.read_text() == content
+    with pytest.raises(ValueError, match="is not empty"):
+        start(tmp_path)
+
+
+def test_without_run_json_a_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = start(tmp_path)
+    run.info.unlink()
+    runs.resume(tmp_path, CONFIG, step=3, command=["genrl", "resume"])
+    assert "how the run was begun is not known" in caplog.text
+    assert [entry["step"] for entry in json.loads(run.info.read_text())["resumed"]] == [3]
+
+
 def test_layout_of_the_yaml_is_no_edit() -> None:
     assert config_edits("{a: 1.0, b: {c: [1, 2]}}", "b:\n  c:\n  - 1\n  - 2\na: 1.0\n") == {}
     assert config_edits("a: null", "b: null") == {"a": "a: null -> (absent)", "b": "b: (absent) -> null"}
@@ -148,7 +179,7 @@ def test_reading_metrics(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 1}\n{"step\xc3')
     assert read_metrics(path) == [{"step": 1}]
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a line of JSON"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a row of metrics"):
         read_metrics(path)
 
 

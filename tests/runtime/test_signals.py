@@ -108,8 +108,71 @@ def test_a_hang_leaves_the_stacks_and_exits(tmp_path: Path) -> None:
 def test_a_hang_that_holds_the_interpreter_ends_too(tmp_path: Path) -> None:
     process = start(HANG, str(tmp_path), "holding the lock")
     process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert process.returncode == -signal.SIGABRT
     assert "wait_for_the_other_rank" in (tmp_path / "dumps" / "hang-rank-1.txt").read_text()
+
+
+BUSY = """
+    import sys, time
+    from pathlib import Path
+    from genrl.runtime.run import Run
+    from genrl.runtime.signals import Watchdog
+
+    with Watchdog(Run(Path(sys.argv[1])), 1.0, spins=sys.argv[2] == "spins") as watchdog:
+        watchdog.beat("training", 3)
+        print("ready", flush=True)
+        begun = time.monotonic()
+        while time.monotonic() - begun < float(sys.argv[3]):
+            sum(range(1000))
+        print("done", flush=True)
+"""
+
+
+def test_a_process_that_computes_is_not_ended(tmp_path: Path) -> None:
+    process = start(BUSY, str(tmp_path), "alone", "3")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out == "done\n"
+    assert "no progress for 1 s in training, step 3, but the process computes: it has 10 s" in err
+
+
+def test_where_processes_spin_computing_tells_nothing(tmp_path: Path) -> None:
+    process = start(BUSY, str(tmp_path), "spins", "60")
+    process.communicate(timeout=60)
+    assert process.returncode == 124
+
+
+@pytest.mark.parametrize("program", [HANG, BUSY])
+def test_a_process_that_was_stopped_goes_on(tmp_path: Path, program: str) -> None:
+    """Longer than the limit, three times; then a hang is seen as ever."""
+    process = start(program, str(tmp_path), "politely", "7")
+    for _ in range(3):
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.2)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+        assert process.poll() is None
+    process.communicate(timeout=60)
+    assert process.returncode == (124 if program == HANG else 0)
+
+
+def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
+    from genrl.runtime.run import Run
+    from genrl.runtime.signals import Watchdog, killed_ranks
+
+    with Watchdog(Run(tmp_path), 60, rank=0):
+        process = start(HANG.replace("0.5, rank=1", "60, rank=1"), str(tmp_path), "politely")
+        for _ in range(300):
+            if (tmp_path / "heartbeat" / "rank-1.json").exists() and (tmp_path / "heartbeat" / "rank-0.json").exists():
+                break
+            time.sleep(0.1)
+        assert killed_ranks(Run(tmp_path), 3) == []
+        process.kill()
+        time.sleep(0.2)  # a zombie now
+        (found,) = killed_ranks(Run(tmp_path), 3)
+        assert found.startswith(f"rank 1 (process {process.pid}, ")
+        process.wait()
+        assert killed_ranks(Run(tmp_path), 3) == [found]
+    assert killed_ranks(Run(tmp_path), 1) == []
 
 
 def test_a_watchdog_that_was_not_needed_leaves_nothing(tmp_path: Path) -> None:
