@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +25,7 @@ from genrl.runtime.run import read_metrics, write_atomic
 from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
-from genrl.vlm.methods.sharing import Update, everyones, ours, updates_of
+from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
 from genrl.vlm.policies.contract import SequencePolicy
 from genrl.vlm.policies.folder import save_model
 from genrl.vlm.policies.policy import Policy
@@ -35,7 +35,7 @@ from genrl.vlm.rollout import artefacts
 from genrl.vlm.rollout.augment import augmented, gaps
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.passes import leave_out
-from genrl.vlm.rollout.rollout import Answers, draw, joined, totals, worth
+from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, worth
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.tasks.rows import Row
@@ -72,7 +72,7 @@ class AnswersRun:
     reference: the model before training where the loss reads it and there is no LoRA."""
 
     process: Process
-    stage_config: VLMConfig
+    config: VLMConfig
     """The configuration of the present stage; `loop.config` is that of the run."""
     preset: Preset | None
     policy: Policy
@@ -90,10 +90,6 @@ class AnswersRun:
     """The questions of evaluations, read when they are first needed."""
     shown: artefacts.Shown = field(default_factory=artefacts.Shown)
     """What the last evaluation made that is no text."""
-
-    @property
-    def config(self) -> VLMConfig:
-        return self.stage_config
 
     @property
     def settings(self) -> Any:
@@ -121,7 +117,7 @@ class AnswersRun:
         number, config = whole.at(self.loop.iteration)
         if number == self.stage:
             return
-        self.stage, self.stage_config, self.preset = number, config, config.trainer.recipe(config)
+        self.stage, self.config, self.preset = number, config, config.trainer.recipe(config)
         self.questions = Questions(config, "train")
         leave_out(config, self.questions, self.policy, self.loop, number)
 
@@ -130,7 +126,7 @@ class AnswersRun:
         self.enter()
         config, loop = self.config, self.loop
         wanted, processes = config.generation.prompts_per_iteration, loop.process.accelerator.num_processes
-        share, rank = wanted // processes, loop.process.accelerator.process_index
+        own, rank = wanted // processes, loop.process.accelerator.process_index
         drawn: list[Answers] = []
         kept: list[Answers] = []
         mine: list[int] = [0] * processes
@@ -138,8 +134,8 @@ class AnswersRun:
         described: Answers | None = None
         first = loop.memory.get("questions", 0)
         for _ in range(config.trainer.rounds):
-            loop.phase("answering", share * config.generation.group_size)
-            numbers = self.questions.asked(loop.iteration, first, wanted)[rank * share : (rank + 1) * share]
+            loop.phase("answering", own * config.generation.group_size)
+            numbers = self.questions.asked(loop.iteration, first, wanted)[rank * own : (rank + 1) * own]
             rows = [self.questions[number] for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
@@ -164,9 +160,9 @@ class AnswersRun:
         loop.memory |= memory | {"questions": first}
         # of more groups than wanted, the first of each process are left out last
         before, room = sum(mine[:rank]), wanted
-        own = joined(kept)
-        answers = own.chosen(list(range(max(0, min(mine[rank], room - before)))))
-        row = self._answered(joined(drawn), len(drawn), min(sum(mine), wanted) / (wanted * len(drawn)))
+        answers = joined(kept).chosen(list(range(max(0, min(mine[rank], room - before)))))
+        share = min(sum(mine), wanted) / (wanted * len(drawn))
+        row = sampled_figures(config, joined(drawn), len(drawn), share, loop.timings["rollout"])
         if self.synthesis is not None and described is not None:
             paid, figures = self.synthesis.paid(drawn[0])
             self.synthesis.park(chosen, described)
@@ -183,29 +179,6 @@ class AnswersRun:
             (self.config.seed, key, iteration, first),
             advance=self.loop.advance_or_leave,
         )
-
-    def _answered(self, drawn: Answers, rounds: int, share: float) -> dict[str, float]:
-        config = self.config
-        mine = {"tokens": drawn.mask.sum(1).double(), "cut": drawn.cut.double(), "total": totals(config, drawn.scores)}
-        mine |= {f"reward/{label}": values for label, values in drawn.scores.items()}
-        every = gather_object([mine])
-        joint = {name: torch.cat([one[name] for one in every]) for name in mine}
-        seconds = max(gather_object([self.loop.timings["rollout"]]))
-        row = {
-            "rollout/tokens_mean": float(joint["tokens"].mean()),
-            "rollout/cut": float(joint["cut"].mean()),
-            "rollout/rounds": float(rounds),
-            "rollout/kept": share,
-            "tokens_per_s": float(joint["tokens"].sum()) / seconds,
-        }
-        for name in ("total", *(f"reward/{label}" for label in drawn.scores)):
-            label = "reward/total" if name == "total" else name
-            scored = joint[name][~joint[name].isnan()]
-            row[f"{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")
-            row[f"{label}_std"] = float(scored.std(correction=0)) if len(scored) else float("nan")
-            if name != "total":
-                row[f"{label}_failed"] = float(joint[name].isnan().sum())
-        return row
 
     def estimate(self, answers: Answers) -> Estimated | None:
         """Advantages and weights of this process's answers, from those of all processes; None where there are none."""
@@ -236,16 +209,7 @@ class AnswersRun:
             mine["mask"] = torch.ones(mine["old"].shape, dtype=torch.bool)
         else:
             mine["sampler"] = answers.sampler_log_prob
-        whole = everyones(mine)
-        batch = TokenBatch(
-            mask=whole.pop("mask"),
-            group=torch.arange(sum(counts)).repeat_interleave(size),
-            rewards=whole.pop("rewards"),
-            old_log_prob=whole.pop("old"),
-            sampler_log_prob=whole.pop("sampler", None),
-            ref_log_prob=whole.pop("ref", None),
-            extra=whole,
-        )
+        batch = batch_of_all(mine, size)
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
         found = estimate(preset, batch, prompts=prompts, visits=visits)
@@ -270,7 +234,7 @@ class AnswersRun:
             if iteration == 0:
                 warn_blind(self.process, row["eval/accuracy_mean"], blind, "answers are right")
         if self.process.is_main:
-            self._write(found, iteration)
+            save_answers(self.process, found, self.shown, iteration)
         if whole.ema is not None:  # the caller puts the trained ones back
             self.weights_changed()
         return row
@@ -278,36 +242,16 @@ class AnswersRun:
     def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
         if self.held_out is None:
             self.held_out = Questions(whole, "eval")
-        numbers = np.array_split(np.arange(len(self.held_out)), self.process.accelerator.num_processes)
         self.loop.phase("evaluating", len(self.held_out))
-        mine = numbers[self.process.rank].tolist()
+        mine = share_of(self.process, len(self.held_out))
         asked = (self.policy, whole, self.opened, self.held_out, mine)
         if isinstance(self.policy, SequencePolicy):
             self.shown = artefacts.Shown()
             own = artefacts.judge(*asked, shown=self.shown, blind=blind, advance=self.loop.advance_or_leave)
         else:
             own = judge(*asked, blind=blind, advance=self.loop.advance_or_leave)
-        every = gather_object([own])
-        found: Judged = every[0]
-        for part in every[1:]:
-            found = found.joined(part)
-        return found
-
-    def _write(self, found: Judged, iteration: int) -> None:
-        samples = self.process.run.samples
-        lines = [
-            json.dumps({"question": name, "answer": text, **{label: v[k] for label, v in found.scores.items()}})
-            for k, (name, text) in enumerate(zip(found.names[:SHOWN], found.texts, strict=False))
-        ]
-        samples.mkdir(parents=True, exist_ok=True)
-        for name, sound in self.shown.sounds.items():
-            write_atomic(samples / f"step-{iteration:06d}-{name}.wav", sound)
-        if self.shown.images:
-            number = len(self.shown.images)
-            scores = {label: values[:number] for label, values in found.scores.items()}
-            sheet = save_samples(samples, iteration, self.shown.images, found.names[:number], scores)
-            self.process.log.log_picture(iteration, "samples/grid", sheet)
-        write_atomic(samples / f"step-{iteration:06d}.jsonl", "\n".join(lines) + "\n")
+        every: list[Judged] = gather_object([own])
+        return reduce(Judged.joined, every)
 
     def export(self, folder: Path) -> None:
         """Checkpoints hold the trained weights alone."""
@@ -323,7 +267,7 @@ class AnswersRun:
     def resize(self, size: int) -> None:
         """From here on a pass has so many answers."""
         self.loop.config = resized(self.loop.config, size)
-        self.stage_config = resized(self.stage_config, size)
+        self.config = resized(self.config, size)
 
     def forget(self) -> None:
         """Answers of an iteration that is undone are no part of this; the weights are those of its beginning."""
@@ -337,6 +281,31 @@ class AnswersRun:
     def conclude(self) -> None:
         """The end of a run, complete or not: the model's folder, report, and where they are."""
         save_result(self.loop, self.policy, "accuracy", pictures="curves")
+
+
+def share_of(process: Process, number: int) -> list[int]:
+    """This process's part of 0 to number - 1."""
+    parts = np.array_split(np.arange(number), process.accelerator.num_processes)
+    numbers: list[int] = parts[process.rank].tolist()
+    return numbers
+
+
+def save_answers(process: Process, found: Judged, shown: artefacts.Shown, iteration: int) -> None:
+    """The first answers of an evaluation, in samples/."""
+    samples = process.run.samples
+    lines = [
+        json.dumps({"question": name, "answer": text, **{label: v[k] for label, v in found.scores.items()}})
+        for k, (name, text) in enumerate(zip(found.names[:SHOWN], found.texts, strict=False))
+    ]
+    samples.mkdir(parents=True, exist_ok=True)
+    for name, sound in shown.sounds.items():
+        write_atomic(samples / f"step-{iteration:06d}-{name}.wav", sound)
+    if shown.images:
+        number = len(shown.images)
+        scores = {label: values[:number] for label, values in found.scores.items()}
+        sheet = save_samples(samples, iteration, shown.images, found.names[:number], scores)
+        process.log.log_picture(iteration, "samples/grid", sheet)
+    write_atomic(samples / f"step-{iteration:06d}.jsonl", "\n".join(lines) + "\n")
 
 
 def warn_blind(process: Process, seeing: float, blind: float, what: str) -> None:

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from genrl.objectives.tokens.token_credit import step_gae, token_gae
+from genrl.vlm.episodes.episodes import Walk
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.rollout.token_batch import TokenBatch
 
 
 class ValueHead(nn.Module):
@@ -90,3 +94,52 @@ def credit_of_tokens(
     kept = mask.bool()
     returns = torch.where(kept, advantages + values.double(), 0.0)
     return Credit(advantages.flatten(0, 1), returns.flatten(0, 1))
+
+
+def credit_of(
+    policy: Policy,
+    critic: ValueHead,
+    choice: CriticAdvantage,
+    done: Walk,
+    kept: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    size: int | None,
+) -> Credit:
+    """Of all K E steps of a walk; values and mask [R, T] are of those at the places `kept`. size: prompts per pass of
+    the model, for the values of what follows a step; None = all."""
+    steps, slots = len(done.decisions), len(done.decisions[0])
+
+    def table(name: str) -> Tensor:
+        return torch.tensor([[float(getattr(one, name)) for one in step] for step in done.decisions])
+
+    rewards, terminated, truncated, lost = map(table, ("reward", "terminated", "truncated", "lost"))
+    terminated, truncated, lost = terminated.bool(), truncated.bool(), lost.bool()
+    value = torch.zeros(steps * slots, values.shape[1]).index_copy(0, kept, values).view(steps, slots, -1)
+    chosen = torch.zeros_like(value, dtype=torch.bool).flatten(0, 1).index_copy(0, kept, mask).view_as(value)
+    after = torch.zeros(steps, slots)
+    died = [(k, slot) for k, slot in lost.nonzero().tolist()]
+    asked = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
+    places = list(asked)
+    size = size or max(1, len(places))
+    for first in range(0, len(places), size):
+        some = places[first : first + size]
+        _, states = policy.prefix([asked[place] for place in some])
+        for place, found in zip(some, critic(states).tolist(), strict=True):
+            (value[..., 0] if lost[place] else after)[place] = found
+    constants = {"gamma": choice.gamma, "lam": choice.lam}
+    if choice.level == "step":
+        return credit_of_steps(value[..., 0], rewards, terminated, truncated, after[-1], **constants)
+    chosen[lost] = torch.arange(value.shape[2]) == 0
+    for k, slot in died:  # what led to a lost step ends before it, bootstrapped by its value
+        if k and not (terminated | truncated)[k - 1, slot]:
+            truncated[k - 1, slot], after[k - 1, slot] = True, value[k, slot, 0]
+    return credit_of_tokens(value, chosen, rewards, terminated, truncated, after, **constants)
+
+
+def explained_variance(batch: TokenBatch) -> float:
+    """Share of the variance of the returns that the old values explain."""
+    returns, values = batch.extra["returns"], batch.extra["old_value"].double()
+    kept = batch.mask if returns.dim() == 2 else torch.ones(len(batch.mask), dtype=torch.bool)
+    returns, values = returns[kept], values[kept]
+    return float(1.0 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-12))

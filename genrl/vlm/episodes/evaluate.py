@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from accelerate.utils import gather_object
 from PIL import Image
 
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.intervals import wilson
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.episodes.episodes import Episode, Table, play
+from genrl.vlm.episodes.episodes import Decision, Episode, Table, play
 from genrl.vlm.policies.policy import Policy
 
 TOGETHER = 64
@@ -120,3 +121,37 @@ def summary(episodes: Sequence[dict[str, float]], prefix: str) -> dict[str, floa
     parts = [name for name in names if name not in ("success", "total", "steps", "lost", "full")]
     where = "reward" if prefix == "rollout" else prefix
     return row | {f"{where}/{name}_mean": mean([one.get(name, 0.0) for one in episodes]) for name in parts}
+
+
+def acted_figures(
+    decisions: Sequence[Decision], ended: Sequence[Episode], before: float, seconds: float
+) -> dict[str, float]:
+    """Metrics of an iteration's steps and of the episodes that ended in it, of all processes. before: steps that the
+    run had made."""
+    mine = {
+        "tokens": [int(one.mask.sum()) for one in decisions],
+        "cut": [one.cut for one in decisions],
+        "ended": [
+            {"success": one.success, "total": one.total, "steps": len(one.said)}
+            | {"lost": one.lost, "full": one.full}
+            | one.parts
+            for one in ended
+        ],
+        "valid": [one.valid for one in decisions],
+    }
+    every = gather_object([mine])
+    tokens, cut, valid = ([value for one in every for value in one[name]] for name in ("tokens", "cut", "valid"))
+    episodes = [value for one in every for value in one["ended"]]
+    row = {
+        "rollout/tokens_mean": mean(tokens),
+        "rollout/cut": mean(cut),
+        "rollout/invalid": 1.0 - mean(valid),
+        "rollout/env_steps": before + len(tokens),
+        "rollout/episodes": float(len(episodes)),
+        "rollout/dropped": float(sum(one["lost"] for one in episodes)),
+        "rollout/too_long": float(sum(one["full"] for one in episodes)),
+        "tokens_per_s": sum(tokens) / max(gather_object([seconds])),
+    }
+    if episodes:
+        row |= summary(episodes, "rollout")
+    return row

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -20,18 +20,17 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.episodes.critic import Credit, ValueHead, credit_of_steps, credit_of_tokens
-from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
-from genrl.vlm.episodes.evaluate import SEEDS, Judged, figures_of, judge, mean, summary
+from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
+from genrl.vlm.episodes.episodes import Table, Walk, play, walk
+from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
 from genrl.vlm.episodes.rows import Rows, replay, rows_of
 from genrl.vlm.methods.episodes.settings import Episodes
 from genrl.vlm.methods.estimate import estimate
-from genrl.vlm.methods.sharing import everyones, ours, updates_of
+from genrl.vlm.methods.sharing import batch_of_all, ours, updates_of
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.rollout.token_batch import TokenBatch
-from genrl.vlm.run import Estimated, check_gap, pass_sizes, resized, save_result, warn_blind
+from genrl.vlm.run import Estimated, check_gap, pass_sizes, resized, save_result, share_of, warn_blind
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,8 @@ class EpisodesRun:
                 rows = rows_of(played)
                 acted = Acted(replace(rows, place=rows.place.masked_fill(totals.isnan()[:, None], -1)), totals=totals)
         loop.check_stop()
-        return acted, self._figures(decisions, ended)
+        before, seconds = loop.memory.get("env_steps", 0.0), loop.timings["rollout"]
+        return acted, acted_figures(decisions, ended, before, seconds)
 
     def _check_alive(self, left: int) -> None:
         """left: steps or episodes of this process that were not lost. Raises RuntimeError, in all processes alike,
@@ -168,35 +168,6 @@ class EpisodesRun:
 
     def _start(self, group: int) -> int:
         return derive_seed(self.config.seed, "start", self.loop.iteration, group) % SEEDS
-
-    def _figures(self, decisions: Sequence[Decision], ended: Sequence[Episode]) -> dict[str, float]:
-        mine = {
-            "tokens": [int(one.mask.sum()) for one in decisions],
-            "cut": [one.cut for one in decisions],
-            "ended": [
-                {"success": one.success, "total": one.total, "steps": len(one.said)}
-                | {"lost": one.lost, "full": one.full}
-                | one.parts
-                for one in ended
-            ],
-            "valid": [one.valid for one in decisions],
-        }
-        every = gather_object([mine])
-        tokens, cut, valid = ([value for one in every for value in one[name]] for name in ("tokens", "cut", "valid"))
-        episodes = [value for one in every for value in one["ended"]]
-        row = {
-            "rollout/tokens_mean": mean(tokens),
-            "rollout/cut": mean(cut),
-            "rollout/invalid": 1.0 - mean(valid),
-            "rollout/env_steps": self.loop.memory.get("env_steps", 0.0) + len(tokens),
-            "rollout/episodes": float(len(episodes)),
-            "rollout/dropped": float(sum(one["lost"] for one in episodes)),
-            "rollout/too_long": float(sum(one["full"] for one in episodes)),
-            "tokens_per_s": sum(tokens) / max(gather_object([self.loop.timings["rollout"]])),
-        }
-        if episodes:
-            row |= summary(episodes, "rollout")
-        return row
 
     def estimate(self, acted: Acted) -> tuple[Estimated, dict[str, float]]:
         """Advantages and weights of this process's rows from those of all processes, and figures of the critic."""
@@ -216,22 +187,8 @@ class EpisodesRun:
             mine = self._computed(acted, [part for update in updates for part in update.parts])
         loop.check_stop()
         counts = gather_object([len(mask)])
-        whole = everyones(mine | {"mask": mask, "sampler": rows.laid(rows.sampler)})
-        row = {}
-        if self.critic is not None:
-            kept = whole["mask"] if whole["returns"].dim() == 2 else torch.ones(len(whole["mask"]), dtype=torch.bool)
-            returns, values = whole["returns"][kept], whole["old_value"][kept].double()
-            spread = returns.var(correction=0).clamp(min=1e-12)
-            row["critic/explained_variance"] = float(1.0 - (returns - values).var(correction=0) / spread)
-        batch = TokenBatch(
-            mask=whole.pop("mask"),
-            group=torch.arange(sum(counts)) // self.size,
-            rewards=whole.pop("rewards", None),
-            old_log_prob=whole.pop("old"),
-            sampler_log_prob=whole.pop("sampler"),
-            ref_log_prob=whole.pop("ref", None),
-            extra=whole,
-        )
+        batch = batch_of_all(mine | {"mask": mask, "sampler": rows.laid(rows.sampler)}, self.size)
+        row = {} if self.critic is None else {"critic/explained_variance": explained_variance(batch)}
         found = estimate(self.preset, batch)
         if loop.iteration == 0:
             check_gap(found.metrics["sampler_gap_mean"])
@@ -263,45 +220,16 @@ class EpisodesRun:
             assert acted.totals is not None
             return found | {"rewards": acted.totals}
         assert acted.kept is not None
-        credit = self._credit(acted.walk, acted.kept, values, rows.mask)
+        choice = self.preset.advantage
+        assert isinstance(choice, CriticAdvantage) and self.critic is not None
+        size = self.settings.micro_batch
+        credit = credit_of(self.policy, self.critic, choice, acted.walk, acted.kept, values, rows.mask, size)
         by_token = credit.advantages.dim() == 2
         return found | {
             "credit": credit.advantages[acted.kept],
             "returns": credit.returns[acted.kept],
             "old_value": values if by_token else values[:, 0],
         }
-
-    def _credit(self, done: Walk, kept: Tensor, values: Tensor, mask: Tensor) -> Credit:
-        """Of all K E steps; values and mask [R, T] are of those at the places `kept`."""
-        choice = self.preset.advantage
-        assert isinstance(choice, CriticAdvantage) and self.critic is not None
-        steps, slots = len(done.decisions), len(done.decisions[0])
-
-        def table(name: str) -> Tensor:
-            return torch.tensor([[float(getattr(one, name)) for one in step] for step in done.decisions])
-
-        rewards, terminated, truncated, lost = map(table, ("reward", "terminated", "truncated", "lost"))
-        terminated, truncated, lost = terminated.bool(), truncated.bool(), lost.bool()
-        value = torch.zeros(steps * slots, values.shape[1]).index_copy(0, kept, values).view(steps, slots, -1)
-        chosen = torch.zeros_like(value, dtype=torch.bool).flatten(0, 1).index_copy(0, kept, mask).view_as(value)
-        after = torch.zeros(steps, slots)
-        died = [(k, slot) for k, slot in lost.nonzero().tolist()]
-        asked = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
-        places = list(asked)
-        size = self.settings.micro_batch or max(1, len(places))
-        for first in range(0, len(places), size):
-            some = places[first : first + size]
-            _, states = self.policy.prefix([asked[place] for place in some])
-            for place, found in zip(some, self.critic(states).tolist(), strict=True):
-                (value[..., 0] if lost[place] else after)[place] = found
-        constants = {"gamma": choice.gamma, "lam": choice.lam}
-        if choice.level == "step":
-            return credit_of_steps(value[..., 0], rewards, terminated, truncated, after[-1], **constants)
-        chosen[lost] = torch.arange(value.shape[2]) == 0
-        for k, slot in died:  # what led to a lost step ends before it, bootstrapped by its value
-            if k and not (terminated | truncated)[k - 1, slot]:
-                truncated[k - 1, slot], after[k - 1, slot] = True, value[k, slot, 0]
-        return credit_of_tokens(value, chosen, rewards, terminated, truncated, after, **constants)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """The most probable answers in held-out episodes; at the ends of the run with black pictures, too."""
@@ -322,21 +250,17 @@ class EpisodesRun:
     def _acted(self, *, blind: bool) -> Judged:
         number = self.config.evaluation.questions
         self.loop.phase("evaluating", number)
-        numbers = np.array_split(np.arange(number), self.process.accelerator.num_processes)
         mine = judge(
             self.policy,
             self.config,
             self.held_out,
-            numbers[self.process.rank].tolist(),
+            share_of(self.process, number),
             blind=blind,
             films=6 if self.process.is_main and not blind else 0,
             advance=self.loop.advance_or_leave,
         )
-        every = gather_object([mine])
-        found: Judged = every[0]
-        for part in every[1:]:
-            found = found.joined(part)
-        return found
+        every: list[Judged] = gather_object([mine])
+        return reduce(Judged.joined, every)
 
     def export(self, folder: Path) -> None:
         """Checkpoints hold the trained weights alone."""

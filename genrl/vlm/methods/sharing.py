@@ -72,14 +72,25 @@ def updates_of(
     return [update._replace(passes=number) for update, number in zip(found, passes, strict=True)]
 
 
-def everyones(mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of all processes, one process after the other, padded to the longest."""
+def batch_of_all(mine: Mapping[str, Tensor], size: int) -> TokenBatch:
+    """The rows of all processes, one process after the other, padded to the longest, in groups of `size`. What is no
+    field of the batch is in `extra`."""
     every = gather_object([dict(mine)])
     longest = max(one["mask"].shape[1] for one in every)
-    return {
+    whole = {
         name: torch.cat([padded(one[name], longest) if _per_token(name, one[name]) else one[name] for one in every])
         for name in mine
     }
+    mask = whole.pop("mask")
+    return TokenBatch(
+        mask=mask,
+        group=torch.arange(len(mask)) // size,
+        rewards=whole.pop("rewards", None),
+        old_log_prob=whole.pop("old"),
+        sampler_log_prob=whole.pop("sampler", None),
+        ref_log_prob=whole.pop("ref", None),
+        extra=whole,
+    )
 
 
 def ours(batch: TokenBatch, counts: Sequence[int], rank: int, length: int) -> TokenBatch:

@@ -121,30 +121,15 @@ class Policy:
         seed: int = 0,
     ) -> None:
         """path: hub id or folder. lora None: all weights are trained. seed: of the adapters' initial values."""
-        try:
-            config = transformers.AutoConfig.from_pretrained(path)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{path!r} is no checkpoint of a transformers model: {error}") from error
-        kind = config.model_type
-        if kind not in transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-            raise ValueError(
-                f"{path!r} is a {kind!r} model, which transformers' AutoModelForImageTextToText does not load: take a "
-                "vision-language model, such as a Qwen2.5-VL, Qwen3-VL, SmolVLM or LLaVA"
-            )
-        text = config.get_text_config()
-        rescaled = [name for name in RESCALED if getattr(text, name, None) not in (None, 1, 1.0)]
-        if rescaled:
-            raise ValueError(
-                f"{path!r} ({kind}) rescales its logits ({rescaled[0]}), which the log-probabilities do not"
-            )
-        self.processor = load_processor(path, kind)
+        config = _config_of(path)
+        self.processor = load_processor(path, config.model_type)
         self.tokenizer: Any = self.processor.tokenizer
         try:
             architecture = transformers.AutoModelForImageTextToText
             self.model: Any = pretrained(architecture, path, types=(), reward="policy", dtype=dtype)
         except OSError as error:
             raise ValueError(f"{path!r} has no weights that can be read: {error}") from error
-        self.room: int | None = getattr(text, "max_position_embeddings", None)
+        self.room: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         """Positions of the language model: prompt and completion together; None where it says nothing."""
         self.sampler: Any = None
         """A `engines.vllm.Sampler` that samples in place of this model; None: transformers' generate on it."""
@@ -157,14 +142,7 @@ class Policy:
         self.device = torch.device(device)
         self.forbidden = torch.tensor(placeholder_ids(config, self.processor), dtype=torch.int64, device=self.device)
         """Ids that stand for images: impossible for the sampler, left out of the trainer's normalisation."""
-        stop = {self.tokenizer.eos_token_id}
-        of_model = self.model.generation_config.eos_token_id
-        stop |= set(of_model if isinstance(of_model, list) else [of_model])
-        self.stop_ids: tuple[int, ...] = tuple(sorted(i for i in stop if i is not None))
-        if not self.stop_ids:
-            raise ValueError(
-                f"{path!r} has no eos_token, so no answer would ever end: set tokenizer.eos_token, save it"
-            )
+        self.stop_ids = _stop_ids(self.model, self.tokenizer, path)
         pad = self.tokenizer.pad_token_id
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
         self.prefix_attention: PrefixBackend | None = None
@@ -347,6 +325,34 @@ class Policy:
             with prefix_shared(self.model, cache, present(lengths), row_of, self.prefix_attention) as kept:
                 found = self.model.base_model(**new, past_key_values=kept, use_cache=True)
         return torch.cat([first, found.last_hidden_state], 1), positions + new["input_ids"].numel(), len(used)
+
+
+def _config_of(path: str) -> Any:
+    """The configuration of a checkpoint. Raises ValueError unless it is a model that `Policy` can train."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path!r} is no checkpoint of a transformers model: {error}") from error
+    kind = config.model_type
+    if kind not in transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        raise ValueError(
+            f"{path!r} is a {kind!r} model, which transformers' AutoModelForImageTextToText does not load: take a "
+            "vision-language model, such as a Qwen2.5-VL, Qwen3-VL, SmolVLM or LLaVA"
+        )
+    text = config.get_text_config()
+    rescaled = [name for name in RESCALED if getattr(text, name, None) not in (None, 1, 1.0)]
+    if rescaled:
+        raise ValueError(f"{path!r} ({kind}) rescales its logits ({rescaled[0]}), which the log-probabilities do not")
+    return config
+
+
+def _stop_ids(model: Any, tokenizer: Any, path: str) -> tuple[int, ...]:
+    """Tokens that end an answer. Raises ValueError where there are none."""
+    of_model = model.generation_config.eos_token_id
+    stop = {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
+    if not stop:
+        raise ValueError(f"{path!r} has no eos_token, so no answer would ever end: set tokenizer.eos_token, save it")
+    return tuple(sorted(stop))
 
 
 def _with_lora(model: Any, lora: Lora, seed: int) -> PeftModel:

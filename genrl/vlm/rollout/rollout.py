@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config.vlm import VLMConfig
@@ -180,6 +181,30 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
     values = torch.stack([weight * scores[label] for label, weight in weighted])
     missing = values.isnan().all(0)
     return torch.where(missing, math.nan, values.nan_to_num(nan=0.0).sum(0))
+
+
+def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float, seconds: float) -> dict[str, float]:
+    """Metrics of the answers that all processes sampled in `rounds` rounds, `share` of whose groups are trained on."""
+    mine = {"tokens": drawn.mask.sum(1).double(), "cut": drawn.cut.double(), "total": totals(config, drawn.scores)}
+    mine |= {f"reward/{label}": values for label, values in drawn.scores.items()}
+    every = gather_object([mine])
+    joint = {name: torch.cat([one[name] for one in every]) for name in mine}
+    slowest = max(gather_object([seconds]))
+    row = {
+        "rollout/tokens_mean": float(joint["tokens"].mean()),
+        "rollout/cut": float(joint["cut"].mean()),
+        "rollout/rounds": float(rounds),
+        "rollout/kept": share,
+        "tokens_per_s": float(joint["tokens"].sum()) / slowest,
+    }
+    for name in ("total", *(f"reward/{label}" for label in drawn.scores)):
+        label = "reward/total" if name == "total" else name
+        scored = joint[name][~joint[name].isnan()]
+        row[f"{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")
+        row[f"{label}_std"] = float(scored.std(correction=0)) if len(scored) else float("nan")
+        if name != "total":
+            row[f"{label}_failed"] = float(joint[name].isnan().sum())
+    return row
 
 
 def worth(config: VLMConfig, answers: Answers) -> list[int]:
