@@ -7,7 +7,7 @@ import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 Fetch = Callable[[], None]
+Encode = Callable[[dict[str, Any]], Any]
 
 
 class _Opaque(Exception):
@@ -41,7 +42,6 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
     their content; calls with tensors as arguments are passed through. Encodings are kept on the CPU where the device
     is an accelerator. With `offload` the text encoders wait on the CPU and are on the device only while they encode.
     """
-    original = pipe.encode_prompt
     encoders = [c for name, c in pipe.components.items() if name.startswith("text_encoder") and c is not None]
     encoders = encoders if offload else []
     home = pipe._execution_device
@@ -49,53 +49,55 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
         encoder.to("cpu")
     if offload:
         keep_execution_device(pipe, home)
+    original = pipe.encode_prompt
     signature = inspect.signature(original)
     kept = _Kept()
     axes: dict[Hashable, Any] = {}
-
-    def axes_of(key: Hashable, row: dict[str, Any], split: Sequence[str], encoded: Any, fetch: Fetch) -> Any:
-        """Found once for all calls with the same settings, by encoding one prompt twice over: the batch is not always
-        the first axis, and some outputs (position ids of the text) have none."""
-        if key not in axes:
-            doubled = {k: v * 2 if k in split else v for k, v in row.items()}
-            fetch()
-            axes[key] = _batch_axes(encoded, _to(original(**doubled), torch.device("cpu")))
-        return axes[key]
-
-    def encode(arguments: dict[str, Any], fetch: Fetch) -> Any:
-        def made(of: dict[str, Any]) -> Any:
-            fetch()
-            # Copies: an encoder may write into the lists it is given (Z-Image puts its chat template around prompts).
-            return original(**{k: _copy(v) for k, v in of.items()})
-
-        try:
-            whole_key = _frozen(arguments)
-        except _Opaque:
-            return made(arguments)
-        device = torch.device(arguments.get("device") or pipe._execution_device)
-        prompts = arguments.get("prompt")
-        if not isinstance(prompts, list):
-            return _to(kept.get(whole_key, lambda: made(arguments)), device)
-        split = [k for k, v in arguments.items() if _per_prompt(k, v, len(prompts))]
-        rows, row = [], arguments
-        for r in range(len(prompts)):
-            row = {k: [v[r]] if k in split else v for k, v in arguments.items()}
-            rows.append(kept.get(_frozen(row), functools.partial(made, row)))
-        if len(rows) == 1:
-            return _to(rows[0], device)
-        settings = _frozen({k: k if k in split else v for k, v in arguments.items()})
-        try:
-            return _to(_join(rows, axes_of(settings, row, split, rows[-1], fetch)), device)
-        except _Ragged:
-            return _to(kept.get(whole_key, lambda: made(arguments)), device)
 
     @functools.wraps(original)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
         with torch.no_grad(), _on_demand(encoders, home) as fetch:
-            return encode(arguments, fetch)
+
+            def encode(given: dict[str, Any]) -> Any:
+                fetch()
+                # Copies: an encoder may write into the lists it is given (Z-Image puts its chat template around
+                # prompts).
+                return original(**{k: _copy(v) for k, v in given.items()})
+
+            try:
+                key = _frozen(arguments)
+            except _Opaque:
+                return encode(arguments)
+            device = torch.device(arguments.get("device") or pipe._execution_device)
+            if isinstance(arguments.get("prompt"), list):
+                with suppress(_Ragged):
+                    return _to(_by_row(encode, arguments, kept, axes), device)
+            return _to(kept.get(key, lambda: encode(arguments)), device)
 
     pipe.encode_prompt = encode_prompt
+
+
+def _by_row(encode: Encode, arguments: dict[str, Any], kept: _Kept, axes: dict[Hashable, Any]) -> Any:
+    """The encoding of a list of prompts, on the CPU, put together from those of its rows. Raises _Ragged where these do
+    not make a batch.
+
+    axes: which axes are those of the batch, found once for all calls with the same settings, by encoding one prompt
+    twice over: the batch is not always the first axis, and some outputs (position ids of the text) have none.
+    """
+    length = len(arguments["prompt"])
+    split = [k for k, v in arguments.items() if _per_prompt(k, v, length)]
+    rows, row = [], arguments
+    for r in range(length):
+        row = {k: [v[r]] if k in split else v for k, v in arguments.items()}
+        rows.append(kept.get(_frozen(row), functools.partial(encode, row)))
+    if length == 1:
+        return rows[0]
+    settings = _frozen({k: k if k in split else v for k, v in arguments.items()})
+    if settings not in axes:
+        doubled = encode({k: v * 2 if k in split else v for k, v in row.items()})
+        axes[settings] = _batch_axes(rows[-1], _to(doubled, torch.device("cpu")))
+    return _join(rows, axes[settings])
 
 
 class _Kept:
