@@ -173,7 +173,7 @@ def use_kernels(policy: Policy, kernels: Kernels) -> str:
     if kernels.attention is None and kernels.evaluation_attention is not None:
         switches.attention = "auto"  # diffusers' processors cannot be told to use another one
     if "step" in kernels.fused:
-        policy.fused_step = kernels.backend
+        policy.actions.fused = kernels.backend
     return f"kernels: {', '.join(running)}; {install(policy.denoisers.values(), switches)}"
 
 

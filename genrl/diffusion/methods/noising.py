@@ -36,7 +36,7 @@ def require_flow(run: DiffusionRun) -> None:
     if run.policy.head.parametrisation != "flow":
         raise ValueError(
             f"trainer.algorithm: {run.config.trainer.algorithm} needs a flow-matching model; "
-            f"{run.config.model.path} predicts {run.policy.prediction_type}. Use flow_grpo with kernel: ddim"
+            f"{run.config.model.path} predicts {run.policy.head.prediction_type}. Use flow_grpo with kernel: ddim"
         )
 
 

@@ -103,7 +103,7 @@ def noised_by(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Te
     if policy.head.parametrisation == "flow":
         return {"sigma": level, "noisy": flow_sample(clean, noise, level), "target": flow_target(clean, noise)}
     alpha_bar = policy.head.alphas_cumprod.to(clean.device)[level]
-    target = diffusion_target(clean, noise, alpha_bar, policy.prediction_type)
+    target = diffusion_target(clean, noise, alpha_bar, policy.head.prediction_type)
     return {"sigma": level, "noisy": diffusion_sample(clean, noise, alpha_bar), "target": target}
 
 

@@ -66,7 +66,7 @@ def choose_kernel(run: DiffusionRun, settings: Stochastic, plan: SamplingPlan) -
     """The configured transition. Raises ValueError where it is not one for what the model predicts."""
     is_flow = run.policy.head.parametrisation == "flow"
     if is_flow == (settings.kernel == "ddim"):
-        predicts = "a velocity (flow matching)" if is_flow else run.policy.prediction_type
+        predicts = "a velocity (flow matching)" if is_flow else run.policy.head.prediction_type
         legal = ", ".join(FLOW_KERNELS[1:]) if is_flow else "ddim"
         raise ValueError(
             f"trainer.kernel: {settings.kernel} is no transition for {run.config.model.path}, which predicts "

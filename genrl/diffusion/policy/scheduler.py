@@ -16,12 +16,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
+
+from genrl.mdp.kernels import PredictionType
 
 Parametrisation = Literal["flow", "diffusion"]
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
@@ -91,6 +93,11 @@ class PolicyHead:
     def _inverted(self) -> bool:
         """Whether the scheduler's own time runs from data to noise, with the velocity `data - noise` (Mochi)."""
         return bool(self.config.get("invert_sigmas", False))
+
+    @property
+    def prediction_type(self) -> PredictionType:
+        """What the network of a model that is no flow predicts: `as_policy_head` lets no others in."""
+        return cast(PredictionType, str(self.config.get("prediction_type", "epsilon")))
 
     @property
     def clip_range(self) -> float | None:

@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.config.kernels import find_kernel
-from genrl.diffusion.policy.scheduler import Step
+from genrl.diffusion.policy.scheduler import PolicyHead, Step
 from genrl.mdp import kernels
-from genrl.mdp.kernels import PredictionType, Transition
+from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.tree import edge_noise
 
@@ -92,26 +92,20 @@ class Kernel:
     levels: Mapping[int, float] = field(default_factory=dict)
     """Noise level of single steps, where it is another one."""
 
-    def transition(
-        self,
-        step: Step,
-        parametrisation: str,
-        prediction_type: PredictionType = "epsilon",
-        clip_range: float | None = None,
-        threshold: tuple[float, float] | None = None,
-    ) -> Transition:
+    def transition(self, step: Step, head: PolicyHead) -> Transition:
+        """Of this step of a pipeline whose scheduler is `head`."""
         x, out = step.state, step.model_output
         a = self.levels.get(step.index, self.noise_level)
-        if parametrisation == "diffusion":
+        if head.parametrisation == "diffusion":
             return kernels.ddim(
                 x,
                 out,
                 step.sigma,
                 step.sigma_next,
                 eta=a,
-                prediction_type=prediction_type,
-                clip_range=clip_range,
-                threshold=threshold,
+                prediction_type=head.prediction_type,
+                clip_range=head.clip_range,
+                threshold=head.threshold,
             )
         sigma, sigma_next = step.sigma, step.sigma_next
         if self.name == "wan_sde":  # its noise follows the schedule: it has no level, so none of 0 either

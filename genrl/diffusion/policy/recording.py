@@ -1,0 +1,154 @@
+"""What a policy does at the steps of a pipeline: samples from their transitions or evaluates recorded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from genrl.diffusion.policy.calls import Leave
+from genrl.diffusion.policy.scheduler import PolicyHead, Step
+from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, Trajectory, of_rows, step_noise
+from genrl.kernels.backend import Backend
+from genrl.kernels.sde_step import sde_step
+from genrl.mdp.gaussian import Reduction, log_prob, sample
+from genrl.mdp.kernels import Transition
+
+
+def predicted_clean(head: PolicyHead, step: Step) -> Tensor:
+    """x_0 as this step's model output has it: the deterministic step to where there is no noise."""
+    noiseless = torch.full_like(step.sigma_next, 0.0 if head.parametrisation == "flow" else 1.0)
+    return ODE.transition(replace(step, sigma_next=noiseless), head).mean
+
+
+@dataclass
+class Actions:
+    """How stochastic steps are sampled, and evaluated under the current parameters."""
+
+    head: PolicyHead
+    reduction: Reduction
+    fused: Backend | None = None
+    """Back-end of the fused stochastic step and log-probability (`genrl.kernels.sde_step`); None: apart."""
+
+    def sample(
+        self, step: Step, kernel: Kernel, transition: Transition, rows: Tensor | None, noise: Tensor
+    ) -> tuple[Tensor, Replayed]:
+        """(next state, as `evaluate` gives it). rows: row of the state that each action is drawn from, where they are
+        not one to one."""
+        if self.fused is not None:
+            return self._fused(self.fused, step, kernel, rows, noise=noise)
+        drawn = transition if rows is None else of_rows(transition, rows)
+        next_state = sample(drawn.mean.detach(), drawn.std, noise)
+        return next_state, self._replayed(step, drawn, next_state, rows)
+
+    def evaluate(self, step: Step, kernel: Kernel, rows: Tensor | None, taken: Tensor) -> Replayed:
+        """A step from which `taken` was drawn."""
+        if self.fused is not None:
+            return self._fused(self.fused, step, kernel, rows, taken=taken)[1]
+        transition = kernel.transition(step, self.head)
+        return self._replayed(step, transition if rows is None else of_rows(transition, rows), taken, rows)
+
+    def _replayed(self, step: Step, transition: Transition, next_state: Tensor, rows: Tensor | None) -> Replayed:
+        output = step.model_output if rows is None else step.model_output[rows.to(step.model_output.device)]
+        logp = log_prob(next_state, transition.mean, transition.std, self.reduction)
+        return Replayed(logp, transition.mean, transition.std, output, step)
+
+    def _fused(
+        self, backend: Backend, step: Step, kernel: Kernel, rows: Tensor | None, *, noise: Tensor | None = None,
+        taken: Tensor | None = None,
+    ) -> tuple[Tensor, Replayed]:  # fmt: skip
+        """A stochastic step and its log-probability by `genrl.kernels.sde_step`: (next state, as `replay` gives it).
+
+        A flow's transition is linear in state and velocity, so its coefficients are the means at (1, 0) and (0, 1).
+        """
+        x, output = step.state, step.model_output
+        if rows is not None:
+            x, output = x[rows.to(x.device)], output[rows.to(output.device)]
+        unit = torch.ones(len(x), 1, dtype=torch.float64)
+        on_state, on_velocity = (
+            kernel.transition(replace(step, state=state, model_output=velocity), self.head)
+            for state, velocity in ((unit, 0.0 * unit), (0.0 * unit, unit))
+        )
+        coefficients = (t.flatten() for t in (on_state.mean, on_velocity.mean, on_state.std))
+        found = sde_step(x, output, *coefficients, noise=noise, taken=taken, reduction=self.reduction, backend=backend)
+        std = on_state.std.to(found.mean).view(-1, *[1] * (x.dim() - 1))
+        return found.next, Replayed(found.log_prob, found.mean, std, output, step)
+
+
+@dataclass
+class Recording:
+    """One run of some steps of the schedule, up to `stop`, told of by the pipeline step by step (`Policy.roll_out` has
+    the arguments)."""
+
+    actions: Actions
+    batch: Batch
+    kernel: Kernel
+    stochastic: Container[int]
+    stop: int | None
+    children: Children | None
+    predict: bool
+    keep: Collection[int]
+    seen: int = 0
+    """Steps so far."""
+    initial: Tensor | None = None
+    final: Tensor | None = None
+    predicted: Tensor | None = None
+    states: dict[int, Tensor] = field(default_factory=dict)
+    next_states: dict[int, Tensor] = field(default_factory=dict)
+    log_probs: dict[int, Tensor] = field(default_factory=dict)
+    graphs: dict[int, Replayed] = field(default_factory=dict)
+
+    def on_step(self, step: Step) -> Tensor:
+        """The next state. Leaves the pipeline after a step that branches: its loop would go on with as many rows as it
+        began with."""
+        if self.seen == 0:
+            self.initial = step.state
+        self.seen += 1
+        i, head = step.index, self.actions.head
+        transition = (self.kernel if i in self.stochastic else ODE).transition(step, head)
+        self.final = transition.mean.detach()
+        if self.predict:
+            self.predicted = predicted_clean(head, step)
+        branching = self.children if self.stop is not None and i == self.stop - 1 else None
+        if i in self.stochastic and bool((transition.std > 0).all()):
+            self.final = self._record(step, transition, branching)
+        elif branching is not None:
+            raise ValueError(f"step {i} branches, but its transition has no variance: its children would be equal")
+        if branching is not None:
+            raise Leave
+        if self.keep:  # of the next model call, which the pipeline makes from here
+            torch.set_grad_enabled(i + 1 in self.keep)
+        return self.final
+
+    def _record(self, step: Step, transition: Transition, branching: Children | None) -> Tensor:
+        i = step.index
+        rows = None if branching is None else branching.parent_row
+        noise = step_noise(step.state.shape[1:], i, self.batch.keys, branching)
+        drawn, recorded = self.actions.sample(step, self.kernel, transition, rows, noise)
+        self.log_probs[i] = recorded.log_prob.detach()
+        if i in self.keep:
+            self.graphs[i] = recorded
+        self.states[i], self.next_states[i] = step.state, drawn
+        if branching is None:
+            self.states[i + 1] = drawn
+        return drawn
+
+    def trajectory(self, sigmas: Tensor, stop: int) -> Trajectory:
+        """All of it, once the steps before `stop` are done; sigmas: the full schedule."""
+        assert self.initial is not None and self.final is not None
+        return Trajectory(
+            batch=self.batch,
+            kernel=self.kernel,
+            states=self.states,
+            next_states=self.next_states,
+            log_probs=self.log_probs,
+            final=self.final,
+            sigmas=sigmas,
+            stop=stop,
+            initial=self.initial,
+            children=self.children,
+            predicted=self.predicted,
+            graphs=self.graphs,
+        )
