@@ -32,6 +32,7 @@ from typing import Any
 from benchmarks.common import Parts, Seconds, Turns, opened, parser, save, train
 from genrl.config import Config, load
 from genrl.diffusion.evaluate import evaluate_held_out
+from genrl.diffusion.rollout.rollout import Worker
 from genrl.diffusion.run import DiffusionRun
 
 METHODS = Path(__file__).with_name("methods.json")
@@ -101,16 +102,7 @@ def _loop(run: DiffusionRun, wait: Callable[[], None]) -> None:
 def held_out(run: DiffusionRun) -> float:
     """Mean reward of the held-out prompts under the present weights."""
     with run.loop.averaged(), run.policy.uncounted():
-        found = evaluate_held_out(
-            run.config,
-            run.policy,
-            run.eval_prompts,
-            run.scorers,
-            process=0,
-            num_processes=1,
-            advance=lambda images: None,
-            beat=lambda: None,
-        )
+        found = evaluate_held_out(run.config, run.policy, run.eval_prompts, run.scorers, Worker())
     return found.metrics["eval/total_mean"]
 
 

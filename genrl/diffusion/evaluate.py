@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from genrl.config import Config, Evaluation
 from genrl.data.prompts import Prompt
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.rollout import Rollouts, batch_inputs, call_arguments, to_bytes
+from genrl.diffusion.rollout.rollout import Rollouts, Worker, batch_inputs, call_arguments, to_bytes
 from genrl.diffusion.rollout.scoring import Scored, Scorers, score
 from genrl.mdp.batches import shares
 from genrl.runtime import pictures
@@ -62,23 +62,19 @@ def evaluate(
     *,
     batch_size: int,
     seed: int,
-    num_pictures: int,
-    process: int = 0,
-    num_processes: int = 1,
-    advance: Callable[[int], None] = lambda images: None,
-    beat: Callable[[], None] = lambda: None,
+    num_pictures: int = SHOWN,
     inputs: Mapping[str, str] = MappingProxyType({}),
     texts: Sequence[str] | None = None,
+    worker: Worker = Worker(),
 ) -> Evaluated:
     """Draw one picture per prompt from noise that depends on (seed, row) alone, and score it.
 
     sampling: arguments of the pipeline call; inputs: those that are pictures of the prompt's row, with their columns.
     texts: what is drawn in place of the prompts; scores are by the prompts all the same.
-    The pictures of `num_pictures` prompts are kept (see `spread`). `advance` is told of pictures drawn, by all
-    processes as often. All processes return the same scores.
+    The pictures of `num_pictures` prompts are kept (see `spread`). All processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
-    for rows, counts in shares(len(prompts), batch_size, process, num_processes):
+    for rows, counts in shares(len(prompts), batch_size, worker.process, worker.num_processes):
         batch = Batch(
             [prompts[r].text if texts is None else texts[r] for r in rows],
             [("evaluation", seed, r) for r in rows],
@@ -88,8 +84,8 @@ def evaluate(
         images = policy.decode(batch, policy.generate(batch)).cpu()
         if counts:
             pieces.append((rows, images))
-        advance(len(rows) * num_processes)
-    scored = score(scorers, pieces, prompts, same_prompt(prompts), beat)
+        worker.advance(len(rows) * worker.num_processes)
+    scored = score(scorers, pieces, prompts, same_prompt(prompts), worker.beat)
     total = compose.evaluate(scored.values, scorers.components)
     shown = spread(num_pictures, len(prompts))
     drawn = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in shown]
@@ -124,11 +120,8 @@ def evaluate_held_out(
     policy: Policy,
     prompts: Sequence[Prompt],
     scorers: Scorers,
+    worker: Worker,
     *,
-    process: int,
-    num_processes: int,
-    advance: Callable[[int], None],
-    beat: Callable[[], None],
     texts: Sequence[str] | None = None,
 ) -> Evaluated:
     """`evaluate` as the configuration of a run says."""
@@ -140,13 +133,9 @@ def evaluate_held_out(
         call_arguments(config.sampling) | evaluation_arguments(settings),
         batch_size=settings.batch_size or config.sampling.batch_size,
         seed=settings.seed,
-        num_pictures=SHOWN,
-        process=process,
-        num_processes=num_processes,
-        advance=advance,
-        beat=beat,
         inputs=config.sampling.inputs,
         texts=texts,
+        worker=worker,
     )
 
 

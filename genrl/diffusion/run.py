@@ -30,6 +30,8 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
+    Sheet,
+    Worker,
     batch_inputs,
     call_arguments,
     collect,
@@ -118,26 +120,19 @@ class DiffusionRun:
             yield iteration
 
     def collect(self, draw: Draw, *, leaves: int = 1, roots_together: int | None = None) -> Rollouts:
-        """Samples of this iteration, made by micro-batches with `draw`, and their scores (`rollout.collect`)."""
+        """Samples of this iteration, made by micro-batches with `draw`, and their scores; leaves, roots_together: of
+        trees (`Sheet`)."""
         self.loop.phase("sampling", self.config.sampling.images_per_iteration)
-        rollouts = collect(
-            self.config,
-            self.policy,
-            self.prompts,
-            self.scorers,
-            draw,
-            iteration=self.iteration,
-            running={label: Running(**found) for label, found in self.loop.memory.get("scores", {}).items()},
-            process=self.process.rank,
-            num_processes=self.accelerator.num_processes,
-            timed=self.loop.timed,
-            advance=self.advance_together,
-            beat=self.loop.alive,
-            fitting=self.loop.fitting,
-            leaves=leaves,
-            roots_together=roots_together,
-        )
+        sheet = Sheet.of(self.config, self.prompts, self.iteration, leaves=leaves, roots_together=roots_together)
+        running = {label: Running(**found) for label, found in self.loop.memory.get("scores", {}).items()}
+        rollouts = collect(self.config, self.policy, self.scorers, sheet, draw, self.worker, running=running)
         return self.take(rollouts)
+
+    @property
+    def worker(self) -> Worker:
+        """This process, as sampling and evaluating know it."""
+        loop, processes = self.loop, self.accelerator.num_processes
+        return Worker(self.process.rank, processes, self.advance_together, loop.alive, loop.timed, loop.fitting)
 
     def advance_together(self, images: int) -> None:
         """Images done in sampling or evaluating; all processes call it alike, and agree here on an asked-for end."""
@@ -204,15 +199,7 @@ class DiffusionRun:
         attention = self.policy.switches.attending(self.config.kernels.evaluation_attention)
         with self.policy.uncounted(), attention:
             held_out = partial(
-                evaluate_held_out,
-                self.config,
-                self.policy,
-                self.eval_prompts,
-                self.scorers,
-                process=self.process.rank,
-                num_processes=self.accelerator.num_processes,
-                advance=self.advance_together,
-                beat=self.loop.alive,
+                evaluate_held_out, self.config, self.policy, self.eval_prompts, self.scorers, self.worker
             )
             found = held_out()
             again = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))

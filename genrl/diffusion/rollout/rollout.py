@@ -35,7 +35,21 @@ from genrl.mdp.noise import generator
 from rewards import compose
 from rewards.compose import Running
 
-Timer = Callable[[str], AbstractContextManager[None]]
+
+@dataclass(frozen=True)
+class Worker:
+    """One of the processes that share the samples of a run, and what it tells the run of its work."""
+
+    process: int = 0
+    num_processes: int = 1
+    advance: Callable[[int], None] = lambda images: None
+    """So many samples are finished, by all processes together; all of them call it as often."""
+    beat: Callable[[], None] = lambda: None
+    """Something was done."""
+    timed: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
+    """Context in which this phase runs."""
+    fitting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context in which memory may run out; it may leave then."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +179,11 @@ def tree_micro_batches(
 
 @dataclass(frozen=True)
 class Sheet:
-    """An iteration before anything is drawn."""
+    """An iteration before anything is drawn: what seed and iteration alone say."""
 
+    iteration: int
+    leaves: int
+    """Samples of each root, at its own slot and the next ones."""
     rows: list[Prompt]
     """The prompt of every slot [N]."""
     group: Tensor
@@ -180,23 +197,24 @@ class Sheet:
     def of(
         cls, config: Config, prompts: Sequence[Prompt], iteration: int, *, leaves: int, roots_together: int | None
     ) -> Self:
-        """What seed and iteration alone say (`collect` has the arguments)."""
+        """roots_together: roots per micro-batch of trees; None: independent samples, `sampling.batch_size` together."""
         size = config.sampling.group_size
         rows = [row for row in iteration_prompts(config, prompts, iteration) for _ in range(size)]
         group = torch.arange(len(rows)) // size
         roots = range(0, len(rows), leaves)
         keys = {"seed": config.seed, "iteration": iteration}
         if roots_together is None:
-            return cls(rows, group, micro_batches(roots, config.sampling.batch_size, **keys), [])
-        return cls(rows, group, *tree_micro_batches(roots, roots_together, config.trainer.updates, **keys))
+            return cls(iteration, leaves, rows, group, micro_batches(roots, config.sampling.batch_size, **keys), [])
+        plan, bounds = tree_micro_batches(roots, roots_together, config.trainer.updates, **keys)
+        return cls(iteration, leaves, rows, group, plan, bounds)
 
-    def batch(self, config: Config, iteration: int, slots: Sequence[int]) -> Batch:
+    def batch(self, config: Config, slots: Sequence[int]) -> Batch:
         """What the roots at these slots are drawn from."""
         sampling, rows = config.sampling, [self.rows[s] for s in slots]
-        same: list[NoiseKey] = [(config.seed, iteration, "group", int(self.group[s])) for s in slots]
+        same: list[NoiseKey] = [(config.seed, self.iteration, "group", int(self.group[s])) for s in slots]
         return Batch(
             prompts=[row.text for row in rows],
-            keys=[(config.seed, iteration, s) for s in slots],
+            keys=[(config.seed, self.iteration, s) for s in slots],
             sampling=call_arguments(sampling),
             initial_keys=same if sampling.same_initial_noise else None,
             inputs=batch_inputs(sampling.inputs, rows),
@@ -206,51 +224,41 @@ class Sheet:
 def collect(
     config: Config,
     policy: Policy,
-    prompts: Sequence[Prompt],
     scorers: Scorers,
+    sheet: Sheet,
     draw: Draw,
+    worker: Worker,
     *,
-    iteration: int,
     running: Mapping[str, Running],
-    process: int,
-    num_processes: int,
-    timed: Timer,
-    advance: Callable[[int], None],
-    beat: Callable[[], None],
-    leaves: int = 1,
-    roots_together: int | None = None,
-    fitting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Rollouts:
-    """Draw, decode and score one iteration.
-
-    `draw` samples from roots, given with their slots; each has `leaves` samples, at its own slot and the next ones.
-    roots_together: roots per micro-batch of trees; None = independent samples, `sampling.batch_size` together.
-    `advance` is told of finished samples, `beat` called while they are scored, and samples are drawn and scored within
-    `fitting`, which may leave where memory runs out. running: statistics of the scores of the iterations before.
+    """Draw, decode and score one iteration. `draw` samples from roots, given with their slots. running: statistics of
+    the scores of the iterations before.
     """
-    sheet = Sheet.of(config, prompts, iteration, leaves=leaves, roots_together=roots_together)
     size, background = config.sampling.batch_size, config.sampling.score_in_background
+    process, processes = worker.process, worker.num_processes
     mine: dict[int, MicroBatch] = {}
-    with Scoring(scorers, sheet.rows, sheet.group.tolist(), background=background, beat=beat) as scoring:
-        for position in range(process, -(-len(sheet.plan) // num_processes) * num_processes, num_processes):
+    with Scoring(scorers, sheet.rows, sheet.group.tolist(), background=background, beat=worker.beat) as scoring:
+        for position in range(process, -(-len(sheet.plan) // processes) * processes, processes):
             if position >= len(sheet.plan):  # another process has one more: meet it where the end is agreed
-                advance(0)
+                worker.advance(0)
                 continue
             slots = sheet.plan[position]
-            batch = sheet.batch(config, iteration, slots)
-            with torch.no_grad(), fitting():
-                with timed("sample"):
+            batch = sheet.batch(config, slots)
+            with torch.no_grad(), worker.fitting():
+                with worker.timed("sample"):
                     drawn = draw(batch, slots)
-                with timed("decode"):
+                with worker.timed("decode"):
                     images = _decoded(policy, drawn, size)
             mine[position] = MicroBatch(
                 drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)
             )
             scoring.add(drawn.slots, images)
-            advance(len(drawn.slots) * num_processes)
-        with timed("score"), fitting():
+            worker.advance(len(drawn.slots) * processes)
+        with worker.timed("score"), worker.fitting():
             scored = scoring.result()
-    combined = compose.combine(scored.values, scorers.components, sheet.group, iteration=iteration, running=running)
+    combined = compose.combine(
+        scored.values, scorers.components, sheet.group, iteration=sheet.iteration, running=running
+    )
     return Rollouts(
         mine=mine,
         num_micro_batches=len(sheet.plan),
@@ -259,7 +267,7 @@ def collect(
         scored=scored,
         total=combined.total,
         bounds=sheet.bounds,
-        slots=[[leaf for slot in slots for leaf in range(slot, slot + leaves)] for slots in sheet.plan],
+        slots=[[leaf for slot in slots for leaf in range(slot, slot + sheet.leaves)] for slots in sheet.plan],
         used=compose.metrics(combined, scorers.components),
         running=combined.running,
         parts=combined.values,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,8 @@ from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
+    Sheet,
+    Worker,
     call_arguments,
     collect,
     micro_batches,
@@ -97,16 +98,11 @@ def gather(
     return collect(
         config,
         policy or SimpleNamespace(decode=lambda batch, final: plain(final)),
-        rows,
         Scorers(dict(scorers), components),
+        Sheet.of(config, rows, iteration, leaves=1, roots_together=None),
         draw,
-        iteration=iteration,
+        Worker(process, num_processes, (done if done is not None else []).append),
         running={},
-        process=process,
-        num_processes=num_processes,
-        timed=lambda phase: nullcontext(),
-        advance=(done if done is not None else []).append,
-        beat=lambda: None,
     )
 
 
