@@ -188,8 +188,8 @@ class Stage(Section):
     """How many of the run's iterations."""
     task: Task | None = None
     """Its questions to train on; null = those of the run. Evaluated are those of the run."""
-    trainer: Trainer | None = None
-    """Its method; null = that of the run."""
+    preset: Text | None = None
+    """Its method, in place of `trainer.preset`; null = that of the run. The other keys of `trainer` stay."""
 
 
 class Augmentation(Section):
@@ -284,7 +284,8 @@ class VLMConfig(Section):
         for number, stage in enumerate(self.stages):
             last += stage.iterations
             if iteration < last or number == len(self.stages) - 1:
-                own = {"task": stage.task or self.task, "trainer": stage.trainer or self.trainer}
+                preset = {} if stage.preset is None else {"preset": stage.preset}
+                own = {"task": stage.task or self.task, "trainer": self.trainer.model_copy(update=preset)}
                 return number, self.model_copy(update=own)
         return 0, self
 

@@ -99,36 +99,22 @@ def default_method() -> VLMMethod:
 
 
 def completed(written: Any) -> Any:
-    """A configuration as it is written, with the names of its method and of those of its stages, and with what their
-    sections leave out. Without `algorithm` the method is the one that `preset` names, or that of the run's kind."""
+    """A configuration as it is written, with the name of its method and what that leaves out. Without `algorithm` the
+    method is the one that `preset` names, or that of the run's kind."""
     if not isinstance(written, Mapping):
         return written
-    usual = QUESTIONS if written.get("environment") is None else EPISODES
-    changes: dict[str, Any] = {"trainer": _section(written.get("trainer"), usual)}
-    stages = written.get("stages")
-    if isinstance(stages, list | tuple):
-        changes["stages"] = [_stage(stage, usual) for stage in stages]
-    return {**written, **changes}
-
-
-def _stage(written: Any, usual: str) -> Any:
-    if not isinstance(written, Mapping) or written.get("trainer") is None:
+    trainer = {} if written.get("trainer") is None else written["trainer"]
+    if not isinstance(trainer, Mapping):
         return written
-    return {**written, "trainer": _section(written["trainer"], usual)}
-
-
-def _section(written: Any, usual: str) -> Any:
-    written = {} if written is None else written
-    if not isinstance(written, Mapping):
-        return written
-    known, preset = built_in("vlm"), written.get("preset")
-    if "algorithm" not in written:
+    known, preset = built_in("vlm"), trainer.get("preset")
+    if "algorithm" not in trainer:
         named = isinstance(preset, str) and preset in known  # a preset that has become a method of its own
-        rest = {key: value for key, value in written.items() if not (named and key == "preset")}
-        written = {"algorithm": preset if named else usual, **rest}
-    name = written["algorithm"]
+        usual = QUESTIONS if written.get("environment") is None else EPISODES
+        rest = {key: value for key, value in trainer.items() if not (named and key == "preset")}
+        trainer = {"algorithm": preset if named else usual, **rest}
+    name = trainer["algorithm"]
     try:
         method = known[name] if name in known else outside(name, "vlm")
     except (TypeError, ValueError):  # told where it is validated
-        return written
-    return cast(type[VLMMethod], method).completed(written)
+        return {**written, "trainer": trainer}
+    return {**written, "trainer": cast(type[VLMMethod], method).completed(trainer)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, get_args
 
 from genrl.config.combinations import ImpossibleConfig, monitor_problems
 from genrl.config.method import Finding
@@ -101,11 +102,18 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         total = sum(stage.iterations for stage in config.stages)
         if total != config.iterations:
             yield ("iterations", "stages"), f"the stages have {total} iterations together; write iterations: {total}"
+        field = type(config.trainer).model_fields.get("preset")
+        presets = [] if field is None else list(get_args(field.annotation))
         for number, (stage, part) in enumerate(zip(config.stages, config.parts, strict=True)):
-            for keys, text in (*_questions(part), *part.trainer.problems(part)):
-                section = keys[0].split(".")[0]
-                if getattr(stage, section, None) is not None:  # else it is the run's own, and said there
+            for keys, text in _questions(part):
+                if stage.task is not None and keys[0].startswith("task"):  # else it is the run's own, and said there
                     yield (f"stages.{number}.{keys[0]}", *keys[1:]), text
+            if stage.preset is not None and stage.preset not in presets:
+                close = get_close_matches(stage.preset, presets, n=1, cutoff=0)
+                text = f"no preset {stage.preset!r}; did you mean {close[0]}?" if close else "the method has no presets"
+                yield (f"stages.{number}.preset",), text
+            elif stage.preset is not None:
+                yield from (((f"stages.{number}.preset", *keys), text) for keys, text in part.trainer.problems(part))
     for name in ("stages", "augmentation", "synthesis"):
         if getattr(config, name) and (config.environment is not None or config.vlm.makes):
             yield (name,), "is for questions that are answered by text; leave it out"

@@ -16,7 +16,6 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from genrl.config.vlm import VLMConfig
-from genrl.config.vlm_method import VLMMethod
 from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_samples
@@ -324,13 +323,8 @@ def pass_sizes(config: VLMConfig, rows: int, *, whole_groups: bool) -> list[int]
 
 
 def resized(config: VLMConfig, size: int) -> VLMConfig:
-    """The configuration with so many rows per pass, or fewer where a stage has fewer."""
-
-    def less(trainer: VLMMethod) -> VLMMethod:
-        return trainer.model_copy(update={"micro_batch": min(size, trainer.rows_per_pass or size)})
-
-    stages = tuple(one.model_copy(update={"trainer": one.trainer and less(one.trainer)}) for one in config.stages)
-    return config.model_copy(update={"trainer": less(config.trainer), "stages": stages})
+    """The configuration with so many rows per pass."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"micro_batch": size})})
 
 
 def save_result(loop: Loop, policy: Policy, metric: str, *, pictures: str) -> None:

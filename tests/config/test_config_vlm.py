@@ -168,6 +168,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"generation": {"temperature": 0}}, "generation.temperature", "allowed"),
     ({"stages": [{"iterations": 5}]}, "iterations, stages", "write iterations: 5"),
     ({"stages": [{"iterations": 200, "task": {}}]}, "stages.0.task.name, task.train", "write one of them"),
+    ({"stages": [{"iterations": 200, "preset": "dapoo"}]}, "stages.0.preset", "did you mean dapo?"),
+    (
+        {"stages": [{"iterations": 200, "preset": "bgpo"}]},
+        *("stages.0.preset, trainer.preset, vlm.output", "masked_text"),
+    ),
     ({"augmentation": {"truth": "{question} {anser}"}}, "augmentation.truth", "and no others"),
     ({"task": {"name": "shapes", "passes": 1}}, "task.passes", "allowed"),
 ]

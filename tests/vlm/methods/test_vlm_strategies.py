@@ -83,7 +83,7 @@ def test_questions_that_are_never_or_always_right_are_left_out(tmp_path: Path) -
 
 class TestStages:
     stages = [
-        {"iterations": 1, "task": {"name": "colour"}, "trainer": {"preset": "grpo_care"}},
+        {"iterations": 1, "task": {"name": "colour"}, "preset": "grpo_care"},
         {"iterations": 2},
     ]
 
