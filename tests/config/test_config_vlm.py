@@ -112,7 +112,7 @@ class TestNames:
         changed = {
             f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(PRESETS[name], f.name)
         }
-        assert changed <= {"length", "advantage"} and (changed == set() or name in ("dr_grpo", "gdpo"))
+        assert changed <= {"length", "reward_weights"} and (changed == set() or name in ("dr_grpo", "gdpo"))
 
     def test_functions_are_changed_by_name_and_constant(self, tmp_path: Path) -> None:
         changes = {
@@ -133,8 +133,8 @@ class TestNames:
 
     def test_gdpo_has_a_weight_for_each_reward(self, tmp_path: Path) -> None:
         rewards = [{"name": "exact"}, {"name": "tag_format", "weight": 0.2}, {"name": "words", "weight": 0.1}]
-        found = recipe_of(made(tmp_path, rewards=rewards, trainer={"preset": "gdpo"})).advantage
-        assert isinstance(found, NormaliseThenSum) and found.weights == (1.0, 0.2, 0.1)
+        found = recipe_of(made(tmp_path, rewards=rewards, trainer={"preset": "gdpo"}))
+        assert isinstance(found.advantage, NormaliseThenSum) and found.reward_weights == (1.0, 0.2, 0.1)
 
 
 HELPERS = ("answer_in", "number_in", "numbers_in", "letters_in", "iou_of", "ndcg_of")

@@ -74,8 +74,8 @@ def estimate(
         _, index, sizes = torch.unique(batch.group, return_inverse=True, return_counts=True)
         width = None
         if isinstance(preset.surrogate, ElasticClip):
-            constants = {"alpha": preset.surrogate.alpha, "gamma": preset.surrogate.gamma}
-            width = token_surrogates.elastic_width(advantage, given(batch, "rewards", "ETR"), batch.group, **constants)
+            rewards = given(batch, "rewards", "ETR")
+            width = token_surrogates.elastic_width(advantage, rewards, batch.group, alpha=0.5, gamma=0.5)  # inferred
         rows, tokens = len(batch.mask), int(batch.mask.bool().sum())
         ready = replace(
             batch,
@@ -124,7 +124,6 @@ def _shaped_rewards(preset: Preset, batch: TokenBatch) -> Tensor | None:
                 confidence = reward_shaping.answer_confidence(
                     given(batch, "ema", "the consistency bonus"),
                     given(batch, "answer_mask", "the consistency bonus"),
-                    cap=term.cap,
                 )
                 rewards = rewards + reward_shaping.consistency_bonus(
                     given(batch, "accuracy", "the consistency bonus"),
@@ -132,7 +131,6 @@ def _shaped_rewards(preset: Preset, batch: TokenBatch) -> Tensor | None:
                     batch.group,
                     coefficient=term.coefficient,
                     margin=term.margin,
-                    floor=term.floor,
                 )
             case KlInReward(beta=beta) if not by_token:
                 old = given(batch, "old_log_prob", "the KL in the reward")
@@ -155,11 +153,11 @@ def _advantage(
         return given(batch, "credit", f"the {choice.level}-level critic").double(), visits
     if isinstance(choice, NormaliseThenSum):
         components = given(batch, "components", "normalise_then_sum")
-        weights, eps, rewhiten = choice.weights or (1.0,) * components.shape[1], choice.eps, choice.rewhiten
-        return token_advantages.normalise_then_sum(components, weights, group, eps=eps, rewhiten=rewhiten), visits
+        weights = preset.reward_weights or (1.0,) * components.shape[1]
+        return token_advantages.normalise_then_sum(components, weights, group), visits
     if isinstance(choice, Hierarchical):
         high, low, step = (given(batch, name, "the two steps of an answer") for name in ("high", "low", "step"))
-        own = token_advantages.hierarchical_advantages(high, low, group, share=choice.share, eps=choice.eps)
+        own = token_advantages.hierarchical_advantages(high, low, group, share=choice.share)
         return torch.where(step == 0, own.high[:, None], own.low[:, None]), visits
     if isinstance(choice, WhitenedReturns):
         return _whitened_returns(choice, preset, batch, rewards), visits
@@ -170,11 +168,10 @@ def _advantage(
             return group_advantages(rewards, group, scale=scale, eps=eps, ddof=1), visits
         case LeaveOneOut():
             return token_advantages.leave_one_out(rewards, group), visits
-        case VirtualReward(best=best, count=count, eps=eps):
-            return token_advantages.with_virtual_reward(rewards, group, best=best, count=count, eps=eps), visits
-        case RankQuantiles(scope=scope):
-            sets = group if scope == "group" else given(batch, "task", "ranks within a task")
-            return token_advantages.rank_quantiles(rewards, sets), visits
+        case VirtualReward(best=best):
+            return token_advantages.with_virtual_reward(rewards, group, best=best), visits
+        case RankQuantiles():
+            return token_advantages.rank_quantiles(rewards, group), visits
         case SmoothedAdvantage():
             if prompts is None:
                 raise ValueError("the smoothed advantage keeps statistics by prompt: give estimate(..., prompts=...)")
@@ -208,17 +205,16 @@ def _whitened_returns(choice: WhitenedReturns, preset: Preset, batch: TokenBatch
 def _transformed(transform: Transform, advantage: Tensor, batch: TokenBatch) -> Tensor:
     mask = batch.mask
     match transform:
-        case BatchNormalise(eps=eps):
-            tokens = mask if advantage.dim() == 2 else None
-            return token_advantages.batch_normalised(advantage, tokens, eps=eps)
+        case BatchNormalise():
+            return token_advantages.batch_normalised(advantage, mask if advantage.dim() == 2 else None)
         case SigmaFilter(limit=limit):
             return token_advantages.sigma_filtered(advantage, limit=limit)
-        case Uncertainty(alpha=alpha, low=low, high=high):
+        case Uncertainty():
             scores = given(batch, "scores", "the uncertainty of the scores")
-            uncertainty = token_advantages.score_uncertainty(scores, batch.group, low=low, high=high)
-            return token_advantages.scaled(advantage, torch.exp(-alpha * uncertainty), mask)
-        case TrajectoryDependency(minimum=minimum):
-            factor = token_advantages.trajectory_weight(_dependency(batch), mask, minimum=minimum)
+            uncertainty = token_advantages.score_uncertainty(scores, batch.group)
+            return token_advantages.scaled(advantage, torch.exp(-0.2 * uncertainty), mask)
+        case TrajectoryDependency():
+            factor = token_advantages.trajectory_weight(_dependency(batch), mask)
             return token_advantages.scaled(advantage, factor, mask)
         case ClampAdvantage(limit=limit):
             return advantage.clamp(-limit, limit)
@@ -243,11 +239,11 @@ def _weight(preset: Preset, batch: TokenBatch) -> Tensor | None:
                 factor = rule(entropy, mask, share=share)
             case TopDependency(share=share):
                 factor = token_weights.top_of_row(_dependency(batch), mask, share=share)
-            case Divergence(alpha=alpha):
+            case Divergence():
                 rows = given(batch, "divergence", "the divergence within groups")
                 _, index = torch.unique(batch.group, return_inverse=True)
                 first = torch.stack([(index == slot).nonzero()[0, 0] for slot in range(int(index.max()) + 1)])
-                factor = token_weights.divergence_weights(rows[first], mask, batch.group, alpha=alpha)
+                factor = token_weights.divergence_weights(rows[first], mask, batch.group)
             case EngineMismatch():
                 factor = _mismatch(choice, batch)
             case StepMeans():
@@ -281,4 +277,4 @@ def _entropy_bounds(preset: Preset, batch: TokenBatch) -> Tensor | None:
 def band_tokens(choice: EntropyBand, mask: Tensor, weight: Tensor | None) -> Tensor:
     """The tokens that an entropy band looks at, bool [B, T]."""
     kept = mask.bool()
-    return kept & (weight != 0) if choice.tokens == "weighted" and weight is not None else kept
+    return kept & (weight != 0) if choice.bounds == "quantile" and weight is not None else kept

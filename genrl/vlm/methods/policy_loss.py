@@ -134,18 +134,18 @@ def _surrogate(preset: Preset, batch: TokenBatch, log_prob: Tensor, old: Tensor)
             return token_surrogates.sequence_clip_surrogate(*arguments, low=low, high=high)
         case SequenceTokenClip(low=low, high=high):
             return token_surrogates.sequence_token_clip_surrogate(*arguments, low=low, high=high)
-        case DynamicClip(low=low, high=high, maximum=maximum, dual=dual):
-            return token_surrogates.dynamic_clip_surrogate(*arguments, low=low, high=high, maximum=maximum, dual=dual)
-        case LogClamp(delta=delta, low=low, high=high):
-            return token_surrogates.log_clamp_surrogate(*arguments, delta=delta, low=low, high=high)
-        case Cispo(lowest=lowest, highest=highest):
-            return token_surrogates.cispo_surrogate(*arguments, lowest=lowest, highest=highest)
-        case Sapo(positive=positive, negative=negative):
-            return token_surrogates.sapo_surrogate(*arguments, positive=positive, negative=negative)
+        case DynamicClip(low=low, high=high):
+            return token_surrogates.dynamic_clip_surrogate(*arguments, low=low, high=high)
+        case LogClamp(low=low, high=high):
+            return token_surrogates.log_clamp_surrogate(*arguments, low=low, high=high)
+        case Cispo(highest=highest):
+            return token_surrogates.cispo_surrogate(*arguments, highest=highest)
+        case Sapo():
+            return token_surrogates.sapo_surrogate(*arguments)
         case Reinforce():
             return token_surrogates.reinforce_surrogate(*arguments)
-        case Vespo(positive=positive, negative=negative):
-            return token_surrogates.vespo_surrogate(*arguments, positive=positive, negative=negative)
+        case Vespo():
+            return token_surrogates.vespo_surrogate(*arguments)
         case LinearBound():
             if not bool(batch.mask.bool().all()):
                 raise ValueError("the columns of log_prob are ELBO samples here: the mask must be 1 everywhere")
@@ -182,16 +182,16 @@ def _group_loss(choice: GroupLoss, batch: TokenBatch, log_prob: Tensor, old: Ten
         )
     advantage = given(batch, "advantage", "the group loss")
     match choice:
-        case Regression(eps=eps):
+        case Regression():
             score = sequence_log_ratio(log_prob, old, batch.mask)
-            return group_losses.regression_loss(score, advantage, batch.group, eps=eps).sum() / batch.rows
-        case Classification(tau=tau):
+            return group_losses.regression_loss(score, advantage, batch.group).sum() / batch.rows
+        case Classification():
             score = mean_log_ratio(log_prob, old, batch.mask)
-            return group_losses.classification_loss(score, advantage > 0, batch.group, tau=tau).sum() / batch.groups
-        case DistributionMatching(tau=tau):
+            return group_losses.classification_loss(score, advantage > 0, batch.group).sum() / batch.groups
+        case DistributionMatching():
             score = row_mean(masked(log_prob, batch.mask), batch.mask)
             rewards = given(batch, "rewards", "distribution matching")
-            return group_losses.distribution_matching_loss(score, rewards, batch.group, tau=tau).sum() / batch.groups
+            return group_losses.distribution_matching_loss(score, rewards, batch.group).sum() / batch.groups
         case Preference(beta=beta):
             sign = best_and_worst(given(batch, "rewards", "the preference"), batch.group)
             best, worst = (

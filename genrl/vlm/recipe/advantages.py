@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from genrl.config.section import Count, Flag, NonNegative, Number, Share
+from genrl.config.section import Count, Flag, NonNegative, Number
 from genrl.vlm.recipe.choice import Choice, Factor
 
 # --- estimators: rewards of the whole rollout batch -> [B] or [B, T]
@@ -45,10 +45,6 @@ class VirtualReward(Choice):
     name: Literal["virtual_reward"] = "virtual_reward"
     best: Number = 1.0
     """Reward of a virtual sample: the most that an answer can get."""
-    count: Count = 1
-    """Virtual samples of a group."""
-    eps: NonNegative = 1e-6
-    """Added to the deviation."""
 
 
 class SmoothedAdvantage(Choice):
@@ -59,25 +55,17 @@ class SmoothedAdvantage(Choice):
 
 
 class RankQuantiles(Choice):
-    """Standard normal quantiles of ranks: G2RPO (`token_advantages.rank_quantiles`)."""
+    """Standard normal quantiles of ranks within a group: G2RPO (`token_advantages.rank_quantiles`)."""
 
     name: Literal["rank_quantiles"] = "rank_quantiles"
-    scope: Literal["group", "task"] = "group"
-    """Ranks within a group, or within a task ([task], integers [B])."""
 
 
 class NormaliseThenSum(Choice):
-    """Each reward a z-score in its group, then their weighted sum: GDPO (`token_advantages.normalise_then_sum` of
-    [components] [B, K])."""
+    """Each reward a z-score in its group, then their sum with the weights of `rewards`: GDPO
+    (`token_advantages.normalise_then_sum` of [components] [B, K])."""
 
     tensors = ("components",)
     name: Literal["normalise_then_sum"] = "normalise_then_sum"
-    weights: tuple[Number, ...] = ()
-    """One for each reward; [] = the weights of `rewards`."""
-    eps: NonNegative = 1e-4
-    """Added to the deviations."""
-    rewhiten: Flag = True
-    """Make the sum a z-score over the batch."""
 
 
 class CriticAdvantage(Choice):
@@ -100,8 +88,6 @@ class Hierarchical(Choice):
     name: Literal["hierarchical"] = "hierarchical"
     share: NonNegative = 0.5
     """Weight of the second step's reward in that of the first."""
-    eps: NonNegative = 1e-8
-    """Added to the deviations."""
 
 
 Advantage = (
@@ -143,20 +129,14 @@ class ConsistencyBonus(Choice):
     """For right answers that a moving average of the model finds likely after the reasoning: GRPO-CARE
     (`reward_shaping.consistency_bonus` of [accuracy] [B], [ema] and [answer_mask])."""
 
+    average: ClassVar[tuple[float, int]] = 0.995, 10
+    """Share of the average that an update keeps, and optimiser steps between updates."""
     tensors = ("ema",)
     name: Literal["consistency"] = "consistency"
     coefficient: Number = 0.5
     """Bonus of an accuracy of 1."""
     margin: Number = 0.0
     """How far below the mean of the group's right answers the likelihood may lie (general video: .01)."""
-    floor: Number = 0.1
-    """Accuracy above which an answer can get it."""
-    cap: Share = 0.95
-    """Most that a likelihood counts."""
-    decay: Share = 0.995
-    """Share of the average that an update keeps."""
-    every: Count = 10
-    """Optimiser steps between updates of the average."""
 
 
 class KlInReward(Choice):
@@ -177,8 +157,6 @@ class BatchNormalise(Choice):
     """z-scores over the batch (`token_advantages.batch_normalised`)."""
 
     name: Literal["batch_normalise"] = "batch_normalise"
-    eps: NonNegative = 1e-8
-    """Added to the deviation."""
 
 
 class SigmaFilter(Choice):
@@ -190,27 +168,19 @@ class SigmaFilter(Choice):
 
 
 class Uncertainty(Choice):
-    """Times `exp(-alpha u)`, u the scatter of the scores that a group wrote, [scores] [B]: Q-Hawkeye
+    """Times `exp(-0.2 u)`, u the scatter of the scores from 1 to 5 that a group wrote, [scores] [B]: Q-Hawkeye
     (`token_advantages.score_uncertainty`)."""
 
     tensors = ("scores",)
     name: Literal["uncertainty"] = "uncertainty"
-    alpha: Number = 0.2
-    """How much scatter counts."""
-    low: Number = 1.0
-    """Lowest score."""
-    high: Number = 5.0
-    """Highest score."""
 
 
 class TrajectoryDependency(Choice):
-    """Times a factor that grows with how much an answer depends on its picture, [masked_image]: VPPO
+    """Times a factor, .9 or more, that grows with how much an answer depends on its picture, [masked_image]: VPPO
     (`token_advantages.trajectory_weight`)."""
 
     tensors = ("masked_image",)
     name: Literal["trajectory_dependency"] = "trajectory_dependency"
-    minimum: Factor = 0.9
-    """Smallest factor; their mean is 1."""
 
 
 class ClampAdvantage(Choice):

@@ -110,9 +110,8 @@ class RecipeMethod(VLMMethod):
         """`composed`, with what other sections decide: the weights of GDPO's rewards, the longest answer, and the
         correction of an engine that samples."""
         made = self.composed
-        if isinstance(made.advantage, NormaliseThenSum) and not made.advantage.weights:
-            weights = tuple(reward.weight for reward in config.rewards)
-            made = replace(made, advantage=made.advantage.model_copy(update={"weights": weights}))
+        if isinstance(made.advantage, NormaliseThenSum):
+            made = replace(made, reward_weights=tuple(reward.weight for reward in config.rewards))
         if made.aggregation == "const":
             made = replace(made, length=config.generation.max_new_tokens)
         corrected = self.weights is not None or any(isinstance(one, EngineMismatch) for one in made.weights)
@@ -134,8 +133,8 @@ class RecipeMethod(VLMMethod):
 
     @property
     def average(self) -> tuple[float, int] | None:
-        bonus = next((one for one in self.composed.reward_terms if isinstance(one, ConsistencyBonus)), None)
-        return None if bonus is None else (bonus.decay, bonus.every)
+        bonus = any(isinstance(one, ConsistencyBonus) for one in self.composed.reward_terms)
+        return ConsistencyBonus.average if bonus else None
 
     @property
     def bounds(self) -> bool:
@@ -183,10 +182,6 @@ class RecipeMethod(VLMMethod):
         if isinstance(preset.group_loss, Regression) and self.updates == self.epochs == 1:
             text = "the regression compares with what the weights were; write 2 or more updates or epochs"
             yield ("trainer.epochs",), text
-        number = len(advantage.weights) if isinstance(advantage, NormaliseThenSum) else 0
-        if number and number != len(config.rewards):
-            text = f"{number} weights for {len(config.rewards)} rewards; write one each"
-            yield (self.key("advantage"),), text
 
     def _of_outputs(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         output, makes, pictured = config.vlm.output, config.vlm.makes, preset.reads & OF_PICTURES

@@ -28,7 +28,8 @@ class Contradiction(ValueError):
 class Preset:
     """A method: `aggregate(-weight * surrogate(advantage) + KL) + regularisers`, or a loss of whole groups.
 
-    length: the divisor of aggregation "const", the longest completion allowed.
+    length: the divisor of aggregation "const", the longest completion allowed. reward_weights: of advantage
+    "normalise_then_sum", one for each reward; () = all 1.
     warmup: with a critic, iterations at the start that train it alone. kl_stop: with a critic, the mean of l_old - l
     above which an iteration's updates end; None = they never do.
     output: `vlm.output` of the models that it is for; None = any.
@@ -45,6 +46,7 @@ class Preset:
     regularisers: tuple[Regulariser, ...] = ()
     group_loss: GroupLoss | None = None
     length: int | None = None
+    reward_weights: tuple[float, ...] = ()
     warmup: int = 0
     kl_stop: float | None = None
     output: str | None = None

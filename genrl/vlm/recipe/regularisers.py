@@ -53,9 +53,8 @@ class EntropyBand(Choice):
     high: Number
     """Upper end of the band."""
     bounds: Literal["absolute", "quantile"] = "absolute"
-    """The ends are entropies, or quantiles of the [entropy] of the batch's tokens."""
-    tokens: Literal["all", "weighted"] = "all"
-    """All tokens, or those of a weight other than 0 (SPINE)."""
+    """The ends are entropies of all tokens (OpenVLThinkerV2), or quantiles of the [entropy] of those whose weight is
+    not 0 (SPINE)."""
 
     @property
     def reads(self) -> tuple[str, ...]:

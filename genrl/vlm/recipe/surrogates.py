@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from genrl.config.section import NonNegative, Number, Positive
+from genrl.config.section import NonNegative, Positive
 from genrl.vlm.recipe.choice import Choice
 
 
@@ -32,10 +32,6 @@ class ElasticClip(Choice):
     """Narrowest width below 1."""
     high: NonNegative = 0.2
     """Narrowest width above 1."""
-    alpha: NonNegative = 0.5
-    """Growth with the advantage."""
-    gamma: NonNegative = 0.5
-    """Growth with the spread."""
 
 
 class SequenceClip(Choice):
@@ -59,25 +55,20 @@ class SequenceTokenClip(Choice):
 
 
 class DynamicClip(Choice):
-    """PPO's clip with bounds by the token's old probability: DCPO."""
+    """PPO's clip with bounds by the token's old probability, the upper one 10 at most; for negative advantages the
+    objective is at least 10 A: DCPO."""
 
     name: Literal["dynamic_clip"] = "dynamic_clip"
     low: NonNegative = 0.16
     """Width below 1 (the scripts: .2)."""
     high: NonNegative = 0.2
     """Width above 1 (the scripts: .28)."""
-    maximum: Positive = 10.0
-    """Largest upper bound."""
-    dual: Positive = 10.0
-    """Negative advantages: the objective is at least dual * A."""
 
 
 class LogClamp(Choice):
-    """`clip` of a ratio that is clamped before the exponential: StableReinforce."""
+    """`clip` of a ratio that is clamped to 1e-3 and 1e3 before the exponential: StableReinforce."""
 
     name: Literal["log_clamp"] = "log_clamp"
-    delta: Positive = 1e3
-    """The ratio stays within 1 / delta and delta."""
     low: NonNegative = 0.2
     """The ratio is clipped below 1 - low."""
     high: NonNegative = 0.2
@@ -88,20 +79,14 @@ class Cispo(Choice):
     """The clipped ratio as a weight without gradient: CISPO."""
 
     name: Literal["cispo"] = "cispo"
-    lowest: NonNegative = 0.0
-    """Smallest weight."""
     highest: NonNegative = 5.0
     """Largest weight."""
 
 
 class Sapo(Choice):
-    """A soft gate of the ratio: SAPO."""
+    """A soft gate of the ratio, of steepness 1 for positive advantages and 1.05 for the others: SAPO."""
 
     name: Literal["sapo"] = "sapo"
-    positive: Positive = 1.0
-    """Steepness of the gate for positive advantages."""
-    negative: Positive = 1.05
-    """Steepness of the gate for the others."""
 
 
 class Reinforce(Choice):
@@ -111,13 +96,10 @@ class Reinforce(Choice):
 
 
 class Vespo(Choice):
-    """A soft weight by the ratio W of the row, `W^k exp(lambda (1 - W))`: VESPO."""
+    """A soft weight by the ratio W of the row, `W^k exp(lambda (1 - W))`, k = 2 and lambda = 3 for advantages of 0 or
+    more, 3 and 2 for the others: VESPO."""
 
     name: Literal["vespo"] = "vespo"
-    positive: tuple[Number, Number] = (2.0, 3.0)
-    """k and lambda for advantages of 0 or more."""
-    negative: tuple[Number, Number] = (3.0, 2.0)
-    """k and lambda for the others."""
 
 
 class LinearBound(Choice):
@@ -148,16 +130,12 @@ class Regression(Choice):
     """Log-ratios regressed on advantages: Reg-GRPO (`group_losses.regression_loss`)."""
 
     name: Literal["regression"] = "regression"
-    eps: Positive = 1e-6
-    """Added to the deviation of the log-ratios."""
 
 
 class Classification(Choice):
     """Answers of positive advantage told from the others: REAL (`group_losses.classification_loss`)."""
 
     name: Literal["classification"] = "classification"
-    tau: Positive = 0.5
-    """Temperature."""
 
 
 class DistributionMatching(Choice):
@@ -165,8 +143,6 @@ class DistributionMatching(Choice):
     (`group_losses.distribution_matching_loss`)."""
 
     name: Literal["distribution_matching"] = "distribution_matching"
-    tau: Positive = 1.0
-    """Temperature of the rewards."""
 
 
 class Preference(Choice):

@@ -30,13 +30,11 @@ class TopDependency(Choice):
 
 
 class Divergence(Choice):
-    """From 1 to alpha, by how much a group disagrees on the next token, [divergence]: TW-GRPO
+    """From 1 to 1.7, by how much a group disagrees on the next token, [divergence]: TW-GRPO
     (`token_weights.divergence_weights`)."""
 
     tensors = ("divergence",)
     name: Literal["divergence"] = "divergence"
-    alpha: Number = 1.7
-    """Largest weight."""
 
 
 class EngineMismatch(Choice):

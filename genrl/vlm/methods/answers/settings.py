@@ -22,8 +22,6 @@ class Answers(RecipeMethod):
 
     title: ClassVar[str] = "Methods over groups of answers"
     moved: ClassVar[Mapping[str, str]] = {
-        "ema_decay": "a constant of GRPO-CARE's bonus: write reward_terms: [{name: consistency, decay: 0.995}]",
-        "ema_every": "a constant of GRPO-CARE's bonus: write reward_terms: [{name: consistency, every: 10}]",
         "preset: music_rl": "MusicRL is a method of its own: write algorithm: music_rl",
     }
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
