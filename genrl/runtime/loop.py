@@ -276,7 +276,7 @@ class Loop:
         self._undo = None
         elapsed, last = time.perf_counter() - self.started, self.iteration == self.config.iterations
         row = dict(metrics) | {
-            "updates": float(self.updates),
+            **self.optimization.figures(),
             "memory/peak_mb": max(gather_object([peak_memory_mb(self.process.accelerator.device)])),
         }
         self.optimization.updates = self.optimization.other_updates = 0

@@ -115,6 +115,12 @@ _UPDATE = {
         "Spikes come before divergence. Constantly above max_grad_norm: every step has the same, clipped length.",
     ),
     "lr": MetricDoc("learning rate of the iteration's last update", "The schedule, as it was applied."),
+    "rounding/applied": MetricDoc(
+        "of the last step of weights in half precision: share of what was due, this step and what rounding held back "
+        "before, that reached them; the rest waits in their float32 copies",
+        "Noisy, and small at small learning rates. Nothing is lost: it is made up for as the copies move on.",
+        "share",
+    ),
     "updates": MetricDoc("optimiser steps of this iteration that moved weights", "0: no group had spread.", "steps"),
 }
 

@@ -93,8 +93,8 @@ def start(folder: Path, config: str, *, seed: int, command: Sequence[str], proce
     if used:
         begun = any(run.checkpoints.glob("step-*"))
         first = f"go on with it by `genrl resume {folder}`" if begun else "it has no checkpoint: delete it"
-        command = run_info(run).get("command")
-        made = f"; made by `{shlex.join(command)}`" if command else ""
+        by = run_info(run).get("command")
+        made = f"; made by `{shlex.join(by)}`" if by else ""
         raise ValueError(
             f"the run folder {folder} is not empty ({', '.join(sorted(used)[:4])}{made}): {first}, "
             "or choose another one with output=FOLDER."

@@ -70,8 +70,12 @@ class Weights:
         return sum(p.numel() for p in self.parameters)
 
     def snapshot(self, name: str) -> None:
-        """Keep a copy of the present values under `name` (an older one of that name is replaced)."""
-        self.snapshots[name] = {key: p.detach().clone() for key, p in self.named.items()}
+        """Keep a copy of the present values under `name` (an older one of that name is replaced); of the average in
+        float32 at least: in less its small steps would be lost."""
+        wide = torch.promote_types if name == AVERAGE else (lambda own, _: own)
+        self.snapshots[name] = {
+            key: p.detach().to(wide(p.dtype, torch.float32), copy=True) for key, p in self.named.items()
+        }
 
     @torch.no_grad()
     def take(self, name: str) -> None:
@@ -82,7 +86,8 @@ class Weights:
     def blend(self, name: str, decay: float) -> None:
         """snapshot <- decay * snapshot + (1 - decay) * present values."""
         kept = list(self.snapshots[name].values())
-        torch._foreach_lerp_(kept, [p.detach() for p in self.parameters], 1.0 - decay)
+        now = [p.detach().to(old.dtype) for p, old in zip(self.parameters, kept, strict=True)]
+        torch._foreach_lerp_(kept, now, 1.0 - decay)
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
@@ -97,12 +102,13 @@ class Weights:
             return
         present = {key: p.data for key, p in self.named.items()}
         for key, p in self.named.items():
-            p.data = kept[key]
+            p.data = kept[key].to(p.dtype)
         try:
             yield
         finally:
             for key, p in self.named.items():
-                kept[key] = p.data
+                if kept[key].dtype == p.dtype:
+                    kept[key] = p.data
                 p.data = present[key]
 
     @contextmanager
