@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from genrl.diffusion.policy.blocks import Switches
+from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.calls import PipelineCalls
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
 from genrl.diffusion.policy.interfaces import Pipeline

@@ -16,7 +16,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
 from genrl.config import Kernels, Model
-from genrl.diffusion.policy.blocks import BLOCKS, Switches, install
+from genrl.diffusion.policy.attention import Switches
+from genrl.diffusion.policy.blocks import BLOCKS, install
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
@@ -85,7 +86,9 @@ def test_every_block_is_diffusers_own_within_rounding(name: str, backend: str) -
     install([policy.denoiser], Switches(qk_norm_rope=True, adaln=True, attention="math", backend=backend))
     for call, own in zip(calls, before, strict=True):
         assert (
-            call[0].processor.__module__ == "genrl.diffusion.policy.blocks" if hasattr(call[0], "processor") else True
+            call[0].processor.__module__ == "genrl.diffusion.policy.attention"
+            if hasattr(call[0], "processor")
+            else True
         )
         for ours, theirs in zip(values_and_gradients(call), own, strict=True):
             scale = max(1.0, float(theirs.abs().max()))
