@@ -9,7 +9,7 @@ slots of their samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -73,35 +73,32 @@ def roll_out(
     it has one, is DPM-Solver++'s of second order on a grid that ends at sigma 0. `beat` is called after each segment of
     `batch_size` rows. keep: steps whose graphs are kept, for an update under the very weights that drew them.
     """
-    forest = _Forest(policy, batch, slots, tree, plan, kernel, batch_size, beat, keep)
+    roots = {int(tree.first_leaf[node]): node for node in tree.level(0)}
+    nodes = [roots[slot % tree.num_slots] for slot in slots]
+    offsets = [slot - slot % tree.num_slots for slot in slots]
+    forest = _Forest(policy, batch, tree, plan, kernel, batch_size, beat, keep, nodes, offsets)
     for segment in tree.segments():
         forest.run(segment)
     return forest.drawn()
 
 
+@dataclass
 class _Forest:
     """The states at one depth of several trees, row by row."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        batch: Batch,
-        slots: list[int],
-        tree: Tree,
-        plan: SamplingPlan,
-        kernel: Kernel,
-        batch_size: int,
-        beat: Callable[[], None],
-        keep: Collection[int],
-    ) -> None:
-        self.policy, self.tree, self.plan, self.kernel, self.batch_size = policy, tree, plan, kernel, batch_size
-        self.beat, self.keep = beat, keep
-        roots = {int(tree.first_leaf[node]): node for node in tree.level(0)}
-        self.nodes = [roots[slot % tree.num_slots] for slot in slots]
-        self.offsets = [slot - slot % tree.num_slots for slot in slots]
-        self.batch = batch
-        self.states: Tensor | None = None
-        self.pieces: list[Piece] = []
+    policy: Policy
+    batch: Batch
+    tree: Tree
+    plan: SamplingPlan
+    kernel: Kernel
+    batch_size: int
+    beat: Callable[[], None]
+    keep: Collection[int]
+    nodes: list[int]
+    offsets: list[int]
+    """Slot at which the tree of each row begins."""
+    states: Tensor | None = None
+    pieces: list[Piece] = field(default_factory=list)
 
     @property
     def slots(self) -> list[int]:
