@@ -7,6 +7,7 @@ Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,13 +16,16 @@ import torch
 from torch import Tensor
 
 from genrl.config.diffusion_method import Updating
+from genrl.diffusion.methods.matching import Matching
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout.forest import Draw, Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.forward import flow_sample, flow_target
 from genrl.mdp.noise import keyed_noise
+from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.runtime.recorded import Recorded
 
 Tensors = dict[str, Tensor]
@@ -87,6 +91,24 @@ def check_reference_guidance(run: DiffusionRun, scale: float | None) -> None:
             f"trainer.reference_guidance: {run.config.model.path} takes guidance as an input of its network, so "
             f"at {scale:g} the starting model would be judged under another condition than the policy; write null"
         )
+
+
+def sampler(run: DiffusionRun, snapshot: str | None = None) -> Draw:
+    """How samples are made by the deterministic solver: of the present policy, or under a snapshot of it."""
+
+    def draw(batch: Batch, slots: list[int]) -> Drawn:
+        with nullcontext() if snapshot is None else run.weights.use(snapshot):
+            return independent(run.policy.roll_out(batch), slots)
+
+    return draw
+
+
+def estimate(settings: Matching, rollouts: Rollouts) -> tuple[Tensor, Meter]:
+    """The advantages of the samples, float64 [N], cut at `advantage_clip`, and metrics of them."""
+    clip, meter = settings.advantage_clip, Meter()
+    advantages = group_advantages(rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=clip)
+    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, clip)
+    return advantages, meter
 
 
 @torch.no_grad()

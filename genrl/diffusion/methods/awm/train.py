@@ -18,17 +18,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.awm.settings import AWM
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, own_noise, require_flow, under, update
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
 from genrl.mdp.noise_levels import logit_normal_draws, stratified_steps, uniform_draws
-from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_velocity
@@ -39,17 +37,14 @@ EMA, OLD = "ema_reference", "old"
 
 def train(run: DiffusionRun, settings: AWM) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = run.policy, run.weights
-    require_flow(run)
+    weights = run.weights
+    noising.require_flow(run)
     if EMA not in weights.snapshots:  # a resumed run has it
         weights.snapshot(EMA)
 
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        return independent(policy.roll_out(batch), slots)
-
     for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = run.collect(draw)
+        rollouts = run.collect(noising.sampler(run))
         if settings.updates * settings.epochs > 1:
             weights.snapshot(OLD)
         metrics = learn(run, settings, rollouts)
@@ -65,18 +60,14 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
     config = run.config
 
     # 3. Estimate.
-    advantages = group_advantages(
-        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
-    )
-    meter = Meter()
-    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+    advantages, meter = noising.estimate(settings, rollouts)
 
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, batch = micro_batch.final, micro_batch.batch
         drawn = generator(config.seed, run.iteration, "levels", epoch)  # the same levels for all samples
         sigma = levels(settings, micro_batch.sigmas, drawn)[k].to(clean)
-        given = noised(clean, own_noise(micro_batch, epoch, k), sigma)
+        given = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma)
         given["advantage"] = awm_advantage(advantages[micro_batch.slots], clip=settings.advantage_clip).to(clean)
         if run.loop.updates > 0:  # until then the old policy is the present one
             given["old"] = under(run, OLD, batch, given["noisy"], sigma)
@@ -86,7 +77,7 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
             given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
         return batch, given
 
-    update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
+    noising.update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()
 
 

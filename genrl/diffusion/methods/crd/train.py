@@ -17,26 +17,14 @@ from __future__ import annotations
 
 import torch
 
+from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.crd.settings import CRD
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import (
-    REFERENCE,
-    Tensors,
-    check_reference_guidance,
-    guided,
-    noised,
-    own_noise,
-    require_flow,
-    under,
-    update,
-)
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, guided, noised, under
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import (
     crd_loss,
@@ -54,20 +42,16 @@ OLD, SAMPLING = "old", "sampling"
 
 def train(run: DiffusionRun, settings: CRD) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = run.policy, run.weights
-    require_flow(run)
-    check_reference_guidance(run, settings.reference_guidance)
+    weights = run.weights
+    noising.require_flow(run)
+    noising.check_reference_guidance(run, settings.reference_guidance)
     for name in (OLD, SAMPLING):
         if name not in weights.snapshots:  # a resumed run has them
             weights.snapshot(name)
 
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        with weights.use(SAMPLING):
-            return independent(policy.roll_out(batch), slots)
-
     for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = run.collect(draw)
+        rollouts = run.collect(noising.sampler(run, SAMPLING))
         metrics = learn(run, settings, rollouts)
         del rollouts
         # 5. The old policy and the one that samples follow the one that is trained.
@@ -85,15 +69,11 @@ def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, flo
     num_draws = settings.timesteps_per_sample or max(1, config.sampling.num_inference_steps - 1)
 
     # 3. Estimate.
-    advantages = group_advantages(
-        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
-    )
+    advantages, meter = noising.estimate(settings, rollouts)
     aims = crd_target(advantages, clip=settings.advantage_clip)
     # Without a score there is nothing to distil: such a sample is a group of its own, whose loss is 0.
     alone = -1 - torch.arange(rollouts.num_samples)
     group = torch.where(rollouts.total.isnan(), alone, rollouts.group)
-    meter = Meter()
-    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
 
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
@@ -101,7 +81,7 @@ def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, flo
         grid = micro_batch.sigmas[:-1]
         steps = torch.randperm(len(grid), generator=generator(config.seed, run.iteration, "levels", epoch))
         sigma = grid[steps[k]].to(clean)  # one level for all samples: implicit rewards are compared within it
-        given = noised(clean, own_noise(micro_batch, epoch, k), sigma)
+        given = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma)
         given |= {"aim": aims[slots].to(clean), "group": group[slots]}
         given["old"] = under(run, OLD, batch, given["noisy"], sigma)
         if settings.kl_weight > 0:
@@ -109,7 +89,7 @@ def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, flo
             given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    update(run, settings, rollouts, num_draws, prepare, loss, meter)
+    noising.update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()
 
 

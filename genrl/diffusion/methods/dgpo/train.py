@@ -15,31 +15,16 @@ docs/forward_process.md has the equations of AWM, DGPO and CRD side by side, met
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
+from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.dgpo.settings import DGPO
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import (
-    REFERENCE,
-    Tensors,
-    check_reference_guidance,
-    group_noise,
-    guided,
-    noised,
-    require_flow,
-    under,
-    update,
-    without_guidance,
-)
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, guided, noised, under
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error
 from genrl.objectives.surrogates.policy_losses import kl_velocity
@@ -50,20 +35,16 @@ EMA = "ema_reference"
 
 def train(run: DiffusionRun, settings: DGPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = run.policy, run.weights
-    require_flow(run)
-    check_reference_guidance(run, settings.reference_guidance)
+    weights = run.weights
+    noising.require_flow(run)
+    noising.check_reference_guidance(run, settings.reference_guidance)
     if EMA not in weights.snapshots:  # a resumed run has it
         weights.snapshot(EMA)
 
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        late = run.loop.optimizer_steps > settings.switch_after
-        with weights.use(EMA) if late else nullcontext():
-            return independent(policy.roll_out(batch), slots)
-
     for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = run.collect(draw)
+        late = run.loop.optimizer_steps > settings.switch_after
+        rollouts = run.collect(noising.sampler(run, EMA if late else None))
         metrics = learn(run, settings, rollouts)
         del rollouts
         # 5. The slow average follows.
@@ -77,20 +58,16 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
     config = run.config
 
     # 3. Estimate.
-    advantages = group_advantages(
-        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
-    )
-    meter = Meter()
-    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
+    advantages, meter = noising.estimate(settings, rollouts)
 
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, group = micro_batch.final, rollouts.group[micro_batch.slots]
         batch = micro_batch.batch
-        batch = batch if settings.guidance_in_training else without_guidance(run.policy, batch)
+        batch = batch if settings.guidance_in_training else noising.without_guidance(run.policy, batch)
         steps = torch.randperm(settings.first_steps, generator=generator(config.seed, run.iteration, "levels", epoch))
         sigma = micro_batch.sigmas[steps[k]].to(clean)  # the same levels for all samples
-        given = noised(clean, group_noise(micro_batch, group, epoch, k), sigma)
+        given = noised(clean, noising.group_noise(micro_batch, group, epoch, k), sigma)
         given |= {"advantage": advantages[micro_batch.slots].to(clean), "group": group}
         given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
         if settings.reference == "model" or settings.kl_weight > 0:
@@ -98,7 +75,7 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
             given["reference"] = under(run, REFERENCE, judge, given["noisy"], sigma)
         return batch, given
 
-    update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
+    noising.update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()
 
 

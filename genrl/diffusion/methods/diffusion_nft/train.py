@@ -17,16 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from genrl.diffusion.methods import noising
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, own_noise, require_flow, under, update
+from genrl.diffusion.methods.noising import REFERENCE, Tensors, noised, under
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.groups import group_advantages, group_statistics
 from genrl.objectives.forward.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight
 from genrl.objectives.surrogates.policy_losses import kl_velocity
 from genrl.runtime.recorded import Recorded
@@ -36,19 +34,15 @@ OLD = "old"
 
 def train(run: DiffusionRun, settings: DiffusionNFT) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = run.policy, run.weights
-    require_flow(run)
+    weights = run.weights
+    noising.require_flow(run)
     if OLD not in weights.snapshots:  # a resumed run has it
         weights.snapshot(OLD)
     decay = nft_old_policy_decay(run.loop.optimizer_steps, settings.old_policy_decay)
 
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        with weights.use(OLD):
-            return independent(policy.roll_out(batch), slots)
-
     for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = run.collect(draw)
+        rollouts = run.collect(noising.sampler(run, OLD))
         # Until the first update after a decay of 0 the old policy is the present one: its pass is saved.
         metrics = learn(run, settings, rollouts, on_policy=decay == 0.0)
         del rollouts
@@ -63,19 +57,15 @@ def learn(run: DiffusionRun, settings: DiffusionNFT, rollouts: Rollouts, *, on_p
     num_draws = settings.timesteps_per_sample or max(1, run.config.sampling.num_inference_steps - 1)
 
     # 3. Estimate.
-    advantages = group_advantages(
-        rollouts.total, rollouts.group, scale=settings.advantage_scale, clip=settings.advantage_clip
-    )
+    advantages, meter = noising.estimate(settings, rollouts)
     reward_weight = nft_reward_weight(advantages, settings.advantage_clip)
-    meter = Meter()
-    meter.add_groups(group_statistics(rollouts.total, rollouts.group), advantages, settings.advantage_clip)
     meter.add("nft/reward_weight_mean", reward_weight)
 
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, batch, slots = micro_batch.final, micro_batch.batch, micro_batch.slots
         sigma = levels(micro_batch, epoch)[k].to(clean.device)
-        given = noised(clean, own_noise(micro_batch, epoch, k), sigma) | {"clean": clean}
+        given = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma) | {"clean": clean}
         given |= {
             "advantage": advantages[slots].to(clean.device),
             "reward_weight": reward_weight[slots].to(clean.device),
@@ -86,7 +76,7 @@ def learn(run: DiffusionRun, settings: DiffusionNFT, rollouts: Rollouts, *, on_p
             given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
         return batch, given
 
-    update(run, settings, rollouts, num_draws, prepare, loss, meter)
+    noising.update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()
 
 

@@ -16,9 +16,8 @@ metrics and figures.
 from __future__ import annotations
 
 from genrl.diffusion.methods.dpo.settings import DPO
+from genrl.diffusion.methods.noising import sampler
 from genrl.diffusion.methods.pairs import loss, train_on
-from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.run import DiffusionRun
 
 __all__ = ["loss", "train"]
@@ -26,9 +25,4 @@ __all__ = ["loss", "train"]
 
 def train(run: DiffusionRun, settings: DPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy = run.policy
-
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        return independent(policy.roll_out(batch), slots)
-
-    train_on(run, settings, lambda: run.collect(draw))
+    train_on(run, settings, lambda: run.collect(sampler(run)))
