@@ -17,8 +17,9 @@ from genrl.diffusion.methods.edges import Edges
 from genrl.diffusion.methods.estimation import estimate
 from genrl.diffusion.methods.metering import EVIDENCE, Meter
 from genrl.diffusion.methods.noising import without_guidance
-from genrl.diffusion.methods.plans import choose_kernel, kept_steps, roots_together, trained_steps
-from genrl.diffusion.methods.policy_gradient import GroupRelative, PolicyGradient
+from genrl.diffusion.methods.on_policy import check_on_policy
+from genrl.diffusion.methods.plans import choose_kernel, kept_steps, roots_together, sampling_plan, trained_steps
+from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.methods.steps import evidence, recorded_step, replayed
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Replayed
@@ -60,6 +61,8 @@ class Action(NamedTuple):
 
 Settings = TypeVar("Settings", bound=PolicyGradient)
 Loss = Callable[[Settings, Policy, Recorded], Results]
+Learn = Callable[[DiffusionRun, Settings, Rollouts, SamplingPlan], dict[str, float]]
+"""Estimate and update by the samples of an iteration; returns its metrics."""
 Further = Callable[[Action], Mapping[str, Tensor]]
 """What a method records of a transition beside what all do."""
 
@@ -76,6 +79,20 @@ def sampler(run: DiffusionRun, settings: PolicyGradient, plan: SamplingPlan) -> 
         beat=partial(run.loop.advance_or_leave, 0),
         keep=kept_steps(run.config, settings, run.iteration),
     )
+
+
+def train_policy_gradient(
+    run: DiffusionRun, settings: Settings, learn: Learn[Settings], *, scaled: bool = False
+) -> None:
+    """Train until the configured number of iterations is done, or the process is asked to end: collect and score the
+    samples of each, and `learn` from them. scaled: as `check_on_policy` has it."""
+    for iteration in run.iterations():
+        plan = sampling_plan(run.config, settings, iteration)
+        rollouts = collect(run, plan, sampler(run, settings, plan))
+        check_on_policy(run, rollouts, clip=min(settings.clip_bounds), scaled=scaled)
+        metrics = learn(run, settings, rollouts, plan)
+        del rollouts
+        run.finish(metrics)
 
 
 def collect(run: DiffusionRun, plan: SamplingPlan, draw: Draw) -> Rollouts:
@@ -195,15 +212,18 @@ def clipped_loss(settings: PolicyGradient, policy: Policy, given: Recorded) -> R
 
 def flow_grpo_update(
     run: DiffusionRun,
-    settings: GroupRelative,
+    settings: Settings,
     rollouts: Rollouts,
     plan: SamplingPlan,
     advantages: Tensor,
-    loss: Loss[GroupRelative] = clipped_loss,
+    loss: Loss[Settings] = clipped_loss,
+    *,
+    grouped: bool = True,
 ) -> dict[str, float]:
-    """Steps 3 and 4 of Flow-GRPO on samples with these advantages, float64 [N]; returns the iteration's metrics."""
+    """Steps 3 and 4 of Flow-GRPO on samples with these advantages, float64 [N]; returns the iteration's metrics.
+    grouped: as `estimate` has it."""
     meter = Meter()
-    edges = estimate(run, settings, rollouts, plan, advantages, meter)
+    edges = estimate(run, settings, rollouts, plan, advantages, meter, grouped=grouped)
     update(run, settings, rollouts, edges, actions_of(run, settings, rollouts, edges), loss, meter)
     return meter.result() | window_metrics(run, settings)
 

@@ -14,23 +14,12 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.ddpo.settings import DDPO
-from genrl.diffusion.methods.estimation import estimate
-from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.steps import replayed
-from genrl.diffusion.methods.transitions import (
-    Results,
-    actions_of,
-    collect,
-    penalised,
-    sampler,
-    update,
-    window_metrics,
-)
+from genrl.diffusion.methods.transitions import Results, flow_grpo_update, penalised, train_policy_gradient
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.prompt_statistics import prompt_advantages
 from genrl.objectives.surrogates.policy_losses import (
     SurrogateOutput,
@@ -43,18 +32,13 @@ from genrl.runtime.recorded import Recorded
 
 def train(run: DiffusionRun, settings: DDPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    for iteration in run.iterations():
-        # 1, 2. Collect and score.
-        plan = sampling_plan(run.config, settings, iteration)
-        rollouts = collect(run, plan, sampler(run, settings, plan))
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
-        # 3. Estimate.
-        meter = Meter()
-        edges = estimate(run, settings, rollouts, plan, advantages_of(run, settings, rollouts), meter, grouped=False)
-        # 4. Update.
-        update(run, settings, rollouts, edges, actions_of(run, settings, rollouts, edges), loss, meter)
-        del rollouts
-        run.finish(meter.result() | window_metrics(run, settings))
+    train_policy_gradient(run, settings, learn)
+
+
+def learn(run: DiffusionRun, settings: DDPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
+    """Steps 3 and 4 on the samples of one iteration; returns its metrics."""
+    advantages = advantages_of(run, settings, rollouts)
+    return flow_grpo_update(run, settings, rollouts, plan, advantages, loss, grouped=False)
 
 
 def advantages_of(run: DiffusionRun, settings: DDPO, rollouts: Rollouts) -> Tensor:

@@ -18,16 +18,13 @@ from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
 from genrl.diffusion.methods.edges import Edges, progress_table
 from genrl.diffusion.methods.estimation import estimate
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.on_policy import check_on_policy
-from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.steps import replayed
 from genrl.diffusion.methods.transitions import (
     Action,
     Results,
     actions_of,
-    collect,
     penalised,
-    sampler,
+    train_policy_gradient,
     trained_under,
     update,
     window_metrics,
@@ -48,15 +45,7 @@ Targets = dict[tuple[int, int], Tensor]
 
 def train(run: DiffusionRun, settings: DynamicTreeRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    for iteration in run.iterations():
-        # 1, 2. Collect and score.
-        plan = sampling_plan(run.config, settings, iteration)
-        rollouts = collect(run, plan, sampler(run, settings, plan))
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
-        # 3, 4. Estimate and update.
-        metrics = learn(run, settings, rollouts, plan)
-        del rollouts
-        run.finish(metrics)
+    train_policy_gradient(run, settings, learn)
 
 
 def learn(run: DiffusionRun, settings: DynamicTreeRPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:

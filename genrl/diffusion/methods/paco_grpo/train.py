@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.on_policy import check_on_policy
 from genrl.diffusion.methods.paco_grpo.settings import PaCoGRPO
-from genrl.diffusion.methods.plans import sampling_plan
 from genrl.diffusion.methods.transitions import clipped_loss as loss
-from genrl.diffusion.methods.transitions import collect, flow_grpo_update, sampler
+from genrl.diffusion.methods.transitions import flow_grpo_update, train_policy_gradient
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.aggregation import LogTame, log_tame_advantages
 
 __all__ = ["loss", "train"]
@@ -23,15 +22,12 @@ __all__ = ["loss", "train"]
 
 def train(run: DiffusionRun, settings: PaCoGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    for iteration in run.iterations():
-        # 1, 2. Collect and score.
-        plan = sampling_plan(run.config, settings, iteration)
-        rollouts = collect(run, plan, sampler(run, settings, plan))
-        check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
-        # 3, 4. Estimate and update.
-        metrics = flow_grpo_update(run, settings, rollouts, plan, advantages_of(settings, rollouts))
-        del rollouts
-        run.finish(metrics)
+    train_policy_gradient(run, settings, learn)
+
+
+def learn(run: DiffusionRun, settings: PaCoGRPO, rollouts: Rollouts, plan: SamplingPlan) -> dict[str, float]:
+    """Steps 3 and 4 on the samples of one iteration; returns its metrics."""
+    return flow_grpo_update(run, settings, rollouts, plan, advantages_of(settings, rollouts))
 
 
 def advantages_of(settings: PaCoGRPO, rollouts: Rollouts) -> Tensor:
