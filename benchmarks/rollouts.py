@@ -45,7 +45,6 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
-from genrl.mdp.tree import grow
 from genrl.runtime import checkpoint
 from genrl.runtime.curves import chart
 from genrl.runtime.run import Run, lock, read_metrics, write_atomic
@@ -186,13 +185,12 @@ def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: i
     settings = config.trainer
     assert isinstance(settings, PolicyGradient)
     plan = sampling_plan(config, settings, iteration)
-    tree = grow(plan)
     leaves = plan.leaves // plan.roots
     slots = list(range(0, len(prompts) * plan.leaves, leaves))
     keys = [(config.seed, iteration, slot) for slot in slots]
     batch = Batch([prompts[slot // plan.leaves] for slot in slots], keys, call_arguments(config.sampling))
     kernel = Kernel(settings.kernel, settings.noise_level or 0.0)
-    return roll_out(policy, batch, slots, tree, plan, kernel, config.sampling.batch_size)
+    return roll_out(policy, batch, slots, plan, kernel, config.sampling.batch_size)
 
 
 @torch.no_grad()

@@ -50,7 +50,6 @@ def independent_edges(advantages: Tensor, plan: SamplingPlan, trained: tuple[int
 
 def tree_edges(
     settings: Tree,
-    tree: trees.Tree,
     plan: SamplingPlan,
     trained: tuple[int, ...],
     rewards: Tensor,
@@ -65,6 +64,7 @@ def tree_edges(
 
     A leaf without a score (NaN reward) is left out of the values above it.
     """
+    tree = trees.grow(plan)
     parent, leaves = tree.parent, tree.num_slots
     scored = ~rewards.isnan()
     score = rewards if settings.normalise == "depth" else torch.where(scored, advantages.double(), torch.nan)

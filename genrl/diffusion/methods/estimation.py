@@ -14,7 +14,6 @@ from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.plan import SamplingPlan
-from genrl.mdp.tree import grow
 from genrl.objectives.advantages.credit import PromptHistory, branch_extremes, signed_advantage
 from genrl.objectives.advantages.groups import group_statistics
 
@@ -33,7 +32,7 @@ def estimate(
 
     grouped: whether these compare the samples of a prompt, whose spread is then logged.
     """
-    config, iteration, tree = run.config, run.iteration, grow(plan)
+    config, iteration = run.config, run.iteration
     advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
     meter.add_advantages(advantages, settings.advantage_clip)
     if grouped:
@@ -51,7 +50,7 @@ def estimate(
         mine = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
         log_probs = run.gather(mine, log_probs)
     edges = tree_edges(
-        settings.layout.tree, tree, plan, trained, rewards, advantages, log_probs,
+        settings.layout.tree, plan, trained, rewards, advantages, log_probs,
         clip=settings.advantage_clip, iteration=iteration, iterations=config.iterations,
     )  # fmt: skip
     meter.add_advantages(edges.advantage[edges.weight > 0], settings.advantage_clip)

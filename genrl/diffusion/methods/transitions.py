@@ -27,7 +27,6 @@ from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.plan import SamplingPlan
-from genrl.mdp.tree import grow
 from genrl.objectives.surrogates.policy_losses import (
     SurrogateOutput,
     clipped_surrogate,
@@ -72,7 +71,6 @@ def sampler(run: DiffusionRun, settings: PolicyGradient, plan: SamplingPlan) -> 
     return partial(
         roll_out,
         run.policy,
-        tree=grow(plan),
         plan=plan,
         kernel=choose_kernel(run, settings, plan),
         batch_size=run.config.sampling.batch_size,

@@ -19,7 +19,7 @@ from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, NoiseKey,
 from genrl.mdp.dpm import solve
 from genrl.mdp.plan import SamplingPlan
 from genrl.mdp.schedules import compressed_tail
-from genrl.mdp.tree import Segment, Tree
+from genrl.mdp.tree import Segment, Tree, grow
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,20 @@ def roll_out(
     policy: Policy,
     batch: Batch,
     slots: list[int],
-    tree: Tree,
     plan: SamplingPlan,
     kernel: Kernel,
     batch_size: int,
     beat: Callable[[], None] = lambda: None,
     keep: Collection[int] = (),
 ) -> Drawn:
-    """The trees (of shape `tree`, grown from `plan`) that begin at these roots.
+    """The trees of this plan that begin at these roots.
 
     batch: the roots, with the keys of their initial noise; slots: their slots. kernel: the transition, whose levels are
     those of the plan. batch_size: rows of one model call. Deterministic steps are the ODE's; the tail of the plan, if
     it has one, is DPM-Solver++'s of second order on a grid that ends at sigma 0. `beat` is called after each segment of
     `batch_size` rows. keep: steps whose graphs are kept, for an update under the very weights that drew them.
     """
+    tree = grow(plan)
     roots = {int(tree.first_leaf[node]): node for node in tree.level(0)}
     nodes = [roots[slot % tree.num_slots] for slot in slots]
     offsets = [slot - slot % tree.num_slots for slot in slots]

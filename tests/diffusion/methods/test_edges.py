@@ -30,7 +30,6 @@ def plans(draw: st.DrawFn) -> SamplingPlan:
 def edges(plan: SamplingPlan, rewards: Tensor, advantages: Tensor | None = None, **settings: Any) -> Edges:
     return tree_edges(
         TreeSettings(**{"ways": 2, **settings}),
-        grow(plan),
         plan,
         plan.stochastic,
         rewards,
@@ -140,7 +139,7 @@ def test_pruned_depths_are_not_trained() -> None:
     found = edges(BINARY, values(8), prune={"depths": [2, 3]})
     assert [bool(row.any()) for row in found.weight] == [True, False, False, True, False]
     later = tree_edges(
-        TreeSettings(ways=2, prune={"depths": [2, 3], "until": 0.5}), grow(BINARY), BINARY, BINARY.stochastic,
+        TreeSettings(ways=2, prune={"depths": [2, 3], "until": 0.5}), BINARY, BINARY.stochastic,
         values(8), values(8), torch.empty(0), clip=CLIP, iteration=6, iterations=10,
     )  # fmt: skip
     assert [bool(row.any()) for row in later.weight] == [True] * 4 + [False]
@@ -153,7 +152,7 @@ def test_likely_leaves_count_more_in_a_softmax() -> None:
     for credit in ("path_softmax", "level_softmax"):
         for sharpness in (0.0, 1.0, 2.0):
             found = tree_edges(
-                TreeSettings(ways=2, credit=credit, sharpness=sharpness), grow(plan), plan, (0, 1),
+                TreeSettings(ways=2, credit=credit, sharpness=sharpness), plan, (0, 1),
                 torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]), logs, clip=CLIP, iteration=0, iterations=1,
             )  # fmt: skip
             share = 1 / (1 + math.exp(-2 * sharpness))

@@ -12,7 +12,6 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
-from genrl.mdp.tree import grow
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.tiny_parts import Family
 
@@ -50,14 +49,14 @@ def _no_grad() -> Iterator[None]:
 
 def drawn(tried: Tried, plan: SamplingPlan, batch_size: int = 3) -> Drawn:
     """Both prompts of the family, with their pictures where it edits."""
-    tree, below = grow(plan), plan.leaves // plan.roots
+    below = plan.leaves // plan.roots
     slots = list(range(0, 2 * plan.leaves, below))
     rows = [slot // plan.leaves for slot in slots]
     sampling = {"num_inference_steps": plan.full_steps, **tried.family.call}
     prompts = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], sampling, inputs=tried.family.inputs)
     taken = prompts.take(rows)
     batch = Batch(taken.prompts, [(7, 0, slot) for slot in slots], taken.sampling, inputs=taken.inputs)
-    return roll_out(tried.policy, batch, slots, tree, plan, kernel_of(tried, plan), batch_size)
+    return roll_out(tried.policy, batch, slots, plan, kernel_of(tried, plan), batch_size)
 
 
 def kernel_of(tried: Tried, plan: SamplingPlan) -> Kernel:

@@ -65,7 +65,7 @@ def roots(plan: SamplingPlan, tree: Tree) -> tuple[Batch, list[int]]:
 def drawn(policy: Policy, plan: SamplingPlan, batch_size: int = 100) -> Drawn:
     tree = grow(plan)
     batch, slots = roots(plan, tree)
-    return roll_out(policy, batch, slots, tree, plan, kernel_of(plan), batch_size)
+    return roll_out(policy, batch, slots, plan, kernel_of(plan), batch_size)
 
 
 def edges_of(found: Drawn) -> dict[tuple[int, int], tuple[Tensor, float]]:
@@ -236,7 +236,7 @@ def test_a_branch_without_noise_is_refused(policy: Policy) -> None:
     tree = grow(plan)
     batch, slots = roots(plan, tree)
     with pytest.raises(ValueError, match="step 1 branches, but its transition has no variance"):
-        roll_out(policy, batch, slots, tree, plan, Kernel("flow_cps", 0.7), 8)
+        roll_out(policy, batch, slots, plan, Kernel("flow_cps", 0.7), 8)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_the_gradient_of_a_tree_is_that_of_its_leaves_as_rollouts(
     tree, leaves = grow(plan), 2 * plan.leaves
     advantages = torch.randn(leaves, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     tables = tree_edges(
-        TreeSettings(ways=2), tree, plan, plan.stochastic, advantages, advantages, torch.empty(0),
+        TreeSettings(ways=2), plan, plan.stochastic, advantages, advantages, torch.empty(0),
         clip=5.0, iteration=0, iterations=1,
     )  # fmt: skip
     assert float(tables.weight.sum()) == leaves * len(plan.stochastic)  # what separate rollouts are divided by
