@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from genrl.config import Config
-from genrl.diffusion.methods.plans import roots_together, sampling_plan, trained_steps, window_of
+from genrl.diffusion.methods.layout import roots_together
+from genrl.diffusion.methods.plans import sampling_plan, trained_steps, window_of
 from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.mdp.plan import extreme_count, unpruned_steps
 

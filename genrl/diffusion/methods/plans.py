@@ -11,7 +11,6 @@ from genrl.diffusion.methods.layout import (
     fixed_window,
     plan_of,
     pruned_depths,
-    roots_together,
     stochastic_steps,
     window_end,
 )
@@ -23,8 +22,6 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.kernels import FLOW_KERNELS
 from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
 from genrl.mdp.schedules import geometric_window, window_steps
-
-__all__ = ["choose_kernel", "every_step", "kept_steps", "roots_together", "sampling_plan", "trained_steps", "window_of"]
 
 
 def window_of(config: Config, settings: PolicyGradient, iteration: int) -> range | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.diffusion_method import Calls, Guided, first_update
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive
-from genrl.diffusion.methods.matching import OLD_DECAY, Matching, matching_calls, no_inner_level, too_many_levels
+from genrl.diffusion.methods.matching import OLD_DECAY, Matching, grid_levels, matching_calls
 
 if TYPE_CHECKING:
     from genrl.config.schema import Config
@@ -58,11 +58,7 @@ class DiffusionNFT(Matching):
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
-        if self.timesteps_per_sample is None:
-            yield from no_inner_level(config)
-        else:
-            steps = config.sampling.num_inference_steps
-            yield from too_many_levels(self.timesteps_per_sample, steps, "sampling.num_inference_steps")
+        yield from grid_levels(config, self.timesteps_per_sample)
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The policy, the old one, and the reference for its KL."""
