@@ -55,6 +55,8 @@ Scored: TypeAlias = tuple[list[float], dict[str, list[float]]]
 """What a reward may return: N scores, and named parts with N numbers each."""
 
 IMAGE_COLUMNS = {"reference_images": "reference_image", "source_images": "source_image"}
+LARGEST = 3.4028234663852886e38
+"""Of a score, which is a float32 number: more, in size, is none."""
 FROM_SAMPLER = ("images", "pil_images", "prompts", "group", "pairs", *IMAGE_COLUMNS)
 _PART_NAME = re.compile(r"[\w.-]+( [\w.-]+)*")
 
@@ -386,4 +388,4 @@ def _numbers(result: Any, count: int, what: str, each: str) -> list[float]:
         values = [math.nan if value is None else float(value) for value in result]
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{what} returned something that is not a number ({error}); {wanted}") from error
-    return [value if math.isfinite(value) else math.nan for value in values]
+    return [value if abs(value) <= LARGEST else math.nan for value in values]

@@ -248,6 +248,8 @@ class Config(Section):
     """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 300
     """Rounds of sampling and training (DanceGRPO and MixGRPO: 300)."""
+    idle_iterations: Count | None = 5
+    """Iterations in a row that change no weight after which the run stops and says why; null = it goes on."""
     seed: Whole = 0
     """Seed of everything random: prompts, noise, windows, initial adapters."""
     output: Text = "runs/genrl"

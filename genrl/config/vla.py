@@ -286,6 +286,8 @@ class VLAConfig(Section):
     """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 30
     """Rounds of acting and training."""
+    idle_iterations: Count | None = 5
+    """Iterations in a row that change no weight after which the run stops and says why; null = it goes on."""
     seed: Whole = 0
     """Seed of everything random: episodes, noise, minibatches, new weights."""
     output: Text = "runs/genrl"

@@ -263,6 +263,8 @@ class VLMConfig(Section):
     """Where metrics go besides the run folder's metrics.jsonl: names of accelerate's trackers."""
     iterations: Count = 200
     """Rounds of answering and training."""
+    idle_iterations: Count | None = 5
+    """Iterations in a row that change no weight after which the run stops and says why; null = it goes on."""
     seed: Whole = 0
     """Seed of everything random: answers, the order of questions, adapters."""
     output: Text = "runs/genrl"

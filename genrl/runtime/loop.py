@@ -20,7 +20,7 @@ from torch import Tensor
 from genrl.config.method import Method
 from genrl.config.sections import EMA, Checkpoint, Monitor, Optimizer
 from genrl.mdp.noise import derive_seed
-from genrl.runtime import checkpoint, monitor, state
+from genrl.runtime import checkpoint, idle, monitor, state
 from genrl.runtime.guards import any_rank, any_ranks
 from genrl.runtime.optimization import Optimization, Schedule
 from genrl.runtime.process import Process, peak_memory_mb
@@ -45,6 +45,8 @@ class Settings(Protocol):
 
     @property
     def iterations(self) -> int: ...
+    @property
+    def idle_iterations(self) -> int | None: ...
     @property
     def seed(self) -> int: ...
     @property
@@ -279,6 +281,7 @@ class Loop:
             **self.optimization.figures(),
             "memory/peak_mb": max(gather_object([peak_memory_mb(self.process.accelerator.device)])),
         }
+        idle.note(self, row)
         self.optimization.updates = self.optimization.other_updates = 0
         if self.evaluates_at(self.iteration):
             self.unfinished_row = row | self._timing_row(elapsed)
@@ -289,6 +292,7 @@ class Loop:
             self.unfinished_row = None
         self.process.log.log(self.iteration, row | self._timing_row(elapsed))
         self.process.progress.finish_iteration(self.iteration, row)
+        idle.check(self, row)
         if self.iteration % self.config.checkpoint.every == 0 or last:
             self.save()
 

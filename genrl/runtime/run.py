@@ -29,7 +29,7 @@ from typing import IO, Any
 import yaml
 
 EDITABLE = (
-    *("iterations", "checkpoint.*", "evaluation.*", "trackers", "output"),
+    *("iterations", "idle_iterations", "checkpoint.*", "evaluation.*", "trackers", "output"),
     *("rewards.*.remote", "rewards.*.isolate", "rewards.*.outage.*"),  # where a score comes from, not what it is
     *("environment.workers", "environment.timeout_s"),  # where simulators run
 )

@@ -35,6 +35,7 @@ class Evaluation:
 @dataclass
 class Settings:
     iterations: int = 4
+    idle_iterations: int | None = 5
     seed: int = 0
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=0.1, weight_decay=0.0, max_grad_norm=1e9))
     ema: EMA | None = None

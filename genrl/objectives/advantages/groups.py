@@ -159,10 +159,11 @@ def _range(values: Tensor, index: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]
 def _informative(values: Tensor, index: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """Per sample and per group: is it scored, in a group of two different scores at least?
 
-    Decided by the range: the std of equal numbers need not be exactly 0.
+    Decided by the range: the std of equal numbers need not be exactly 0. Rewards are float32 numbers at best, so what
+    is less than their precision apart is equal.
     """
     low, high = _range(values, index, kept)
-    groups = high > low
+    groups = high - low > torch.finfo(torch.float32).eps * torch.maximum(high.abs(), low.abs())
     return groups[index] & kept, groups
 
 
