@@ -13,6 +13,7 @@ from genrl.vla.methods.diwa.dream import (
     Dream,
     LatentTable,
     RewardClassifier,
+    Starts,
     encode_demonstrations,
     encode_play,
     latent_inputs,
@@ -21,6 +22,7 @@ from genrl.vla.methods.diwa.dream import (
 )
 from genrl.vla.methods.diwa.play import play
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
+from genrl.vla.methods.diwa.settings import Classifier
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, tokenise
 from genrl.vla.rollout.collect import RolloutPlan, collect
@@ -55,7 +57,7 @@ class Says:
 def dreams(bound: float = 99.0, count: int = 6, **how) -> Dream:
     starts = Latent(keyed_noise((3, 12), 1), keyed_noise((3, 6), 2))
     how = {"chunk": 4, "max_steps": 10} | how
-    return Dream(world(), Says(bound), starts, INSTRUCTIONS[:3], num_envs=count, **how)
+    return Dream(world(), Says(bound), Starts(starts, INSTRUCTIONS[:3]), num_envs=count, **how)
 
 
 def noise(step: int, count: int = 6) -> np.ndarray:
@@ -118,7 +120,8 @@ def test_what_a_dream_cannot_be() -> None:
     with pytest.raises(ValueError, match="must have shape"):
         env.step(np.zeros((6, 2, 3), dtype=np.float32))
     with pytest.raises(ValueError, match="one each"):
-        Dream(world(), Says(0), Latent(torch.zeros(2, 12), torch.zeros(2, 6)), ["a"], num_envs=1, chunk=1, max_steps=1)
+        two = Latent(torch.zeros(2, 12), torch.zeros(2, 6))
+        Dream(world(), Says(0), Starts(two, ["a"]), num_envs=1, chunk=1, max_steps=1)
     assert env.render([0, 2]).shape == (2, 128, 128, 3)
 
 
@@ -195,9 +198,8 @@ def test_the_classifier_learns_what_fulfils_an_instruction() -> None:
     toys = play(40, 10, seed=3)
     background = encode_play(model, torch.from_numpy(toys.observations), torch.from_numpy(toys.actions))
     assert len(background.h) == 40 * 11
-    figures = list(
-        train_classifier(judge, model, shown, background, steps=200, batch_size=96, learning_rate=3e-3, seed=0)
-    )
+    how = Classifier(steps=200, lr=3e-3)
+    figures = list(train_classifier(judge, model, shown, background, how, batch_size=96, seed=0))
     assert np.mean([row["accuracy"] for row in figures[-20:]]) > 0.9
     found = judge.fulfilled(shown.observation)
     assert found[shown.done].float().mean() > 0.9 and found[shown.first].float().mean() < 0.1

@@ -18,6 +18,7 @@ from torch.nn import functional
 from genrl.mdp.noise import derive_seed, generator
 from genrl.vla.methods.diwa.play import seen
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel
+from genrl.vla.methods.diwa.settings import Classifier
 from genrl.vla.policies.encoder import Inputs, ObservationEncoder
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise
@@ -27,6 +28,9 @@ from genrl.vla.simulators.minitable import render as draw
 from genrl.vla.simulators.minitable.task import INSTRUCTIONS, Floats
 
 Shown = dict[str, NDArray[Any]]
+
+CONTRAST, TEMPERATURE = 0.5, 0.5
+"""Weight of the classifier's contrastive loss, and its temperature."""
 
 
 def latent_inputs(world: WorldModel, vocabulary: tuple[str, ...]) -> Inputs:
@@ -39,11 +43,18 @@ def as_observation(latent: Latent, tokens: Tensor) -> Batch:
     return {STATE: latent.h, ENVIRONMENT: latent.z, TOKENS: tokens}
 
 
+class Starts(NamedTuple):
+    """Where dreams begin: latents of real beginnings [S, ..], and instructions of them [S]."""
+
+    latent: Latent
+    instructions: Sequence[str]
+
+
 class Dream:
     """`num_envs` dreams: chunks are executed in the frozen world model, one latent step per action.
 
-    starts: latents of real beginnings [S, ..] and instructions of them [S]. judge: says after every step whether the
-    instruction is fulfilled, which is reward 1 and ends the dream; max_steps actions without it truncate. Next-step
+    judge: says after every step whether the instruction is fulfilled, which is reward 1 and ends the dream; max_steps
+    actions without it truncate. Next-step
     auto-reset, "rewards", "n_executed" and "is_success" as in `minitable.MiniTable`. Episode k of dream i begins from a
     start, and draws z with noise, that are functions of (seed, i // group_size, k); actions are clipped to [-1, 1].
     """
@@ -52,19 +63,17 @@ class Dream:
         self,
         world: WorldModel,
         judge: RewardClassifier,
-        starts: Latent,
-        instructions: Sequence[str],
+        starts: Starts,
         *,
         num_envs: int,
         chunk: int,
         max_steps: int,
         group_size: int = 1,
     ) -> None:
-        if len(starts.h) != len(instructions) or not len(instructions):
-            raise ValueError(
-                f"{len(starts.h)} starts have {len(instructions)} instructions: one each, and one at least"
-            )
-        self.world, self.judge, self.starts, self.instructions = world, judge, starts, list(instructions)
+        places, lines = len(starts.latent.h), len(starts.instructions)
+        if places != lines or not lines:
+            raise ValueError(f"{places} starts have {lines} instructions: one each, and one at least")
+        self.world, self.judge, self.starts = world, judge, starts
         self.num_envs, self.chunk, self.group_size, self._limit = num_envs, chunk, group_size, max_steps
         self.max_steps: int | None = max_steps
         self.waited_s, self.dropped, self.restarts, self.action_dim, self.first_slot = 0.0, 0, 0, 3, 0
@@ -79,7 +88,7 @@ class Dream:
     @property
     def task_description(self) -> list[str]:
         """The instruction of each dream."""
-        return [self.instructions[place] for place in self._start]
+        return [self.starts.instructions[place] for place in self._start.tolist()]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Shown, dict[str, Any]]:
         """Begin episode 0 of the seed everywhere, or the numbered ones of options["episodes"] (uint64 [n])."""
@@ -143,9 +152,9 @@ class Dream:
         assert self._first is not None
         for slot in np.flatnonzero(chosen).tolist():
             self._rngs[slot].manual_seed(derive_seed(int(self._first[slot]), "dream", int(self._count[slot])))
-            self._start[slot] = int(torch.randint(len(self.instructions), (), generator=self._rngs[slot]))
+            self._start[slot] = int(torch.randint(len(self.starts.instructions), (), generator=self._rngs[slot]))
         at, start = torch.from_numpy(chosen), torch.from_numpy(self._start[chosen])
-        self._latent.h[at], self._latent.z[at] = self.starts.h[start], self.starts.z[start]
+        self._latent.h[at], self._latent.z[at] = self.starts.latent.h[start], self.starts.latent.z[start]
         self._elapsed[chosen] = 0
         self._ended = self._ended & ~chosen
 
@@ -285,26 +294,23 @@ def train_classifier(
     world: WorldModel,
     encoded: Encoded,
     background: Latent,
+    settings: Classifier,
     *,
-    steps: int,
-    batch_size: int = 256,
-    learning_rate: float,
     seed: int,
-    temperature: float = 0.5,
-    weight: float = 0.5,
+    batch_size: int = 256,
 ) -> Iterator[dict[str, float]]:
-    """Cross-entropy and `weight` times the contrastive loss; yields {"loss", "accuracy"} of each step.
+    """Cross-entropy and `CONTRAST` times the contrastive loss; yields {"loss", "accuracy"} of each step.
 
     A quarter of a batch are fulfilled frames of demonstrations. The others are not: an eighth each frames before it
     and ends of demonstrations of something else, and half latents of play (`background`) under any instruction, a few
     of which do fulfil it, unknown to anybody. Without play a policy finds latents that no demonstration has shown, and
     that pay. z is drawn anew from the prior in every second frame: dreams show no other.
     """
-    optimiser = torch.optim.Adam(judge.parameters(), lr=learning_rate)
+    optimiser = torch.optim.Adam(judge.parameters(), lr=settings.lr)
     observation, eighth = encoded.observation, max(1, batch_size // 8)
     tokens = observation[TOKENS]
     yes, no = encoded.done.nonzero()[:, 0], (~encoded.done).nonzero()[:, 0]
-    for step in range(steps):
+    for step in range(settings.steps):
         rng = generator(seed, "classifier", step)
 
         def some(numbers: Tensor, count: int, rng: torch.Generator = rng) -> Tensor:
@@ -325,7 +331,7 @@ def train_classifier(
         label = (torch.arange(len(h)) < len(good)).long()
         embedding, logits = judge(as_observation(Latent(h, z), told))
         cross = functional.cross_entropy(logits, label)
-        loss = cross + weight * supervised_contrastive(embedding, label, temperature)
+        loss = cross + CONTRAST * supervised_contrastive(embedding, label, TEMPERATURE)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()

@@ -22,6 +22,7 @@ from genrl.vla.methods.diwa.dream import (
     Encoded,
     LatentTable,
     RewardClassifier,
+    Starts,
     encode_demonstrations,
     encode_play,
     latent_inputs,
@@ -160,15 +161,7 @@ def teach(
     loop, policy, seed = run.loop, run.policy, run.config.seed
     how, figures = settings.classifier, Figures()
     loop.phase("learning the reward", how.steps)
-    for row in train_classifier(
-        judge,
-        world,
-        shown,
-        background,
-        steps=how.steps,
-        learning_rate=how.lr,
-        seed=seed,
-    ):
+    for row in train_classifier(judge, world, shown, background, how, seed=seed):
         figures.add({f"classifier/{name}": value for name, value in row.items()})
         loop.advance(1)
     loop.phase("imitating", settings.imitation_steps)
@@ -196,8 +189,7 @@ def dream(config: VLAConfig, world: WorldModel, judge: RewardClassifier, shown: 
     return Dream(
         world,
         judge,
-        starts,
-        lines,
+        Starts(starts, lines),
         num_envs=env.num_envs,
         chunk=env.chunk or made.horizon,
         max_steps=env.max_steps or task.MAX_STEPS,
