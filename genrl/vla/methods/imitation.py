@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -135,6 +136,12 @@ def imitate(
         optimiser.step()
         schedule.step()
         yield loss.item()
+
+
+def mean_of_last(losses: Iterator[float], count: int = 50) -> float:
+    """Run a training to its end; mean loss of its last steps."""
+    last = deque(losses, maxlen=count)
+    return sum(last) / len(last)
 
 
 def _mean_square(error: Tensor, valid: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Transitions to learn from without acting: recorded decisions of any behaviour, and the critics of IQL on them.
+"""Transitions to learn from without acting: recorded decisions of any behaviour, and what clones them.
 
 A transition is one decision: an observation, the chunk that was sent, what it paid, and the true next observation.
 Everything random is a function of the seed; nothing here touches a policy's weights.
@@ -6,23 +6,18 @@ Everything random is a function of the seed; nothing here touches a policy's wei
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from genrl.mdp import forward
-from genrl.mdp.noise import generator
 from genrl.objectives.advantages.gae import chunk_rewards
-from genrl.objectives.surrogates import iql
 from genrl.runtime.recorded import Recorded
 from genrl.vla.methods.imitation import flow_times, observation_of
-from genrl.vla.policies.encoder import MODES, Inputs, ObservationEncoder, value_head
-from genrl.vla.policies.normalise import normalise
 from genrl.vla.policies.policy import (
     ACTION,
     ENVIRONMENT,
@@ -32,14 +27,13 @@ from genrl.vla.policies.policy import (
     Policy,
     PredictsNoise,
     PredictsVelocity,
-    Statistics,
     joined_batches,
     rows,
     tokenise,
 )
 from genrl.vla.rollout.collect import ENVIRONMENT_NAMES
 from genrl.vla.rollout.rollout import ChunkRollout
-from genrl.vla.rollout.sampling import Acting, Frozen, Sampler, act, transition
+from genrl.vla.rollout.sampling import Acting, Sampler, transition
 from genrl.vla.simulators.contract import Tables
 
 if TYPE_CHECKING:
@@ -248,21 +242,6 @@ def successful(transitions: Transitions) -> Tensor:
     return won[transitions.episode]
 
 
-def behaviour_of(policy: Policy, sampler: Sampler, seed: int, *, frozen: Policy | None = None) -> Behaviour:
-    """A policy without exploration (`sampling.act`), its initial noise a function of (seed, decision, slot)."""
-
-    @torch.no_grad()
-    def behave(observation: Batch, decision: int) -> Tensor:
-        count = len(observation[STATE])
-        noise = torch.randn(
-            (count, policy.horizon, policy.action_dim), generator=generator(seed, "behaviour", decision)
-        )
-        before = None if frozen is None else Frozen(frozen, frozen.encode(observation))
-        return policy.actions(act(policy, sampler, policy.encode(observation), noise, frozen=before)).cpu()
-
-    return behave
-
-
 class Store:
     """What a trainer keeps beside the policy, for checkpoints: modules and optimisers by name, and data.
 
@@ -276,7 +255,10 @@ class Store:
 
     def state_dict(self) -> dict[str, Any]:
         modules = {name: module.state_dict() for name, module in self.modules.items()}
-        data = {k: {"$transitions": v._asdict()} if isinstance(v, Transitions) else v for k, v in self.data.items()}
+        data = {
+            name: {"$transitions": value._asdict()} if isinstance(value, Transitions) else value
+            for name, value in self.data.items()
+        }
         return {"modules": modules, "data": data, "ready": self.ready}
 
     def load_state_dict(self, saved: dict[str, Any], /) -> None:
@@ -287,94 +269,6 @@ class Store:
             for key, value in saved["data"].items()
         }
         self.ready = saved["ready"]
-
-
-class CriticNet(nn.Module):
-    """Observation, and chunk where it has `numbers` of them -> [N]: the policies' encoder of its own, then an MLP."""
-
-    def __init__(self, inputs: Inputs, stats: Statistics, numbers: int, width: int) -> None:
-        super().__init__()
-        self.stats, self.numbers = stats, numbers
-        self.encoder = ObservationEncoder(inputs, stats)
-        self.head = value_head(self.encoder.size + numbers, width, 2, nn.Mish())
-
-    def forward(self, observation: Batch, action: Tensor | None = None) -> Tensor:
-        features = self.encoder(observation)
-        if self.numbers:
-            assert action is not None
-            # beyond the range of the data the robot does no more, and the critic knows nothing
-            chunk = normalise(action.to(features.device), self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
-            features = torch.cat([features, chunk.flatten(1)], 1)
-        value: Tensor = self.head(features)[:, 0]
-        return value
-
-
-class Critics(nn.Module):
-    """Two Q of (observation, chunk), their slow copies, and V of the observation."""
-
-    def __init__(self, inputs: Inputs, stats: Statistics, numbers: int, *, width: int = 128) -> None:
-        super().__init__()
-        self.q = nn.ModuleList(CriticNet(inputs, stats, numbers, width) for _ in range(2))
-        self.slow = copy.deepcopy(self.q).requires_grad_(False)
-        self.v = CriticNet(inputs, stats, 0, width)
-
-    def q_values(self, observation: Batch, action: Tensor) -> Tensor:
-        """[2, N] of the trained copies."""
-        return torch.stack([net(observation, action) for net in self.q])
-
-    @torch.no_grad()
-    def slow_q(self, observation: Batch, action: Tensor) -> Tensor:
-        """[2, N] of the slow copies."""
-        return torch.stack([net(observation, action) for net in self.slow])
-
-    @torch.no_grad()
-    def follow(self, rate: float) -> None:
-        """slow <- slow + rate (q - slow)."""
-        for slow, fast in zip(self.slow.parameters(), self.q.parameters(), strict=True):
-            slow.lerp_(fast, rate)
-
-    @torch.no_grad()
-    def advantage(self, observation: Batch, action: Tensor) -> Tensor:
-        """`min Q(s, a) - V(s)`, [N]."""
-        value: Tensor = self.v(observation)
-        return self.slow_q(observation, action).amin(0) - value
-
-
-def train_iql(
-    critics: Critics,
-    transitions: Transitions,
-    *,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    expectile: float,
-    seed: int,
-    target_rate: float = 0.005,
-    rewards: Tensor | None = None,
-) -> Iterator[dict[str, float]]:
-    """Train the critics by IQL, yielding {"q_loss", "value_loss", "value"} of every step.
-
-    rewards [N]: instead of the transitions' own (labels that were learned). Batches are functions of (seed, step).
-    """
-    paid = transitions.reward if rewards is None else rewards
-    device = next(critics.parameters()).device
-    trained = [parameter for parameter in critics.parameters() if parameter.requires_grad]
-    optimiser = torch.optim.Adam(trained, lr=learning_rate)
-    for step in range(steps):
-        index = torch.randint(len(paid), (batch_size,), generator=generator(seed, "iql", step))
-        batch = take(transitions, index)
-        q_slow = critics.slow_q(batch.observation, batch.action).amin(0)
-        value = critics.v(batch.observation)
-        value_loss = iql.expectile_loss(q_slow - value, expectile).mean()
-        with torch.no_grad():
-            following = critics.v(batch.next_observation)
-        target = iql.q_target(paid[index].to(device), following, batch.terminated.to(device), batch.discount.to(device))
-        q_loss = (critics.q_values(batch.observation, batch.action) - target).square().mean()
-        optimiser.zero_grad(set_to_none=True)
-        (value_loss + q_loss).backward()
-        optimiser.step()
-        critics.follow(target_rate)
-        yield {"q_loss": q_loss.item(), "value_loss": value_loss.item(), "value": value.mean().item()}
 
 
 def recorded_chunks(

@@ -10,12 +10,12 @@ from genrl.mdp import ddpm, forward
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.runtime import state
 from genrl.vla.data.frames import frame_statistics
+from genrl.vla.methods import shared_settings
+from genrl.vla.methods.critics import Critics, train_iql
 from genrl.vla.methods.imitation import flow_times
 from genrl.vla.methods.offline import (
-    Critics,
     Store,
     Words,
-    behaviour_of,
     cloning_errors,
     frames_of,
     from_rollout,
@@ -24,7 +24,6 @@ from genrl.vla.methods.offline import (
     recorded_chunks,
     successful,
     take,
-    train_iql,
 )
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
 from genrl.vla.rollout.collect import RolloutPlan, collect
@@ -126,14 +125,6 @@ def test_successful_marks_whole_episodes() -> None:
     assert torch.equal(successful(lost), data.episode != 1)
 
 
-def test_a_policy_behaves_by_seed_and_decision() -> None:
-    policy, data = flow(), expert_data(3, one_episode=True)
-    few = {name: value[:3] for name, value in data.observation.items()}
-    behave = behaviour_of(policy, FlowSteps(), seed=1)
-    assert torch.equal(behave(few, 0), behave(few, 0)) and not torch.equal(behave(few, 0), behave(few, 1))
-    assert behave(few, 0).shape == (3, 4, 3)
-
-
 def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
     data, bars = expert_data(4, one_episode=True), ddpm.cosine_alpha_bars(20)
     observation, action = data.observation, data.action
@@ -192,9 +183,8 @@ def test_critics_learn_from_mixed_data_what_leads_to_success() -> None:
     data = merge(good, bad)
     torch.manual_seed(0)
     critics = Critics(TOLD, frame_statistics(frames_of(data)), 12, width=64)
-    figures = list(
-        train_iql(critics, data, steps=250, batch_size=128, learning_rate=2e-3, expectile=0.8, seed=0, target_rate=0.05)
-    )
+    how = shared_settings.Critics(batch_size=128, lr=2e-3, expectile=0.8, target_rate=0.05)
+    figures = list(train_iql(critics, data, how, steps=250, seed=0))
     assert np.mean([row["q_loss"] for row in figures[-20:]]) < 0.5 * np.mean([row["q_loss"] for row in figures[:20]])
     advantage, won = critics.advantage(data.observation, data.action), successful(data)
     assert advantage[won].mean() > advantage[~won].mean() + 0.02

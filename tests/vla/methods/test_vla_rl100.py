@@ -9,15 +9,15 @@ from torch import nn
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.advantages.gae import chunk_gae
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.offline import Critics, from_rollout
+from genrl.vla.methods.critics import Critics
+from genrl.vla.methods.offline import from_rollout
+from genrl.vla.methods.rl100.distillation import distil, one_step
 from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
 from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.methods.rl100.train import (
     decayed_clip,
-    distil,
     draw_at,
     loss,
-    one_step,
     online_batch,
     part,
     surrogate_steps,

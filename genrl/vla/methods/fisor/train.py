@@ -21,12 +21,12 @@ from genrl.objectives.surrogates import feasibility, iql
 from genrl.runtime.intervals import wilson
 from genrl.runtime.recorded import Recorded
 from genrl.vla import setup
+from genrl.vla.methods.critics import Critics
 from genrl.vla.methods.fisor.hazard import HazardTable, mixed_quality
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.imitation import observation_of
 from genrl.vla.methods.offline import (
     Behaviour,
-    Critics,
     Reader,
     Step,
     Store,

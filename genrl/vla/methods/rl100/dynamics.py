@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.methods.offline import Critics, Transitions, take
+from genrl.vla.methods.critics import Critics
+from genrl.vla.methods.offline import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Batch, Policy, Statistics

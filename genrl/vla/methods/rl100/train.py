@@ -7,14 +7,12 @@ were learned from data, or of episodes), PPO's clip at every denoising step, and
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from genrl.config.vla import VLAConfig
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
@@ -22,41 +20,25 @@ from genrl.objectives.surrogates.actor_critic import approximate_kl
 from genrl.objectives.surrogates.iql import expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.recorded import Recorded
-from genrl.vla.evaluate import evaluate
-from genrl.vla.methods.imitation import imitate, observation_of
+from genrl.vla.methods.critics import Critics, train_iql
+from genrl.vla.methods.imitation import imitate, mean_of_last, observation_of
 from genrl.vla.methods.minibatches import minibatches
-from genrl.vla.methods.offline import (
-    Critics,
-    Step,
-    Store,
-    Transitions,
-    frames_of,
-    from_rollout,
-    merge,
-    play,
-    stepper,
-    successful,
-    take,
-    train_iql,
-)
+from genrl.vla.methods.offline import Step, Store, Transitions, frames_of, merge, stepper, successful, take
+from genrl.vla.methods.rl100.distillation import distilled
 from genrl.vla.methods.rl100.dynamics import Dynamics, Gate, offline_value, train_dynamics
+from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
 from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.methods.update import Figures
-from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows
-from genrl.vla.policies.tiny_flow import TinyFlowConfig, TinyFlowVLA
-from genrl.vla.rollout.collect import RolloutPlan
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
-from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler, act, chunk_noise, replay, sample
-from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side
-from genrl.vla.simulators.minitable import MiniTable, expert_chunk
-from genrl.vla.simulators.minitable.task import task_numbers
+from genrl.vla.rollout.sampling import Acting, Sampler, chunk_noise, replay, sample
+from genrl.vla.setup import sampler_of
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
 
 IMITATION_BATCH, IMITATION_LR = 128, 1e-3
-"""Frames per step of the imitation that comes first, and its learning rate, which is the one-step copy's too."""
+"""Frames per step of the imitation that comes first, and its learning rate."""
 UNION_LR = 1e-4
 """Learning rate of the imitation that ends a round."""
 GATE_STEPS, GATE_STARTS = 20, 256
@@ -166,43 +148,6 @@ def part(batch: Drawn, index: Tensor) -> Drawn:
     return Drawn(rows(batch.observation, index), *(value[index] for value in batch[1:]))
 
 
-def one_step(student: TinyFlowVLA, context: Batch, noise: Tensor) -> Tensor:
-    """The student's chunk from noise [B, H, A] in one call: `x - v(x, 1)`, a flow policy's single Euler step."""
-    return noise - student.velocity(context, noise, torch.ones(len(noise), device=noise.device))
-
-
-def distil(
-    student: TinyFlowVLA,
-    teacher: Policy,
-    sampler: Sampler,
-    observations: Batch,
-    *,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    seed: int,
-) -> Iterator[float]:
-    """Consistency distillation: the student's one step meets the end of the teacher's chain from the same noise.
-
-    Mean square of the difference on observations of the data, yielded for every step; the teacher does not explore.
-    """
-    optimiser = torch.optim.AdamW(student.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, total_iters=steps)
-    for step in range(steps):
-        rng = generator(seed, "distillation", step)
-        index = torch.randint(len(observations[STATE]), (batch_size,), generator=rng)
-        shown = rows(observations, index)
-        noise = torch.randn((batch_size, teacher.horizon, teacher.action_dim), generator=rng)
-        with torch.no_grad():
-            goal = act(teacher, sampler, teacher.encode(shown), noise)
-        loss = (one_step(student, student.encode(shown), noise) - goal).square().mean()
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        optimiser.step()
-        schedule.step()
-        yield loss.item()
-
-
 def train(run: VLARun, settings: RL100) -> None:
     """Imitation of the frames (where the policy is new), rounds of offline RL, online RL, the one-step copy."""
     config, loop, policy = run.config, run.loop, run.policy
@@ -215,15 +160,9 @@ def train(run: VLARun, settings: RL100) -> None:
     if not store.ready:
         if run.frames is not None:
             loop.phase("imitating")
-            _mean_of_last(
-                imitate(
-                    policy,
-                    run.frames,
-                    steps=settings.imitation_steps,
-                    batch_size=IMITATION_BATCH,
-                    learning_rate=IMITATION_LR,
-                    seed=config.seed,
-                )
+            steps, size = settings.imitation_steps, IMITATION_BATCH
+            mean_of_last(
+                imitate(policy, run.frames, steps=steps, batch_size=size, learning_rate=IMITATION_LR, seed=config.seed)
             )
         shown = demonstrated(config, policy, settings.critics.gamma)
         store.data = {} if shown is None else {"transitions": shown}
@@ -235,7 +174,7 @@ def train(run: VLARun, settings: RL100) -> None:
         else:
             row = online_iteration(run, settings, critics, step, iteration)
         if iteration == config.iterations - 1 and settings.distil_steps:
-            row |= distilled(run, settings, store)
+            row |= distilled(run, settings, store.data["transitions"].observation)
         loop.finish(row | {"lr": loop.lr})
 
 
@@ -249,51 +188,30 @@ def offline_round(
         new = collected(run, sampler, settings.episodes, iteration, settings.critics.gamma)
     known = [store.data["transitions"]] if "transitions" in store.data else []
     data = store.data["transitions"] = merge(*known, new)
-    found = {"data/transitions": float(len(data.reward)), "data/success_mean": _success(new)}
+    found = {"data/transitions": float(len(data.reward)), "data/success_mean": success_of(new)}
     with loop.timed("critics"):
         loop.phase("learning critics", settings.critic_steps)
         how = settings.critics
         learned = Figures()
-        for figures in train_iql(
-            critics,
-            data,
-            steps=settings.critic_steps,
-            batch_size=how.batch_size,
-            learning_rate=how.lr,
-            expectile=how.expectile,
-            target_rate=how.target_rate,
-            seed=seed,
-        ):
+        for figures in train_iql(critics, data, how, steps=settings.critic_steps, seed=seed):
             learned.add({f"critic/{name}": value for name, value in figures.items()})
             loop.advance(1)
         found |= learned.means
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed % 2**32)
             model = Dynamics(data, policy.stats).to(loop.process.accelerator.device)
-        found["dynamics/loss"] = _mean_of_last(
-            train_dynamics(
-                model,
-                data,
-                steps=settings.dynamics_steps,
-                batch_size=how.batch_size,
-                learning_rate=how.lr,
-                seed=seed,
-            )
+        steps, size = settings.dynamics_steps, how.batch_size
+        found["dynamics/loss"] = mean_of_last(
+            train_dynamics(model, data, steps=steps, batch_size=size, learning_rate=how.lr, seed=seed)
         )
     with loop.timed("train"):
         found |= improve(run, settings, critics, model, data, step, iteration, seed)
     if settings.union != "none":
         loop.phase("imitating")
         chosen = take(data, successful(data)) if settings.union == "successes" else data
-        found["loss/imitation"] = _mean_of_last(
-            imitate(
-                policy,
-                frames_of(chosen),
-                steps=settings.union_steps,
-                batch_size=settings.batch_size,
-                learning_rate=UNION_LR,
-                seed=seed,
-            )
+        frames, steps, size = frames_of(chosen), settings.union_steps, settings.batch_size
+        found["loss/imitation"] = mean_of_last(
+            imitate(policy, frames, steps=steps, batch_size=size, learning_rate=UNION_LR, seed=seed)
         )
     return found
 
@@ -368,93 +286,6 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
     first = rollout.valid & (rollout.episode == 0)
     success = float((rollout.success & first).any(0).float().mean())
     return figures.means | {"rollout/success": success, "rollout/env_steps": float(loop.memory["env_steps"])}
-
-
-def distilled(run: VLARun, settings: RL100, store: Store) -> dict[str, float]:
-    """Make the one-step copy, judge it in the environment, and save it as `one_step` in the run folder."""
-    config, loop, policy = run.config, run.loop, run.policy
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, "student") % 2**32)
-        inputs = policy.config.inputs
-        student = TinyFlowVLA(TinyFlowConfig(inputs, policy.action_dim, policy.horizon), policy.stats)
-    student = student.to(loop.process.accelerator.device)
-    loop.phase("distilling")
-    sampler = sampler_of(config, policy, config.iterations)
-    observations = store.data["transitions"].observation
-    error = _mean_of_last(
-        distil(
-            student,
-            policy,
-            sampler,
-            observations,
-            steps=settings.distil_steps,
-            batch_size=settings.batch_size,
-            learning_rate=IMITATION_LR,
-            seed=config.seed,
-        )
-    )
-    save_policy(student, loop.process.run.folder / "one_step")
-    judge = config.evaluation
-    env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
-    # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
-    found = evaluate(Acting(student, LearnedNoise(steps=1)), env, episodes=judge.episodes, seed=judge.seed)
-    env.close()
-    return {"distil/error": error, "distil/success_mean": sum(found.success) / len(found.success)}
-
-
-def collected(run: VLARun, sampler: Sampler, episodes: int, iteration: int, gamma: float) -> Transitions:
-    """One episode in every environment, as often as it takes."""
-    parts = []
-    for turn in range(max(1, episodes // run.env.num_envs)):
-        rollout = acted(run, sampler, iteration, turn)
-        parts.append(from_rollout(rollout, run.policy, gamma=gamma))
-    return merge(*parts)
-
-
-def acted(run: VLARun, sampler: Sampler, iteration: int, turn: int) -> ChunkRollout:
-    """A rollout of one episode everywhere, by seeds of its own."""
-    loop, decisions = run.loop, longest_episode(run.env)
-    if decisions is None:
-        raise ValueError("environment.max_steps: the simulator does not say how long an episode can be; write it")
-    loop.phase("acting", decisions)
-    return run.acted(
-        run.policy,
-        sampler,
-        RolloutPlan(
-            decisions=decisions,
-            seed=derive_seed(run.config.seed, "turn", turn),
-            iteration=iteration,
-            one_episode=True,
-        ),
-        advance=lambda: loop.advance(1),
-    )
-
-
-def demonstrated(config: VLAConfig, policy: Policy, gamma: float) -> Transitions | None:
-    """The expert's decisions in MiniTable as transitions; None elsewhere, where data begin with the first rollouts."""
-    source, env = config.demonstrations, config.environment
-    if source is None or source.expert is None or env.name != "minitable":
-        return None
-    limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
-    tasks, chunk = task_numbers(env.tasks or ()), env.chunk or policy.horizon
-    table = MiniTable(source.expert, tasks=tasks, image_size=policy.image_size, chunk=chunk, **limit)
-
-    def behave(observation: Batch, decision: int) -> Tensor:
-        return torch.from_numpy(expert_chunk(table.state, policy.horizon))
-
-    decisions = -(-table.max_steps // chunk)
-    return play(table, behave, policy, decisions=decisions, seed=config.seed, gamma=gamma, one_episode=True)
-
-
-def _mean_of_last(losses: Iterator[float], count: int = 50) -> float:
-    """Run a training to its end; mean loss of its last steps."""
-    last = deque(losses, maxlen=count)
-    return sum(last) / len(last)
-
-
-def _success(data: Transitions) -> float:
-    """Share of episodes that succeeded."""
-    return float(data.success.sum()) / (int(data.episode.max()) + 1)
 
 
 def _sums(log_prob: Tensor, executed: int) -> Tensor:

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 import rewards
 from genrl.mdp.noise import generator
-from genrl.vla.methods.offline import CriticNet, Transitions
+from genrl.vla.methods.critics import CriticNet
+from genrl.vla.methods.offline import Transitions
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.policy import Batch, Statistics, rows
 

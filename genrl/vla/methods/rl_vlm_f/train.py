@@ -21,8 +21,8 @@ from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.surrogates import iql
 from genrl.runtime.recorded import Recorded
 from genrl.vla import setup
+from genrl.vla.methods.critics import Critics, train_iql
 from genrl.vla.methods.offline import (
-    Critics,
     Reader,
     Store,
     Transitions,
@@ -34,7 +34,6 @@ from genrl.vla.methods.offline import (
     stepper,
     successful,
     take,
-    train_iql,
 )
 from genrl.vla.methods.rl_vlm_f.preference_labels import (
     LabelCache,
@@ -178,16 +177,7 @@ def train(run: VLARun, settings: RLVLMF) -> None:
         found["labels/asked"] = float(cache.asked)
         labelled, learned = relabel(ensemble, data), Figures()
         loop.phase("learning critics", settings.critic_steps)
-        for row in train_iql(
-            critics,
-            labelled,
-            steps=settings.critic_steps,
-            batch_size=settings.critics.batch_size,
-            learning_rate=settings.critics.lr,
-            expectile=settings.critics.expectile,
-            target_rate=settings.critics.target_rate,
-            seed=config.seed,
-        ):
+        for row in train_iql(critics, labelled, settings.critics, steps=settings.critic_steps, seed=config.seed):
             learned.add({f"critic/{name}": value for name, value in row.items()})
             loop.advance(1)
         won = successful(data)
