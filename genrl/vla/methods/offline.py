@@ -242,6 +242,15 @@ def successful(transitions: Transitions) -> Tensor:
     return won[transitions.episode]
 
 
+class _Unchanging(dict[str, Any]):
+    """The tensors of a data set, which nobody changes in place: their copy is they themselves, however many they are.
+
+    What undoes an iteration copies the state of what is kept; a larger set is new tensors (`merge`)."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unchanging:
+        return self
+
+
 class Store:
     """What a trainer keeps beside the policy, for checkpoints: modules and optimisers by name, and data.
 
@@ -256,7 +265,7 @@ class Store:
     def state_dict(self) -> dict[str, Any]:
         modules = {name: module.state_dict() for name, module in self.modules.items()}
         data = {
-            name: {"$transitions": value._asdict()} if isinstance(value, Transitions) else value
+            name: {"$transitions": _Unchanging(value._asdict())} if isinstance(value, Transitions) else value
             for name, value in self.data.items()
         }
         return {"modules": modules, "data": data, "ready": self.ready}

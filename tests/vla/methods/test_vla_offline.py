@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -152,6 +154,9 @@ def test_a_store_comes_back_as_it_was() -> None:
     optimiser.step()
     store = Store(net=net, optimiser=optimiser)
     store.data, store.ready = {"transitions": expert_data(2, one_episode=True), "figures": {"a": 1.5}}, True
+    copied = copy.deepcopy(store.state_dict())
+    assert copied["data"]["transitions"]["$transitions"]["action"] is store.data["transitions"].action  # nobody writes
+    assert copied["modules"]["net"]["weight"].data_ptr() != net.weight.data_ptr()
     tensors, tree = state.pack(store.state_dict())
     other = torch.nn.Linear(2, 2)
     back = Store(net=other, optimiser=torch.optim.Adam(other.parameters()))
