@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
-from genrl.mdp.noise import keyed_noise
+from genrl.mdp.noise import generator, keyed_noise
 from genrl.vla.methods.diwa.play import play, seen
 from genrl.vla.methods.diwa.rssm import (
     Gaussian,
     WorldModel,
     balanced_kl,
-    imagination_error,
     kl_gaussian,
     world_loss,
     world_step,
@@ -101,6 +100,26 @@ def test_updates_are_functions_of_seed_and_step() -> None:
         return [float(world_step(world, optimiser, observations, actions, step=s, **how).loss) for s in steps]
 
     assert losses((0, 1, 2)) == losses((0, 1, 2)) and losses((0,)) != losses((5,))
+
+
+@torch.no_grad()
+def imagination_error(
+    model: WorldModel, observations: torch.Tensor, actions: torch.Tensor, *, context: int, seed: int
+) -> torch.Tensor:
+    """Root mean square of imagined minus true observations after 1, 2, .. actions without looking, [T - context, O].
+
+    observations [B, T + 1, O], actions [B, T, A]; the model looks at the first `context` + 1 observations.
+    """
+    latent = model.first(observations[:, 0])
+    rng, errors = generator(seed, "imagination"), []
+    for t in range(actions.shape[1]):
+        if t < context:
+            latent = model.look(latent, actions[:, t], observations[:, t + 1])
+            continue
+        noise = torch.randn((len(actions), model.stochastic), generator=rng)
+        latent = model.imagine(latent, actions[:, t], noise)
+        errors.append((model.decode(latent) - observations[:, t + 1]).square().mean(0).sqrt())
+    return torch.stack(errors)
 
 
 @pytest.mark.slow

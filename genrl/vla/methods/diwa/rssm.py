@@ -189,24 +189,6 @@ def world_step(
     return WorldLoss(*(value.detach() for value in found))
 
 
-@torch.no_grad()
-def imagination_error(model: WorldModel, observations: Tensor, actions: Tensor, *, context: int, seed: int) -> Tensor:
-    """Root mean square of imagined minus true observations after 1, 2, .. actions without looking, [T - context, O].
-
-    observations [B, T + 1, O], actions [B, T, A]; the model looks at the first `context` + 1 observations.
-    """
-    latent = model.first(observations[:, 0])
-    rng, errors = generator(seed, "imagination"), []
-    for t in range(actions.shape[1]):
-        if t < context:
-            latent = model.look(latent, actions[:, t], observations[:, t + 1])
-            continue
-        noise = torch.randn((len(actions), model.stochastic), generator=rng)
-        latent = model.imagine(latent, actions[:, t], noise)
-        errors.append((model.decode(latent) - observations[:, t + 1]).square().mean(0).sqrt())
-    return torch.stack(errors)
-
-
 def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(inputs, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
