@@ -30,7 +30,7 @@ def played(count: int, careful: float, noise: float = 0.0, chunk: int = 1, seed:
         state, actions = env.state, []
         for _ in range(chunk):
             actions.append(mixed_quality(state, who, rng.normal(0, noise, (count, 2))))
-            state = env.after(state, actions[-1])
+            state = task.step(state, actions[-1])
         return torch.from_numpy(np.stack(actions, 1))
 
     return play(env, behave, READS, decisions=40, seed=seed, one_episode=True, gamma=0.99)

@@ -28,11 +28,6 @@ class HazardTable(MiniTable):
             costs[:, k] = executed & in_hazard(state)
         return observation, rewards, terminated, truncated, info | {"costs": costs}
 
-    @staticmethod
-    def after(state: State, action: Floats) -> State:
-        """The tables after one action [n, 3]."""
-        return task.step(state, action)
-
 
 def in_hazard(state: State) -> Flags:
     """Whether the gripper is nearer than `HAZARD` to a disc that the instruction does not name. [n]."""

@@ -25,24 +25,13 @@ from genrl.vla.methods.critics import Critics
 from genrl.vla.methods.fisor.hazard import HazardTable, mixed_quality
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.methods.imitation import observation_of
-from genrl.vla.methods.offline import (
-    Behaviour,
-    Reader,
-    Step,
-    Store,
-    Transitions,
-    Words,
-    frames_of,
-    play,
-    stepper,
-    take,
-)
+from genrl.vla.methods.offline import Behaviour, Reader, Step, Store, Transitions, Words, frames_of, play, stepper, take
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.diffusion_mlp import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion, sample
-from genrl.vla.simulators.minitable import INSTRUCTIONS
-from genrl.vla.simulators.minitable.task import task_numbers
+from genrl.vla.simulators.minitable import INSTRUCTIONS, task
+from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -195,9 +184,9 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
 def table(config: VLAConfig, num_envs: int) -> HazardTable:
     """The constrained table of the configuration."""
     env = config.environment
-    limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
-    tasks = task_numbers(env.tasks or ("touch",))
-    return HazardTable(num_envs, tasks=tasks, image_size=0, chunk=env.chunk or _horizon(config), **limit)
+    assert config.policy.new is not None
+    tasks, chunk = task_numbers(env.tasks or ("touch",)), env.chunk or config.policy.new.horizon
+    return HazardTable(num_envs, tasks=tasks, image_size=0, chunk=chunk, max_steps=env.max_steps or MAX_STEPS)
 
 
 def behaviour_data(config: VLAConfig, settings: FISOR, reads: Reader, *, horizon: int) -> Transitions:
@@ -211,7 +200,7 @@ def behaviour_data(config: VLAConfig, settings: FISOR, reads: Reader, *, horizon
         noise = np.random.default_rng([seed, 1, decision]).normal(0.0, NOISE, (horizon, env.num_envs, 2))
         for k in range(horizon):
             chunk.append(mixed_quality(state, careful, noise[k]))
-            state = env.after(state, chunk[-1])
+            state = task.step(state, chunk[-1])
         return torch.from_numpy(np.stack(chunk, 1))
 
     return play(
@@ -271,22 +260,8 @@ def train(run: VLARun, settings: FISOR) -> None:
         with loop.timed("train"):
             for step in range(settings.steps_per_iteration):
                 number = iteration * settings.steps_per_iteration + step
-                found = train_step(
-                    nets,
-                    data,
-                    sampler,
-                    settings,
-                    critics,
-                    step_actor,
-                    seed=config.seed,
-                    step=number,
-                )
+                found = train_step(nets, data, sampler, settings, critics, step_actor, seed=config.seed, step=number)
                 figures.add(found)
                 loop.advance(1)
         kept = {name: shown[name] for name in ("data/success_mean", "data/cost_mean")}
         loop.finish(figures.means | kept | {"lr": loop.lr})
-
-
-def _horizon(config: VLAConfig) -> int:
-    assert config.policy.new is not None
-    return config.policy.new.horizon

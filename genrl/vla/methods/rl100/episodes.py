@@ -16,7 +16,7 @@ from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import Sampler
 from genrl.vla.setup import longest_episode
 from genrl.vla.simulators.minitable import MiniTable, expert_chunk
-from genrl.vla.simulators.minitable.task import task_numbers
+from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -47,9 +47,9 @@ def demonstrated(config: VLAConfig, policy: Policy, gamma: float) -> Transitions
     source, env = config.demonstrations, config.environment
     if source is None or source.expert is None or env.name != "minitable":
         return None
-    limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
+    limit = env.max_steps or MAX_STEPS
     tasks, chunk = task_numbers(env.tasks or ()), env.chunk or policy.horizon
-    table = MiniTable(source.expert, tasks=tasks, image_size=policy.image_size, chunk=chunk, **limit)
+    table = MiniTable(source.expert, tasks=tasks, image_size=policy.image_size, chunk=chunk, max_steps=limit)
 
     def behave(observation: Batch, decision: int) -> Tensor:
         return torch.from_numpy(expert_chunk(table.state, policy.horizon))

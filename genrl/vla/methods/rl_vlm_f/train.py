@@ -50,7 +50,7 @@ from genrl.vla.methods.update import Figures
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, PredictsNoise, vocabulary
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.simulators.minitable import INSTRUCTIONS, MiniTable, State, expert_chunk, render
-from genrl.vla.simulators.minitable.task import task_numbers
+from genrl.vla.simulators.minitable.task import MAX_STEPS, task_numbers
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -77,9 +77,9 @@ def wayward_data(config: VLAConfig, settings: RLVLMF, reads: Reader, horizon: in
     Rewards, success and ends are in the transitions (for figures); nothing here that learns reads them.
     """
     env = config.environment
-    limit = {} if env.max_steps is None else {"max_steps": env.max_steps}
     tasks = task_numbers(env.tasks or ())
-    table = MiniTable(settings.episodes, tasks=tasks, image_size=0, chunk=env.chunk or horizon, **limit)
+    chunk, limit = env.chunk or horizon, env.max_steps or MAX_STEPS
+    table = MiniTable(settings.episodes, tasks=tasks, image_size=0, chunk=chunk, max_steps=limit)
     seed = derive_seed(config.seed, "wayward")
     rng = np.random.default_rng([seed, 0])
     right, other = rng.random(settings.episodes) < settings.right, rng.integers(len(tasks), size=settings.episodes)
@@ -140,12 +140,7 @@ def learn_rewards(
             labels = torch.cat([labels, told])
             figures = Figures()
             for row in train_rewards(
-                ensemble,
-                frames,
-                kept,
-                labels,
-                steps=settings.steps,
-                seed=derive_seed(seed, "round", number),
+                ensemble, frames, kept, labels, steps=settings.steps, seed=derive_seed(seed, "round", number)
             ):
                 figures.add({f"labels/{name}": value for name, value in row.items()})
             found = figures.means
