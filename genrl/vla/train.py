@@ -194,10 +194,5 @@ def frozen_of(config: VLAConfig, policy: Any) -> Any:
 
 
 KIND = frame.Kind(
-    "decisions",
-    check_processes,
-    prepare,
-    open_run,
-    reopen,
-    "lower trainer.microbatch, or environment.num_envs",
+    "decisions", check_processes, prepare, open_run, reopen, "lower trainer.microbatch, or environment.num_envs"
 )

@@ -69,12 +69,7 @@ class Critics(nn.Module):
 
 
 def train_iql(
-    critics: Critics,
-    transitions: Transitions,
-    settings: shared_settings.Critics,
-    *,
-    steps: int,
-    seed: int,
+    critics: Critics, transitions: Transitions, settings: shared_settings.Critics, *, steps: int, seed: int
 ) -> Iterator[dict[str, float]]:
     """Train the critics by IQL, yielding {"q_loss", "value_loss", "value"} of every step.
 

@@ -22,12 +22,7 @@ def flow_times(count: int, rng: torch.Generator) -> Tensor:
 
 
 def flow_matching_loss(
-    policy: PredictsVelocity,
-    context: Batch,
-    actions: Tensor,
-    noise: Tensor,
-    sigma: Tensor,
-    valid: Tensor | None = None,
+    policy: PredictsVelocity, context: Batch, actions: Tensor, noise: Tensor, sigma: Tensor, valid: Tensor | None = None
 ) -> Tensor:
     """Mean of `(v(x_sigma) - (noise - a))^2` over B, H and A: flow matching (arXiv 2210.02747), [].
 
@@ -52,12 +47,7 @@ def noise_matching_loss(
 
 
 def recorded_frames(
-    policy: Policy,
-    frames: Batch,
-    index: Tensor,
-    rng: torch.Generator,
-    alpha_bars: Tensor,
-    mine: slice = slice(None),
+    policy: Policy, frames: Batch, index: Tensor, rng: torch.Generator, alpha_bars: Tensor, mine: slice = slice(None)
 ) -> Recorded:
     """All that `imitation_loss` reads of the frames `index[mine]`, whose share of the mean over all of index it is.
 

@@ -81,14 +81,7 @@ class _Shard:
 
 
 class _Writer:
-    def __init__(
-        self,
-        folder: Path,
-        fps: int,
-        names: dict[str, Sequence[str]],
-        videos: bool,
-        limits: Limits,
-    ) -> None:
+    def __init__(self, folder: Path, fps: int, names: dict[str, Sequence[str]], videos: bool, limits: Limits) -> None:
         if fps < 1 or limits.chunks_size < 1 or min(limits) <= 0:
             raise ValueError(f"fps, chunks_size and file sizes must be positive: got {fps} and {tuple(limits)}")
         self.folder, self.fps, self.names, self.videos = folder, fps, names, videos

@@ -139,15 +139,7 @@ def train_world(
     phase("learning the world", how.steps)
     for step in range(how.steps):
         optimiser.param_groups[0]["lr"] = how.lr * max(0.05, 1.0 - step / how.steps)
-        found = world_step(
-            world,
-            optimiser,
-            observations,
-            actions,
-            length=how.window,
-            seed=seed,
-            step=step,
-        )
+        found = world_step(world, optimiser, observations, actions, length=how.window, seed=seed, step=step)
         if step >= 0.9 * how.steps:
             figures.add({"world/reconstruction": float(found.reconstruction), "world/kl": float(found.kl)})
         advance(1)
