@@ -22,12 +22,13 @@ from genrl.config.sections import EMA, Checkpoint, Monitor, Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint, idle, monitor, state
 from genrl.runtime.guards import any_rank, any_ranks
+from genrl.runtime.kept import Kept, Stateful
 from genrl.runtime.optimization import Optimization, Schedule
 from genrl.runtime.process import Process, peak_memory_mb
 from genrl.runtime.recorded import Recorded
 from genrl.runtime.run import truncate_metrics
 from genrl.runtime.sharding import load_optimizer_state, whole_optimizer_state
-from genrl.runtime.undo import Stateful, Undo
+from genrl.runtime.undo import Undo
 from genrl.runtime.weights import AVERAGE, Weights
 
 
@@ -108,13 +109,10 @@ class Loop:
     """Metrics of the last iteration where its evaluation was left; kept in the checkpoint."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What a method keeps from one iteration to the next, as JSON; in the checkpoint."""
-    kept: dict[str, Stateful] = field(default_factory=dict)
-    """Beside the model (`keep`), by name."""
-    unchanging: set[str] = field(default_factory=set)
-    """Names of those that no iteration changes."""
+    kept: Kept = field(default_factory=Kept)
+    """Beside the model (`keep`)."""
     started: float = 0.0
     """When the running iteration began."""
-    _restored: dict[str, dict[str, Any]] = field(default_factory=dict)
     _undo: Undo | None = None
     _evaluated: bool = False
 
@@ -251,19 +249,10 @@ class Loop:
 
     def keep(self, name: str, thing: Stateful, *, changes: bool = True) -> None:
         """Save it with every checkpoint from here on; in a resumed run it gets back the state that was saved, and where
-        the method is begun again in this process, that of the one kept under this name before.
-
-        Its state must be the same in all processes. changes: whether iterations change it, so that undoing one puts it
-        back; False for data that is made once.
+        the method is begun again in this process, that of the one kept under this name before. changes: whether
+        iterations change it, so that undoing one puts it back; False for data that is made once.
         """
-        before = self.kept.get(name)
-        self.kept[name] = thing
-        if not changes:
-            self.unchanging.add(name)
-        if name in self._restored:
-            thing.load_state_dict(self._restored.pop(name))
-        elif before is not None and before is not thing:
-            thing.load_state_dict(before.state_dict())
+        self.kept.keep(name, thing, changes=changes)
 
     def undo(self) -> None:
         """Put back what the running iteration, which was left, has changed."""
@@ -321,20 +310,18 @@ class Loop:
         self.process.watchdog.beat("saving", self.iteration)
         optimizer, packed = state.pack(whole_optimizer_state(self.optimizer))
         weights = self.weights.state()
-        kept = {name: state.pack(thing.state_dict()) for name, thing in self.kept.items()}
+        kept, kept_trees = self.kept.pack()
         if self.is_main:
             checkpoint.save(
                 self.process.run.checkpoints,
                 self.iteration,
-                tensors=weights
-                | {"optimizer": optimizer}
-                | {f"kept-{name}": tensors for name, (tensors, _) in kept.items()},
+                tensors=weights | {"optimizer": optimizer} | kept,
                 state={
                     "optimizer_steps": self.optimizer_steps,
                     "optimizer": packed,
                     "unfinished_row": self.unfinished_row,
                     "memory": self.memory,
-                    "kept": {name: tree for name, (_, tree) in kept.items()},
+                    "kept": kept_trees,
                 },
                 keep=self.config.checkpoint.keep,
                 extra=self.trained.export,
@@ -349,9 +336,6 @@ class Loop:
         load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
         self.optimization.steps, self.iteration = loaded.state["optimizer_steps"], loaded.step
         self.unfinished_row, self.memory = loaded.state["unfinished_row"], loaded.state["memory"]
-        self._restored = {
-            name: state.unpack(loaded.tensors.get(f"kept-{name}", {}), tree)
-            for name, tree in loaded.state["kept"].items()
-        }
+        self.kept.restore(loaded.tensors, loaded.state["kept"])
         if self.retries and "batch_size" in self.memory:
             self.trained.resize(self.memory["batch_size"])

@@ -40,7 +40,7 @@ class Best:
 def prepare(loop: Loop) -> None:
     """Before the first evaluation, and after a trainer has said what it keeps."""
     settings = loop.config.evaluation.monitor
-    if settings is not None and settings.action == "roll_back" and loop.kept:
+    if settings is not None and settings.action == "roll_back" and loop.kept.things:
         loop.keep(BEST, Best())
 
 
@@ -61,9 +61,9 @@ def watch(loop: Loop, metrics: Mapping[str, float]) -> dict[str, float]:
     if settings.action == "roll_back" and score == best and score not in earlier:
         with loop.averaged():
             loop.weights.snapshot(BEST)
-        if BEST in loop.kept:
-            kept = {name: thing.state_dict() for name, thing in loop.kept.items() if name != BEST}
-            loop.kept[BEST].load_state_dict(deepcopy(kept))
+        if BEST in loop.kept.things:
+            kept = {name: thing.state_dict() for name, thing in loop.kept.things.items() if name != BEST}
+            loop.kept.things[BEST].load_state_dict(deepcopy(kept))
     back = fallen_since(list(seen.values()), tolerance=settings.tolerance, patience=settings.patience)
     ended = None if back is None else int(list(seen)[back])
     loop.memory["monitor"] = {"scores": seen, "ended": ended}
@@ -73,9 +73,9 @@ def watch(loop: Loop, metrics: Mapping[str, float]) -> dict[str, float]:
             loop.weights.take(BEST)
             if loop.config.ema is not None:
                 loop.weights.snapshot(AVERAGE)
-            if BEST in loop.kept:
-                for name, kept in loop.kept[BEST].state_dict().items():
-                    loop.kept[name].load_state_dict(kept)
+            if BEST in loop.kept.things:
+                for name, kept in loop.kept.things[BEST].state_dict().items():
+                    loop.kept.things[name].load_state_dict(kept)
             what += f" with the weights of iteration {ended}"
         if loop.is_main:
             loop.process.progress.say(what)

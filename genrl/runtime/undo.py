@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from genrl.runtime.loop import Loop
-
-
-class Stateful(Protocol):
-    """What a method keeps beside the model: a critic of its own, an optimiser, a data set."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -57,15 +49,15 @@ class Undo:
         memory = {
             key: dict(value) if isinstance(value, dict) else deepcopy(value) for key, value in loop.memory.items()
         }
-        changing = [name for name in loop.kept if name not in loop.unchanging] if copies else []
-        kept = {name: deepcopy(loop.kept[name].state_dict()) for name in changing}
+        changing = {name: thing for name, thing in loop.kept.things.items() if name not in loop.kept.unchanging}
+        kept = {name: deepcopy(thing.state_dict()) for name, thing in changing.items()} if copies else {}
         return cls(memory, kept, loop.optimizer_steps, copies)
 
     def apply(self, loop: Loop) -> None:
         """Put it back."""
         loop.memory, loop.optimization.steps = self.memory, self.optimizer_steps
         for name, kept in self.kept.items():
-            loop.kept[name].load_state_dict(kept)
+            loop.kept.things[name].load_state_dict(kept)
         if self.copies is not None:
             for key, parameter in loop.weights.named.items():
                 parameter.data.copy_(self.copies.weights[key])

@@ -16,9 +16,9 @@ import genrl.diffusion.train as train_module
 from genrl.config import Config, Model, load
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
+from genrl.runtime.kept import Stateful
 from genrl.runtime.loop import Loop
 from genrl.runtime.run import Run
-from genrl.runtime.undo import Stateful
 from tests.diffusion import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # deprecations within diffusers

@@ -171,7 +171,7 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
             optimizer.step()
         assert rows[iteration]["adversary/updates"] == 2 and "loss" not in rows[iteration]
     assert rows[2]["adversary/updates"] == 0 and "adversary/grad_norm" not in rows[2] and "loss" in rows[2]
-    trained = run.loop.kept["adversary"].state_dict()["weight"]
+    trained = run.loop.kept.things["adversary"].state_dict()["weight"]
     torch.testing.assert_close(trained, weight.detach(), rtol=1e-5, atol=1e-6)
 
 

@@ -149,7 +149,7 @@ def written_by(path: str, out: str) -> None:
 
         run.collect = watched  # type: ignore[method-assign]
         prompt_rl.train(run, config.trainer)  # type: ignore[arg-type]
-        adapter = run.loop.kept["rewriter"].state_dict()["adapter"]
+        adapter = run.loop.kept.things["rewriter"].state_dict()["adapter"]
         sums = {key: float(t.double().sum()) for key, t in adapter.items()}
         rank = run.accelerator.process_index
         Path(f"{out}-{rank}.json").write_text(json.dumps({"drawn": found, "adapter": sums}))
