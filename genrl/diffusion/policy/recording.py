@@ -139,16 +139,6 @@ class Recording:
         """All of it, once the steps before `stop` are done; sigmas: the full schedule."""
         assert self.initial is not None and self.final is not None
         return Trajectory(
-            batch=self.batch,
-            kernel=self.kernel,
-            states=self.states,
-            next_states=self.next_states,
-            log_probs=self.log_probs,
-            final=self.final,
-            sigmas=sigmas,
-            stop=stop,
-            initial=self.initial,
-            children=self.children,
-            predicted=self.predicted,
-            graphs=self.graphs,
-        )
+            self.batch, self.kernel, self.states, self.next_states, self.log_probs, self.final, sigmas, stop,
+            self.initial, self.children, self.predicted, self.graphs,
+        )  # fmt: skip
