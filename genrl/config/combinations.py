@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from genrl.config.folders import looks_local
 from genrl.config.kernel_rules import kernel_rules
@@ -180,6 +181,9 @@ def _elsewhere(config: Config, index: int) -> Iterator[Finding]:
     """Rewards that another process computes."""
     reward, at = config.rewards[index], f"rewards.{index}"
     if reward.remote is not None:
+        where = urlsplit(reward.remote)
+        if where.scheme not in ("http", "https") or not where.hostname:
+            yield (f"{at}.remote",), f"{reward.remote!r} is no URL of a server; write http://HOST:PORT"
         theirs = ("args", "offload", "isolate")
         for key in [key for key in theirs if getattr(reward, key) != type(reward).model_fields[key].default]:
             yield (f"{at}.{key}", f"{at}.remote"), "is a matter of the server that computes this reward; leave it out"

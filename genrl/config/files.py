@@ -10,8 +10,10 @@ from typing import Any
 
 import rewards
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
+from genrl.config.estimate import DENOISERS, read_components, side_step
 from genrl.config.folders import looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
+from genrl.config.pipeline_classes import problems
 from genrl.config.schema import Config
 from genrl.config.vla import VLAConfig
 from genrl.config.vla_files import vla_files
@@ -88,7 +90,22 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     if folder is None and not looks_local(config.model.path):
         notes.append(f"model.path: {config.model.path} is not on this machine yet; training downloads it")
     if folder is not None:
+        yield from _pipeline(config, folder)
         yield from _scheduler(config, read_json(folder / "scheduler" / "scheduler_config.json"))
+
+
+def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
+    """What the classes of a pipeline and its networks' configurations tell."""
+    index = read_json(folder / "model_index.json")
+    networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list)}
+    for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
+        yield _Wrong(tuple(key.split(".")), text)
+    step = side_step(read_components(folder))
+    for name in ("height", "width"):
+        side = getattr(config.sampling, name)
+        if step and side is not None and side % step:
+            near = max(1, round(side / step)) * step
+            yield _Wrong(("sampling", name), f"this pipeline draws sides that are multiples of {step}; write {near}")
 
 
 def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]:

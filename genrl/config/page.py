@@ -28,7 +28,7 @@ genrl config schema > genrl.schema.json         # completion in editors
 - **Overrides** are `key.sub=value` after the file, the value written as in YAML.
 - **`include: base.yaml`** takes over one base file (which includes none itself); sections are merged, lists
   replaced, and a section with another `algorithm` or `kind` too.
-- **Numbers** are read as YAML 1.2 does: `1e-4` is a number, `on` is text, `010` is refused.
+- **Numbers** are read as YAML 1.2 does: `1e-4` is a number, `on` is text, `010` is 10.
 - **Paths** are relative to the folder the command is run in.
 - The **resolved configuration** is saved as `config.yaml` in the run folder and runs as it stands.
 - With `genrl resume`, only `iterations`, `checkpoint`, `evaluation`, `trackers`, `output` and where rewards and

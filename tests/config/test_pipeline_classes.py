@@ -1,0 +1,84 @@
+"""What a check says of a pipeline's class, from diffusers' source: as training would, and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from genrl.config import ConfigError, check_files, load
+from genrl.config.pipeline_classes import problems, source_of
+from tests.diffusion.families import FAMILIES
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+WITHOUT_LORA = [
+    *("BriaPipeline", "OvisImagePipeline", "HunyuanImagePipeline", "LuminaPipeline", "EasyAnimatePipeline"),
+    *("CogView3PlusPipeline", "PixArtSigmaPipeline"),
+]
+
+
+def config(folder: Path, lora: str = "null", **sampling: int) -> Path:
+    (folder / "train.txt").write_text("a cat\n" * 9)
+    (folder / "reward.py").write_text("def bright(images):\n    return images.mean(dim=(1, 2, 3))\n")
+    path = folder / "run.yaml"
+    path.write_text(
+        f"model: {{path: {folder / 'model'}, lora: {lora}}}\nprompts: {{train: {folder / 'train.txt'}}}\n"
+        f"rewards: [{{name: '{folder / 'reward.py'}:bright'}}]\nevaluation: {{every: 0}}\n"
+        f"trainer: {{algorithm: diffusion_nft}}\nsampling: {json.dumps(sampling)}\noptimizer: {{lr: 1e-5}}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_trains_passes(name: str, tmp_path: Path) -> None:
+    """Every family that is tested as a policy, with a LoRA where diffusers has one."""
+    pipe = FAMILIES[name]().pipe
+    networks = {n: type(c).__name__ for n, c in pipe.components.items() if n in DENOISERS and c is not None}
+    found = list(problems(type(pipe).__name__, networks, lora=False))
+    assert found == []
+
+
+@pytest.mark.parametrize("name", WITHOUT_LORA)
+def test_no_lora_where_diffusers_loads_none(name: str) -> None:
+    assert [key for key, _ in problems(name, {}, lora=True)] == ["model.lora"]
+    assert list(problems(name, {}, lora=False)) == []
+
+
+def test_no_lora_where_the_network_has_no_adapters() -> None:
+    ((key, text),) = problems("Kandinsky3Pipeline", {"unet": "Kandinsky3UNet"}, lora=True)
+    assert key == "model.lora" and "no adapters for a Kandinsky3UNet" in text
+
+
+@pytest.mark.parametrize("name", ["DiTPipeline", "StableVideoDiffusionPipeline", "MarigoldDepthPipeline"])
+def test_what_takes_no_prompt_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    index = {"_class_name": name, "transformer": ["diffusers", "DiTTransformer2DModel"]}
+    (tmp_path / "model" / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=f"model.path: {name} draws without a prompt"):
+        check_files(load(config(tmp_path)))
+
+
+def test_sides_that_the_pipeline_cannot_draw(tmp_path: Path) -> None:
+    FAMILIES["sd3"]().pipe.save_pretrained(tmp_path / "model")
+    check_files(load(config(tmp_path, height=16, width=32)))
+    with pytest.raises(ConfigError, match=r"sampling\.height: this pipeline draws sides that are multiples of \d+"):
+        check_files(load(config(tmp_path, height=7)))
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "http://", "127.0.0.1:80", "ftp://a/b"])
+def test_a_remote_that_is_no_server(url: str, tmp_path: Path) -> None:
+    path = config(tmp_path)
+    with pytest.raises(ConfigError, match=r"rewards\.0\.remote.*is no URL of a server; write http://HOST:PORT"):
+        load(path, [f"rewards=[{{name: clipscore, remote: '{url}'}}]"])
+
+
+def test_a_class_of_ones_own_is_left_to_loading() -> None:
+    assert source_of("NobodysPipeline") is None and list(problems("NobodysPipeline", {}, lora=True)) == []
+
+
+def test_no_torch_is_imported() -> None:
+    text = "import sys; from genrl.config.pipeline_classes import source_of; assert source_of('FluxPipeline').methods"
+    subprocess.run([sys.executable, "-c", f"{text}; assert 'torch' not in sys.modules"], check=True)
