@@ -16,6 +16,8 @@ class BuiltIn(NamedTuple):
     packages: tuple[str, ...] = ()
     needs: str = ""
     """What it takes, if that depends on an argument, so that its signature does not say it."""
+    column: str = ""
+    """An argument that may name a column of the prompt file; where it does not, a column of this name is ignored."""
 
 
 BUILT_IN: dict[str, BuiltIn] = {
@@ -28,6 +30,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         extra="ocr",
         packages=("rapidocr", "onnxruntime", "cv2"),
         needs="images, prompts or a column",
+        column="target",
     ),
     "clipscore": BuiltIn("rewards.scorers.preference.clipscore", "ClipScore", "-1 to 1, usually .1 to .4"),
     "pickscore": BuiltIn("rewards.scorers.preference.pickscore", "PickScore", "usually .6 to 1"),
@@ -51,7 +54,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "answered": BuiltIn("rewards.scorers.texts.answerer", "Answered", "0 or 1"),
     "edit_judge": BuiltIn("rewards.scorers.judges.judge", "EditJudge", "0 to 1"),
     "paco_grid": BuiltIn(
-        "rewards.scorers.pictures.paco", "PacoGrid", "0 to 1", needs="pil_images, prompts, or a column"
+        "rewards.scorers.pictures.paco", "PacoGrid", "0 to 1", needs="pil_images, prompts, or a column", column="grid"
     ),
     "paco_edit": BuiltIn("rewards.scorers.pictures.paco", "PacoEdit", "0 to 1"),
     "paco_group": BuiltIn("rewards.scorers.pictures.paco", "PacoGroup", "0 to 1"),

@@ -14,7 +14,7 @@ from genrl.config.estimate import DENOISERS, read_components, side_step
 from genrl.config.folders import looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
 from genrl.config.pipeline_classes import problems
-from genrl.config.schema import Config
+from genrl.config.schema import Config, Reward
 from genrl.config.vla import VLAConfig
 from genrl.config.vla_files import vla_files
 from genrl.config.vlm import VLMConfig
@@ -22,6 +22,7 @@ from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
+from rewards.built_in import BUILT_IN
 from rewards.contract import FROM_SAMPLER, nearest
 from rewards.service.isolation import python_of
 
@@ -148,6 +149,16 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         yield from _overlap(found["train"], found["eval"], notes)
     for index, reward in enumerate(config.rewards):
         key: KeyPath = ("rewards", index, "name")
+        if (unread := _unread_column(reward, found)) and reward.remote is None:
+            text = (
+                f"the prompts have a column {unread}, which {reward.name} ignores; write args: {{{unread}: {unread}}}"
+            )
+            yield _Wrong(("rewards", index, "args"), text)
+        elif unread:
+            notes.append(
+                f"rewards.{index}.remote: the prompts have a column {unread}; {reward.name} reads it where it is "
+                f"served with --arg {unread}={unread}"
+            )
         if reward.remote is not None:
             notes.append(f"rewards.{index}.remote: {reward.remote} is asked when training starts")
             continue
@@ -182,6 +193,14 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
                 asks = f"reward {reward.name} asks for the column {', '.join(missing)}"
                 text = f"{asks}; columns of every row: {have}.{hint}"
                 yield _Wrong(("prompts", name), text)
+
+
+def _unread_column(reward: Reward, found: Mapping[str, PromptRows]) -> str | None:
+    """A column of the prompts that a reward of ours would read, if an argument named it."""
+    known = BUILT_IN.get(reward.name)
+    if known is None or known.column in reward.args or not known.column:
+        return None
+    return known.column if any(known.column in rows.column_names for rows in found.values()) else None
 
 
 def _with_gradients(config: Config) -> Iterator[bool]:

@@ -121,3 +121,23 @@ def test_what_log_tame_cannot_take_the_logarithm_of_is_refused(tmp_path: Path, m
 )  # fmt: skip
 def test_the_least_score_of_a_range_in_words(text: str, least: float | None) -> None:
     assert lower_end(text) == least
+
+
+def test_a_column_that_a_reward_would_ignore_is_refused(tmp_path: Path) -> None:
+    """A 3 x 3 picture was judged as 2 x 2 cells, though its prompt came with the right grid."""
+
+    def check(reward: str) -> list[str]:
+        path = write(tmp_path, f"  - {reward}")
+        (tmp_path / "train.jsonl").write_text('{"prompt": "nine cats in a grid", "grid": "3x3"}\n' * 2)
+        path.write_text(path.read_text().replace("train.txt", str(tmp_path / "train.jsonl")))
+        return check_files(load(path))
+
+    with pytest.raises(
+        ConfigError, match=r"rewards\.0\.args: the prompts have a column grid.*write args: {grid: grid}"
+    ):
+        check("{name: paco_grid}")
+    check("{name: paco_grid, args: {grid: grid}}")
+    check("{name: paco_grid, args: {grid: 3x3}}")
+    check("{name: clipscore}")
+    (note,) = (note for note in check("{name: paco_grid, remote: 'http://127.0.0.1:1'}") if "--arg" in note)
+    assert "--arg grid=grid" in note
