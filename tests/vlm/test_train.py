@@ -14,6 +14,7 @@ from genrl.vlm.evaluate import figures, judge
 from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.recipe.advantages import ConsistencyBonus
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import Answers, open_rewards, order
@@ -133,15 +134,14 @@ def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path
             run.estimate(replace(answers, sampler_log_prob=answers.sampler_log_prob - 1.0))
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With DCPO's statistics by question and GRPO-CARE's average, which are part of a checkpoint."""
+    monkeypatch.setattr(ConsistencyBonus, "average", (0.995, 1))
     for preset in ("dcpo", "grpo_care"):
         place = tmp_path / preset
         (place / "a").mkdir(parents=True)
         (place / "b").mkdir()
-        trained: dict[str, Any] = {"preset": preset}
-        if preset == "grpo_care":
-            trained["reward_terms"] = [{"name": "consistency", "every": 1}]
+        trained = {"preset": preset}
         train(vlm_runs.config(place / "a", trainer=trained, iterations=3, task={"rows": 6}))
         train(vlm_runs.config(place / "b", trainer=trained, iterations=1, task={"rows": 6}))
         again = vlm_runs.config(place / "b", trainer=trained, iterations=3, task={"rows": 6})
