@@ -56,7 +56,6 @@ def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
     from genrl.vlm.evaluate import figures, judge, shows_pictures
     from genrl.vlm.policies.contract import SequencePolicy
     from genrl.vlm.policies.folder import load_trained, open_policy
-    from genrl.vlm.rollout import artefacts
     from genrl.vlm.rollout.data import Questions
     from genrl.vlm.rollout.rollout import open_rewards
 
@@ -72,10 +71,7 @@ def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
     with Progress(1, unit="answers") as progress:
         progress.phase("evaluating", len(asked) * (1 + blind))
         numbers = range(len(asked))
-        if isinstance(policy, SequencePolicy):
-            judged = artefacts.judge(policy, config, rewards, asked, numbers, advance=progress.advance)
-        else:
-            judged = judge(policy, config, rewards, asked, numbers, advance=progress.advance)
+        judged = judge(policy, config, rewards, asked, numbers, advance=progress.advance)
         scores = figures(config, judged)
         if blind:
             unseen = judge(policy, config, rewards, asked, range(len(asked)), blind=True, advance=progress.advance)

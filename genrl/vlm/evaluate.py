@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import io
+import json
+import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.intervals import wilson
-from genrl.vlm.engines.generation import Sampling, generate
+from genrl.runtime.pictures import save_samples
+from genrl.runtime.process import Process
+from genrl.runtime.run import write_atomic
+from genrl.vlm.policies.contract import SequencePolicy
 from genrl.vlm.policies.pictures import black, with_pictures
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.rollout import score
+from genrl.vlm.rollout.rollout import sample, score, text_of
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward
 
 TOGETHER = 64
 """Questions answered side by side."""
+SHOWN = 32
+"""Answers of an evaluation that are written into samples/."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,32 @@ class Judged:
         """Both, one after the other."""
         scores = {label: values + other.scores[label] for label, values in self.scores.items()}
         return Judged(self.names + other.names, self.texts + other.texts, scores)
+
+
+class Shown:
+    """What an evaluation shows: its first pictures (of a shape its six views, the last step's), or sounds as .wav."""
+
+    def __init__(self, number: int = 16) -> None:
+        self.number = number
+        self.images: list[Tensor] = []
+        self.sounds: dict[str, bytes] = {}
+
+    def add(self, sampled: Sampled) -> None:
+        images = sampled.made.get("images", torch.zeros(0))
+        if images.dim() == 6:  # [B, steps, 6, 3, H, W] -> [B, 3, H, 6 W]
+            images = torch.cat(images[:, -1].unbind(1), -1)
+        self.images += list(images[: self.number - len(self.images)])
+        for sound in sampled.made.get("audio", [])[: self.number - len(self.sounds)]:
+            self.sounds[f"{len(self.sounds):02d}"] = as_wav(sound, sampled.made["rate"][0])
+
+
+def as_wav(sound: Tensor, rate: int) -> bytes:
+    """A waveform [S] in [-1, 1] as a .wav file of 16 bits."""
+    stream = io.BytesIO()
+    with wave.open(stream, "wb") as file:
+        file.setparams((1, 2, rate, len(sound), "NONE", "not compressed"))
+        file.writeframes((sound.clamp(-1, 1) * 32767).short().numpy().tobytes())
+    return stream.getvalue()
 
 
 def shows_pictures(questions: Questions) -> bool:
@@ -53,21 +90,26 @@ def judge(
     questions: Questions,
     numbers: Sequence[int],
     *,
+    shown: Shown | None = None,
     blind: bool = False,
     advance: Callable[[int], None] = lambda answers: None,
 ) -> Judged:
-    """Answer these questions. blind: with black pictures of the same size."""
+    """One answer to each of these questions: the most probable one, or (`SequencePolicy.greedy`) a sample at the
+    temperature of training, from a noise that depends on the prompt alone. blind: with black pictures."""
     found = Judged([], [], {label: [] for label in opened})
-    sampling = Sampling(config.generation.max_new_tokens, temperature=0.0)
+    greedy, key = (policy.greedy, ("evaluation",)) if isinstance(policy, SequencePolicy) else (True, ())
+    temperature = 0.0 if greedy else config.generation.temperature
     for start in range(0, len(numbers), TOGETHER):
         rows = [questions[number] for number in numbers[start : start + TOGETHER]]
         if blind:
             rows = in_the_dark(rows)
-        made = generate(policy, [policy.encode(row.prompt) for row in rows], 1, sampling, [(row.name,) for row in rows])
-        ids = [row[kept].tolist() for row, kept in zip(made.tokens, made.mask, strict=True)]
-        scores = score(config, opened, rows, made.texts, list(range(len(rows))), ids)
-        values = {label: one.values for label, one in scores.items()}
-        found = found.joined(Judged([row.name for row in rows], made.texts, values))
+        prompts = [policy.encode(row.prompt) for row in rows]
+        sampled = sample(policy, config, prompts, 1, temperature, [(*key, row.name) for row in rows])
+        if shown is not None:
+            shown.add(sampled)
+        scores = score(config, opened, rows, sampled, list(range(len(rows))))
+        values = {label: scores[label].values for label in opened}
+        found = found.joined(Judged([row.name if greedy else text_of(row) for row in rows], sampled.texts, values))
         advance(len(rows))
     return found
 
@@ -93,3 +135,21 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
         total += reward.weight * np.nan_to_num(values)
     row["eval/total_mean"] = float(total.mean())
     return row
+
+
+def save_answers(process: Process, found: Judged, shown: Shown, iteration: int) -> None:
+    """The first answers of an evaluation, in samples/."""
+    samples = process.run.samples
+    lines = [
+        json.dumps({"question": name, "answer": text, **{label: v[k] for label, v in found.scores.items()}})
+        for k, (name, text) in enumerate(zip(found.names[:SHOWN], found.texts, strict=False))
+    ]
+    samples.mkdir(parents=True, exist_ok=True)
+    for name, sound in shown.sounds.items():
+        write_atomic(samples / f"step-{iteration:06d}-{name}.wav", sound)
+    if shown.images:
+        number = len(shown.images)
+        scores = {label: values[:number] for label, values in found.scores.items()}
+        sheet = save_samples(samples, iteration, shown.images, found.names[:number], scores)
+        process.log.log_picture(iteration, "samples/grid", sheet)
+    write_atomic(samples / f"step-{iteration:06d}.jsonl", "\n".join(lines) + "\n")

@@ -3,7 +3,6 @@ processes, and what is measured of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -18,19 +17,16 @@ from torch import nn
 from genrl.config.vlm import VLMConfig
 from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
-from genrl.runtime.pictures import save_samples
 from genrl.runtime.process import Process
-from genrl.runtime.run import read_metrics, write_atomic
-from genrl.vlm.evaluate import Judged, figures, judge, shows_pictures
+from genrl.runtime.run import read_metrics
+from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
 from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
-from genrl.vlm.policies.contract import SequencePolicy
 from genrl.vlm.policies.folder import save_model
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.rollout import artefacts
 from genrl.vlm.rollout.augment import augmented, gaps
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.passes import leave_out
@@ -40,8 +36,6 @@ from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward
 
-SHOWN = 32
-"""Answers of an evaluation that are written into samples/."""
 SEEN = 0.02
 """Accuracy or success with pictures over that without them, below which reinforcement has nothing to work on."""
 SAMPLER_GAP = 0.1
@@ -87,7 +81,7 @@ class AnswersRun:
     loop: Loop = field(init=False, repr=False)
     held_out: Questions | None = None
     """The questions of evaluations, read when they are first needed."""
-    shown: artefacts.Shown = field(default_factory=artefacts.Shown)
+    shown: Shown = field(default_factory=Shown)
     """What the last evaluation made that is no text."""
 
     @property
@@ -170,14 +164,8 @@ class AnswersRun:
 
     def _ask(self, rows: Sequence[Row], key: str, iteration: int, first: int) -> Answers:
         """Groups of answers to these questions. key: of which kind, part of the samples' keys."""
-        return (artefacts.draw if isinstance(self.policy, SequencePolicy) else draw)(
-            self.policy,
-            self.config,
-            self.opened,
-            rows,
-            (self.config.seed, key, iteration, first),
-            advance=self.loop.advance_or_leave,
-        )
+        keys = (self.config.seed, key, iteration, first)
+        return draw(self.policy, self.config, self.opened, rows, keys, advance=self.loop.advance_or_leave)
 
     def estimate(self, answers: Answers) -> Estimated | None:
         """Advantages and weights of this process's answers, from those of all processes; None where there are none."""
@@ -243,12 +231,9 @@ class AnswersRun:
             self.held_out = Questions(whole, "eval")
         self.loop.phase("evaluating", len(self.held_out))
         mine = share_of(self.process, len(self.held_out))
-        asked = (self.policy, whole, self.opened, self.held_out, mine)
-        if isinstance(self.policy, SequencePolicy):
-            self.shown = artefacts.Shown()
-            own = artefacts.judge(*asked, shown=self.shown, blind=blind, advance=self.loop.advance_or_leave)
-        else:
-            own = judge(*asked, blind=blind, advance=self.loop.advance_or_leave)
+        asked, watch = (self.policy, whole, self.opened, self.held_out, mine), self.loop.advance_or_leave
+        self.shown = Shown()
+        own = judge(*asked, shown=self.shown, blind=blind, advance=watch)
         every: list[Judged] = gather_object([own])
         return reduce(Judged.joined, every)
 
@@ -287,24 +272,6 @@ def share_of(process: Process, number: int) -> list[int]:
     parts = np.array_split(np.arange(number), process.accelerator.num_processes)
     numbers: list[int] = parts[process.rank].tolist()
     return numbers
-
-
-def save_answers(process: Process, found: Judged, shown: artefacts.Shown, iteration: int) -> None:
-    """The first answers of an evaluation, in samples/."""
-    samples = process.run.samples
-    lines = [
-        json.dumps({"question": name, "answer": text, **{label: v[k] for label, v in found.scores.items()}})
-        for k, (name, text) in enumerate(zip(found.names[:SHOWN], found.texts, strict=False))
-    ]
-    samples.mkdir(parents=True, exist_ok=True)
-    for name, sound in shown.sounds.items():
-        write_atomic(samples / f"step-{iteration:06d}-{name}.wav", sound)
-    if shown.images:
-        number = len(shown.images)
-        scores = {label: values[:number] for label, values in found.scores.items()}
-        sheet = save_samples(samples, iteration, shown.images, found.names[:number], scores)
-        process.log.log_picture(iteration, "samples/grid", sheet)
-    write_atomic(samples / f"step-{iteration:06d}.jsonl", "\n".join(lines) + "\n")
 
 
 def warn_blind(process: Process, seeing: float, blind: float, what: str) -> None:

@@ -18,7 +18,7 @@ from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.policy_loss import policy_loss
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.rollout import artefacts
+from genrl.vlm.rollout.rollout import draw
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.train import train
 from tests.run_folders import differences, rows
@@ -165,7 +165,7 @@ class TestLosses:
         settings = config(tmp_path, "masked_text", "bgpo")
         with vlm_runs.opened(settings) as run:
             policy: Any = run.policy
-            answers = artefacts.draw(policy, settings, run.opened, [run.questions[0]], (0, "x"))
+            answers = draw(policy, settings, run.opened, [run.questions[0]], (0, "x"))
             advantage = torch.tensor([1.0, -1.0, 0.5])
             arguments = (answers.prompts, answers.tokens, answers.mask)
             elbo = policy.log_probs(*arguments, group=answers.group).log_prob

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+import rewards
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import generator
+from genrl.objectives.advantages.reward_shaping import over_views
 from genrl.objectives.tokens import group_filters
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.methods.sharing import padded
+from genrl.vlm.policies.contract import SequencePolicy
 from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.sampling import Sampled
 from genrl.vlm.tasks.rows import Row
 from rewards.contract import Reward, Scores
 from rewards.scorers.texts.completions import load_text, score_completions
@@ -104,35 +109,84 @@ def open_rewards(config: VLMConfig) -> dict[str, Reward]:
 
 
 def score(
-    config: VLMConfig,
-    opened: Mapping[str, Reward],
-    rows: Sequence[Row],
-    texts: Sequence[str],
-    group: Sequence[int],
-    token_ids: Sequence[Sequence[int]],
+    config: VLMConfig, opened: Mapping[str, Reward], rows: Sequence[Row], sampled: Sampled, group: Sequence[int]
 ) -> dict[str, Scores]:
-    """Scores of texts, text k being an answer to rows[group[k]]. Raises ValueError for a column that is not there, a
-    result of the wrong length, and a reward that gives no number for any text."""
+    """Scores of what was sampled, number k being an answer to rows[group[k]]: by rewards of pictures where there are
+    `images`, else of texts. Raises ValueError for a column that is not there, a result of the wrong length, and a
+    reward that failed."""
     asked = [rows[number] for number in group]
     known = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
     columns = {name: [row.columns[name] for row in asked] for name in sorted(known)}
-    questions = [" ".join(part for part in row.prompt.parts if isinstance(part, str)) for row in asked]
-    found = {}
+    prompts, images = [text_of(row) for row in asked], sampled.made.get("images")
+    found: dict[str, Scores] = {}
     for (label, reward), settings in zip(opened.items(), config.rewards, strict=True):
-        found[label] = score_completions(
-            reward,
-            prompts=questions,
-            completions=list(texts),
-            columns=columns,
-            group=list(group),
-            completion_ids=token_ids,
-            conversational=settings.conversational,
-            name=label,
-        )
+        if images is None:
+            whole = sampled.mask.shape == sampled.tokens.shape  # else it is of estimates
+            pairs = zip(sampled.tokens, sampled.mask, strict=True)
+            found[label] = score_completions(
+                reward,
+                prompts=prompts,
+                completions=sampled.texts,
+                columns=columns | {name: list(values) for name, values in sampled.made.items()},
+                group=list(group),
+                completion_ids=[row[kept].tolist() for row, kept in pairs] if whole else None,
+                conversational=settings.conversational,
+                name=label,
+            )
+        elif images.dim() == 6:  # of each step six views
+            coarse, fine = (
+                _of_views(reward, images[:, step], prompts, columns, settings.views, label) for step in (0, -1)
+            )
+            found |= {label: fine, f"{label}/coarse": coarse}
+        else:
+            found[label] = rewards.score(
+                reward, images=images, prompts=prompts, columns=columns, group=list(group), name=label
+            )
         if found[label].failures:
             failure = found[label].failures[0]
             raise ValueError(f"reward {label!r} failed on {failure.samples} answers: {failure.error}")
     return found
+
+
+def _of_views(
+    reward: Reward, images: Tensor, prompts: Sequence[str], columns: Mapping[str, list[Any]], rule: Any, label: str
+) -> Scores:
+    """One score of the six views [B, 6, 3, H, W] of each shape. A view without a score makes the shape's NaN."""
+
+    def each(values: Sequence[Any]) -> list[Any]:
+        return [value for value in values for _ in range(images.shape[1])]
+
+    one = rewards.score(
+        reward,
+        images=images.flatten(0, 1),
+        prompts=each(prompts),
+        columns={name: each(values) for name, values in columns.items()},
+        group=each(range(len(images))),
+        name=label,
+    )
+    scores = torch.tensor(one.values, dtype=torch.float64).view(images.shape[:2])
+    return Scores(over_views(scores, rule).tolist(), failures=one.failures)
+
+
+def text_of(row: Row) -> str:
+    """The words of a prompt."""
+    return " ".join(part for part in row.prompt.parts if isinstance(part, str))
+
+
+def sample(
+    policy: Any,
+    config: VLMConfig,
+    prompts: Sequence[Encoded],
+    n: int,
+    temperature: float,
+    keys: Sequence[Sequence[int | str]],
+) -> Sampled:
+    """n answers to each prompt: by the policy's own `sample`, or texts of a vision-language model; 0 is greedy."""
+    if isinstance(policy, SequencePolicy):
+        return policy.sample(prompts, n, temperature, keys)
+    made = generate(policy, prompts, n, Sampling(config.generation.max_new_tokens, temperature), keys)
+    cut = torch.tensor([reason == "length" for reason in made.finish])
+    return Sampled(made.tokens.cpu(), made.mask.cpu(), made.log_prob.cpu(), cut, made.texts, {})
 
 
 def draw(
@@ -144,26 +198,25 @@ def draw(
     *,
     advance: Callable[[int], None] = lambda answers: None,
 ) -> Answers:
-    """Groups of answers to these questions, with their scores; a sample's key is (*keys, its question's name)."""
+    """Groups of answers to these questions, with their scores; a sample's key is (*keys, its question's name). Where
+    the sampler has no log-probabilities, theirs are NaN."""
     settings, size = config.generation, config.generation.group_size
-    sampling = Sampling(settings.max_new_tokens, settings.temperature)
     together = max(1, (settings.batch_size or len(rows) * size) // size)
     parts = []
     for start in range(0, len(rows), together):
         some = list(rows[start : start + together])
         prompts = [policy.encode(row.prompt) for row in some]
-        made = generate(policy, prompts, size, sampling, [(*keys, row.name) for row in some])
-        ids = [row[kept].tolist() for row, kept in zip(made.tokens, made.mask, strict=True)]
-        scores = score(config, opened, some, made.texts, made.group.tolist(), ids)
+        made = sample(policy, config, prompts, size, settings.temperature, [(*keys, row.name) for row in some])
+        scores = score(config, opened, some, made, [number for number in range(len(some)) for _ in range(size)])
         parts.append(
             Answers(
                 some,
                 prompts,
-                made.tokens.cpu(),
-                made.mask.cpu(),
-                made.log_prob.cpu(),
+                made.tokens,
+                made.mask,
+                torch.full(made.mask.shape, torch.nan) if made.log_prob is None else made.log_prob,
                 made.texts,
-                torch.tensor([reason == "length" for reason in made.finish]),
+                made.cut,
                 {label: torch.tensor(one.values, dtype=torch.float64) for label, one in scores.items()},
             )
         )
