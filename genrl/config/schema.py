@@ -24,7 +24,7 @@ from genrl.config.section import (
     Text,
     Whole,
 )
-from genrl.config.sections import EMA, Checkpoint, Distributed, LoRA, Monitor, Optimizer, Precision, Tracker
+from genrl.config.sections import EMA, Checkpoint, Distributed, LoRA, Monitor, Optimizer, Precision, Tracker, labels_of
 
 Attention = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
 
@@ -258,12 +258,7 @@ class Config(Section):
     @property
     def reward_labels(self) -> tuple[str, ...]:
         """A short, unique name for each reward, in their order: `shapes`, `Brightness`, `ocr-2`."""
-        labels: list[str] = []
-        for reward in self.rewards:
-            base = reward.name.rsplit(":", 1)[-1]
-            same = sum(label == base or label.startswith(f"{base}-") for label in labels)
-            labels.append(f"{base}-{same + 1}" if same else base)
-        return tuple(labels)
+        return labels_of([reward.name for reward in self.rewards])
 
     @property
     def uses_reference(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -77,3 +78,13 @@ class Distributed(Section):
     """Shard weights, gradients and optimiser over the processes (FSDP2); for full fine-tuning."""
     timeout_s: Positive = 600.0
     """Seconds without progress after which a stuck run is stopped."""
+
+
+def labels_of(names: Iterable[str]) -> tuple[str, ...]:
+    """A short, unique name for each reward of these names, in their order: `shapes`, `Brightness`, `ocr-2`."""
+    labels: list[str] = []
+    for name in names:
+        base = name.rsplit(":", 1)[-1]
+        same = sum(label == base or label.startswith(f"{base}-") for label in labels)
+        labels.append(f"{base}-{same + 1}" if same else base)
+    return tuple(labels)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from genrl.config.method import Kind, union_of
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
-from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker
+from genrl.config.sections import EMA, Checkpoint, Distributed, Monitor, Optimizer, Tracker, labels_of
 from genrl.config.unions import AnyOf
 from genrl.config.vlm_agents import Environment
 from genrl.config.vlm_method import VLMMethod, completed, default_method
@@ -273,12 +273,7 @@ class VLMConfig(Section):
     @property
     def reward_labels(self) -> tuple[str, ...]:
         """A short, unique name for each reward, in their order."""
-        labels: list[str] = []
-        for reward in self.rewards:
-            base = reward.name.rsplit(":", 1)[-1]
-            same = sum(label == base or label.startswith(f"{base}-") for label in labels)
-            labels.append(f"{base}-{same + 1}" if same else base)
-        return tuple(labels)
+        return labels_of([reward.name for reward in self.rewards])
 
     def at(self, iteration: int) -> tuple[int, VLMConfig]:
         """The number of the stage that an iteration belongs to, and the run as this stage has it."""
