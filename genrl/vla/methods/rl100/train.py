@@ -70,8 +70,8 @@ def draw_at(
 ) -> Drawn:
     """Chunks of the behaviour copy at states of the data, with `min Q(s, a) - V(s)` normalised over the batch."""
     count = len(observation[STATE])
-    seeds = torch.randint(2**62, (count,), generator=rng).tolist()
-    drawn = sample(old, sampler, old.encode(observation), chunk_noise(sampler, old, _generators(seeds)))
+    rngs = [torch.Generator().manual_seed(seed) for seed in torch.randint(2**62, (count,), generator=rng).tolist()]
+    drawn = sample(old, sampler, old.encode(observation), chunk_noise(sampler, old, rngs))
     actions = old.actions(drawn.chunk)
     advantage = normalise_advantages(critics.advantage(observation, actions), eps=1e-8).float()
     log_prob = _sums(drawn.log_prob, executed)
@@ -291,7 +291,3 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
 def _sums(log_prob: Tensor, executed: int) -> Tensor:
     """[B, N, H, A] -> [B, N], over the executed actions."""
     return chains.executed(log_prob, executed, log_prob.shape[-1]).flatten(2).sum(-1)
-
-
-def _generators(seeds: list[int]) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
