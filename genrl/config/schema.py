@@ -49,6 +49,8 @@ class Model(Section):
     """Branch, tag or commit of the hub id; null = the main branch. Pin a commit to reproduce a run."""
     variant: Text | None = None
     """Variant of the weight files, for example fp16; null = the plain ones."""
+    use_safetensors: Flag = True
+    """Refuse pickled weight files, which may run code; false = take them where there are no others."""
     dtype: Precision = "float32"
     """Precision in which the frozen weights are held; LoRA weights are always float32."""
     autocast: Literal["bfloat16", "float16"] | None = None

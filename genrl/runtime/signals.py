@@ -113,6 +113,7 @@ class Watchdog:
         for path in (self.heartbeat, self.stacks):
             path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.stacks.open("w")
+        self.enabled = faulthandler.is_enabled()
         faulthandler.enable(self.file)
         command = [sys.executable, "-I", "-S", "-c", _OUTSIDE, str(os.getpid()), str(self.timeout_s + GRACE_S)]
         self.outside = subprocess.Popen([*command, str(self.stacks)], stdin=subprocess.PIPE, start_new_session=True)
@@ -125,7 +126,7 @@ class Watchdog:
         self.thread.join()
         self.outside.kill()
         self.outside.communicate()
-        faulthandler.enable()
+        faulthandler.enable(2) if self.enabled else faulthandler.disable()
         self.file.close()
         self.stacks.unlink(missing_ok=True)
         self.heartbeat.unlink(missing_ok=True)

@@ -244,16 +244,17 @@ def write_card(
     ]
     result = "images" if config.sampling.num_frames is None else "frames"
     table = _card_table(rows)
-    examples = "\n".join(f"- `{json.dumps(prompt, ensure_ascii=False)}`" for prompt in prompts)
-    rewards = ", ".join(f"{reward.name} (weight {reward.weight:g})" for reward in config.rewards)
+    examples = "\n".join(f"- {_code(json.dumps(prompt, ensure_ascii=False))}" for prompt in prompts)
+    rewards = ", ".join(f"{_code(reward.name)} (weight {reward.weight:g})" for reward in config.rewards)
+    name = config.model.path
     newline = "\n"
     text = f"""---
-base_model: {config.model.path}
+base_model: {json.dumps(name, ensure_ascii=False)}
 library_name: diffusers
 tags: [{"lora, " if is_lora else ""}reinforcement-learning, genrl, {config.trainer.algorithm}]
 ---
 
-# {config.model.path} fine-tuned by {config.trainer.algorithm}
+# {_code(name)} fine-tuned by {config.trainer.algorithm}
 
 {"LoRA adapter" if is_lora else "Pipeline"} trained by reinforcement learning with genrl {__version__}.
 Rewards: {rewards}. {config.iterations} iterations of {config.sampling.images_per_iteration} samples.
@@ -275,6 +276,13 @@ Prompts it was evaluated on, among others:
 {examples}
 """
     write_atomic(folder / "README.md", text)
+
+
+def _code(text: str) -> str:
+    """As code in Markdown, which shows it as it is: HTML, links and backticks too."""
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
 
 
 def _card_table(rows: Sequence[Mapping[str, float | None]]) -> str:

@@ -40,10 +40,14 @@ def load_pipeline(model: Model) -> Pipeline:
             model.path,
             revision=model.revision,
             variant=model.variant,
+            use_safetensors=True if model.use_safetensors else None,
             dtype=getattr(torch, model.dtype),
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}") from error
+        text = f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}"
+        if model.use_safetensors and "safetensors" in str(error):
+            text += "; model.use_safetensors: false takes pickled weights, which may run code"
+        raise ValueError(text) from error
     return pipe
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import gymnasium
 
+from genrl.config.plugins import import_file
 from genrl.config.vlm_agents import Environment as Settings
 from genrl.vlm.environments.cards import GAMES, Cards
 from genrl.vlm.environments.contract import Environment
@@ -122,10 +123,7 @@ def _function(file: str, name: str) -> Callable[..., Any]:
     path = Path(file).resolve()
     if not path.is_file():
         raise Misuse(f"there is no file {path}, which should have the function {name!r}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(path)
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if callable(value)]
         close = get_close_matches(name, functions, n=1, cutoff=0.5)

@@ -355,4 +355,7 @@ def test_card_survives_hostile_prompts_and_paths(folder: Path, model: Path) -> N
     write_card(folder / "card", config, [], prompts)
     text = (folder / "card" / "README.md").read_text()
     assert "\n# heading" not in text
+    listed = text.split("among others:")[1]
+    assert '- `"a \\"sign\\"\\n# heading\\n<script>alert(1)</script>"`' in listed  # HTML in code is shown
+    assert '- ``"`code`\u202e"``' in listed  # fenced by more backticks than it has
     compile(text.split("```python\n")[1].split("```")[0], "card", "exec")

@@ -65,3 +65,11 @@ def test_a_call_that_takes_anything_is_left_to_itself() -> None:
         def __call__(self, prompt: str, **kwargs: object) -> None: ...
 
     check_call_arguments(Open(), ["guidance_scale"])
+
+
+def test_pickled_weights_are_refused_unless_they_are_asked_for(folder: Path, tmp_path: Path) -> None:
+    """A pickle may run code as it is read."""
+    FAMILIES["sd3"]().pipe.save_pretrained(tmp_path / "pickled", safe_serialization=False)
+    assert not list((tmp_path / "pickled" / "transformer").glob("*.safetensors"))
+    with pytest.raises(ValueError, match="safetensors.*model.use_safetensors: false takes pickled weights"):
+        load_pipeline(Model(path=str(tmp_path / "pickled")))
