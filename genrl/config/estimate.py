@@ -246,13 +246,11 @@ def _activations(config: Config, components: tuple[Component, ...]) -> int:
     return int(batch * tokens * heads * head_dim * numbers * (2 if half else 4))
 
 
-def side_step(components: tuple[Component, ...]) -> int | None:
-    """Of what the sides of pictures must be multiples, in pixels; None where the configurations do not tell."""
-    denoiser = next((component for component in components if component.name in DENOISERS), None)
-    vae = next((component for component in components if component.name == "vae"), None)
-    if denoiser is None or vae is None or not isinstance(channels := vae.settings.get("block_out_channels"), list):
+def side_step(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> int | None:
+    """Of what the sides of pictures must be multiples, in pixels; None where these configurations do not tell."""
+    if not isinstance(channels := vae.get("block_out_channels"), list):
         return None
-    patch = denoiser.settings.get("patch_size")
+    patch = denoiser.get("patch_size")
     return int(2 ** (len(channels) - 1) * (patch[-1] if isinstance(patch, list) else max(_number(patch), 1)))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import rewards
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
-from genrl.config.estimate import DENOISERS, read_components, side_step
+from genrl.config.estimate import DENOISERS, side_step
 from genrl.config.folders import looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
 from genrl.config.pipeline_classes import problems
@@ -101,7 +101,8 @@ def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
     networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list)}
     for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
         yield _Wrong(tuple(key.split(".")), text)
-    step = side_step(read_components(folder))
+    settings = [read_json(folder / name / "config.json") for name in (*networks, "vae")]
+    step = side_step(settings[0], settings[-1]) if networks else None
     for name in ("height", "width"):
         side = getattr(config.sampling, name)
         if step and side is not None and side % step:
@@ -148,59 +149,58 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     if len(found) == 2:
         yield from _overlap(found["train"], found["eval"], notes)
     for index, reward in enumerate(config.rewards):
-        key: KeyPath = ("rewards", index, "name")
-        if (unread := _unread_column(reward, found)) and reward.remote is None:
-            text = (
-                f"the prompts have a column {unread}, which {reward.name} ignores; write args: {{{unread}: {unread}}}"
-            )
-            yield _Wrong(("rewards", index, "args"), text)
-        elif unread:
-            notes.append(
-                f"rewards.{index}.remote: the prompts have a column {unread}; {reward.name} reads it where it is "
-                f"served with --arg {unread}={unread}"
-            )
+        yield from _unread(index, reward, found, notes)
         if reward.remote is not None:
             notes.append(f"rewards.{index}.remote: {reward.remote} is asked when training starts")
-            continue
-        if isinstance(reward.isolate, str):
+        elif isinstance(reward.isolate, str):  # what is installed there is not known here
             try:
                 python_of(reward.isolate)
             except ValueError as error:
                 yield _Wrong(("rewards", index, "isolate"), str(error))
-            continue  # what is installed there is not known here
-        try:
-            origin = rewards.resolve(reward.name)
-        except ValueError as error:
-            yield _Wrong(key, str(error))
-            continue
-        if (
-            config.trainer.differentiates_rewards
-            and reward.weight != 0
-            and rewards.declaration(origin).gradients is False
-        ):
-            fit = [label for label, fits in zip(config.reward_labels, _with_gradients(config), strict=True) if fits]
-            instead = f"train on {fit[0]}" if fit else "train on clipscore, pickscore, aesthetic, hpsv2 or imagereward"
-            text = f"{config.trainer.algorithm} differentiates the reward, and {reward.name} has no gradients"
-            text += f" (it does not say `differentiable = True`); {instead} and give this one weight 0"
-            yield _Wrong(key, f"{text}, or use flow_grpo or diffusion_nft, which need none")
-        if origin.kind == "file":
-            notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
-        for name, rows in found.items():
-            missing = [column for column in declared_columns(origin) if column not in rows.column_names]
-            if missing:
-                have = ", ".join(rows.column_names) or "none beside the prompt"
-                hint = "".join(nearest(c, [*rows.column_names, *FROM_SAMPLER]) for c in missing)
-                asks = f"reward {reward.name} asks for the column {', '.join(missing)}"
-                text = f"{asks}; columns of every row: {have}.{hint}"
-                yield _Wrong(("prompts", name), text)
+        else:
+            yield from _reward(config, index, found, notes)
 
 
-def _unread_column(reward: Reward, found: Mapping[str, PromptRows]) -> str | None:
+def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[_Wrong]:
+    """A reward that is loaded here: where it is, its gradients, its columns in the prompts that were found."""
+    key: KeyPath = ("rewards", index, "name")
+    reward = config.rewards[index]
+    try:
+        origin = rewards.resolve(reward.name)
+    except ValueError as error:
+        yield _Wrong(key, str(error))
+        return
+    if config.trainer.differentiates_rewards and reward.weight != 0 and rewards.declaration(origin).gradients is False:
+        fit = [label for label, fits in zip(config.reward_labels, _with_gradients(config), strict=True) if fits]
+        instead = f"train on {fit[0]}" if fit else "train on clipscore, pickscore, aesthetic, hpsv2 or imagereward"
+        text = f"{config.trainer.algorithm} differentiates the reward, and {reward.name} has no gradients"
+        text += f" (it does not say `differentiable = True`); {instead} and give this one weight 0"
+        yield _Wrong(key, f"{text}, or use flow_grpo or diffusion_nft, which need none")
+    if origin.kind == "file":
+        notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
+    for name, rows in found.items():
+        missing = [column for column in declared_columns(origin) if column not in rows.column_names]
+        if missing:
+            have = ", ".join(rows.column_names) or "none beside the prompt"
+            hint = "".join(nearest(c, [*rows.column_names, *FROM_SAMPLER]) for c in missing)
+            asks = f"reward {reward.name} asks for the column {', '.join(missing)}"
+            yield _Wrong(("prompts", name), f"{asks}; columns of every row: {have}.{hint}")
+
+
+def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[_Wrong]:
     """A column of the prompts that a reward of ours would read, if an argument named it."""
     known = BUILT_IN.get(reward.name)
-    if known is None or known.column in reward.args or not known.column:
-        return None
-    return known.column if any(known.column in rows.column_names for rows in found.values()) else None
+    if known is None or not known.column or known.column in reward.args:
+        return
+    if not any(known.column in rows.column_names for rows in found.values()):
+        return
+    says, column = f"the prompts have a column {known.column}", known.column
+    if reward.remote is None:
+        text = f"{says}, which {reward.name} ignores; write args: {{{column}: {column}}}"
+        yield _Wrong(("rewards", index, "args"), text)
+    else:
+        served = f"{reward.name} reads it where it is served with --arg {column}={column}"
+        notes.append(f"rewards.{index}.remote: {says}; {served}")
 
 
 def _with_gradients(config: Config) -> Iterator[bool]:
