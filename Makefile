@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # torch first and pinned in every call, so that no other package replaces it by another build.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 
-.PHONY: demo demo-vla test lint bench clean
+.PHONY: demo demo-vla test lint bench drills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (a minute after installing)"
 	@echo "make test    install into $(VENV), run linters, types and all tests"
 	@echo "make lint    linters, types and import rules only"
+	@echo "make drills  kills, damage, full disks, ...: what a run survives, into runs/benchmarks (half an hour)"
 	@echo "make bench   the benchmarks that run on a CPU, into runs/benchmarks (a quarter of an hour on a free core)"
 
 $(VENV)/genrl: pyproject.toml constraints.txt
@@ -46,6 +47,9 @@ test: lint
 
 bench: $(VENV)/genrl-dev
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks
+
+drills: $(VENV)/genrl-dev
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.drills --out runs/benchmarks
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -124,7 +124,10 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str]) -> l
     run = Run(folder)
     if not run.config.is_file():
         raise ValueError(f"{folder} holds no run: there is no config.yaml in it. Runs are made by `genrl train FILE`.")
-    edits = config_edits(run.config.read_text(encoding="utf-8"), config)
+    try:
+        edits = config_edits(run.config.read_text(encoding="utf-8"), config)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{run.config} cannot be read: {error}. Nothing was changed.") from None
     forbidden = [key for key in edits if not any(fnmatchcase(key, pattern) for pattern in EDITABLE)]
     if forbidden:
         raise ValueError(

@@ -101,7 +101,7 @@ def test_edits_that_a_resume_allows(tmp_path: Path, old: str, new: str, shown: s
 )
 def test_edits_that_a_resume_refuses(tmp_path: Path, old: str, new: str, key: str) -> None:
     run = start(tmp_path)
-    with pytest.raises(ValueError, match=f"another value of .*{key}.*Only iterations, checkpoint"):
+    with pytest.raises(ValueError, match=f"another value of .*{key}.*Only iterations, "):
         runs.resume(tmp_path, CONFIG.replace(old, new), step=1, command=[])
     assert run.config.read_text() == CONFIG
 
@@ -131,6 +131,15 @@ def test_half_a_run_json_changes_nothing(tmp_path: Path, content: str) -> None:
     assert run.info.read_text() == content
     with pytest.raises(ValueError, match="is not empty"):
         start(tmp_path)
+
+
+def test_half_a_config_changes_nothing(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.config.write_text(CONFIG[:-4] + "\n}{")
+    before = run.info.read_bytes()
+    with pytest.raises(ValueError, match="(?s)config.yaml cannot be read: .*Nothing was changed"):
+        runs.resume(tmp_path, CONFIG, step=0, command=[])
+    assert run.info.read_bytes() == before
 
 
 def test_without_run_json_a_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

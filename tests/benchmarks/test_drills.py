@@ -1,0 +1,19 @@
+"""A short form of every drill on runs: nothing is lost, nothing is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import drills
+from benchmarks.drills import DRILLS, run_drill
+
+FEW = {"killed at random": 3, "bits of a manifest flipped": 100, "stopped": 1, "two starters": 1, "NaN": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+@pytest.mark.parametrize("name", DRILLS)
+def test_a_short_drill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(drills.ROOT)
+    for row in run_drill(name, FEW.get(name)):
+        assert row.survived == row.tries > 0, row
