@@ -25,7 +25,9 @@ EVALUATION = set(SECTIONS["Evaluation"]) | {"timing/eval_s"}  # only where evalu
 USED = set(SECTIONS["Rewards as used"])  # only of rewards that are not simply added
 GATED = {"schedule": [[0, 1.0]], "gate": {"reward": "brightness", "at_least": 0.0}}
 COMMON = ("Rewards", "Rewards as used", "Evaluation", "Groups and advantages", "Update", "Time, memory and cost")
-SHARED = {entry for title in COMMON for entry in SECTIONS[title]}
+SHARED = {entry for title in COMMON for entry in SECTIONS[title]} - {
+    "rounding/applied"
+}  # what a pipeline trains is float32
 GROUPS = set(SECTIONS["Groups and advantages"])
 PROMPT_RL = {
     "algorithm": "prompt_rl",
