@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -255,3 +256,12 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
     file.write_text("def half():\n    return object()\n")
     with pytest.raises(Misuse, match="without 'layout'"):
         opened(name=f"{file}:half")
+
+
+def test_running_the_code_of_a_file_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import gymnasium\n\n\ndef make():\n    return gymnasium.make('CartPole-v1', render_mode='rgb_array')\n"
+    )
+    with caplog.at_level("INFO"), contextlib.suppress(Exception):  # whether CartPole suits is not asked here
+        open_environment(Environment(name=f"{tmp_path / 'mine.py'}:make"))
+    assert f"running the code of {tmp_path / 'mine.py'}" in caplog.text
