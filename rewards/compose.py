@@ -157,6 +157,7 @@ def normalize_in_groups(values: Tensor, group: Tensor) -> Tensor:
         members = values[rows]
         spread = len(members) > 1 and bool(members.max() - members.min() > 1e-6 * members.abs().max())
         centred = members - members.mean()
+        spread = spread and bool(members.std(correction=0) > 0)  # 0 where the squares of tiny scores underflow
         normalised[rows] = centred / members.std(correction=0) if spread else torch.zeros_like(members)
     return normalised
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -82,6 +82,7 @@ def test_a_gate_is_applied_before_normalisation() -> None:
     assert found.total.tolist() == [1.0, -1.0]
 
 
+@example(values(NAN, NAN, 0.0, 5e-324, NAN, 0.0))
 @given(scores_of_two_groups)
 def test_group_normalisation_has_mean_0_and_spread_1_or_is_0(scores: Tensor) -> None:
     found = compose.normalize_in_groups(scores, GROUP)
