@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from rewards.contract import Scored, check_choice
@@ -22,7 +23,7 @@ def final_score(answer: str) -> float:
 
 def axis_scores(answer: str) -> list[float]:
     """The scores after "Alignment Score (1-5):", "Coherence ...:" and "Style ...:", NaN for a missing one."""
-    plain = answer.replace(" (1-5)", "").replace(" Score:", ":")
+    plain = re.sub(r"(\s+Score)?(\s*\(1-5\))?[\s*]*:", ":", answer)
     return [parse_score(plain, axis, 1, 5) for axis in AXES]
 
 

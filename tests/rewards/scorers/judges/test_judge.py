@@ -99,6 +99,14 @@ def test_the_last_score_counts_and_a_prompt_cannot_bring_its_own() -> None:
     assert math.isnan(edit_score([1, math.nan], [3, 4]))
 
 
+@pytest.mark.parametrize("gap", [" ", "\n", "\r\n", "\t", "\n\n", "\u00a0", " **\n"])
+def test_a_score_may_stand_behind_a_line_break(gap: str) -> None:
+    assert parse_score(f"Score:{gap}8", "Score", 0, 10) == parse_score(f"Score{gap}: 8", "Score", 0, 10) == 8
+    assert final_score(f"Good.\nFinal Score:{gap}4") == final_score(f"Final{gap.replace('*', '')}Score: 4") == 4
+    written = "".join(f"{axis}{gap.replace('*', '')}Score (1-5):{gap}{3 + k}\n" for k, axis in enumerate(AXES))
+    assert axis_scores(written) == [3, 4, 5]
+
+
 def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Is {prompt}?")
     (tmp_path / "b.py").write_text("raise SystemExit\nASKED = '''Was {prompt}?\n'''\nOTHER = 3\n")
