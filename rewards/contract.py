@@ -226,7 +226,8 @@ def score(
 ) -> Scores:
     """Score N samples, without gradients and outside autocast.
 
-    `images` is float [N, 3, H, W] (video [N, F, 3, H, W]) in [0, 1]; `name` is used in messages.
+    `images` is float [N, 3, H, W] (video [N, F, 3, H, W]) in [0, 1]; `name` is used in messages. A picture that is not
+    finite has no score, whatever the reward makes of it.
 
     A reward that *raises* does not end the run: its N samples have no score (NaN) and the failure is recorded with its
     traceback; `check_failures` says when there are too many. A reward that breaks the contract does end it: ValueError
@@ -242,11 +243,16 @@ def score(
     if isinstance(result, Failure):
         return Scores.of_failure(result)
     pairs = arguments.get("pairs")
-    if pairs is None:
-        return read(result, len(prompts), name)
-    of_pairs = read(result, len(pairs), name, each="pair")
-    parts = {part: mean_over_pairs(row, pairs, len(prompts)) for part, row in of_pairs.parts.items()}
-    return Scores(mean_over_pairs(of_pairs.values, pairs, len(prompts)), parts)
+    count, each = (len(prompts), "sample") if pairs is None else (len(pairs), "pair")
+    scores = read(result, count, name, each=each)
+    low, high = images.flatten(1).aminmax(dim=1)  # NaN if one is; `isfinite` would take another copy
+    finite = (low.isfinite() & high.isfinite()).tolist()
+
+    def of_samples(row: list[float]) -> list[float]:
+        row = row if pairs is None else mean_over_pairs(row, pairs, len(prompts))
+        return [value if good else math.nan for value, good in zip(row, finite, strict=True)]
+
+    return Scores(of_samples(scores.values), {part: of_samples(row) for part, row in scores.parts.items()})
 
 
 def score_with_gradients(
@@ -271,9 +277,8 @@ def score_with_gradients(
             f"reward {name!r} has no gradients: it must be pointwise, take `images`, and have the attribute "
             "`differentiable = True`"
         )
-    arguments = _arguments(reward, images, prompts, columns or {}, None, name)
     with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
-        result = reward(**arguments)
+        result = reward(**_arguments(reward, images, prompts, columns or {}, None, name))
     result = result[0] if isinstance(result, tuple) else result
     if not isinstance(result, torch.Tensor) or result.shape != (len(prompts),) or not result.requires_grad:
         raise ValueError(
@@ -339,8 +344,8 @@ def _arguments(
     if len(set(lengths.values())) > 1:
         raise ValueError(f"reward {name!r} is called with unequal numbers of rows: {lengths}")
     made: dict[str, Callable[[], Any]] = {
-        # One memory layout whoever calls: the last bits of a sum depend on it.
-        "images": lambda: images.to(torch.float32).contiguous(),
+        # A copy, since a reward may edit what it gets. One memory layout: the last bits of a sum depend on it.
+        "images": lambda: images.to(torch.float32, memory_format=torch.contiguous_format, copy=True),
         "pil_images": lambda: to_pil(images),
         "prompts": lambda: list(prompts),
         "group": lambda: list(group or ()),

@@ -28,7 +28,7 @@ def to_uint8(images: torch.Tensor) -> np.ndarray:
     """float [..., 3, H, W] in [0, 1] as uint8 [..., H, W, 3]: 255 x, rounded half to even, then clamped."""
     import torch
 
-    levels = (images.detach().to(torch.float32) * 255).round().clamp(0, 255)
+    levels = (images.detach().to(torch.float32) * 255).round_().clamp_(0, 255)
     return levels.to(torch.uint8).movedim(-3, -1).cpu().numpy()
 
 

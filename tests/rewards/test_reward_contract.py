@@ -388,3 +388,32 @@ def test_move_and_close_are_optional() -> None:
         rewards.move(reward, "meta")
         rewards.close(reward)
     assert model.calls == ["meta", "closed"]
+
+
+def test_what_a_reward_edits_in_place_is_its_own() -> None:
+    def by_torch(images: torch.Tensor) -> list[float]:
+        return images.mul_(2).sub_(1).flatten(1).mean(1).tolist()
+
+    def by_numpy(images: torch.Tensor) -> list[float]:
+        images.numpy()[:] = 0
+        return [0.0] * len(images)
+
+    def of_pictures(pil_images: list[Any]) -> list[float]:
+        for picture in pil_images:
+            picture.paste((9, 9, 9), (0, 0, 2, 2))
+        return [0.0] * len(pil_images)
+
+    images = torch.rand(3, 3, 4, 4)
+    before = images.clone()
+    for reward in (by_torch, by_numpy, of_pictures):
+        assert not rewards.score(reward, images=images, prompts=["a", "b", "c"]).failures
+        assert torch.equal(images, before)
+
+
+def test_a_picture_that_is_not_finite_has_no_score_alone_or_in_pairs() -> None:
+    images = torch.rand(3, 3, 4, 4)
+    images[1, 0, 0, 0] = math.nan
+    alone = rewards.score(lambda images: [0.0, 0.0, 1.0], images=images, prompts=["a", "b", "c"])
+    pairs = rewards.score(lambda pairs: [1.0] * len(pairs), images=images, prompts=["a"] * 3, group=[0, 0, 0])
+    assert [math.isnan(value) for value in alone.values] == [False, True, False]
+    assert [math.isnan(value) for value in pairs.values] == [False, True, False]
