@@ -10,13 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import uvicorn
-
 import rewards
-from rewards.service import serve, wire
+from rewards.service import connections, serve, wire
 from rewards.service.http_app import app
 from rewards.service.wire import Limits
 
@@ -30,8 +28,7 @@ def live(
     """A real server in a thread of this process; yields its URL."""
     bound = serve.listen("127.0.0.1", port)
     bound.listen()
-    settings = uvicorn.Config(app(reward, name, token=token, limits=limits), log_level="critical", lifespan="off")
-    server = uvicorn.Server(settings)
+    server = connections.server(app(reward, name, token=token, limits=limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:
@@ -42,10 +39,11 @@ def live(
         bound.close()
 
 
-def spawn(reward: str, port: int) -> subprocess.Popen[bytes]:
+def spawn(reward: str, port: int, token: str = "") -> subprocess.Popen[bytes]:
     """`genrl serve` in a process of its own; ready when this returns."""
+    environment = os.environ | {serve.TOKEN_VARIABLE: token}
     process = subprocess.Popen(
-        [sys.executable, "-m", "genrl", "serve", reward, "--port", str(port)], cwd=ROOT, env=dict(os.environ)
+        [sys.executable, "-m", "genrl", "serve", reward, "--port", str(port)], cwd=ROOT, env=environment
     )
     end = time.monotonic() + 60
     while time.monotonic() < end:
@@ -77,8 +75,9 @@ def http(body: bytes, status: str = "200 OK", length: int | None = None) -> byte
 
 
 @contextmanager
-def scripted(reply: Callable[[socket.socket, int], None]) -> Iterator[str]:
-    """A server that answers /info as it should and every call of /score by `reply(connection, number)`."""
+def scripted(reply: Callable[[socket.socket, int], object] | None, info: bytes = b"") -> Iterator[str]:
+    """A server that answers /info as it should, or by `info`, and every call of /score by `reply(connection, number)`;
+    without one, it refuses connections from then on."""
     bound = socket.create_server(("127.0.0.1", 0))
     calls = iter(range(10**9))
     ended = threading.Event()
@@ -97,9 +96,17 @@ def scripted(reply: Callable[[socket.socket, int], None]) -> Iterator[str]:
             while missing > 0:
                 missing -= len(connection.recv(65536))
             if head.startswith(b"GET /info"):
-                connection.sendall(http(json.dumps(INFO).encode()))
-            else:
+                if reply is None:
+                    stop()
+                connection.sendall(http(info or json.dumps(INFO).encode()))
+            elif reply is not None:
                 reply(connection, next(calls))
+
+    def stop() -> None:
+        ended.set()
+        with suppress(OSError):  # it has stopped already
+            bound.shutdown(socket.SHUT_RDWR)
+        bound.close()
 
     def accept() -> None:
         while not ended.is_set():
@@ -114,9 +121,7 @@ def scripted(reply: Callable[[socket.socket, int], None]) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
-        ended.set()
-        bound.shutdown(socket.SHUT_RDWR)
-        bound.close()
+        stop()
         thread.join(5)
 
 

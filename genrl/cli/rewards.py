@@ -139,7 +139,7 @@ def serve(
     dtype: Precision = None,
     max_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 2**28,
     max_images: Annotated[int, typer.Option(min=1, help="Most pictures in a request.")] = 1024,
-    max_pixels: Annotated[int, typer.Option(min=1, help="Most pixels in a request, over all its pictures.")] = 2**26,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Most pixels in a request, over all its pictures.")] = 2**25,
 ) -> None:
     """Serve a reward over HTTP, for runs here or on other machines: `remote: http://HOST:PORT` in their configuration.
 

@@ -2,23 +2,29 @@
 
     GET  /health  {"status": "ok"}
     GET  /info    name, what it takes, protocol, limits
-    POST /score   a request of `rewards.service.wire` -> scores, or {"error": text} and a status that is not 200
+    POST /score   a request of `rewards.service.wire` -> scores, or {"error": text} and a status that is not 200;
+                  with "final": true where asking again would not help
 
-Bodies are bounded before they are read, pictures before they are decoded. A reply never holds a traceback: those go to
-this process's log.
+The token is checked before a body is read, bodies are bounded before they are parsed, pictures before they are decoded.
+Of the bodies of requests that wait, all but a start is on disk. A reply never holds a traceback: those go to this
+process's log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from contextlib import suppress
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, TypeAlias
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from rewards.contract import Reward, check_columns, needs, score
 from rewards.service import wire
@@ -27,7 +33,9 @@ from rewards.service.wire import BadRequest, Limits
 logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 120.0  # for a body to arrive
-AT_ONCE = 4  # bodies in memory; further ones wait in their sockets
+LINGER_S = 1.0  # for a client that is refused to send what it has begun to: otherwise it may not see the reply
+PLACES = 64  # requests that send their bodies, or wait to be scored
+IN_MEMORY = 2**20  # bytes of each of their bodies; more than that lies in a temporary file
 REMEMBERED = 64  # replies kept for clients that ask again because the first reply was late
 
 Answer: TypeAlias = tuple[int, dict[str, Any]]
@@ -37,9 +45,10 @@ Answer: TypeAlias = tuple[int, dict[str, Any]]
 class Refused(Exception):
     """A request that is answered by a status and an error before anything is scored."""
 
-    def __init__(self, status: int, error: str):
+    def __init__(self, status: int, error: str, *, final: bool = False):
         super().__init__(error)
         self.status = status
+        self.content = {"error": error} | ({"final": True} if final else {})
 
 
 class Scorer:
@@ -51,16 +60,17 @@ class Scorer:
     def __init__(self, reward: Reward, name: str, limits: Limits, threads: int | None):
         self.reward, self.name, self.limits = reward, name, limits
         self._thread = ThreadPoolExecutor(1, initializer=_set_threads, initargs=(threads,))
-        self._remembered: OrderedDict[str, Answer] = OrderedDict()
+        self._remembered: OrderedDict[tuple[str, ...], Answer] = OrderedDict()
 
-    async def score(self, body: bytes, content_type: str, key: str) -> Answer:
+    async def score(self, body: IO[bytes], content_type: str, key: tuple[str, ...]) -> Answer:
         """The answer to a request. A request with the `key` of an earlier one gets the earlier answer."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._once, body, content_type, key)
 
-    def _once(self, body: bytes, content_type: str, key: str) -> Answer:
+    def _once(self, body: IO[bytes], content_type: str, key: tuple[str, ...]) -> Answer:
         if key in self._remembered:
             return self._remembered[key]
-        answer = self._answer(body, content_type)
+        body.seek(0)
+        answer = self._answer(body.read(), content_type)
         if key:
             self._remembered[key] = answer
             while len(self._remembered) > REMEMBERED:
@@ -77,20 +87,20 @@ class Scorer:
             if needs(reward).kind != "pointwise" and asked.group is None:
                 raise BadRequest(f"reward {name!r} compares the samples of a group: send `group`")
         except ValueError as error:  # a BadRequest, or a missing column
-            return 422, {"error": str(error)}
+            return 422, {"error": str(error), "final": True}
         try:
             scores = score(
                 reward, images=asked.images, prompts=asked.prompts, columns=asked.columns, group=asked.group, name=name
             )
         except ValueError as error:  # the reward returned something that is not scores
-            return 500, {"error": str(error)}
+            return 500, {"error": str(error), "final": True}
         except torch.OutOfMemoryError:
             logger.exception("reward %s", name)
-            return 500, {"error": f"reward {name!r} raised OutOfMemoryError; its traceback is in the log of the server"}
+            return 500, _raised(name, "OutOfMemoryError")
         if scores.failures:
             logger.error("reward %s raised:\n%s", name, scores.failures[0].traceback)
             kind = scores.failures[0].error.partition(":")[0]
-            return 500, {"error": f"reward {name!r} raised {kind}; its traceback is in the log of the server"}
+            return 500, _raised(name, kind)
         return 200, wire.encode_reply(scores)
 
 
@@ -103,13 +113,14 @@ def app(
     threads: torch's number of threads on the CPU; None: torch's default.
     """
     limits = limits or Limits()
-    scorer, places = Scorer(reward, name, limits, threads), asyncio.Semaphore(AT_ONCE)
+    scorer, places = Scorer(reward, name, limits, threads), asyncio.Semaphore(PLACES)
     server = FastAPI(title="genrl reward", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def check_token(request: Request) -> None:
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise Refused(401, "the token is missing or wrong")
+        request.state.admitted = True  # see `rewards.service.connections`
 
     @server.get("/health")
     def health() -> Any:
@@ -121,14 +132,22 @@ def app(
 
     @server.post("/score", dependencies=[Depends(check_token)])
     async def post(request: Request) -> Any:
+        if places.locked():
+            raise Refused(503, f"{PLACES} requests are waiting")
+        content_type, key = request.headers.get("content-type", ""), request.headers.get("x-request-id", "")[:64]
+        limit = limits.bytes if wire.kind_of(content_type) == wire.SAFETENSORS else min(limits.bytes, wire.MAX_JSON)
         async with places:
-            body = await _body(request, limits.bytes)
-            content_type, key = request.headers.get("content-type", ""), request.headers.get("x-request-id", "")[:64]
-            return _reply(*await scorer.score(body, content_type, key))
+            with SpooledTemporaryFile(IN_MEMORY) as body:
+                digest = await _receive(request, body, limit)
+                return _reply(*await scorer.score(body, content_type, (key, content_type, digest) if key else ()))
 
     @server.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Any:
-        return _reply(error.status, {"error": str(error)})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await request.receive()).get("more_body"):
+                    pass
+        return _reply(error.status, error.content)
 
     @server.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Any:
@@ -140,7 +159,7 @@ def app(
 
 def _reply(status: int, content: dict[str, Any]) -> JSONResponse:
     if "error" in content:  # it may quote the request: no lone surrogates, no megabytes
-        content = {"error": content["error"].encode("utf-8", "replace").decode()[:1000]}
+        content = content | {"error": content["error"].encode("utf-8", "replace").decode()[:1000]}
     return JSONResponse(content, status)
 
 
@@ -151,18 +170,28 @@ def _set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """The body, read no further than the limit. Raises Refused if there is more, or if it takes too long."""
+def _raised(name: str, kind: str) -> dict[str, Any]:
+    return {"error": f"reward {name!r} raised {kind}; its traceback is in the log of the server", "final": True}
+
+
+async def _receive(request: Request, body: IO[bytes], limit: int) -> str:
+    """Write the body into a file, no more than the limit, and return its digest. Raises Refused if there is more, or if
+    it takes too long."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) < 20 and int(length) > limit:
-        raise Refused(413, f"a body of {int(length)} bytes; at most {limit} are accepted")
-    body = bytearray()
+        raise Refused(413, f"a body of {int(length)} bytes; at most {limit} are accepted", final=True)
+    digest, size = hashlib.blake2b(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for piece in request.stream():
-                body += piece
-                if len(body) > limit:
-                    raise Refused(413, f"a body of more than {limit} bytes, which is the most that is accepted")
+                size += len(piece)
+                if size > limit:
+                    error = f"a body of more than {limit} bytes, which is the most that is accepted"
+                    raise Refused(413, error, final=True)
+                digest.update(piece)
+                body.write(piece)
     except TimeoutError as error:
         raise Refused(408, f"the body did not arrive within {BODY_SECONDS:g} s") from error
-    return bytes(body)
+    except ClientDisconnect as error:
+        raise Refused(400, "the body was cut off") from error
+    return digest.hexdigest()

@@ -58,20 +58,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 def run(application: FastAPI, bound: socket.socket) -> None:
     """Serve until the process is asked to end."""
-    import uvicorn
+    from rewards.service.connections import server
 
-    settings = uvicorn.Config(
-        application,
-        log_level="warning",
-        lifespan="off",
-        ws="none",
-        proxy_headers=False,
-        server_header=False,
-        limit_concurrency=64,
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=5,
-    )
-    uvicorn.Server(settings).run(sockets=[bound])
+    server(application).run(sockets=[bound])
 
 
 def require_extra() -> None:
@@ -90,6 +79,7 @@ def child(settings: IO[str], report: IO[str]) -> None:
     try:
         require_extra()
         from rewards.service.http_app import app
+        from rewards.service.wire import Limits
 
         reward = load(asked["name"], asked["args"], device=asked["device"], dtype=asked["dtype"])
         bound = listen("127.0.0.1", 0)
@@ -105,7 +95,9 @@ def child(settings: IO[str], report: IO[str]) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     bound.listen()
     print(json.dumps({"port": bound.getsockname()[1]}), file=report, flush=True)
-    run(app(reward, asked["name"], token=os.environ[TOKEN_VARIABLE], threads=asked["threads"]), bound)
+    limits = Limits(2**32, 2**16, 2**28)  # the parent could use as much memory itself
+    application = app(reward, asked["name"], token=os.environ[TOKEN_VARIABLE], limits=limits, threads=asked["threads"])
+    run(application, bound)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ A request is `{"prompts": [N texts], "columns": {name: N values}, "group": [N in
                  them, also `reference_images` and `source_images`, in the same way
 
 A reply is `{"scores": [N numbers or null], "parts": {name: [N numbers or null]}}`; null = no score. An error is
-`{"error": text}` with a status that is not 200. Numbers arrive bit for bit in both directions.
+`{"error": text}` with a status that is not 200, and `"final": true` where asking again would not help. Numbers arrive
+bit for bit in both directions.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 PROTOCOL = 1
 SAFETENSORS, JSON = "application/x-safetensors", "application/json"
 FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_JSON = 2**26  # bytes of JSON, alone or in the header of safetensors
+MAX_VALUES = 2**21  # in it; each may take a hundred bytes of memory
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Limits:
     """Of the body."""
     images: int = 1024
     """Pictures, including the frames of videos and references."""
-    pixels: int = 2**26
-    """Of all pictures together."""
+    pixels: int = 2**25
+    """Of all pictures together: 32 of 1024 x 1024. As float32 each takes 12 bytes."""
 
 
 class BadRequest(ValueError):
@@ -87,12 +90,17 @@ def encode(
 
 def decode(body: bytes, content_type: str, limits: Limits) -> Request:
     """Read a request of either kind. Raises BadRequest, with a message that may be sent back, for anything else."""
-    kind = content_type.partition(";")[0].strip().lower()
+    kind = kind_of(content_type)
     if kind == SAFETENSORS:
         return _from_safetensors(body, limits)
     if kind == JSON:
         return _from_json(body, limits)
     raise BadRequest(f"the content type must be {SAFETENSORS} or {JSON}")
+
+
+def kind_of(content_type: str) -> str:
+    """A content type without its parameters."""
+    return content_type.partition(";")[0].strip().lower()
 
 
 def encode_reply(scores: Scores) -> dict[str, Any]:
@@ -115,7 +123,10 @@ def _numbers(what: str, row: Any, count: int) -> list[float]:
         raise ValueError(f"it has {len(row) if isinstance(row, list) else 'no'} {what} for {count} samples")
     if not all(value is None or type(value) in (int, float) for value in row):
         raise ValueError(f"its {what} are not all numbers")
-    return [math.nan if value is None else value for value in row]
+    try:
+        return [math.nan if value is None else float(value) for value in row]
+    except OverflowError as error:
+        raise ValueError(f"its {what} are too large") from error
 
 
 def _nullable(values: Sequence[float]) -> list[float | None]:
@@ -204,17 +215,25 @@ def _from_json(body: bytes, limits: Limits) -> Request:
         pictures[kind] = opened[len(opened) - len(files) :]
     if not pictures.get("images"):
         raise BadRequest("images must be a list of files in base64")
-    pictures = {kind: [_decoded(picture, k) for k, picture in enumerate(row)] for kind, row in pictures.items()}
-    images = pictures.pop("images")
-    if len({image.size for image in images}) > 1:
+    sizes = {picture.size for picture in pictures["images"]}
+    if len(sizes) > 1:
         raise BadRequest("the images must be of one size")
-    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
-    return _request(_floats(pixels), fields, pictures)
+    ((width, height),) = sizes
+    pixels = np.empty((len(pictures["images"]), height, width, 3), np.uint8)
+    for k, picture in enumerate(pictures.pop("images")):
+        pixels[k] = np.asarray(_decoded(picture, k))
+        picture.close()
+    images = _floats(torch.from_numpy(pixels))
+    pictures = {kind: [_decoded(picture, k) for k, picture in enumerate(row)] for kind, row in pictures.items()}
+    return _request(images, fields, pictures)
 
 
 def _floats(pixels: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., H, W, 3] as float32 [..., 3, H, W] in [0, 1]."""
-    return pixels.movedim(-1, -3).float() / 255
+    """uint8 [..., H, W, 3] as float32 [..., 3, H, W] in [0, 1], with no second copy."""
+    import torch
+
+    images = pixels.movedim(-1, -3)
+    return torch.empty(images.shape).copy_(images).div_(255)
 
 
 def _open(file: str, where: str) -> Image:
@@ -258,6 +277,9 @@ def _request(images: torch.Tensor, fields: Any, pictures: Mapping[str, list[Any]
 
 
 def _json(text: bytes) -> Any:
+    values = sum(map(text.count, (b",", b"[", b"{")))  # those in texts, too, which a parser alone could tell
+    if len(text) > MAX_JSON or values > MAX_VALUES:
+        raise BadRequest(f"JSON of {len(text)} bytes, {values} values; at most {MAX_JSON} and {MAX_VALUES}")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError, too

@@ -100,7 +100,7 @@ def test_no_score_travels_as_null() -> None:
 def test_a_reward_that_fails_is_reported_without_traceback_or_text(mood: str, caplog: Any) -> None:
     with served(plain_rewards.Moody()) as client:
         reply = post(client, tensors(fields={"prompts": [mood, "", "", ""]}))
-        assert reply.status_code == 500 and list(reply.json()) == ["error"]
+        assert reply.status_code == 500 and list(reply.json()) == ["error", "final"]
         assert "Traceback" not in reply.text and "secret" not in reply.text and 'File "' not in reply.text
         assert mood not in ("raise", "exit") or "Traceback" in caplog.text
         assert post(client, tensors()).status_code == 200
@@ -113,6 +113,22 @@ def test_the_same_request_id_is_scored_once(tmp_path: Any) -> None:
         post(client, tensors(), **{"X-Request-Id": "two"})
         post(client, tensors())
     assert replies[0] == replies[1] == replies[2] and len(log.read_text().splitlines()) == 3
+
+
+def test_the_same_request_id_with_another_body_is_another_request() -> None:
+    half = {key: row[:2] for key, row in {"prompts": PROMPTS, "group": [0, 0, 1, 1]}.items()}
+    with served(plain_rewards.mean) as client:
+        first = post(client, tensors(), **{"X-Request-Id": "one"}).json()["scores"]
+        second = post(client, tensors(images=IMAGES[:2], fields=half), **{"X-Request-Id": "one"}).json()["scores"]
+    assert len(first) == 4 and second == first[:2]
+
+
+def test_a_picture_that_is_not_finite_has_no_score() -> None:
+    images = IMAGES.clone()
+    images[1, 0, 0, 0], images[3, 2, 1, 1] = math.nan, math.inf
+    with served(lambda images: ([0.5] * 4, {"part": [1.0] * 4})) as client:
+        reply = post(client, tensors(images=images)).json()
+    assert reply == {"scores": [0.5, None, 0.5, None], "parts": {"part": [1.0, None, 1.0, None]}}
 
 
 def test_a_token_is_asked_for_everywhere_but_at_health() -> None:
