@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import functools
 import logging
 import random
-import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
-from urllib.parse import SplitResult, urlsplit
+
+import httpx
+import tenacity
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Reply = tuple[int, bytes]
+"""Status and body."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 4.0
 POLL_S = 0.2
@@ -27,13 +32,13 @@ class Unavailable(Exception):
     """An attempt that got no usable reply; another one may."""
 
 
-def split_url(url: str) -> SplitResult:
-    """The parts of a URL. Raises ValueError if it is not one, or has a query, a fragment or a user name."""
-    with suppress(ValueError):  # of a port or an address that is not one
-        parts = urlsplit(url)
-        extra = parts.query or parts.fragment or parts.username
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not extra:
-            return parts
+def check_url(url: str) -> None:
+    """Raise ValueError if it is no URL of a server, or has a query, a fragment or a user name."""
+    with suppress(httpx.InvalidURL):
+        parts = httpx.URL(url)
+        extra = parts.query or parts.fragment or parts.userinfo
+        if parts.scheme in ("http", "https") and parts.host and parts.port != 0 and not extra:
+            return
     raise ValueError(f"{url!r} is not the URL of a reward server: write http://HOST:PORT or https://HOST")
 
 
@@ -46,68 +51,68 @@ def exchange(
     limit: float,
     most: int,
     stopped: Callable[[], bool] = lambda: False,
-) -> tuple[int, bytes]:
-    """Send one request; the status and body of its reply.
+) -> Reply:
+    """Send one request; the status and body of its reply. Redirects are not followed, and proxies not asked.
 
     limit: seconds from connecting to the last byte. most: bytes that a reply may have. stopped: asked several times a
     second; once it is true, the exchange ends.
-    Raises Unavailable without a connection, after `limit` or `stopped`, and for a reply that is cut off or too long.
+    Raises Unavailable without a connection, after `limit` or `stopped`, for a redirect, and for a reply that is cut off
+    or too long.
     """
-    address = split_url(url)
-    host = address.hostname or ""
-    connection = (
-        http.client.HTTPSConnection(host, address.port, timeout=limit, context=ssl.create_default_context())
-        if address.scheme == "https"
-        else http.client.HTTPConnection(host, address.port, timeout=limit)
-    )
-    end = time.monotonic() + limit
-    done = threading.Event()
-    opened: list[socket.socket] = []  # the connection forgets its socket once the header of a reply has come
-    # A socket's own timeout starts again with every byte, so a second thread watches the whole exchange.
-    threading.Thread(target=_watch, args=(connection, opened, done, end, stopped), daemon=True).start()
+    reply: Future[Reply] = Future()
+
+    async def run() -> None:
+        try:
+            reply.set_result(await _within(limit, stopped, lambda: _send(method, url, body, headers, most)))
+        except Exception as error:  # noqa: BLE001  raised in the caller's thread
+            reply.set_exception(error)
+
+    # A thread, since the caller's may run a loop already, and since looking up a name may hang in spite of all limits.
+    threading.Thread(target=lambda: asyncio.run(run()), daemon=True).start()
+    return reply.result()
+
+
+async def _within(
+    limit: float, stopped: Callable[[], bool], send: Callable[[], asyncio._CoroutineLike[Reply]]
+) -> Reply:
+    """httpx limits single reads, which a reply that drips in never exceeds: the clock is watched from outside."""
+
+    async def until_stopped() -> None:
+        while not stopped():
+            await asyncio.sleep(POLL_S)
+
+    sending, stopping = asyncio.create_task(send()), asyncio.create_task(until_stopped())
+    await asyncio.wait((sending, stopping), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    if sending.done():
+        return sending.result()
+    raise Unavailable("the run is to end" if stopping.done() else f"no reply within {limit:.3g} s")
+
+
+async def _send(method: str, url: str, body: bytes, headers: Mapping[str, str], most: int) -> Reply:
+    headers = {**headers, "Accept-Encoding": "identity", "Connection": "close"}
+    reply = bytearray()
     try:
-        connection.connect()
-        opened.append(connection.sock)
-        if time.monotonic() >= end:  # several addresses, each tried for that long
-            raise TimeoutError
-        connection.request(method, address.path.rstrip("/"), body or None, {**headers, "Connection": "close"})
-        response = connection.getresponse()
-        return response.status, _read(response, most)
-    except (OSError, http.client.HTTPException) as error:
-        if time.monotonic() >= end:
-            raise Unavailable(f"no reply within {limit:.3g} s") from error
+        async with (
+            httpx.AsyncClient(
+                trust_env=False, timeout=None, verify=_tls() if url.startswith("https") else False
+            ) as client,
+            client.stream(method, url, content=body or None, headers=headers) as response,
+        ):
+            if response.is_redirect:
+                to = response.headers.get("location", "nowhere")[:200]
+                raise Unavailable(f"status {response.status_code}: it redirects to {to!r}, which is not followed")
+            async for piece in response.aiter_raw():
+                reply += piece
+                if len(reply) > most:
+                    raise Unavailable(f"a reply of more than {most} bytes")
+            return response.status_code, bytes(reply)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise Unavailable(str(error) or type(error).__name__) from error
-    finally:
-        done.set()
-        connection.close()
 
 
-def _watch(
-    connection: http.client.HTTPConnection,
-    opened: list[socket.socket],
-    done: threading.Event,
-    end: float,
-    stopped: Callable[[], bool],
-) -> None:
-    """Shut the connection down at `end`, or once the run is to stop; whoever waits for it then gets an error."""
-    while not done.wait(min(POLL_S, max(0.01, end - time.monotonic()))):
-        late = time.monotonic() >= end
-        bound = opened[0] if opened else connection.sock
-        if bound is not None and (late or stopped()):
-            with suppress(OSError):  # it was closed in this moment
-                bound.shutdown(socket.SHUT_RDWR)
-            return
-        if late:  # still connecting, which the socket's own timeout ends
-            return
-
-
-def _read(response: http.client.HTTPResponse, most: int) -> bytes:
-    reply = response.read(most + 1)
-    if len(reply) > most:
-        raise http.client.HTTPException(f"a reply of more than {most} bytes")
-    if response.length:
-        raise http.client.HTTPException("the reply was cut off")
-    return reply
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 def retry(
@@ -122,16 +127,25 @@ def retry(
     `attempt` is given its time limit in seconds, at most `timeout_s`, and raises Unavailable to be repeated, after a
     random pause that grows to four seconds. Raises the last Unavailable.
     """
-    end = time.monotonic() + patience_s
-    pause = FIRST_PAUSE_S
-    while True:
-        try:
-            return attempt(min(timeout_s, max(end - time.monotonic(), 0.01)) if patience_s else timeout_s)
-        except Unavailable as error:
-            wake = time.monotonic() + _jitter.uniform(0.5, 1) * pause
-            if wake >= end or stopped():
-                raise
-            logger.info("%s; trying again", error)
-            while (left := wake - time.monotonic()) > 0 and not stopped():
-                time.sleep(min(left, POLL_S))
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+    end, late = time.monotonic() + patience_s, tenacity.stop_before_delay(patience_s)
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        return _jitter.uniform(0.5, 1) * min(FIRST_PAUSE_S * 2.0 ** (state.attempt_number - 1), LONGEST_PAUSE_S)
+
+    def sleep(seconds: float) -> None:
+        wake = time.monotonic() + seconds
+        while (left := wake - time.monotonic()) > 0 and not stopped():
+            time.sleep(min(left, POLL_S))
+
+    def log(state: tenacity.RetryCallState) -> None:
+        logger.info("%s; trying again", state.outcome and state.outcome.exception())
+
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(Unavailable),
+        stop=lambda state: stopped() or late(state),
+        wait=pause,
+        sleep=sleep,
+        before_sleep=log,
+        reraise=True,
+    )
+    return attempts(lambda: attempt(min(timeout_s, max(end - time.monotonic(), 0.01)) if patience_s else timeout_s))

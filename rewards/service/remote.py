@@ -1,13 +1,15 @@
 """Use a reward that `rewards.service.serve` serves, on this machine or another, as if it were local.
 
-Every call has a deadline. Until then an attempt that fails (no connection, too slow, a reply cut off, status 502 to
-504) is repeated after a random pause that grows to four seconds. The policy says what happens at the deadline:
+Every call has a deadline. Until then an attempt that brings no well-formed list of scores (no connection, too slow, a
+reply cut off, any other status, a redirect, texts for numbers) is repeated after a random pause that grows to four
+seconds. The policy says what happens at the deadline:
 
     stop    the run stops (RewardFailed, in all processes together)
     drop    the samples have no score (NaN) and are left out of training; the next call makes one attempt only
     pause   a message is logged, and the call waits `pause_s` longer for the server to come back; then the run stops
 
-If the reward raises on the server, the call raises here, too, and counts as a failed reward; it is not repeated.
+If the reward raises on the server, or the server refuses the request or the token, the call raises here, too, and
+counts as a failed reward; it is not repeated.
 """
 
 from __future__ import annotations
@@ -18,22 +20,22 @@ import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rewards.calls import Row, columns, rows
 from rewards.contract import FROM_SAMPLER, IMAGE_COLUMNS, Scored, Scores, declare
 from rewards.failures import RewardFailed
 from rewards.service import wire
-from rewards.service.http_client import Unavailable, exchange, retry, split_url
+from rewards.service.http_client import Unavailable, check_url, exchange, retry
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Policy = Literal["stop", "drop", "pause"]
 MAX_REPLY = 2**26
-RETRIED = (408, 429, 502, 503, 504)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Outage:
 
 
 class ServerRaised(RuntimeError):
-    """The server accepted the request and replied that it cannot score it."""
+    """The server's answer is that it does not score this: its reward raised, or it refuses the request or the token."""
 
 
 class Remote:
@@ -75,19 +77,14 @@ class Remote:
             raise ValueError("the token of a reward server must be printable ASCII text")
         self._url, self.name, self.token, self.outage = url, name, token, outage or Outage()
         self._is_down, self._stopped = False, stopped
-        split_url(self.url())
+        check_url(self.url())
         try:
-            info = json.loads(self._request("GET", "/info", b"", {}, self.outage.deadline_s))
+            takes, self._limits = self._request("GET", "/info", b"", {}, self.outage.deadline_s, self._read_info)
         except ServerRaised as error:
             raise ValueError(str(error)) from error
         except Unavailable as error:
             start = f"start it there with `genrl serve {name or 'REWARD'}`"
             raise ValueError(f"no {self._who()}: {error}; {start}") from error
-        if info.get("protocol") != wire.PROTOCOL or (name and info["name"] != name):
-            served = f"reward {info.get('name')!r}, protocol {info.get('protocol')}"
-            raise ValueError(f"{self._who()} serves {served}; wanted {name!r}, protocol {wire.PROTOCOL}")
-        takes = info["takes"]
-        self._max_images = int(info["limits"]["images"])
         self._eight_bit = "images" not in takes
         self._grouped = "group" in takes or "pairs" in takes
         # Pictures travel as one tensor, and pairs are formed on the server; what is declared here follows from that.
@@ -99,13 +96,22 @@ class Remote:
         return self._url
 
     def __call__(self, images: torch.Tensor, **rest: Sequence[Any]) -> Scored:
-        frames = images.shape[1] if images.ndim == 5 else 1
-        step = len(images) if self._grouped else max(1, self._max_images // frames)
+        step = len(images) if self._grouped else self._fitting(images, rest)
         scored: list[Row] = []
         for start in range(0, len(images), step):
             chosen = {name: values[start : start + step] for name, values in rest.items()}
             scored += rows(Scores(*self._score(images[start : start + step], chosen)))
         return columns(scored)
+
+    def _fitting(self, images: torch.Tensor, rest: Mapping[str, Sequence[Any]]) -> int:
+        """How many samples fit into a request."""
+        references = [row for name, row in rest.items() if name in IMAGE_COLUMNS]
+        own, others = images[0].numel() // 3, sum(max(int(p.width * p.height) for p in row) for row in references)
+        pictures = (images.shape[1] if images.ndim == 5 else 1) + len(references)
+        size = own * (3 if self._eight_bit else 12) + 3 * others
+        limits = self._limits
+        fitting = (limits.images // pictures, limits.pixels // (own + others), limits.bytes * 9 // 10 // size)
+        return max(1, min(fitting))  # a tenth of the bytes is left for texts
 
     def _score(self, images: torch.Tensor, rest: Mapping[str, Sequence[Any]]) -> Scored:
         pictures = {name: values for name, values in rest.items() if name in IMAGE_COLUMNS}
@@ -117,15 +123,19 @@ class Remote:
 
     def _by_policy(self, body: bytes, headers: Mapping[str, str], count: int) -> Scored:
         outage = self.outage
+
+        def read(reply: bytes) -> Scored:
+            return wire.decode_reply(reply, count)
+
         try:
             patience = 0.0 if self._is_down else outage.deadline_s  # 0: one attempt
             try:
-                return self._reply(body, headers, count, patience)
+                return self._request("POST", "/score", body, headers, patience, read)
             except Unavailable as error:
                 if outage.policy != "pause" or self._stopped():
                     raise
                 logger.warning("%s: %s; waiting up to %g s for it", self._who(), error, outage.pause_s)
-                return self._reply(body, headers, count, outage.pause_s)
+                return self._request("POST", "/score", body, headers, outage.pause_s, read)
         except Unavailable as error:
             if self._stopped():
                 return [math.nan] * count, {}
@@ -135,36 +145,57 @@ class Remote:
             self._is_down = True
             return [math.nan] * count, {}
 
-    def _reply(self, body: bytes, headers: Mapping[str, str], count: int, patience_s: float) -> Scored:
-        try:
-            reply = wire.decode_reply(self._request("POST", "/score", body, headers, patience_s), count)
-        except (ValueError, RecursionError) as error:
-            raise Unavailable(f"its reply cannot be read: {error}") from error
-        self._is_down = False
-        return reply
-
-    def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str], patience_s: float) -> bytes:
-        """The body of a reply with status 200. Raises Unavailable, and ServerRaised for other statuses."""
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        patience_s: float,
+        read: Callable[[bytes], T],
+    ) -> T:
+        """What `read` makes of a reply with status 200. Raises Unavailable, and ServerRaised for a refusal."""
         token = {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
-        def attempt(limit: float) -> bytes:
+        def attempt(limit: float) -> T:
             url = f"{self.url().rstrip('/')}{path}"
             status, reply = exchange(
                 method, url, body, {**headers, **token}, limit=limit, most=MAX_REPLY, stopped=self._stopped
             )
-            if status == 200:
-                return reply
-            why = f"status {status}: {_error_of(reply)}"
-            raise Unavailable(why) if status in RETRIED else ServerRaised(f"{self._who()}: {why}")
+            if status != 200:
+                error, final = _error_of(reply)
+                why = f"status {status}: {error}"
+                if not final and status != 401:
+                    raise Unavailable(why)
+                self._is_down = False
+                raise ServerRaised(f"{self._who()}: {why}")
+            try:
+                result = read(reply)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise Unavailable(f"its reply cannot be read: {error!r:.300}") from error
+            self._is_down = False
+            return result
 
         return retry(attempt, timeout_s=self.outage.timeout_s, patience_s=patience_s, stopped=self._stopped)
+
+    def _read_info(self, reply: bytes) -> tuple[list[str], wire.Limits]:
+        """What the reward takes, and the server's limits."""
+        info = json.loads(reply)
+        protocol, name = info["protocol"], info["name"]
+        if protocol != wire.PROTOCOL or (self.name and name != self.name):
+            served = f"serves reward {name!r}, protocol {protocol}"
+            raise ServerRaised(f"{self._who()} {served}; wanted {self.name!r}, protocol {wire.PROTOCOL}")
+        limits = {key: int(info["limits"][key]) for key in vars(wire.Limits())}
+        return [str(name) for name in info["takes"]], wire.Limits(**limits)
 
     def _who(self) -> str:
         return f"reward server {self._url}"
 
 
-def _error_of(reply: bytes) -> str:
+def _error_of(reply: bytes) -> tuple[str, bool]:
+    """The message of an error, and whether it is the reward server's last word on the request."""
     try:
-        return str(json.loads(reply)["error"])[:500]
-    except (ValueError, KeyError, TypeError):
-        return "no message"
+        content = json.loads(reply)
+        return str(content["error"])[:500], content.get("final") is True
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "no message", False

@@ -11,20 +11,21 @@ import base64
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rewards.contract import nearest
-from rewards.service.http_client import Unavailable, exchange, retry, split_url
+from rewards.service.http_client import Unavailable, check_url, exchange, retry
 
 if TYPE_CHECKING:
     from rewards.scorers.judges.vlm import Answer, Question
 
+T = TypeVar("T")
 TOP = 20  # most alternatives that servers give for a token
 MAX_REPLY = 2**22
-RETRIED = (408, 409, 429, 500, 502, 503, 504)
+BUSY = (408, 409, 425, 429)  # those statuses from 400 to 499 that are not a refusal
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Server:
             raise ValueError(f"{reward}: server {what} It takes: {', '.join(known)}")
         server = cls(**given)
         try:
-            split_url(server.url)
+            check_url(server.url)
         except ValueError as error:
             example = "http://127.0.0.1:8000/v1"
             raise ValueError(f"{reward}: server url {server.url!r} should look like {example}") from error
@@ -79,42 +80,42 @@ class ChatServer:
         from rewards.scorers.judges.vlm import yes_or_no
 
         options = {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
-        return [yes_or_no(_alternatives(choice)) for choice in self._ask_all(questions, options)]
+        return [yes_or_no(row) for row in self._ask_all(questions, options, _alternatives)]
 
     def answers(self, questions: Sequence[Question], max_tokens: int) -> list[str]:
         """Answers at temperature 0."""
-        return [_content(choice) for choice in self._ask_all(questions, {"max_tokens": max_tokens})]
+        return self._ask_all(questions, {"max_tokens": max_tokens}, _content)
 
-    def _ask_all(self, questions: Sequence[Question], options: Mapping[str, Any]) -> list[Any]:
+    def _ask_all(self, questions: Sequence[Question], options: Mapping[str, Any], read: Callable[[Any], T]) -> list[T]:
         with ThreadPoolExecutor(max(1, min(self.server.concurrency, len(questions)))) as threads:
-            return list(threads.map(lambda question: self._ask(question, options), questions))
+            return list(threads.map(lambda question: self._ask(question, options, read), questions))
 
-    def _ask(self, question: Question, options: Mapping[str, Any]) -> Any:
+    def _ask(self, question: Question, options: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         turn = {"role": "user", "content": [_part(part) for part in question]}
         request = {"model": self.model, "messages": [turn], "temperature": 0, "seed": 0, **options}
         body, server = json.dumps(request).encode(), self.server
         try:
             return retry(
-                lambda limit: self._attempt(body, limit), timeout_s=server.timeout_s, patience_s=server.deadline_s
+                lambda limit: self._attempt(body, limit, read), timeout_s=server.timeout_s, patience_s=server.deadline_s
             )
         except Unavailable as error:
             raise ServerFailed(f"the judge at {server.url} does not answer: {error}") from error
 
-    def _attempt(self, body: bytes, limit: float) -> Any:
+    def _attempt(self, body: bytes, limit: float, read: Callable[[Any], T]) -> T:
         headers = {"Content-Type": "application/json"}
         if self.server.key_env:
             headers["Authorization"] = f"Bearer {os.environ[self.server.key_env]}"
         url = f"{self.server.url.rstrip('/')}/chat/completions"
         status, reply = exchange("POST", url, body, headers, limit=limit, most=MAX_REPLY)
-        if status in RETRIED:
-            raise Unavailable(f"status {status}")
-        if status != 200:
+        if 400 <= status < 500 and status not in BUSY:
             text = reply[:300].decode("utf-8", "replace")
             raise ServerFailed(f"the judge at {self.server.url} refuses: status {status}, {text}")
+        if status != 200:
+            raise Unavailable(f"status {status}")
         try:
-            return json.loads(reply)["choices"][0]
+            return read(json.loads(reply)["choices"][0])
         except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-            raise Unavailable(f"its reply cannot be read: {error!r}") from error
+            raise Unavailable(f"its reply cannot be read: {error!r:.300}") from error
 
 
 def _part(part: Any) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def _alternatives(choice: Any) -> list[tuple[str, float]]:
 
 
 def _content(choice: Any) -> str:
-    try:
-        return str(choice["message"]["content"])
-    except (KeyError, TypeError) as error:
-        raise ServerFailed("the judge's server gives an answer without text") from error
+    content = choice["message"]["content"]
+    if not isinstance(content, str | None):
+        raise ValueError("an answer that is no text")
+    return content or ""  # a server gives null where the answer was cut before its first word

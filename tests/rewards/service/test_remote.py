@@ -20,6 +20,7 @@ from rewards.service.remote import Outage, Remote
 from rewards.service.wire import Limits
 from tests import servers
 from tests.rewards import plain_rewards
+from tests.rewards.faults import FAULTS, GOOD
 
 IMAGES = torch.rand(6, 3, 9, 7, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "bb", "ccc", "a", "e", "f"]
@@ -125,61 +126,73 @@ def test_too_slow_for_the_deadline(policy: str) -> None:
     assert [f.fatal for f in scores.failures] == ([] if policy == "drop" else [True])
 
 
-def drip(connection: socket.socket, number: int) -> None:
-    for byte in servers.http(b'{"scores": [1.0, 1.0], "parts": {}}'):
-        connection.sendall(bytes([byte]))
-        time.sleep(0.1)  # never silent for longer than the timeout, never done before the deadline
+@pytest.mark.parametrize("policy", ["stop", "drop", "pause"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_ends_by_the_policy(name: str, policy: str) -> None:
+    fault, calls = FAULTS[name], []
 
+    def reply(connection: socket.socket, number: int) -> None:
+        calls.append(number)
+        assert fault.reply is not None
+        fault.reply(connection, number)
 
-def drip_the_body(connection: socket.socket, number: int) -> None:
-    body = b'{"scores": [1.0, 1.0], "parts": {}}'
-    connection.sendall(servers.http(body)[: -len(body)])
-    for byte in body:
-        connection.sendall(bytes([byte]))
-        time.sleep(0.1)
-
-
-MISBEHAVIOUR = {
-    "half a reply": lambda c, k: c.sendall(servers.http(b'{"scores": [1.0', length=500)),
-    "half a header": lambda c, k: c.sendall(b"HTTP/1.1 200 OK\r\nContent-Le"),
-    "no reply": lambda c, k: None,
-    "never a reply": lambda c, k: time.sleep(5),
-    "byte by byte": drip,
-    "a body byte by byte": drip_the_body,
-    "not http": lambda c, k: c.sendall(b"\x00\x01\x02" * 1000),
-    "not json": lambda c, k: c.sendall(servers.http(b"<html>busy</html>")),
-    "another json": lambda c, k: c.sendall(servers.http(b'{"result": 0}')),
-    "too few": lambda c, k: c.sendall(servers.http(b'{"scores": [0.0], "parts": {}}')),
-    "too many": lambda c, k: c.sendall(servers.http(b'{"scores": [0.0, 0.0, 0.0]}')),
-    "wrong parts": lambda c, k: c.sendall(servers.http(b'{"scores": [0.0, 0.0], "parts": {"a": [1.0]}}')),
-    "texts": lambda c, k: c.sendall(servers.http(b'{"scores": ["0", "0"]}')),
-    "booleans": lambda c, k: c.sendall(servers.http(b'{"scores": [false, true]}')),
-    "nested": lambda c, k: c.sendall(servers.http(b"[" * 100_000)),
-    "status 503": lambda c, k: c.sendall(servers.http(b'{"error": "busy"}', "503 Service Unavailable")),
-}
-
-
-@pytest.mark.parametrize("kind", MISBEHAVIOUR)
-@pytest.mark.parametrize("policy", ["stop", "drop"])
-def test_no_usable_reply_ends_by_the_policy_before_the_deadline(kind: str, policy: str) -> None:
-    with servers.scripted(MISBEHAVIOUR[kind]) as url:
-        remote = Remote(url, "mine", outage=outage(policy, timeout_s=0.3, deadline_s=0.5))
+    with servers.scripted(fault.reply and reply) as url:
+        remote = Remote(url, "mine", outage=outage(policy, timeout_s=0.08, deadline_s=0.3, pause_s=0.3))
         started = time.monotonic()
         scores = score(remote, PROMPTS[:2])
         assert time.monotonic() - started < 1.5
     assert_no_zero(scores)
-    if policy == "stop":
-        with pytest.raises(rewards.RewardFailed, match="'mine': reward server http.* is not available"):
-            rewards.check_failures("mine", scores.failed, 1000, rewards.first_failure(scores.failures))
+    fatal = [failure.fatal for failure in scores.failures]
+    if fault.meaning == "outage":
+        assert fatal == ([] if policy == "drop" else [True])
+        assert fault.reply is None or len(calls) >= (4 if policy == "pause" else 2)  # tried again all along
     else:
-        assert not scores.failures
+        assert fatal == ([False] if fault.meaning == "failure" else []) and len(calls) == 1
 
 
-def test_nan_in_a_reply_is_no_score() -> None:
-    with servers.scripted(lambda c, k: c.sendall(servers.http(b'{"scores": [NaN, null]}'))) as url:
-        scores = score(Remote(url, outage=FAST), PROMPTS[:2])
-    assert_no_zero(scores)
-    assert not scores.failures
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.meaning == "outage" and fault.reply])
+def test_a_fault_that_passes_costs_no_score(name: str) -> None:
+    def once(connection: socket.socket, number: int) -> None:
+        fault = FAULTS[name].reply
+        if number or fault is None:
+            connection.sendall(servers.http(GOOD))
+        else:
+            fault(connection, number)
+
+    with servers.scripted(once) as url:
+        scores = score(Remote(url, outage=Outage(timeout_s=0.5, deadline_s=10, policy="stop")), PROMPTS[:2])
+    assert scores.values == [0.25, 0.75] and not scores.failures
+
+
+def test_a_redirect_is_not_followed_and_takes_no_token_along() -> None:
+    asked: list[int] = []
+    with servers.scripted(lambda c, k: asked.append(k)) as other:
+        head = f"HTTP/1.1 307 Temporary Redirect\r\nLocation: {other}/score\r\nContent-Length: 0\r\n\r\n"
+        with servers.scripted(lambda c, k: c.sendall(head.encode())) as url:
+            (failure,) = score(Remote(url, token="secret", outage=FAST), PROMPTS[:2]).failures
+    assert not asked and failure.fatal and f"status 307: it redirects to '{other}/score'" in failure.error
+
+
+def test_a_wrong_token_and_a_reward_that_raised_are_told_at_once() -> None:
+    for name, words in (("status 401", "status 401: no"), ("raised", "status 500: raised KeyError")):
+        with servers.scripted(FAULTS[name].reply) as url:
+            (failure,) = score(Remote(url, outage=Outage(deadline_s=60)), PROMPTS[:2]).failures
+        assert words in failure.error and not failure.fatal
+
+
+def test_a_malformed_description_is_an_outage_at_the_start() -> None:
+    for body in (b"[]", b"{}", b"[" * 100_000, b'{"protocol": 1, "name": "mine", "takes": 3, "limits": {}}'):
+        with servers.scripted(lambda c, k: None, info=body) as url, pytest.raises(ValueError, match="cannot be read"):
+            Remote(url, outage=Outage(timeout_s=0.2, deadline_s=0.2))
+
+
+def test_what_is_too_much_for_one_request_travels_in_several() -> None:
+    columns = {"style": PROMPTS, "reference_image": [Image.new("RGB", (9, 7), (k, 9, 9)) for k in range(6)]}
+    local = score(plain_rewards.like, columns=columns)
+    one = 9 * 7 * 2
+    for limits in (Limits(pixels=2 * one), Limits(images=5), Limits(bytes=2500)):
+        with servers.live(plain_rewards.like, limits=limits) as url:
+            assert score(Remote(url), columns=columns) == local
 
 
 def test_an_attempt_that_fails_is_made_again_with_growing_pauses() -> None:
@@ -225,10 +238,10 @@ def test_retries_do_not_touch_the_seeded_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop", "pause"])
-@pytest.mark.parametrize("kind", ["never a reply", "status 503"])
+@pytest.mark.parametrize("kind", ["hang", "status 503"])
 def test_a_run_that_is_to_end_waits_for_no_server(policy: str, kind: str) -> None:
     stop = threading.Event()
-    with servers.scripted(MISBEHAVIOUR[kind]) as url:
+    with servers.scripted(FAULTS[kind].reply) as url:
         remote = Remote(url, outage=outage(policy, timeout_s=30, deadline_s=30), stopped=stop.is_set)
         threading.Timer(0.3, stop.set).start()
         started = time.monotonic()

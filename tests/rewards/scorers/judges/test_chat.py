@@ -56,10 +56,16 @@ def test_answers_keep_the_order_of_the_questions_though_they_come_as_they_please
 
 
 def test_a_busy_or_broken_reply_is_asked_for_again() -> None:
-    replies = [(503, b"busy"), (200, b'{"choices": ['), (200, b'{"choices": []}'), chat_server.text("at last")]
+    broken = [b'{"choices": [', b'{"choices": []}', b'{"choices": [{"message": {"content": [1]}}]}', b"[" * 100_000]
+    replies = [(503, b"busy"), (302, b""), *((200, body) for body in broken), chat_server.text("at last")]
     with chat_server.serve(lambda body, n: replies[n]) as (url, requests):
-        assert client(url).answers([["?"]], 1) == ["at last"]
-    assert len(requests) == 4
+        assert client(url, deadline_s=30).answers([["?"]], 1) == ["at last"]
+    assert len(requests) == 7
+
+
+def test_an_answer_that_was_cut_before_its_first_word_is_empty() -> None:
+    with chat_server.serve(lambda body, n: (200, b'{"choices": [{"message": {"content": null}}]}')) as (url, _):
+        assert client(url).answers([["?"]], 1) == [""]
 
 
 def test_a_server_that_stays_away_raises_at_the_deadline_and_gives_no_score() -> None:

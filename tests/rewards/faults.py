@@ -1,0 +1,91 @@
+"""A reward server's faults, each as what happens to one connection: for tests and for drills of whole runs.
+
+with servers.scripted(FAULTS["hang"].reply) as url: ...
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.servers import http
+
+GOOD = b'{"scores": [0.25, 0.75], "parts": {}}'
+"""The reply about two samples."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a server does with a request about two samples, and what that means."""
+
+    reply: Callable[[socket.socket, int], object] | None
+    """Given the connection and how many came before; None: it refuses connections."""
+    meaning: Literal["outage", "failure", "no score"] = "outage"
+    """Retried until the deadline, and then the policy's; or a call that raises; or that reply's own verdict."""
+
+
+def _send(*pieces: bytes, pause_s: float = 0.0) -> Callable[[socket.socket, int], None]:
+    return lambda connection, _: _drip(connection, pieces, pause_s)
+
+
+def _drip(connection: socket.socket, pieces: Iterable[bytes], pause_s: float) -> None:
+    for piece in pieces:
+        connection.sendall(piece)
+        time.sleep(pause_s)
+
+
+def _reset(connection: socket.socket, _: int) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _status(status: str, more: str = "", body: bytes = b'{"error": "no"}') -> Fault:
+    head, _, rest = http(body, status).partition(b"\r\n")
+    return Fault(_send(head + b"\r\n" + more.encode() + rest))
+
+
+def _endless(connection: socket.socket, _: int) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    while True:
+        connection.sendall(b"10000\r\n" + b" " * 2**16 + b"\r\n")
+
+
+def _bytes(text: bytes) -> list[bytes]:
+    return [bytes([byte]) for byte in text]
+
+
+_REPLY = http(GOOD)
+_HEAD, _BODY = _REPLY[: -len(GOOD)], GOOD
+
+FAULTS: dict[str, Fault] = {
+    "refuses": Fault(None),
+    "reset": Fault(_reset),
+    "closed at once": Fault(_send()),
+    "hang": Fault(lambda connection, _: time.sleep(5)),
+    "half a header": Fault(_send(b"HTTP/1.1 200 OK\r\nContent-Le")),
+    "half a body": Fault(_send(_REPLY[:-9])),
+    "dripped header": Fault(_send(_REPLY[:30], *_bytes(_REPLY[30:]), pause_s=0.05)),
+    "dripped body": Fault(_send(_HEAD, *_bytes(_BODY), pause_s=0.05)),
+    "garbage": Fault(_send(b"\x00\x01\x02" * 1000)),
+    "huge body": Fault(_endless),
+    "status 500": _status("500 Internal Server Error", body=b"oops"),
+    "status 503": _status("503 Service Unavailable"),
+    "status 404": _status("404 Not Found"),
+    "status 302": _status("302 Found", "Location: http://127.0.0.1:1/login\r\n"),
+    "status 401": Fault(_status("401 Unauthorized").reply, "failure"),
+    "raised": Fault(_status("500 Error", body=b'{"error": "raised KeyError", "final": true}').reply, "failure"),
+    "not JSON": Fault(_send(http(b"<html>busy</html>"))),
+    "another JSON": Fault(_send(http(b'{"result": 0}'))),
+    "deep JSON": Fault(_send(http(b"[" * 100_000))),
+    "too few": Fault(_send(http(b'{"scores": [0.0], "parts": {}}'))),
+    "too many": Fault(_send(http(b'{"scores": [0.0, 0.0, 0.0]}'))),
+    "wrong parts": Fault(_send(http(b'{"scores": [0.0, 0.0], "parts": {"a": [1.0]}}'))),
+    "texts": Fault(_send(http(b'{"scores": ["0", "0"]}'))),
+    "booleans": Fault(_send(http(b'{"scores": [false, true]}'))),
+    "too large": Fault(_send(http(b'{"scores": [0.0, 1' + b"0" * 400 + b"]}"))),
+    "NaN": Fault(_send(http(b'{"scores": [NaN, null]}')), "no score"),
+}
+"""By name."""
