@@ -129,7 +129,7 @@ def test_a_server_that_is_gone_for_good(folder: Path, model: Path, served: Any, 
             with pytest.raises(rewards.RewardFailed, match="'brightness': reward server http.* is not available"):
                 run(folder, model, "run", rewards=entries, iterations=50)
         else:
-            run(folder, model, "run", rewards=entries, iterations=6)
+            run(folder, model, "run", rewards=entries, iterations=6, idle_iterations=None)
         assert time.monotonic() - started < 60
         thread.join()
     rows = runs.rows(folder / "run")
