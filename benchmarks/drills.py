@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from benchmarks import brief_runs
 from benchmarks.common import parser, save
+from benchmarks.drill import Row
+from benchmarks.server_drills import broken_servers, mutated_bodies, slow_strangers
 from genrl.config import AnyConfig, dump, load
 from genrl.runtime import checkpoint, frame
 from genrl.runtime import run as run_folder
@@ -44,15 +45,6 @@ PLANTED = [
     *("vla/flow_sde.yaml", "vla/dppo.yaml", "vla/sft.yaml"),
     *("vlm/grpo.yaml", "vlm/bgpo.yaml", "vlm/grid_grpo.yaml"),
 ]
-
-
-class Row(NamedTuple):
-    drill: str
-    tries: int
-    survived: int
-    lost: str
-    notes: tuple[str, ...] = ()
-    """What went wrong, one line each."""
 
 
 def config_of(name: str, folder: Path, iterations: int, **more: object) -> AnyConfig:
@@ -325,6 +317,9 @@ DRILLS: dict[str, tuple[Callable[[int, random.Random], Iterator[Row]], int]] = {
     "stopped": (stopped_and_continued, 3),
     "two starters": (two_starters, 3),
     "NaN": (planted_nan, 10),
+    "broken reward servers": (broken_servers, 0),
+    "mutated requests": (mutated_bodies, 2500),
+    "slow strangers": (slow_strangers, 0),
 }
 """Name -> (drill, how often)."""
 

@@ -7,7 +7,14 @@ import pytest
 from benchmarks import drills
 from benchmarks.drills import DRILLS, run_drill
 
-FEW = {"killed at random": 3, "bits of a manifest flipped": 100, "stopped": 1, "two starters": 1, "NaN": 1}
+FEW = {
+    "killed at random": 3,
+    "bits of a manifest flipped": 100,
+    "stopped": 1,
+    "two starters": 1,
+    "NaN": 1,
+    "mutated requests": 100,
+}
 
 
 @pytest.mark.slow
