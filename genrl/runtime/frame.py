@@ -91,7 +91,7 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        killed = killed_ranks(run, processes) if processes > 1 else []
+        killed = killed_ranks(run, processes, patience_s=2.0) if processes > 1 else []
         if not killed:
             raise
         found = checkpoint.steps(run.checkpoints)

@@ -23,6 +23,8 @@ from genrl.runtime.run import Run
 HANG_EXIT_CODE = 124
 PATIENCE = 10
 """How many times `timeout_s` a process may be silent while it computes."""
+BUSY = 0.1
+"""Share of the time on a processor from which on a process computes; more is not sure on a machine that is shared."""
 GRACE_S = 15
 _OUTSIDE = """
 import os, select, signal, sys
@@ -149,7 +151,7 @@ class Watchdog:
             silent += min(elapsed, 2 * tick)  # more than that, and the process was stopped
             if silent <= self.timeout_s:
                 continue
-            computes = not self.spins and time.process_time() - cpu > 0.5 * silent
+            computes = not self.spins and time.process_time() - cpu > BUSY * silent
             if not computes or silent > PATIENCE * self.timeout_s:
                 self._end()
             if not told:
@@ -182,8 +184,18 @@ class Watchdog:
         os._exit(HANG_EXIT_CODE)
 
 
-def killed_ranks(run: Run, processes: int) -> list[str]:
-    """The ranks of this machine that are gone and could not say why, in words: they left their heartbeats."""
+def killed_ranks(run: Run, processes: int, *, patience_s: float = 0.0) -> list[str]:
+    """The ranks of this machine that are gone and could not say why, in words: they left their heartbeats.
+
+    patience_s: how long to wait for one. A process closes its connections, of which the others hear, before it is gone.
+    """
+    until = time.monotonic() + patience_s
+    while not (found := _killed(run, processes)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def _killed(run: Run, processes: int) -> list[str]:
     found = []
     for rank in range(processes):
         try:
