@@ -120,6 +120,7 @@ class Watchdog:
         command = [sys.executable, "-I", "-S", "-c", _OUTSIDE, str(os.getpid()), str(self.timeout_s + GRACE_S)]
         self.outside = subprocess.Popen([*command, str(self.stacks)], stdin=subprocess.PIPE, start_new_session=True)
         self.beat("starting", 0)
+        self._write_heartbeat()
         self.thread.start()
         return self
 
