@@ -126,14 +126,14 @@ def to_resume(folder: Path) -> Path | None:
             f"{found[0]} cannot be read: {newer}. Nothing was changed. To go on from an older checkpoint all the same, "
             f"move {found[0].name} out of {folder} first."
         )
-    best = latest(folder)
-    if found and best is None:
-        defects = "\n".join(f"  {path.name}: {problem(path)}" for path in found)
+    defects = {path: problem(path) for path in found}
+    if found and all(defects.values()):
+        listed = "\n".join(f"  {path.name}: {reason}" for path, reason in defects.items())
         raise ValueError(
-            f"no checkpoint in {folder} can be read; nothing was changed:\n{defects}\nPut back what is missing, or "
+            f"no checkpoint in {folder} can be read; nothing was changed:\n{listed}\nPut back what is missing, or "
             f"start anew in another folder: genrl train {folder.parent / 'config.yaml'} output=FOLDER"
         )
-    return best
+    return latest(folder)
 
 
 def problem(path: Path, *, hashes: bool = True) -> str | None:
