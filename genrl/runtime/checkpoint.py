@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -106,12 +106,25 @@ def steps(folder: Path) -> list[Path]:
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint; a warning names each newer one that was skipped, and why."""
-    for path in steps(folder):
+    best, skipped = _newest(steps(folder))
+    _warn(skipped)
+    return best
+
+
+def _newest(found: Sequence[Path]) -> tuple[Path | None, dict[Path, str]]:
+    """The first complete one, and what is wrong with those before it."""
+    skipped: dict[Path, str] = {}
+    for path in found:
         reason = problem(path)
         if reason is None:
-            return path
+            return path, skipped
+        skipped[path] = reason
+    return None, skipped
+
+
+def _warn(skipped: Mapping[Path, str]) -> None:
+    for path, reason in skipped.items():
         logger.warning("skipped checkpoint %s: %s", path, reason)
-    return None
 
 
 def to_resume(folder: Path) -> Path | None:
@@ -126,14 +139,15 @@ def to_resume(folder: Path) -> Path | None:
             f"{found[0]} cannot be read: {newer}. Nothing was changed. To go on from an older checkpoint all the same, "
             f"move {found[0].name} out of {folder} first."
         )
-    defects = {path: problem(path) for path in found}
-    if found and all(defects.values()):
-        listed = "\n".join(f"  {path.name}: {reason}" for path, reason in defects.items())
+    best, skipped = _newest(found)
+    if found and best is None:
+        listed = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped.items())
         raise ValueError(
             f"no checkpoint in {folder} can be read; nothing was changed:\n{listed}\nPut back what is missing, or "
             f"start anew in another folder: genrl train {folder.parent / 'config.yaml'} output=FOLDER"
         )
-    return latest(folder)
+    _warn(skipped)
+    return best
 
 
 def problem(path: Path, *, hashes: bool = True) -> str | None:
