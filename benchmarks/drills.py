@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def killed_at_random(kills: int, chance: random.Random) -> Iterator[Row]:
 
 def _killed(kind: str, name: str, folder: Path, kills: int, chance: random.Random) -> Row:
     run, path = folder / "cut", folder / "run.yaml"
-    path.write_text(dump(config_of(name, run, 1000)))
+    # the length of a run must not matter: it is not known how far it comes
+    path.write_text(dump(config_of(name, run, 1000, **{"optimizer.schedule": "constant"})))
     startup, least, notes = 0.0, -1, list[str]()
     for number in range(kills):
         started, process = time.monotonic(), begun(path, run, folder / "log")
@@ -101,7 +103,7 @@ def _killed(kind: str, name: str, folder: Path, kills: int, chance: random.Rando
     straight = frame.train(load(path, [f"iterations={least + 2}", f"output={folder / 'straight'}"]))
     notes += run_folders.differences(straight, frame.train(end, run))
     lost = "work since the last save" if not notes else "; ".join(notes)[:200]
-    return Row(f"killed at random: {kind}", kills, kills - len(notes), lost, tuple(notes))
+    return Row(f"killed at random: {kind}", kills, 0 if notes else kills, lost, tuple(notes[:20]))
 
 
 def _newest(run: Path) -> int:
@@ -123,9 +125,10 @@ def stopped_and_continued(tries: int, chance: random.Random) -> Iterator[Row]:
             os.kill(process.pid, signal.SIGSTOP)
             time.sleep(4.0 + chance.random())
             os.kill(process.pid, signal.SIGCONT)
-            before = _newest(run)
-            process.join(2.0)
-            survived += process.exitcode is None and _newest(run) >= before
+            before, until = _newest(run), time.monotonic() + 60
+            while process.exitcode is None and _newest(run) <= before and time.monotonic() < until:
+                process.join(0.2)
+            survived += process.exitcode is None and _newest(run) > before
         process.kill()
         process.join()
     yield Row("stopped for longer than timeout_s", tries, survived, "nothing" if survived == tries else "the run ended")
@@ -207,13 +210,20 @@ def _after_damage(
         try:
             found = checkpoint.to_resume(Run(copy).checkpoints)
             step = int(found.name.removeprefix("step-")) if found else 0
-            run_folder.resume(copy, dump(config), step=step, command=["drill"])
+            again = load(copy / "config.yaml")
+            run_folder.resume(copy, dump(again), step=step, command=["drill"], found=found)
             assert found is not None
             checkpoint.load(found)
         except ValueError:
-            return [] if _content(copy) == damaged else [f"{name}: refused, and something was changed"]
+            inside = file.is_relative_to(run / "checkpoints")  # there the one before is good
+            wrong = "something was changed" if _content(copy) != damaged else "for nothing" if inside else ""
+            return [f"{name}: refused, {wrong}"] if wrong else []
         except Exception as error:  # noqa: BLE001  # any other is a failure of the drill
             return [f"{name}: {type(error).__name__}: {error}"]
+        if dump(again) != dump(config):
+            edits = run_folder.config_edits(dump(config), dump(again))
+            allowed = all(any(fnmatchcase(key, one) for one in run_folder.EDITABLE) for key in edits)
+            return [] if allowed else [f"{name}: another configuration was taken: {list(edits.values())[:2]}"]
         unread = file.is_relative_to(run / "checkpoints") and damaged != whole
         return [f"{name}: taken as complete"] if unread and step == 2 else []
 
@@ -281,6 +291,7 @@ def read_only(_: int, __: random.Random) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as place:
         mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", place], capture_output=True)
         if mounted.returncode:
+            yield Row("read-only run folder: nothing can be mounted here", 0, 0, "-")
             return
         try:
             config = config_of("vla/flow_sde.yaml", Path(place) / "run", 2)

@@ -136,8 +136,8 @@ def to_resume(folder: Path) -> Path | None:
     found = steps(folder)
     if found and (newer := _other_version(found[0])) is not None:
         raise ValueError(
-            f"{found[0]} cannot be read: {newer}. Nothing was changed. To go on from an older checkpoint all the same, "
-            f"move {found[0].name} out of {folder} first."
+            f"{found[0]} cannot be read: {newer}. Nothing was changed. If there is an older checkpoint, the run goes "
+            f"on from it once {found[0].name} is moved out of {folder}."
         )
     best, skipped = _newest(found)
     if found and best is None:
@@ -164,12 +164,15 @@ def problem(path: Path, *, hashes: bool = True) -> str | None:
         return f"{MANIFEST} cannot be read: {error}"
     for name, entry in files.items():
         file = path / name
-        if not _is_inside(name) or not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, {entry['bytes']} were written"
-        if hashes and _sha256(file) != entry["sha256"]:
-            return f"{name} was altered: its sha256 is not the one in {MANIFEST}"
+        try:
+            if not _is_inside(name) or not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != entry["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes, {entry['bytes']} were written"
+            if hashes and _sha256(file) != entry["sha256"]:
+                return f"{name} was altered: its sha256 is not the one in {MANIFEST}"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
     return None
 
 
@@ -207,10 +210,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         who = "a newer genrl wrote it: update genrl" if known > FORMAT else "an older genrl wrote it: resume with that"
         raise UnknownFormat(f"it is of format {known}, and this version of genrl reads format {FORMAT}; {who}")
     if checksum != _checksum(manifest):
-        other = "" if known == FORMAT else f" (it says format {known}, and was written in {FORMAT})"
+        other = "" if known == FORMAT else f" (it says format {known}, but was written as format {FORMAT})"
         raise ValueError(f"it was altered: its checksum is not that of its content{other}")
     if (match := _STEP.fullmatch(path.name)) and int(match[1]) != manifest["step"]:
-        raise ValueError(f"it is of step {manifest['step']}, in a folder of another")
+        raise ValueError(f"it belongs to step {manifest['step']}, but its folder's name says another")
     if STATE not in manifest["files"]:
         raise ValueError(f"it does not list {STATE}")
     return manifest

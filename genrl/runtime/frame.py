@@ -91,14 +91,15 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        killed = killed_ranks(run, processes, patience_s=2.0) if processes > 1 else []
+        speechless = processes > 1 and any(word in str(error) for word in ("onnection", "NCCL", "gloo"))
+        killed = killed_ranks(run, processes, patience_s=2.0) if speechless else []
         if not killed:
             raise
-        found = checkpoint.steps(run.checkpoints)
-        how = (
-            f"genrl resume {run.folder} --nproc {processes} goes on from {found[0].name}" if found else "none was saved"
-        )
-        raise RuntimeError(f"{', '.join(killed)} was killed, so the others stop. Checkpoints: {how}.") from error
+        found = checkpoint.latest(run.checkpoints)
+        how = "No checkpoint was saved."
+        if found is not None:
+            how = f"Go on from {found.name}: genrl resume {run.folder} --nproc {processes}"
+        raise RuntimeError(f"killed: {', '.join(killed)}. The other ranks stop. {how}") from error
 
 
 def _train(run: Any, method: Callable[[Any, Any], None], memory_hint: str) -> None:

@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 def note(loop: Loop, row: Mapping[str, float]) -> None:
     """Count the iteration that ends, before its updates are forgotten."""
-    if loop.optimization.updates or loop.optimization.other_updates:
-        loop.memory.pop(KEY, None)
-        return
-    loop.memory[KEY] = loop.memory.get(KEY, 0) + 1
     if math.isnan(row.get("reward/total_mean", 0.0)) and loop.is_main:
         logger.warning("iteration %d taught nothing: %s", loop.iteration, reason(row))
+    if loop.optimization.updates or loop.optimization.other_updates:
+        loop.memory.pop(KEY, None)
+    else:
+        loop.memory[KEY] = loop.memory.get(KEY, 0) + 1
 
 
 def check(loop: Loop, row: Mapping[str, float]) -> None:

@@ -6,6 +6,7 @@ A `Loop` is one process of one run. It knows what is trained as one object (`Tra
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -324,10 +325,16 @@ class Loop:
                     "kept": kept_trees,
                 },
                 keep=self.config.checkpoint.keep,
-                extra=self.trained.export,
+                extra=self._beside,
             )
         self.process.accelerator.wait_for_everyone()
         self.process.watchdog.beat("saving", self.iteration)
+
+    def _beside(self, folder: Path) -> None:
+        """What a checkpoint has beside its tensors: the configuration, by which a resume is judged, and the model."""
+        if self.process.run.config.is_file():
+            shutil.copy(self.process.run.config, folder / "config.yaml")
+        self.trained.export(folder)
 
     def restore(self, path: Path) -> None:
         """Go back to the moment of a checkpoint. Raises ValueError where it is another model's."""

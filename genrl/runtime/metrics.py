@@ -116,8 +116,8 @@ _UPDATE = {
     ),
     "lr": MetricDoc("learning rate of the iteration's last update", "The schedule, as it was applied."),
     "rounding/applied": MetricDoc(
-        "of the last step of weights in half precision: share of what was due, this step and what rounding held back "
-        "before, that reached them; the rest waits in their float32 copies",
+        "of weights in half precision, in the last step: share of the difference to their float32 copies that reached "
+        "them; the rest waits in the copies",
         "Noisy, and small at small learning rates. Nothing is lost: it is made up for as the copies move on.",
         "share",
     ),

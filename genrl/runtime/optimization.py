@@ -249,14 +249,15 @@ class AdamW(torch.optim.AdamW):
             p.grad, p.data = None, master
             p.grad = gradient
         super().step(closure)
-        rounded = due = 0.0
+        rounded, due = [], []
         for p, values in before.items():
             self.state[p]["master"] = master = p.data
             wanted, made = master - values, master.to(values.dtype).sub_(values)
-            rounded += float(torch.vdot(made.flatten().float(), wanted.flatten()))
-            due += float(wanted.square().sum())
+            rounded.append(torch.vdot(made.flatten().float(), wanted.flatten()))
+            due.append(wanted.square().sum())
             p.grad, p.data = None, values.copy_(master)
-        self.applied = (rounded / due if due else 1.0) if half else None
+        whole = float(torch.stack(due).sum()) if half else 0.0
+        self.applied = (float(torch.stack(rounded).sum()) / whole if whole else 1.0) if half else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer`, which would round what belongs to a parameter in half precision."""

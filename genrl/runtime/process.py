@@ -18,7 +18,7 @@ from genrl.runtime import run as run_folder
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.progress import Progress
 from genrl.runtime.run import Run
-from genrl.runtime.signals import Stop, Watchdog, catch_stop
+from genrl.runtime.signals import PATIENCE, Stop, Watchdog, catch_stop
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,15 @@ def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Acce
     """Write what a run begins with; from here on signals are caught and progress is shown. The watchdog is not entered
     yet: loading has no progress to tell it. unit: of progress."""
     if accelerator.is_main_process:
+        for old in (claimed.run.folder / "heartbeat").glob("*"):  # of processes that were killed
+            old.unlink()
         run_folder.prepare(
             claimed.run.folder,
             dump(config),
             seed=config.seed,
             processes=accelerator.num_processes,
             resumed_from=claimed.start if claimed.resumes else None,
+            found=claimed.found,
         )
     accelerator.wait_for_everyone()
     stop = stack.enter_context(catch_stop())
@@ -99,7 +102,8 @@ def make_accelerator(timeout_s: float) -> Accelerator:
     """accelerate's process group and device; nothing is wrapped by it, so models keep their own modules."""
     return Accelerator(
         cpu=not torch.cuda.is_available(),  # MPS has no float64 and was never tried
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))],
+        # the watchdog ends what hangs; the group's own clock goes on while processes are stopped
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=PATIENCE * timeout_s))],
     )
 
 

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -35,6 +36,7 @@ EDITABLE = (
 )
 _PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
 logger = logging.getLogger(__name__)
+_LEFTOVER = re.compile(r"\..+\.tmp-\d+")
 _BEFORE_TRAINING = {"config.yaml", "run.json", "run.lock", "tensorboard"}  # what a start that failed leaves
 
 
@@ -88,7 +90,6 @@ def start(folder: Path, config: str, *, seed: int, command: Sequence[str], proce
     Raises ValueError where the folder already holds a run.
     """
     run = Run(folder)
-    _remove_leftovers(folder)
     used = [path.name for path in folder.iterdir() if _is_work(path)] if folder.is_dir() else []
     if used:
         begun = any(run.checkpoints.glob("step-*"))
@@ -100,6 +101,7 @@ def start(folder: Path, config: str, *, seed: int, command: Sequence[str], proce
             "or choose another one with output=FOLDER."
         )
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
     write_atomic(run.config, config)
     info = {
         "command": list(command),
@@ -114,18 +116,20 @@ def start(folder: Path, config: str, *, seed: int, command: Sequence[str], proce
     return run
 
 
-def resume(folder: Path, config: str, *, step: int, command: Sequence[str]) -> list[str]:
+def resume(folder: Path, config: str, *, step: int, command: Sequence[str], found: Path | None = None) -> list[str]:
     """Make the folder ready to go on after `step` finished iterations. Main process only; the lock is held.
 
-    Writes the (possibly edited) configuration, notes the resumption in run.json and cuts the rows of
-    metrics.jsonl after `step`. Returns the edits as lines to print.
+    found: the checkpoint to go on from. Its own copy of the configuration says what may not be another: config.yaml
+    may have been damaged. Writes the (possibly edited) configuration, notes the resumption in run.json and cuts the
+    rows of metrics.jsonl after `step`. Returns the edits as lines to print.
     Raises ValueError where a key was edited that may not be, or the folder holds no run.
     """
     run = Run(folder)
     if not run.config.is_file():
         raise ValueError(f"{folder} holds no run: there is no config.yaml in it. Runs are made by `genrl train FILE`.")
+    kept = found / "config.yaml" if found is not None else run.config
     try:
-        edits = config_edits(run.config.read_text(encoding="utf-8"), config)
+        edits = config_edits((kept if kept.is_file() else run.config).read_text(encoding="utf-8"), config)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{run.config} cannot be read: {error}. Nothing was changed.") from None
     forbidden = [key for key in edits if not any(fnmatchcase(key, pattern) for pattern in EDITABLE)]
@@ -136,12 +140,24 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str]) -> l
             + f". Only {', '.join(EDITABLE)} may change; start a new run for anything else (output=FOLDER)."
         )
     info = _info(run)
+    if step == 0:
+        _check_first_save(run, config)
     _remove_leftovers(folder)
     info["resumed"].append({"step": step, "time": _now(), "command": list(command), "git_commit": _git_commit()})
     truncate_metrics(run.metrics, step if step else -1)  # from the start: row 0 is made again too
     write_atomic(run.config, config)
     write_atomic(run.info, json.dumps(info, indent=1))
     return list(edits.values())
+
+
+def _check_first_save(run: Run, config: str) -> None:
+    """A run without checkpoints begins again, which its rows would not survive if it had saved once."""
+    rows, every = read_metrics(run.metrics), yaml.safe_load(config).get("checkpoint", {}).get("every", 1)
+    if rows and rows[-1]["step"] > every:
+        raise ValueError(
+            f"{run.folder} has no checkpoint left, and it has done {rows[-1]['step']} iterations; nothing was changed. "
+            f"Put its checkpoints back, or start anew in another folder: genrl train {run.config} output=FOLDER"
+        )
 
 
 def _info(run: Run) -> dict[str, Any]:
@@ -153,7 +169,7 @@ def _info(run: Run) -> dict[str, Any]:
     except FileNotFoundError:
         logger.warning("%s is missing, so how the run was begun is not known; a new one is written", run.info)
         return {"resumed": []}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{run.info} cannot be read ({error}). It only tells how the run was begun: repair it, or delete it to go "
             "on without. Nothing was changed."
@@ -170,13 +186,15 @@ def run_info(run: Run) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def prepare(folder: Path, config: str, *, seed: int, processes: int, resumed_from: int | None) -> None:
+def prepare(
+    folder: Path, config: str, *, seed: int, processes: int, resumed_from: int | None, found: Path | None = None
+) -> None:
     """`start`, or, after `resumed_from` finished iterations, `resume`, which warns of every edit. Main process only."""
     command = ["genrl", *sys.argv[1:]]
     if resumed_from is None:
         start(folder, config, seed=seed, command=command, processes=processes)
         return
-    for line in resume(folder, config, step=resumed_from, command=command):
+    for line in resume(folder, config, step=resumed_from, command=command, found=found):
         logger.warning("edited since the last save: %s", line)
 
 
@@ -276,13 +294,15 @@ def versions() -> dict[str, str]:
 
 def _is_work(path: Path) -> bool:
     """Whether this part of a run folder is more than a start that failed leaves."""
+    if _LEFTOVER.fullmatch(path.name):
+        return False
     return path.name not in _BEFORE_TRAINING and not (path.is_dir() and not any(path.iterdir()))
 
 
 def _remove_leftovers(folder: Path) -> None:
     """What `write_atomic` had not renamed when its process was killed."""
     for path in folder.rglob(".*.tmp-*"):
-        if path.is_file():
+        if path.is_file() and _LEFTOVER.fullmatch(path.name):
             path.unlink()
 
 

@@ -41,7 +41,7 @@ while os.getppid() == parent:
         stopped = False
     silent += not stopped
     if silent > limit:
-        text = f"Python was kept from running for {limit:g} s: stopping. The stacks are in {sys.argv[3]}"
+        text = f"no Python code could run for {limit:g} s: stopping. The stacks are in {sys.argv[3]}"
         os.write(2, f"\\ngenrl: {text}; `genrl resume` goes on from the last checkpoint.\\n".encode())
         os.kill(parent, signal.SIGABRT)
         break
@@ -167,12 +167,22 @@ class Watchdog:
         with suppress(OSError):  # it is gone: hangs that hold the interpreter's lock are not seen any more
             os.write(self.outside.stdin.fileno(), b".")
 
-    def _write_heartbeat(self) -> None:
-        seen = {"phase": self.phase, "step": self.step, "time": time.time() - (time.monotonic() - self.last)}
+    def _write_heartbeat(self, *, ended: bool = False) -> None:
+        """ended: this process says itself why."""
+        seen = {
+            "ended": ended,
+            "phase": self.phase,
+            "step": self.step,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
+        half = self.heartbeat.with_suffix(".half")
         with suppress(OSError):  # a full disk must not end the watch
-            self.heartbeat.write_text(json.dumps(seen | {"pid": os.getpid(), "host": socket.gethostname()}))
+            half.write_text(json.dumps(seen | {"time": time.time() - (time.monotonic() - self.last)}))
+            half.replace(self.heartbeat)
 
     def _end(self) -> None:
+        self._write_heartbeat(ended=True)
         self.file.write(f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}\n")
         self.file.flush()
         faulthandler.dump_traceback(self.file, all_threads=True)
@@ -201,8 +211,8 @@ def _killed(run: Run, processes: int) -> list[str]:
     for rank in range(processes):
         try:
             seen = json.loads((run.folder / "heartbeat" / f"rank-{rank}.json").read_text())
-            here, pid = seen["host"] == socket.gethostname(), seen["pid"]
-        except (OSError, ValueError, KeyError):
+            here, pid = seen["host"] == socket.gethostname() and not seen["ended"], seen["pid"]
+        except (OSError, ValueError, KeyError, TypeError):
             continue  # it ended by itself, and has said why
         if here and not _runs(pid):
             found.append(f"rank {rank} (process {pid}, {seen['phase']} of iteration {seen['step'] + 1})")
@@ -214,7 +224,7 @@ def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:  # no /proc on this system
+    except (FileNotFoundError, PermissionError):  # no /proc on this system; another user's
         return True
     except (ProcessLookupError, IndexError):
         return False

@@ -65,9 +65,8 @@ def test_two_and_two_iterations_are_four(
     stopped_run = folder / "stopped"
     assert runs.last_state(stopped_run).step == 2 and [row["step"] for row in runs.rows(stopped_run)] == [0, 1, 2]
 
-    written = Run(stopped_run).config
-    written.write_text(written.read_text().replace("call: 6", "call: 1000"))  # the same run, without the signal
-    train(load(written), stopped_run)
+    (folder / "quiet").touch()
+    train(load(Run(stopped_run).config), stopped_run)
     assert runs.differences(folder / "straight", stopped_run) == []
     names = {"weights", "optimizer", "snapshot-average"} | ({"snapshot-old"} if "nft" in trainer else set())
     assert runs.last_state(stopped_run).tensors.keys() == names
@@ -83,9 +82,8 @@ def test_stopped_in_the_middle_of_an_iteration(folder: Path, model: Path, call: 
     with pytest.raises(SystemExit) as stopped:
         train(loud)
     assert stopped.value.code == code
-    written = Run(folder / "stopped").config
-    written.write_text(written.read_text().replace(f"call: {call}", "call: 1000"))
-    train(load(written), folder / "stopped")
+    (folder / "quiet").touch()
+    train(load(Run(folder / "stopped").config), folder / "stopped")
     assert runs.differences(folder / "straight", folder / "stopped") == []
 
 
@@ -265,7 +263,7 @@ def test_a_checkpoint_of_another_adapter_is_refused(folder: Path, model: Path) -
         train(other, run)
     written = Run(run).config  # and where the file was edited as well
     written.write_text(dump(other))
-    with pytest.raises(ValueError, match="the checkpoint is of another model or adapter"):
+    with pytest.raises(ValueError, match=r"another value of model\.lora\.rank"):
         train(load(written), run)
 
 

@@ -193,11 +193,11 @@ def other_step(path: Path) -> None:
         (remove_the_manifest, "manifest.json is missing"),
         (cut_the_manifest, "manifest.json cannot be read"),
         (other_format, "format 99"),
-        (altered_format, "it says format 3, and was written in 2"),
+        (altered_format, "it says format 3, but was written as format 2"),
         (leave_the_folder, "../outside is missing"),
         (list_nothing, "does not list state.json"),
         (forget_a_file, "its checksum is not that of its content"),
-        (other_step, "it is of step 7"),
+        (other_step, "it belongs to step 7"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_with_the_reason(

@@ -212,3 +212,35 @@ def test_one_process_per_run(tmp_path: Path) -> None:
     assert second.returncode == 1 and "another process is training in" in second.stderr
     held.close()
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_damaged_config_is_seen_by_the_checkpoints_own(tmp_path: Path) -> None:
+    """Cut after a key, config.yaml is good YAML of another run."""
+    run = start(tmp_path)
+    found = run.checkpoints / "step-000003"
+    found.mkdir(parents=True)
+    (found / "config.yaml").write_text(CONFIG)
+    other = CONFIG.replace("lr: 0.0003", "lr: 0.0001")
+    run.config.write_text(other)
+    with pytest.raises(ValueError, match="with another value of optimizer.lr: .*0.0003 -> 0.0001"):
+        runs.resume(tmp_path, other, step=3, command=[], found=found)
+    runs.resume(tmp_path, CONFIG, step=3, command=[], found=found)
+    assert run.config.read_text() == CONFIG
+
+
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    text = "".join(json_line({"step": step}) for step in range(22))
+    run.metrics.write_text(text)
+    with pytest.raises(ValueError, match="has no checkpoint left, and it has done 21 iterations; nothing was changed"):
+        runs.resume(tmp_path, CONFIG, step=0, command=[])
+    assert run.metrics.read_text() == text and json.loads(run.info.read_text())["resumed"] == []
+
+
+def test_a_refused_start_touches_nothing(tmp_path: Path) -> None:
+    start(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / ".mine.tmp-5").write_text("of another program")
+    with pytest.raises(ValueError, match="not empty"):
+        start(tmp_path)
+    assert (tmp_path / ".mine.tmp-5").exists()

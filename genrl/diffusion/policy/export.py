@@ -251,10 +251,10 @@ def write_card(
     text = f"""---
 base_model: {json.dumps(name, ensure_ascii=False)}
 library_name: diffusers
-tags: [{"lora, " if is_lora else ""}reinforcement-learning, genrl, {config.trainer.algorithm}]
+tags: [{"lora, " if is_lora else ""}reinforcement-learning, genrl, {json.dumps(config.trainer.algorithm)}]
 ---
 
-# {_code(name)} fine-tuned by {config.trainer.algorithm}
+# {_code(name)} fine-tuned by {_code(config.trainer.algorithm)}
 
 {"LoRA adapter" if is_lora else "Pipeline"} trained by reinforcement learning with genrl {__version__}.
 Rewards: {rewards}. {config.iterations} iterations of {config.sampling.images_per_iteration} samples.
@@ -294,5 +294,6 @@ def _card_table(rows: Sequence[Mapping[str, float | None]]) -> str:
     for name, value in sorted(last.items()):
         if name.startswith("eval/") and value is not None:
             numbers = [value] if first is None else [first.get(name), value]
-            lines.append([f"`{name}`", *("-" if number is None else f"{number:.4g}" for number in numbers)])
+            shown = ["-" if number is None else f"{number:.4g}" for number in numbers]
+            lines.append([_code(name).replace("|", "\\|"), *shown])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

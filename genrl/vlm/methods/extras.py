@@ -28,7 +28,9 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float, every: int) -> None:
         self.model, self.decay, self.every, self.steps = model, decay, every, 0
-        self.values = {name: p.detach().clone() for name, p in self._trained()}
+        self.values = {
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in self._trained()
+        }
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
@@ -38,14 +40,14 @@ class Average:
         self.steps += 1
         if self.steps % self.every == 0:
             for name, parameter in self._trained():
-                self.values[name].lerp_(parameter.detach(), 1 - self.decay)
+                self.values[name].lerp_(parameter.detach().to(self.values[name].dtype), 1 - self.decay)
 
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Within the block the model has the average's weights."""
         own = {name: p.data for name, p in self._trained()}
         for name, parameter in self._trained():
-            parameter.data = self.values[name]
+            parameter.data = self.values[name].to(parameter.dtype)
         try:
             yield
         finally:

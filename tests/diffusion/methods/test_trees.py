@@ -206,9 +206,8 @@ def test_a_prompts_history_goes_on_after_a_resume(folder: Path, model: Path) -> 
     with pytest.raises(SystemExit):
         train(settings("stopped", 3))
     assert runs.last_state(folder / "stopped").step in (2, 3)
-    written = Run(folder / "stopped").config
-    written.write_text(written.read_text().replace("call: 3", "call: 1000"))
-    train(load(written), folder / "stopped")
+    (folder / "quiet").touch()
+    train(load(Run(folder / "stopped").config), folder / "stopped")
     assert runs.differences(folder / "straight", folder / "stopped") == []
     history = runs.last_state(folder / "stopped").state["memory"]["prompt_history"]
     assert sorted(history) == sorted(runs.PROMPTS)
