@@ -61,13 +61,15 @@ def save(
     state: Mapping[str, object],
     keep: int,
     extra: Callable[[Path], None] | None = None,
+    replace: bool = False,
 ) -> Path:
     """Write `folder/step-<step>/` and then delete all but the newest `keep` complete checkpoints. Rank 0 only.
 
     tensors: file stem -> named tensors, any device and layout. state: JSON. extra: called with the temporary
     folder before the manifest is made, to write further files (the LoRA folder).
 
-    A step is saved once: a complete checkpoint of this step is returned as it is. Complete ones of later steps belong
+    A step is saved once: a complete checkpoint of this step is returned as it is, or with `replace` makes way for the
+    new one, under another name until that is there. Complete ones of later steps belong
     to a future that was given up; they are deleted. A damaged folder of this step is set aside, under another name.
     Raises CheckpointError where the disk refuses; earlier checkpoints are then untouched.
     """
@@ -77,7 +79,8 @@ def save(
     try:
         _make_folder(folder)
         _remove_leftovers(folder)
-        if problem(final) is None:
+        complete, aside = problem(final) is None, None
+        if complete and not replace:
             return final
         _make_folder(temporary)
         for stem, named in tensors.items():
@@ -86,9 +89,12 @@ def save(
         if extra is not None:
             extra(temporary)
         _seal(temporary, step)
-        _set_aside(final)
+        if final.exists():
+            aside = _set_aside(final, "replaced" if complete else "damaged")
         _rename(temporary, final)
         _sync(folder)
+        if complete and aside is not None:
+            _remove(aside)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(_write_failure(final, error)) from error
@@ -338,13 +344,14 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _set_aside(path: Path) -> None:
-    """Make the name free for a new save; what cannot be read is kept for whoever can repair it."""
-    if path.exists():
-        number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.damaged-{n}").exists())
-        aside = path.with_name(f"{path.name}.damaged-{number}")
+def _set_aside(path: Path, why: str) -> Path:
+    """Make the name free for a new save, by a name that nobody deletes: what is damaged may be repaired by hand."""
+    number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.{why}-{n}").exists())
+    aside = path.with_name(f"{path.name}.{why}-{number}")
+    if why == "damaged":
         logger.warning("%s is not complete (%s): it is kept as %s", path, problem(path), aside.name)
-        _rename(path, aside)
+    _rename(path, aside)
+    return aside
 
 
 def _sha256(path: Path) -> str:

@@ -115,6 +115,8 @@ class Loop:
     started: float = 0.0
     """When the running iteration began."""
     _undo: Undo | None = None
+    _outdated: bool = False
+    """The checkpoint of this iteration was saved before its evaluation, which may have rolled the weights back."""
     _evaluated: bool = False
 
     def __post_init__(self) -> None:
@@ -164,6 +166,7 @@ class Loop:
                 truncate_metrics(self.process.run.metrics, self.iteration - 1)
             self.process.log.log(self.iteration, row)
             self.unfinished_row = None
+            self._outdated = True
         while not self.is_complete and not any_rank(self.process.stop.requested, self.process.accelerator):
             self.timings.clear()
             self.started = time.perf_counter()
@@ -326,7 +329,9 @@ class Loop:
                 },
                 keep=self.config.checkpoint.keep,
                 extra=self._beside,
+                replace=self._outdated,
             )
+        self._outdated = False
         self.process.accelerator.wait_for_everyone()
         self.process.watchdog.beat("saving", self.iteration)
 

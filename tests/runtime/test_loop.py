@@ -324,3 +324,33 @@ class TestMemory:
     )
     def test_sizes_that_are_tried(self, most: int, multiple: int, sizes: list[int]) -> None:
         assert frame.halvings(most, multiple) == sizes
+
+
+def test_weights_rolled_back_on_a_resume_are_those_on_disk(tmp_path: Path) -> None:
+    """The evaluation that ends the run was interrupted, so the checkpoint had been saved before it."""
+    scores, asked = {0: 0.9, 1: 0.1}, []
+
+    def judge(iteration: int) -> dict[str, float]:
+        asked.append(iteration)
+        if asked == [0, 1]:
+            raise Interrupted
+        return {"eval/r_mean": scores[iteration]}
+
+    monitor = Monitor(reward="r", tolerance=0.05, patience=1, action="roll_back")
+    settings = Settings(iterations=4, evaluation=Evaluation(every=1, monitor=monitor))
+    one = loop(tmp_path, settings, evaluate=judge)
+    before = values(one)
+    for _ in one.iterations():
+        backward(one, policy=1.0)
+        one.step(["policy"])
+        one.finish({})
+        break
+    folder = one.process.run.checkpoints
+    assert moved(one, before) and checkpoint.load(folder / "step-000001").state["unfinished_row"] is not None
+    two = loop(tmp_path, settings, evaluate=judge)
+    two.restore(folder / "step-000001")
+    assert list(two.iterations()) == []
+    two.save()
+    saved = checkpoint.load(folder / "step-000001")
+    assert saved.state["unfinished_row"] is None and [path.name for path in folder.iterdir()] == ["step-000001"]
+    assert all(torch.equal(saved.tensors["weights"][name], value) for name, value in before.items())
