@@ -81,7 +81,7 @@ def killed_at_random(kills: int, chance: random.Random) -> Iterator[Row]:
 def _killed(kind: str, name: str, folder: Path, kills: int, chance: random.Random) -> Row:
     run, path = folder / "cut", folder / "run.yaml"
     # the length of a run must not matter: it is not known how far it comes
-    path.write_text(dump(config_of(name, run, 1000, **{"optimizer.schedule": "constant"})))
+    path.write_text(dump(config_of(name, run, 10**6, **{"optimizer.schedule": "constant"})))
     startup, least, notes = 0.0, -1, list[str]()
     for number in range(kills):
         started, process = time.monotonic(), begun(path, run, folder / "log")
