@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -115,8 +116,7 @@ class Loop:
     started: float = 0.0
     """When the running iteration began."""
     _undo: Undo | None = None
-    _outdated: bool = False
-    """The checkpoint of this iteration was saved before its evaluation, which may have rolled the weights back."""
+    _outdated: bool = False  # the checkpoint of this iteration: its evaluation, which may roll back, came after it
     _evaluated: bool = False
 
     def __post_init__(self) -> None:
@@ -277,13 +277,13 @@ class Loop:
         idle.note(self, row)
         self.optimization.updates = self.optimization.other_updates = 0
         if self.evaluates_at(self.iteration):
-            self.unfinished_row = row | self._timing_row(elapsed)
+            self.unfinished_row = row | _timing_row(self, elapsed)
             try:
                 row |= self._evaluate()
             except Interrupted:  # saving comes first, the row is written with its evaluation on resume
                 return self.save()
             self.unfinished_row = None
-        self.process.log.log(self.iteration, row | self._timing_row(elapsed))
+        self.process.log.log(self.iteration, row | _timing_row(self, elapsed))
         self.process.progress.finish_iteration(self.iteration, row)
         idle.check(self, row)
         if self.iteration % self.config.checkpoint.every == 0 or last:
@@ -293,9 +293,6 @@ class Loop:
         """Whether an evaluation follows so many iterations."""
         every = self.config.evaluation.every
         return bool(every and (iteration % every == 0 or iteration == self.config.iterations))
-
-    def _timing_row(self, elapsed: float) -> dict[str, float]:
-        return {f"timing/{phase}_s": s for phase, s in self.timings.items()} | {"timing/iteration_s": elapsed}
 
     def _evaluate(self) -> dict[str, float]:
         if not self.config.evaluation.every:
@@ -328,18 +325,12 @@ class Loop:
                     "kept": kept_trees,
                 },
                 keep=self.config.checkpoint.keep,
-                extra=self._beside,
+                extra=partial(_write_beside, self),
                 replace=self._outdated,
             )
         self._outdated = False
         self.process.accelerator.wait_for_everyone()
         self.process.watchdog.beat("saving", self.iteration)
-
-    def _beside(self, folder: Path) -> None:
-        """What a checkpoint has beside its tensors: the configuration, by which a resume is judged, and the model."""
-        if self.process.run.config.is_file():
-            shutil.copy(self.process.run.config, folder / "config.yaml")
-        self.trained.export(folder)
 
     def restore(self, path: Path) -> None:
         """Go back to the moment of a checkpoint. Raises ValueError where it is another model's."""
@@ -351,3 +342,14 @@ class Loop:
         self.kept.restore(loaded.tensors, loaded.state["kept"])
         if self.retries and "batch_size" in self.memory:
             self.trained.resize(self.memory["batch_size"])
+
+
+def _timing_row(loop: Loop, elapsed: float) -> dict[str, float]:
+    return {f"timing/{phase}_s": s for phase, s in loop.timings.items()} | {"timing/iteration_s": elapsed}
+
+
+def _write_beside(loop: Loop, folder: Path) -> None:
+    """What a checkpoint has beside its tensors: the configuration, by which a resume is judged, and the model."""
+    if loop.process.run.config.is_file():
+        shutil.copy(loop.process.run.config, folder / "config.yaml")
+    loop.trained.export(folder)
