@@ -28,7 +28,8 @@ Entries = dict[str, str]
 VARYING_METRICS = ("timing/*", "memory/*", "*_per_s")
 """Metrics that differ between equal runs: those that the catalogue does not call reproducible (a test compares)."""
 IGNORED_FILES = (
-    *("config.yaml", "*/config.yaml", "run.json", "run.lock", "*manifest.json"),  # paths, times, versions; hashes of the other files
+    *("config.yaml", "*/config.yaml", "run.json", "run.lock"),  # paths, times, versions
+    "*manifest.json",  # hashes of the other files
     "tensorboard/*",  # the metrics again, with times
     *("report.html", "*README.md"),  # prose about the run
     "*adapter_config.json",  # PEFT writes a set in it, in another order in each process; ranks are those of the tensors
