@@ -250,21 +250,25 @@ def side_step(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> int | None
     """Of what the sides of pictures must be multiples, in pixels; None where these configurations do not tell."""
     if not isinstance(channels := vae.get("block_out_channels"), list):
         return None
-    patch = denoiser.get("patch_size")
-    return int(2 ** (len(channels) - 1) * (patch[-1] if isinstance(patch, list) else max(_number(patch), 1)))
+    return int(2 ** (len(channels) - 1) * _patch(denoiser))
 
 
 def _tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
     """Latent tokens of one sample; text tokens are left out."""
     channels = vae.get("block_out_channels")
     scale = 2 ** (len(channels) - 1) if isinstance(channels, list) else 8
-    patch = settings.get("patch_size")
-    patch = patch[-1] if isinstance(patch, list) else max(_number(patch), 1)
+    patch = _patch(settings)
     packed = 2 if patch == 1 and settings.get("in_channels") in (64, 128) else patch  # FLUX packs 2 x 2 beforehand
     side = scale * (_number(settings.get("sample_size")) or 128)
     height, width = config.sampling.height or side, config.sampling.width or side
     frames = 1 + (config.sampling.num_frames - 1) // 4 if config.sampling.num_frames else 1
     return max(1, frames * (height // (scale * packed)) * (width // (scale * packed)))
+
+
+def _patch(denoiser: Mapping[str, Any]) -> int:
+    """Side of a token's patch, in latents."""
+    size = denoiser.get("patch_size")
+    return int(size[-1]) if isinstance(size, list) else max(_number(size), 1)
 
 
 def _number(value: object) -> int:

@@ -69,8 +69,8 @@ def save(
     folder before the manifest is made, to write further files (the LoRA folder).
 
     A step is saved once: a complete checkpoint of this step is returned as it is, or with `replace` makes way for the
-    new one, under another name until that is there. Complete ones of later steps belong
-    to a future that was given up; they are deleted. A damaged folder of this step is set aside, under another name.
+    new one, under another name until that is there. A damaged folder of this step is set aside, under another name.
+    Complete ones of later steps belong to a future that was given up; they are deleted.
     Raises CheckpointError where the disk refuses; earlier checkpoints are then untouched.
     """
     assert keep >= 1 and step >= 0

@@ -72,10 +72,10 @@ class Weights:
     def snapshot(self, name: str) -> None:
         """Keep a copy of the present values under `name` (an older one of that name is replaced); of the average in
         float32 at least: in less its small steps would be lost."""
-        wide = torch.promote_types if name == AVERAGE else (lambda own, _: own)
-        self.snapshots[name] = {
-            key: p.detach().to(wide(p.dtype, torch.float32), copy=True) for key, p in self.named.items()
-        }
+        kept = {key: p.detach().clone() for key, p in self.named.items()}
+        if name == AVERAGE:
+            kept = {key: value.to(torch.promote_types(value.dtype, torch.float32)) for key, value in kept.items()}
+        self.snapshots[name] = kept
 
     @torch.no_grad()
     def take(self, name: str) -> None:

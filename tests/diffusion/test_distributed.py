@@ -198,14 +198,20 @@ def test_a_checkpoint_of_two_processes_goes_on_with_one_or_two(folder: Path, mod
         torch.testing.assert_close(tensor, right[key], rtol=1e-2, atol=1e-3)
 
 
-def test_a_signal_to_one_process_stops_both_together(folder: Path, model: Path) -> None:
+def under_way(folder: Path, model: Path, name: str) -> tuple[Path, list[Any]]:
+    """A run of two processes that has finished two iterations and would go on for long, and its processes."""
     changes = {"trainer": GRPO, "sampling": SAMPLING, "iterations": 1000, "evaluation": {"every": 0}}
-    processes = start(folder, model, "stopped", 2, runs.train_file, **changes)
-    run = folder / "stopped" / "run"
+    processes = start(folder, model, name, 2, runs.train_file, **changes)
+    run = folder / name / "run"
     deadline = time.monotonic() + 200
     while len(read_metrics(Run(run).metrics)) < 2:
-        assert time.monotonic() < deadline and all(p.exitcode is None for p in processes), logs(folder, "stopped")
+        assert time.monotonic() < deadline and all(p.exitcode is None for p in processes), logs(folder, name)
         time.sleep(0.05)
+    return run, processes
+
+
+def test_a_signal_to_one_process_stops_both_together(folder: Path, model: Path) -> None:
+    run, processes = under_way(folder, model, "stopped")
     os.kill(processes[1].pid, signal.SIGTERM)
     assert runs.wait(processes, 100) in ([0, 143], [143, 143]), logs(folder, "stopped")
     state = runs.last_state(run)
@@ -214,13 +220,7 @@ def test_a_signal_to_one_process_stops_both_together(folder: Path, model: Path) 
 
 def test_a_rank_that_is_killed_is_named_by_the_other(folder: Path, model: Path) -> None:
     """And which checkpoint a resume takes."""
-    changes = {"trainer": GRPO, "sampling": SAMPLING, "iterations": 1000, "evaluation": {"every": 0}}
-    processes = start(folder, model, "killed", 2, runs.train_file, **changes)
-    run = folder / "killed" / "run"
-    deadline = time.monotonic() + 200
-    while len(read_metrics(Run(run).metrics)) < 2:
-        assert time.monotonic() < deadline and all(p.exitcode is None for p in processes), logs(folder, "killed")
-        time.sleep(0.05)
+    run, processes = under_way(folder, model, "killed")
     os.kill(processes[1].pid, signal.SIGKILL)
     assert runs.wait(processes, 100) == [1, -signal.SIGKILL], logs(folder, "killed")
     said = (folder / "killed-rank-0.log").read_text()
