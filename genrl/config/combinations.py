@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from genrl.config.folders import looks_local
 from genrl.config.kernel_rules import kernel_rules
@@ -181,8 +180,11 @@ def _elsewhere(config: Config, index: int) -> Iterator[Finding]:
     """Rewards that another process computes."""
     reward, at = config.rewards[index], f"rewards.{index}"
     if reward.remote is not None:
-        where = urlsplit(reward.remote)
-        if where.scheme not in ("http", "https") or not where.hostname:
+        from rewards.service.http_client import check_url  # httpx is of no use to the other runs
+
+        try:
+            check_url(reward.remote)
+        except ValueError:
             yield (f"{at}.remote",), f"{reward.remote!r} is no URL of a server; write http://HOST:PORT"
         theirs = ("args", "offload", "isolate")
         for key in [key for key in theirs if getattr(reward, key) != type(reward).model_fields[key].default]:
