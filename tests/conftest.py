@@ -16,6 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from rewards.models.torchvision_compat import ensure
+
+ensure()  # before a test imports transformers or torchmetrics
+
 if not torch.cuda.is_available():  # kernels are interpreted: to be set before triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -124,9 +124,6 @@ class Prompts:
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
-        from rewards.models.torchvision_compat import ensure
-
-        ensure()
         from transformers import AutoTokenizer
 
         settings = folder.step("tokenizer_processor")

@@ -241,9 +241,6 @@ def _names(weights: dict[str, Tensor]) -> Callable[[str], str]:
 
 
 def _vlm_config(folder: Folder, name: str) -> Any:
-    from rewards.models.torchvision_compat import ensure
-
-    ensure()
     from transformers import AutoConfig, SmolVLMConfig
 
     if name == PUBLISHED:

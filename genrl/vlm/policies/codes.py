@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.utils.hub import cached_file
 
 from genrl.config.vlm import VLMConfig
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
@@ -30,9 +32,6 @@ from genrl.vlm.policies.policy import Encoded, Lora, _with_lora, dtype_of, lora_
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from rewards.models.checkpoints import pretrained
-
-import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
-from transformers.utils.hub import cached_file  # isort: skip
 
 CODEC = "codec.safetensors"
 WORD, BEGIN, CODE, END, DONE = range(5)

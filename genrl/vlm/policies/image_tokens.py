@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
+import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -23,8 +24,6 @@ from genrl.vlm.policies.policy import Encoded, Lora, _with_lora, dtype_of, lora_
 from genrl.vlm.policies.processor import Prompt, Tokens, load_processor
 from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
 from rewards.models.checkpoints import pretrained
-
-import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
 
 TRAINED = ("language_model", "generation_embeddings", "generation_aligner", "generation_head")
 """Parts of a Janus that make pictures; without a LoRA all of their weights are trained, and no others."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
+import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -26,8 +27,6 @@ from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, uniforms
 from rewards.models.checkpoints import pretrained
-
-import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
 
 
 class MaskedPolicy:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from genrl.config.vlm import VLMConfig
@@ -32,9 +34,6 @@ from genrl.vlm.policies.processor import (
     tokenize,
 )
 from rewards.models.checkpoints import pretrained
-
-import transformers  # isort: skip  # after the processor, which makes it importable beside any torchvision
-from peft import LoraConfig, PeftModel, get_peft_model  # isort: skip
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")

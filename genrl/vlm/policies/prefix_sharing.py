@@ -15,15 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from genrl.kernels.prefix_attention import PrefixBackend, prefix_attention
-from rewards.models.torchvision_compat import ensure
-
-ensure()  # before transformers is imported for the first time
-
-import transformers  # noqa: E402
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 NAME = "genrl_prefix"
 WHOLE = (None, "full_attention")

@@ -12,15 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
-
-from rewards.models.torchvision_compat import ensure
-
-ensure()  # before transformers is imported for the first time
-
-import transformers  # noqa: E402
-from transformers.processing_utils import ProcessorMixin  # noqa: E402
+from transformers.processing_utils import ProcessorMixin
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 PLACEHOLDERS = tuple(

@@ -31,6 +31,7 @@ class Similarity:
     def __init__(self, metric: str = "ssim", device: str = "cpu"):
         check_choice("similarity: unknown metric", metric, METRICS)
         self.device = device
+        torchvision_compat.ensure()  # torchmetrics imports a torchvision that is there
         self._lpips = _lpips(device) if metric == "lpips" else None
 
     def to(self, device: str) -> None:
