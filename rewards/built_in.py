@@ -37,7 +37,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "aesthetic": BuiltIn("rewards.scorers.preference.aesthetic", "Aesthetic", "1 to 10, usually 4.5 to 6.5"),
     "imagereward": BuiltIn("rewards.scorers.preference.imagereward", "ImageReward", "about -2.3 to 2"),
     "hpsv2": BuiltIn(
-        "rewards.scorers.preference.hpsv2", "HPSv2", "usually .20 to .34", extra="hps", packages=("ftfy",)
+        "rewards.scorers.preference.hpsv2", "HPSv2", "usually .20 to .34", extra="clip", packages=("open_clip",)
     ),
     "jpeg": BuiltIn("rewards.scorers.pictures.statistics", "jpeg", "0 up, in kB"),
     "sharpness": BuiltIn("rewards.scorers.pictures.statistics", "sharpness", "0 to 16"),

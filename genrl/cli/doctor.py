@@ -26,6 +26,7 @@ OPTIONAL = {
     "bitsandbytes": "8-bit optimisers",
     "xformers": "attention",
     "flash-attn": "attention",
+    "open_clip_torch": "reward hpsv2, CLIP in open_clip's format",
     "triton": "fused kernels",
     "ftfy": "prompts of Wan and other video pipelines",
     "sentencepiece": "T5 tokenizers (SD3, FLUX, PixArt)",

@@ -8,10 +8,11 @@ without rounding the resized picture to 8 bits.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import PIL
 import torch
@@ -20,9 +21,32 @@ from rewards.models import pixels
 from rewards.models.checkpoints import pretrained, torch_dtype, transformers
 from rewards.pictures import pil_list
 
+if TYPE_CHECKING:
+    from rewards.models.open_clip_model import OpenClipScorer
+
 logger = logging.getLogger(__name__)
 
 CHUNK = 32  # pictures or prompts per forward pass, to bound memory
+OPEN_CLIP = "open_clip:"
+
+
+def load_clip(
+    model: str, processor: str | None, device: str, reward: str, dtype: str = "float32"
+) -> ClipScorer | OpenClipScorer:
+    """A CLIP by its name: `open_clip:MODEL` in open_clip's format (see `OpenClipScorer`), else in transformers'.
+
+    `processor`, a hub id or folder, is for transformers' alone; None: that of `model`. Raises ValueError as the two
+    do, for a processor beside open_clip's own, and without the package.
+    """
+    if not model.startswith(OPEN_CLIP):
+        return ClipScorer(model, processor or model, device, reward, dtype)
+    if importlib.util.find_spec("open_clip") is None:
+        raise ValueError(f"{reward}: {model!r} needs open_clip, which is not installed: pip install 'genrl[clip]'")
+    if processor is not None:
+        raise ValueError(f"{reward}: {model!r} has its own tokenizer and preparation: leave processor out")
+    from rewards.models.open_clip_model import OpenClipScorer
+
+    return OpenClipScorer(model.removeprefix(OPEN_CLIP), device, reward, dtype)
 
 
 def cosine(image_embeds: torch.Tensor, text_embeds: torch.Tensor) -> torch.Tensor:
@@ -50,11 +74,19 @@ class ClipScorer:
         """exp of the checkpoint's logit scale; 100 in the published ones."""
         self.model = clip.to(device, torch_dtype(dtype, reward))
         self.to = self.model.to
+        self.width: int = clip.config.projection_dim
+        """D, of the embeddings."""
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(processor)
         self.image_processor: Any = transformers.CLIPImageProcessorPil.from_pretrained(processor)
         backend = type(self.image_processor).__name__
         versions = f"transformers {transformers.__version__}, Pillow {PIL.__version__}"
         logger.info("CLIP %s, images by %s of %s, %s", model, backend, processor, versions)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        found: torch.device = self.model.device
+        return found
 
     def cosines(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         """Cosine of each of N pictures with its prompt, float32 [N] on the device of the images.
@@ -87,18 +119,21 @@ class ClipScorer:
 
 
 def embed_texts(model: Any, tokenizer: Any, prompts: Sequence[str]) -> torch.Tensor:
-    """Projected embeddings of N prompts by a CLIPModel, cut to the tokens that it takes, float32 [N, D] on the CPU.
-
-    A prompt that occurs several times (a group shares one) is encoded once.
-    """
+    """Projected embeddings of N prompts by a CLIPModel, cut to the tokens that it takes, float32 [N, D] on the CPU."""
     limit = model.config.text_config.max_position_embeddings
 
     def encode(texts: list[str]) -> torch.Tensor:
         tokens = tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt").to(model.device)
-        return projected(model.get_text_features(tokens["input_ids"], tokens["attention_mask"])).float().cpu()
+        return projected(model.get_text_features(tokens["input_ids"], tokens["attention_mask"]))
 
+    return distinct_texts(encode, prompts)
+
+
+def distinct_texts(encode: Callable[[list[str]], torch.Tensor], prompts: Sequence[str]) -> torch.Tensor:
+    """`encode` of N prompts, float32 [N, D] on the CPU. One that occurs several times (a group's) is encoded once."""
     distinct = list(dict.fromkeys(prompts))
-    return pixels.in_batches(encode, CHUNK, distinct)[[distinct.index(prompt) for prompt in prompts]]
+    embeds = pixels.in_batches(lambda texts: encode(texts).float().cpu(), CHUNK, distinct)
+    return embeds[[distinct.index(prompt) for prompt in prompts]]
 
 
 def projected(features: Any) -> torch.Tensor:

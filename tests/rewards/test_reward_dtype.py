@@ -30,7 +30,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
         "pickscore": {"model": str(clip), "processor": str(clip), "scale": "raw"},
         "aesthetic": {"model": str(clip), "head": str(clip)},
         "imagereward": {"model": str(blip), "tokenizer": str(blip)},
-        "hpsv2": {"model": str(hps), "tokenizer": str(hps)},
+        "hpsv2": {"model": str(hps)},
         "dino": {"model": str(dino), "size": 32},
         "video_consistency": {"model": str(dino), "size": 32},
     }
@@ -41,8 +41,9 @@ NAMES = ["clipscore", "pickscore", "aesthetic", "imagereward", "hpsv2", "dino", 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_gives_nearly_the_same_scores(
-    arguments: dict[str, dict[str, str]], name: str, tmp_path: Path
+    arguments: dict[str, dict[str, str]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rewards.scorers.preference.hpsv2.ARCHITECTURE", tiny_open_clip.NAME)
     shape = (2, 2, 3, 32, 32) if name == "video_consistency" else (2, 3, 32, 32)
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     columns = {}

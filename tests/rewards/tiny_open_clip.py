@@ -1,86 +1,59 @@
-"""A random CLIP under open_clip's names, and what it computes, from those names alone."""
+"""A small random CLIP made and saved by open_clip, in the two forms that its checkpoints have."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-import torch.nn.functional as F
+from safetensors.torch import save_file
 
-from tests.rewards.tiny_clip import byte_symbols
+from rewards.models.torchvision_compat import ensure
 
-WIDTH, EMBED, LAYERS, PATCH, SIDE, HEADS, LENGTH = 32, 24, 2, 8, 16, 16, 77
-TOKENS = 2 * 256 + 2
+ensure()
+open_clip = pytest.importorskip("open_clip", reason="the extra is not installed: pip install 'genrl[clip]'")
+
+NAME, SIDE = "genrl-tiny-clip", 16
+CONFIG = {
+    "embed_dim": 24,
+    "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 8, "patch_size": 8},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 4, "layers": 2},
+}
 
 
-def weights() -> dict[str, torch.Tensor]:
+def register(folder: Path) -> str:
+    """Tell open_clip of the architecture, as its users do; returns its name."""
+    file = folder / f"{NAME}.json"
+    file.write_text(json.dumps(CONFIG), encoding="utf-8")
+    open_clip.add_model_config(file)
+    return NAME
+
+
+def model() -> Any:
     torch.manual_seed(0)
-    held = {
-        "positional_embedding": 0.1 * torch.randn(LENGTH, WIDTH),
-        "text_projection": torch.randn(WIDTH, EMBED),
-        "logit_scale": torch.tensor(4.6),
-        "token_embedding.weight": torch.randn(TOKENS, WIDTH),
-        "visual.class_embedding": torch.randn(WIDTH),
-        "visual.positional_embedding": torch.randn((SIDE // PATCH) ** 2 + 1, WIDTH),
-        "visual.proj": torch.randn(WIDTH, EMBED),
-        "visual.conv1.weight": torch.randn(WIDTH, 3, PATCH, PATCH) / PATCH,
-    }
-    for name in ("ln_final", "visual.ln_pre", "visual.ln_post"):
-        held |= {f"{name}.weight": 1 + 0.1 * torch.randn(WIDTH), f"{name}.bias": 0.1 * torch.randn(WIDTH)}
-    for tower in ("", "visual."):
-        for i in range(LAYERS):
-            block = f"{tower}transformer.resblocks.{i}"
-            for name in ("ln_1", "ln_2"):
-                held[f"{block}.{name}.weight"] = 1 + 0.1 * torch.randn(WIDTH)
-                held[f"{block}.{name}.bias"] = 0.1 * torch.randn(WIDTH)
-            shapes = {"attn.in_proj_": 3, "attn.out_proj.": 1, "mlp.c_fc.": 4}
-            for name, times in shapes.items():
-                held[f"{block}.{name}weight"] = torch.randn(times * WIDTH, WIDTH) / WIDTH**0.5
-                held[f"{block}.{name}bias"] = 0.1 * torch.randn(times * WIDTH)
-            held[f"{block}.mlp.c_proj.weight"] = torch.randn(WIDTH, 4 * WIDTH) / WIDTH**0.5
-            held[f"{block}.mlp.c_proj.bias"] = 0.1 * torch.randn(WIDTH)
-    return held
-
-
-def _run(held: dict[str, torch.Tensor], x: torch.Tensor, tower: str, causal: bool) -> torch.Tensor:
-    def norm(y: torch.Tensor, name: str) -> torch.Tensor:
-        return F.layer_norm(y, (WIDTH,), held[f"{name}.weight"], held[f"{name}.bias"])
-
-    for i in range(LAYERS):
-        block = f"{tower}transformer.resblocks.{i}"
-        qkv = F.linear(
-            norm(x, f"{block}.ln_1"), held[f"{block}.attn.in_proj_weight"], held[f"{block}.attn.in_proj_bias"]
-        )
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
-        x = x + F.linear(mixed, held[f"{block}.attn.out_proj.weight"], held[f"{block}.attn.out_proj.bias"])
-        inner = F.linear(norm(x, f"{block}.ln_2"), held[f"{block}.mlp.c_fc.weight"], held[f"{block}.mlp.c_fc.bias"])
-        x = x + F.linear(F.gelu(inner), held[f"{block}.mlp.c_proj.weight"], held[f"{block}.mlp.c_proj.bias"])
-    name = f"{tower}ln_post" if tower else "ln_final"
-    return norm(x, name)
-
-
-def embed_images(held: dict[str, torch.Tensor], pixels: torch.Tensor) -> torch.Tensor:
-    x = F.conv2d(pixels, held["visual.conv1.weight"], stride=PATCH).flatten(2).transpose(1, 2)
-    x = torch.cat([held["visual.class_embedding"].expand(len(x), 1, -1), x], 1) + held["visual.positional_embedding"]
-    x = F.layer_norm(x, (WIDTH,), held["visual.ln_pre.weight"], held["visual.ln_pre.bias"])
-    return _run(held, x, "visual.", causal=False)[:, 0] @ held["visual.proj"]
-
-
-def embed_texts(held: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """tokens [N, 77], zeros after the end, whose number is the largest."""
-    x = _run(held, held["token_embedding.weight"][tokens] + held["positional_embedding"], "", causal=True)
-    return x[torch.arange(len(x)), tokens.argmax(1)] @ held["text_projection"]
+    clip = open_clip.create_model(NAME)
+    for parameter in clip.parameters():
+        if parameter.ndim == 1:  # open_clip starts them at 0 and 1, where a bias that is lost shows nothing
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+    return clip
 
 
 def save(folder: Path) -> Path:
-    from transformers import CLIPTokenizer
-
+    """`HPS_v2.1_compressed.pt` as published: the weights in a dictionary, none of the architecture."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"epoch": 1, "state_dict": weights()}, folder / "HPS_v2.1_compressed.pt")
-    symbols = byte_symbols()
-    names = [*symbols, *(s + "</w>" for s in symbols), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[])
-    tokenizer.model_max_length = LENGTH
-    tokenizer.save_pretrained(folder)
+    register(folder)
+    torch.save({"epoch": 1, "state_dict": model().state_dict()}, folder / "HPS_v2.1_compressed.pt")
+    return folder
+
+
+def save_folder(folder: Path, **preprocess: object) -> Path:
+    """What `open_clip.push_to_hf_hub` writes: open_clip_config.json and the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    register(folder)
+    both = {"model_cfg": CONFIG, "preprocess_cfg": preprocess}
+    (folder / "open_clip_config.json").write_text(json.dumps(both), encoding="utf-8")
+    weights = {name: value.contiguous() for name, value in model().state_dict().items()}
+    save_file(weights, folder / "open_clip_model.safetensors")
     return folder

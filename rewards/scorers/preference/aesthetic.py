@@ -12,7 +12,7 @@ import logging
 import torch
 
 from rewards.models.checkpoints import fill, find, read_weights
-from rewards.models.clip_model import ClipScorer
+from rewards.models.clip_model import load_clip
 from rewards.models.pixels import frames, mean_over_frames
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def load_head(head: str, width: int) -> Head:
 class Aesthetic:
     """LAION's aesthetic predictor v2 on CLIP ViT-L/14: a rating of 1 to 10, usually 4.5 to 6.5; ignores the prompt.
 
-    `model` hub id or folder of CLIP ViT-L/14 with its image processor
+    `model` hub id or folder of CLIP ViT-L/14 with its image processor, or `open_clip:MODEL`
     `head`  hub id, folder or file of the predictor's head
     `dtype` of CLIP: `float32` (default), `bfloat16`, `float16`
 
@@ -70,8 +70,8 @@ class Aesthetic:
     differentiable = True
 
     def __init__(self, model: str = MODEL, head: str = HEAD, dtype: str = "float32", device: str = "cpu"):
-        self.scorer = ClipScorer(model, model, device, "aesthetic", dtype)
-        self.head = load_head(head, self.scorer.model.config.projection_dim).to(device)
+        self.scorer = load_clip(model, None, device, "aesthetic", dtype)
+        self.head = load_head(head, self.scorer.width).to(device)
 
     def to(self, device: str) -> None:
         """Move both models."""
@@ -80,5 +80,5 @@ class Aesthetic:
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         embeddings = torch.nn.functional.normalize(self.scorer.embed_images(frames(images)), dim=-1)
-        scores = self.head(embeddings.to(self.scorer.model.device)).to(images.device)
+        scores = self.head(embeddings.to(self.scorer.device)).to(images.device)
         return mean_over_frames(scores, images)

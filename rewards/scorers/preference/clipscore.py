@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rewards.contract import check_choice
-from rewards.models.clip_model import ClipScorer
+from rewards.models.clip_model import load_clip
 
 MODEL = "openai/clip-vit-large-patch14"
 
@@ -31,7 +31,7 @@ def clipscore(cos: torch.Tensor, scale: str = "cosine") -> torch.Tensor:
 class ClipScore:
     """Cosine of CLIP's embeddings of picture and prompt, in [-1, 1], usually .1 to .4.
 
-    `model`     hub id or folder of a CLIPModel
+    `model`     hub id or folder of a CLIPModel, or `open_clip:MODEL`
     `processor` hub id or folder of its tokenizer and image processor; null: that of `model`
     `scale`     `cosine` (default), `over_30`, `hessel`, `torchmetrics`; see `clipscore`
     `dtype`     of the model: `float32` (default), `bfloat16`, `float16`
@@ -51,7 +51,7 @@ class ClipScore:
     ):
         check_choice("clipscore: unknown scale", scale, SCALES)
         self.scale = scale
-        self.scorer = ClipScorer(model, processor or model, device, "clipscore", dtype)
+        self.scorer = load_clip(model, processor, device, "clipscore", dtype)
         self.to = self.scorer.to
 
     def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:

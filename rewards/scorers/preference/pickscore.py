@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rewards.contract import check_choice
-from rewards.models.clip_model import ClipScorer
+from rewards.models.clip_model import OPEN_CLIP, load_clip
 
 MODEL = "yuvalkirstain/PickScore_v1"
 PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -34,8 +34,8 @@ def pickscore(cos: torch.Tensor, logit_scale: float, scale: str = "over_26") -> 
 class PickScore:
     """Human preference for the prompt: PickScore v1, usually .6 to 1 (over 26).
 
-    `model`     hub id or folder of a CLIPModel
-    `processor` hub id or folder of its tokenizer and image processor
+    `model`     hub id or folder of a CLIPModel, or `open_clip:MODEL`
+    `processor` hub id or folder of its tokenizer and image processor; null: those of the published model
     `scale`     `over_26` (default), `raw`, `minus_18_over_8`, `cosine`; see `pickscore`
     `dtype`     of the model: `float32` (default), `bfloat16`, `float16`
 
@@ -47,14 +47,15 @@ class PickScore:
     def __init__(
         self,
         model: str = MODEL,
-        processor: str = PROCESSOR,
+        processor: str | None = None,
         scale: str = "over_26",
         dtype: str = "float32",
         device: str = "cpu",
     ):
         check_choice("pickscore: unknown scale", scale, SCALES)
         self.scale = scale
-        self.scorer = ClipScorer(model, processor, device, "pickscore", dtype)
+        default = None if model.startswith(OPEN_CLIP) else PROCESSOR
+        self.scorer = load_clip(model, processor or default, device, "pickscore", dtype)
         self.to = self.scorer.to
 
     def __call__(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:

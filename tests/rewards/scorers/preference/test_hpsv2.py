@@ -1,4 +1,4 @@
-"""HPSv2: open_clip's weights in transformers' CLIP, the authors' padding, the score."""
+"""HPSv2: a checkpoint of open_clip, the authors' padding, the score."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import torch
 import rewards
 from rewards.models.clip_model import cosine
 from rewards.models.pixels import OPENAI_MEAN, OPENAI_STD, longest_side, normalise, pad_to, shortest_side
-from rewards.scorers.preference.hpsv2 import clean
 from tests.rewards import tiny_open_clip
+from tests.rewards.tiny_open_clip import open_clip
+
+from rewards.scorers.preference import hpsv2  # isort: skip
 
 Golden = Callable[[str], np.lib.npyio.NpzFile]
 PROMPTS = ["a red circle", "two “blue” stars"]
@@ -26,9 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_open_clip.save(tmp_path_factory.mktemp("hps"))
 
 
-@pytest.fixture(scope="module")
-def reward(folder: Path) -> rewards.Reward:
-    return rewards.load("hpsv2", {"model": str(folder), "tokenizer": str(folder)})
+@pytest.fixture(autouse=True)
+def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hpsv2, "ARCHITECTURE", tiny_open_clip.NAME)
+
+
+@pytest.fixture
+def reward(folder: Path, architecture: None) -> rewards.Reward:
+    return rewards.load("hpsv2", {"model": str(folder)})
 
 
 @pytest.fixture
@@ -64,20 +71,21 @@ def test_a_picture_of_the_models_own_length_is_padded_too() -> None:
     assert pad_to(torch.rand(1, 3, 16, 10), 16).shape == (1, 3, 16, 16)
 
 
-def test_scores_follow_open_clips_equations(reward: rewards.Reward, images: torch.Tensor) -> None:
+def test_scores_are_open_clips_own(reward: rewards.Reward, images: torch.Tensor, folder: Path) -> None:
     scores = rewards.score(reward, images=images, prompts=PROMPTS).values
-    held = tiny_open_clip.weights()
+    clip = open_clip.create_model(tiny_open_clip.NAME, pretrained=str(folder / "HPS_v2.1_compressed.pt")).eval()
     levels = torch.from_numpy(rewards.to_uint8(images)).permute(0, 3, 1, 2) / 255
-    pixels = normalise(pad_to(levels, 16), OPENAI_MEAN, OPENAI_STD)
-    rows = reward.tokenizer([clean(p) for p in PROMPTS])["input_ids"]
-    tokens = torch.stack([torch.nn.functional.pad(torch.tensor(row), (0, 77 - len(row))) for row in rows])
-    own = cosine(tiny_open_clip.embed_images(held, pixels), tiny_open_clip.embed_texts(held, tokens))
-    assert scores == pytest.approx(own.tolist(), abs=1e-5)
+    with torch.no_grad():
+        pictures = clip.encode_image(normalise(pad_to(levels, 16), OPENAI_MEAN, OPENAI_STD), normalize=True)
+        texts = clip.encode_text(open_clip.get_tokenizer(tiny_open_clip.NAME)(PROMPTS), normalize=True)
+    assert scores == pytest.approx((pictures * texts).sum(-1).tolist(), abs=1e-6)
     assert abs(scores[0] - scores[1]) > 1e-3
 
 
-def test_text_is_mended_as_open_clip_does() -> None:
-    assert clean("a  sign “OPEN” &amp;amp; more\n") == 'a sign "OPEN" & more'
+def test_the_published_architecture_is_one_that_open_clip_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert hpsv2.ARCHITECTURE in open_clip.list_models()
+    assert open_clip.get_model_config(hpsv2.ARCHITECTURE)["embed_dim"] == 1024
 
 
 def test_gradients_reach_the_picture_and_the_two_paths_agree(reward: rewards.Reward, images: torch.Tensor) -> None:
@@ -96,17 +104,20 @@ def test_a_video_scores_the_mean_of_its_frames(reward: rewards.Reward, images: t
         assert video[i] == pytest.approx(sum(frames) / 2, abs=1e-6)
 
 
-def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: Path) -> None:
-    args = {"model": str(tmp_path), "tokenizer": str(folder)}
+def test_other_checkpoints_are_refused_before_any_work(tmp_path: Path) -> None:
+    args = {"model": str(tmp_path)}
     with pytest.raises(ValueError, match="hpsv2: unknown version '2.2'. Did you mean '2.1'"):
         rewards.load("hpsv2", args | {"version": 2.2})
     with pytest.raises(ValueError, match="has no HPS_v2.1_compressed.safetensors or .*the folder is empty"):
         rewards.load("hpsv2", args)
-    torch.save({"layers.0.weight": torch.zeros(3)}, tmp_path / "HPS_v2.1_compressed.pt")
-    with pytest.raises(ValueError, match="is not an open_clip CLIP: it lacks positional_embedding"):
+    file = tmp_path / "HPS_v2.1_compressed.pt"
+    torch.save({"layers.0.weight": torch.zeros(3)}, file)
+    with pytest.raises(ValueError, match="hpsv2: open_clip cannot load .*Missing key.*positional_embedding"):
         rewards.load("hpsv2", args)
-    held = tiny_open_clip.weights()
-    held["visual.attnpool.weight"] = torch.zeros(1)
-    torch.save(held, tmp_path / "HPS_v2.1_compressed.pt")
-    with pytest.raises(ValueError, match="has but should not 1 weights .vision_model.attnpool.weight"):
+    tiny_open_clip.register(tmp_path)
+    torch.save(tiny_open_clip.model().state_dict() | {"visual.attnpool.weight": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match="open_clip cannot load .*Unexpected key.*visual.attnpool.weight"):
+        rewards.load("hpsv2", args)
+    torch.save({"state_dict": Path("a")}, file)
+    with pytest.raises(ValueError, match="open_clip cannot load .*Weights only load failed"):
         rewards.load("hpsv2", args)
