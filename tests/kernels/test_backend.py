@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +115,58 @@ def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.Monkey
     exact = joint_attention.joint_attention(q, k, v, mask=mask)
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
     joint_attention._library.cache_clear()
+
+
+@pytest.fixture
+def xformers_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Three texts padded to 13 of 29 tokens, two heads: queries, keys, values, mask."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 3, 29, 2, 16)
+    mask = torch.ones(3, 29, dtype=torch.bool)
+    mask[1, 5:13], mask[2, 1:13] = False, False
+    return q, k, v, mask[:, None, None]
+
+
+@pytest.mark.skipif(not find_spec("xformers"), reason="xformers is not installed: pip install 'genrl[xformers]'")
+def test_xformers_itself_accepts_our_tensors_and_bias(
+    xformers_inputs: tuple[Tensor, Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of its operators runs on a CPU; but its own checks do, and what is left of their reasons is the device."""
+    fmha = import_module("xformers.ops.fmha")
+    seen = []
+
+    def check(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None = None) -> Tensor:
+        inputs = fmha.Inputs(query=query, key=key, value=value, attn_bias=attn_bias)
+        inputs.validate_inputs()
+        for operator in (fmha.cutlass.FwOp, fmha.cutlass.BwOp):
+            reasons = operator.not_supported_reasons(inputs)
+            seen.extend(r for r in reasons if "device=cpu" not in r and "wasn't built" not in r)
+        return query
+
+    q, k, v, mask = xformers_inputs
+    monkeypatch.setattr("xformers.ops.memory_efficient_attention", check)
+    joint_attention._library.cache_clear()
+    for given in (None, mask):
+        joint_attention._library("xformers")(q, k, v, given)
+    joint_attention._library.cache_clear()
+    assert seen == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("masked", [False, True])
+def test_xformers_itself_computes_the_same(
+    xformers_inputs: tuple[Tensor, Tensor, Tensor, Tensor], masked: bool
+) -> None:
+    pytest.importorskip("xformers", reason="the extra is not installed: pip install 'genrl[xformers]'")
+    *rows, mask = (t.cuda() for t in xformers_inputs)
+    found = {}
+    for name in ("xformers", "math"):
+        leaves = [row.to(torch.bfloat16).requires_grad_() for row in rows]
+        out = joint_attention.joint_attention(*leaves, mask=mask if masked else None, backend=name)  # type: ignore[arg-type]
+        found[name] = (out, *torch.autograd.grad(out.float().square().sum(), leaves))
+    for ours, exact in zip(found["xformers"], found["math"], strict=True):
+        torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
 
 
 def test_flash_takes_no_mask() -> None:
