@@ -14,7 +14,6 @@ import yaml
 
 import rewards
 from rewards.built_in import BUILT_IN
-from rewards.loading import missing_packages
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -66,8 +65,6 @@ def test_the_arguments_of_the_page_are_those_of_the_classes(root: Path) -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_option_of_a_built_in_is_on_the_page(root: Path, name: str) -> None:
     page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
-    if missing := missing_packages(BUILT_IN[name].packages):
-        pytest.skip(f"not installed: {missing}; pip install 'genrl[{BUILT_IN[name].extra}]'")
     target = vars(importlib.import_module(BUILT_IN[name].module))[BUILT_IN[name].attribute]
     given = () if inspect.isclass(target) else ("images", "prompts")
     for option in inspect.signature(target).parameters:

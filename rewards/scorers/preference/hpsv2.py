@@ -14,7 +14,6 @@ from rewards.contract import check_choice
 from rewards.models import pixels
 from rewards.models.checkpoints import find
 from rewards.models.clip_model import CHUNK, cosines_with_prompts
-from rewards.models.open_clip_model import OpenClipScorer
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,8 @@ class HPSv2:
     def __init__(self, version: str = "2.1", model: str = MODEL, dtype: str = "float32", device: str = "cpu"):
         version = str(version)  # YAML reads 2.1 as a number
         check_choice("hpsv2: unknown version", version, FILES)
+        from rewards.models.open_clip_model import OpenClipScorer
+
         file = find(model, FILES[version], "hpsv2")
         self.clip = OpenClipScorer(f"{ARCHITECTURE}/{file}", device, "hpsv2", dtype)
         self.to = self.clip.to
