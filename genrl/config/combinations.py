@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from genrl.config.folders import looks_local
 from genrl.config.kernel_rules import kernel_rules
 from genrl.config.method import Finding
+from genrl.config.optimizers import optimizer_problems
 
 if TYPE_CHECKING:
     from genrl.config import AnyConfig
@@ -70,6 +71,7 @@ def refuse_impossible(config: Config) -> None:
         kernel_rules,
         _model,
         _optimizer,
+        optimizer_problems,
         _run,
     )
     problems = [finding for rule in rules for finding in rule(config)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from genrl.config.folders import read_json
+from genrl.config.optimizers import state_bytes
 from genrl.config.schema import ATTENTION_LAYERS, Config
 
 DENOISERS = ("transformer", "transformer_2", "unet")
@@ -202,11 +203,12 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
     if lora:
         parts.append(("adapters", trained * 4))
     parts.append(("gradients (float32)", trained * 4))
-    parts.append(("AdamW's two moments (float32)", trained * 8))
+    state = state_bytes(config.optimizer)
+    parts.append((f"optimiser state ({config.optimizer.name})", round(trained * state)))
     copies = snapshots(config)
     parts += [(name, trained * 4) for name in copies]
     if lora or trained <= LARGEST_COPY:
-        parts.append(("copy to undo an iteration", trained * (12 + 4 * len(copies))))
+        parts.append(("copy to undo an iteration", round(trained * (4 + state + 4 * len(copies)))))
     activations = _activations(config, components)
     if activations and config.trainer.keeps_graphs:  # one process; several share it
         kept = config.trainer.kept_graphs(config)

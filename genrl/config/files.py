@@ -13,6 +13,7 @@ from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
 from genrl.config.estimate import DENOISERS, side_step
 from genrl.config.folders import looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
+from genrl.config.optimizers import missing_package
 from genrl.config.pipeline_classes import problems
 from genrl.config.schema import Config, Reward
 from genrl.config.vla import VLAConfig
@@ -49,6 +50,8 @@ def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
             *_prompts_and_rewards(config, notes),
             *_trackers(config),
         ]
+    if why := missing_package(config.optimizer):
+        wrong.append(_Wrong(("optimizer", "name"), why))
     if wrong:
         raise ConfigError([Problem(origin_of(w.path, origins or {}), dotted(w.path), w.text) for w in wrong])
     output = Path(config.output)

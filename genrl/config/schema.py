@@ -235,7 +235,7 @@ class Config(Section):
     trainer: Trainer
     """Which algorithm, and its settings."""
     optimizer: Optimizer = Optimizer()
-    """AdamW and its schedule."""
+    """The optimiser and its schedule."""
     ema: EMA | None = EMA()
     """Moving average of the weights; null = none."""
     evaluation: Evaluation = Evaluation()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -25,14 +25,19 @@ class LoRA(Section):
 
 
 class Optimizer(Section):
-    """AdamW and its schedule."""
+    """The optimiser and its schedule (docs/optimizers.md)."""
 
+    name: Text = "adamw"
+    """adamw, adamw_8bit (torchao), adafactor, lion, muon (AdamW for what is no matrix), prodigy, or a class:
+    package.module:Class, path/file.py:Class."""
+    args: dict[str, Any] = {}
+    """Further arguments of the optimiser, for example {eps: 1e-6}."""
     lr: Positive = 3e-4
     """Learning rate (Flow-GRPO and DiffusionNFT with LoRA: 3e-4; full fine-tuning: about 1e-5)."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """AdamW's two averaging factors."""
+    betas: tuple[Fraction, Fraction] | None = None
+    """Its two averaging factors; null = its own: (0.9, 0.999), lion's (0.9, 0.99)."""
     weight_decay: NonNegative = 1e-4
-    """AdamW's decoupled weight decay (Flow-GRPO: 1e-4)."""
+    """Decoupled weight decay (Flow-GRPO: 1e-4)."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this norm (all peers: 1)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -227,14 +227,14 @@ class Diffusion(Sampler):
 
 
 class PolicyOptimizer(Optimizer):
-    """AdamW and its schedule; the critic has a rate of its own."""
+    """The optimiser and its schedule; the critic has a rate of its own."""
 
     lr: Positive = 1e-4
     """Learning rate of the policy (small policies: 1e-4; pi_RL on pi0: 5e-6)."""
     critic_lr: Positive = 1e-3
     """Learning rate of the critic (pi_RL: 1e-4; DPPO: 1e-3)."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay."""
 
 
 class Evaluation(Section):
@@ -273,7 +273,7 @@ class VLAConfig(Section):
     trainer: Trainer
     """Which algorithm, and its settings."""
     optimizer: PolicyOptimizer = PolicyOptimizer()
-    """AdamW and its schedule."""
+    """The optimiser and its schedule."""
     ema: EMA | None = None
     """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: Evaluation = Evaluation()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from genrl.config.combinations import ImpossibleConfig, monitor_problems
 from genrl.config.method import Finding
+from genrl.config.optimizers import optimizer_problems
 from genrl.config.plugins import names
 from genrl.config.vla_names import EMBEDDED, POLICIES, PUBLISHED
 
@@ -23,6 +24,7 @@ def refuse_impossible(config: VLAConfig) -> None:
         *_rest(config),
         *config.sampler.problems(),
         *config.trainer.problems(config),
+        *optimizer_problems(config),
         *monitor_problems(config, ("success",), "held-out figure"),
     ]
     if found:

@@ -158,12 +158,12 @@ class VLMReward(Section):
 
 
 class VLMOptimizer(Optimizer):
-    """AdamW and its schedule."""
+    """The optimiser and its schedule."""
 
     lr: Positive = 1e-6
     """Learning rate (models of billions: 1e-6; LoRA: 1e-5; embedded: 5e-4)."""
     weight_decay: float = Field(default=0.0, strict=True, ge=0, allow_inf_nan=False)
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay."""
 
 
 class VLMEvaluation(Section):
@@ -250,7 +250,7 @@ class VLMConfig(Section):
     synthesis: Synthesis | None = None
     """New pictures during the run (Syn-GRPO); null = none."""
     optimizer: VLMOptimizer = VLMOptimizer()
-    """AdamW and its schedule."""
+    """The optimiser and its schedule."""
     ema: EMA | None = None
     """Moving average of the trained weights, for evaluation and the result; null = none."""
     evaluation: VLMEvaluation = VLMEvaluation()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from genrl.config.combinations import ImpossibleConfig, monitor_problems
 from genrl.config.method import Finding
+from genrl.config.optimizers import optimizer_problems
 from genrl.config.plugins import Group, find
 from genrl.config.vlm_names import OUTPUTS, TASKS
 
@@ -20,7 +21,7 @@ def refuse_impossible(config: VLMConfig) -> None:
     """Raise ImpossibleConfig with everything that cannot work together."""
     asked = _questions(config) if config.environment is None else _episodes(config)
     shared = [*asked, *_outputs(config), *_generation(config), *_strategies(config)]
-    found = [*shared, *config.trainer.problems(config)]
+    found = [*shared, *config.trainer.problems(config), *optimizer_problems(config)]
     watchable = (*config.reward_labels, "accuracy") if config.environment is None else ("success",)
     found += monitor_problems(config, watchable, "held-out figure")
     if found:

@@ -29,7 +29,8 @@ from genrl.kernels.backend import choose
 from genrl.kernels.joint_attention import attention_problem, usable
 from genrl.runtime import frame
 from genrl.runtime.loop import Loop
-from genrl.runtime.optimization import Schedule, adamw
+from genrl.runtime.optimization import Schedule
+from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.replay import Reopened
 from genrl.runtime.weights import REFERENCE, Weights
@@ -83,7 +84,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if not weights.is_lora and config.uses_reference:
         weights.snapshot(REFERENCE)
     run = DiffusionRun(process, policy, prompts, eval_prompts, scorers)
-    optimizer = adamw([{"params": weights.parameters, "name": "policy"}], config.optimizer)
+    optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.sampling.fit_batch)
     return run

@@ -20,6 +20,7 @@ from genrl.config.method import code_of
 from genrl.runtime import checkpoint
 from genrl.runtime.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.metrics import check_trackers
+from genrl.runtime.optimizers import check_optimizer
 from genrl.runtime.process import Process, begin, claim, make_accelerator
 from genrl.runtime.report import write_report
 from genrl.runtime.run import Run
@@ -62,6 +63,7 @@ def train(config: AnyConfig, resume: Path | None = None) -> Path:
     starts, SystemExit (130, 143) where the process was asked to end and has saved.
     """
     check_trackers(config.trackers)
+    check_optimizer(config.optimizer)
     kind, code = kind_of(config), code_of(config.trainer)
     accelerator = make_accelerator(config.distributed.timeout_s)
     kind.check_processes(config, accelerator.num_processes)

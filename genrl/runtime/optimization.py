@@ -15,6 +15,7 @@ from torch import Tensor
 from genrl.config.method import Method
 from genrl.config.sections import Optimizer
 from genrl.runtime.guards import non_finite, require_finite
+from genrl.runtime.optimizers import Masters, set_rate
 from genrl.runtime.recorded import Recorded
 from genrl.runtime.sharding import local, whole
 from genrl.runtime.weights import AVERAGE, Weights
@@ -129,7 +130,8 @@ class Optimization:
             if norm == 0.0:  # no sample counted, and momentum or weight decay alone must not move the weights
                 continue
             self._clip(group["params"], parts[name], norm)
-            group["lr"] = self.schedule.rate(name, group_steps=done - 1, all_steps=self.steps, iteration=self.iteration)
+            rate = self.schedule.rate(name, group_steps=done - 1, all_steps=self.steps, iteration=self.iteration)
+            set_rate(group, rate)
             moved = True
         if moved:
             self.optimizer.step()
@@ -156,7 +158,7 @@ class Optimization:
     def figures(self) -> dict[str, float]:
         """Of the running iteration, to be logged."""
         found = {"updates": float(self.updates)}
-        if isinstance(self.optimizer, AdamW) and self.optimizer.applied is not None:
+        if isinstance(self.optimizer, Masters) and self.optimizer.applied is not None:
             found["rounding/applied"] = self.optimizer.applied
         return found
 
@@ -227,50 +229,3 @@ def scheduled(rate: float, config: Optimizer, step: int, total_steps: int) -> fl
     done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
     return rate * max(0.0, factor[config.schedule])
-
-
-class AdamW(torch.optim.AdamW):
-    """AdamW whose small steps are not lost in rounding: of a parameter in half precision it keeps a float32 copy,
-    `master` in its state, steps that, and rounds it into the parameter. Moments are float32 then, too."""
-
-    applied: float | None = None
-    """Of the last step: `<rounded, due> / <due, due>`, where due is what was to be added to the parameters, with what
-    earlier steps left to the copies, and rounded what was. None without parameters in half precision."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """As `torch.optim.AdamW`, but for what the class says."""
-        half = [p for p in self._parameters() if p.grad is not None and p.dtype in (torch.bfloat16, torch.float16)]
-        before = {p: p.data for p in half}
-        for p, values in before.items():
-            gradient, master = p.grad.float(), self.state[p].get("master")  # type: ignore[union-attr]
-            if master is None or not torch.equal(master.to(values.dtype), values):  # or somebody else changed it
-                master = values.float()
-            p.grad, p.data = None, master
-            p.grad = gradient
-        super().step(closure)
-        rounded, due = [], []
-        for p, values in before.items():
-            self.state[p]["master"] = master = p.data
-            wanted, made = master - values, master.to(values.dtype).sub_(values)
-            rounded.append(torch.vdot(made.flatten().float(), wanted.flatten()))
-            due.append(wanted.square().sum())
-            p.grad, p.data = None, values.copy_(master)
-        whole = float(torch.stack(due).sum()) if half else 0.0
-        self.applied = (float(torch.stack(rounded).sum()) / whole if whole else 1.0) if half else None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer`, which would round what belongs to a parameter in half precision."""
-        super().load_state_dict(state_dict)
-        for index, p in enumerate(self._parameters()):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and value.dtype != p.dtype and name != "step":
-                    self.state[p][name] = value.to(p.device, copy=True)
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-
-def adamw(parameters: Any, settings: Optimizer) -> AdamW:
-    """The optimiser of a configuration, for parameters or groups of them."""
-    return AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
+from genrl.runtime import state
+
 if TYPE_CHECKING:
     from genrl.runtime.loop import Loop
 
@@ -42,7 +44,7 @@ class Undo:
             copies = _Copies(
                 {key: p.detach().clone() for key, p in loop.weights.named.items()},
                 {name: {k: t.clone() for k, t in held.items()} for name, held in loop.weights.snapshots.items()},
-                deepcopy(loop.optimizer.state_dict()),
+                state.copied(loop.optimizer.state_dict()),
             )
         # Methods replace what stands under a key of a dictionary in memory, they never change it: histories of
         # thousands of prompts need not be copied.
@@ -50,7 +52,7 @@ class Undo:
             key: dict(value) if isinstance(value, dict) else deepcopy(value) for key, value in loop.memory.items()
         }
         changing = {name: thing for name, thing in loop.kept.things.items() if name not in loop.kept.unchanging}
-        kept = {name: deepcopy(thing.state_dict()) for name, thing in changing.items()} if copies else {}
+        kept = {name: state.copied(thing.state_dict()) for name, thing in changing.items()} if copies else {}
         return cls(memory, kept, loop.optimizer_steps, copies)
 
     def apply(self, loop: Loop) -> None:

@@ -15,7 +15,8 @@ from genrl.config.plugins import beside
 from genrl.config.vla import Diffusion, VLAConfig
 from genrl.runtime import frame
 from genrl.runtime.loop import Loop
-from genrl.runtime.optimization import Schedule, adamw
+from genrl.runtime.optimization import Schedule
+from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.progress import Progress
 from genrl.runtime.replay import Reopened
@@ -102,7 +103,7 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
         rates["critic"] = settings.critic_lr
     run = VLARun(process, policy, frozen_of(config, policy), env, stack, process.rank * own, frames)
     weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
-    optimizer = adamw(parameter_groups(policy, rates), settings)
+    optimizer = make_optimizer(parameter_groups(policy, rates), settings)
     schedule = Schedule(settings, rates, config.iterations)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.retries)
     return run

@@ -15,7 +15,8 @@ from genrl.config.plugins import beside
 from genrl.config.vlm import VLMConfig
 from genrl.runtime import frame
 from genrl.runtime.loop import Loop
-from genrl.runtime.optimization import Schedule, adamw
+from genrl.runtime.optimization import Schedule
+from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.replay import Reopened
 from genrl.runtime.weights import Weights
@@ -94,7 +95,7 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     groups += [{"params": list(head.parameters()), "name": name} for name, head in run.heads.items()]
     rates = {group["name"]: config.optimizer.lr for group in groups}
     weights = trained_weights(policy, run.heads)
-    optimizer = adamw(groups, config.optimizer)
+    optimizer = make_optimizer(groups, config.optimizer)
     schedule = Schedule(config.optimizer, rates, config.iterations)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
     if config.generation.engine == "vllm":

@@ -17,7 +17,7 @@ class TestCheck:
         if not MODEL.is_dir():
             pytest.skip("assets/tiny-t2i is not built")
         text = run("check", "small.yaml")
-        for part in ("2 prompts x 2 each", "4 samples x 2 steps", "SD3Transformer2DModel", "AdamW", "sum"):
+        for part in ("2 prompts x 2 each", "4 samples x 2 steps", "SD3Transformer2DModel", "optimiser state", "sum"):
             assert part in text
 
     def test_hub_id_that_is_not_here(self, folder: Path) -> None:

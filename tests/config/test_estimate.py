@@ -219,7 +219,11 @@ def test_memory_parts(tmp_path: Path) -> None:
     assert trained_parameters(with_lora, components) == adapters
     parts = dict(memory(with_lora, components))
     assert parts["adapters"] == parts["gradients (float32)"] == parts["average (ema)"] == 4 * adapters
-    assert parts["AdamW's two moments (float32)"] == 8 * adapters
+    assert parts["optimiser state (adamw)"] == 8 * adapters
+    assert parts["copy to undo an iteration"] == (4 + 8 + 4) * adapters
+    lion = dict(memory(config(model={"lora": {"rank": 2}}, optimizer={"name": "lion"}), components))
+    assert lion["optimiser state (lion)"] == 4 * adapters
+    assert lion["copy to undo an iteration"] == (4 + 4 + 4) * adapters
     assert parts["weights of transformer"] == 2 * components[0].num_parameters
     assert "reference" not in parts
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from genrl.config.sections import Optimizer
 from genrl.runtime.guards import NonFiniteError, read_dump
-from genrl.runtime.optimization import AdamW, scheduled
+from genrl.runtime.optimization import scheduled
+from genrl.runtime.optimizers import AdamW
 from genrl.runtime.recorded import Recorded
 from tests.runtime.loops import METHOD, RATES, Settings, backward, loop, model, moved, values
 

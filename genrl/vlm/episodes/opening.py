@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_agents import Environment
 from genrl.runtime.loop import Loop
-from genrl.runtime.optimization import Schedule, adamw
+from genrl.runtime.optimization import Schedule
+from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.weights import Weights
 from genrl.vlm.environments.hosts import open_host
@@ -77,7 +78,7 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
     recipe = method.recipe(config)
     run = EpisodesRun(process, config, settings, recipe, policy, reference, critic, tables[0], tables[1])
     weights = Weights({name: p for name, p in policy.model.named_parameters() if p.requires_grad})
-    optimizer = adamw(groups, config.optimizer)
+    optimizer = make_optimizer(groups, config.optimizer)
     schedule = Schedule(config.optimizer, rates, config.iterations)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)
     return run

@@ -48,6 +48,7 @@ from genrl.objectives.forward.diff_instruct import (
     score_matching_loss,
 )
 from genrl.objectives.forward.direct_reward import reward_loss
+from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.recorded import Recorded
 
 ASSISTANT, OPTIMIZER = "assistant", "assistant_optimizer"
@@ -63,13 +64,8 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     require_flow(run)
     if ASSISTANT not in weights.snapshots:  # a resumed run has it
         weights.snapshot(ASSISTANT)
-    own = run.config.optimizer
-    optimizer = torch.optim.AdamW(
-        weights.parameters,
-        lr=settings.assistant_lr or own.lr,
-        betas=own.betas,
-        weight_decay=own.weight_decay,
-    )
+    groups = [{"params": weights.parameters}]
+    optimizer = make_optimizer(groups, run.config.optimizer, lr=settings.assistant_lr)
     run.loop.keep(OPTIMIZER, optimizer)
 
     def draw(batch: Batch, slots: list[int]) -> Drawn:

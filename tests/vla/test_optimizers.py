@@ -1,0 +1,33 @@
+"""Policies in simulation trained by other optimisers: their groups, and a resume to the bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genrl.config import load
+from genrl.runtime.run import Run
+from genrl.vla.train import train
+from tests.run_folders import differences, rows
+from tests.vla import vla_runs
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion", "muon"])
+def test_resumed_to_the_bit(tmp_path: Path, name: str) -> None:
+    """From the checkpoint of the first of two iterations."""
+    config = vla_runs.config(tmp_path, optimizer={"name": name, "lr": 1e-4}, checkpoint={"every": 1}, iterations=2)
+    straight = train(config)
+    again = tmp_path / "again"
+    shutil.copytree(straight, again)
+    shutil.rmtree(again / "checkpoints" / "step-000002")
+    train(load(Run(again).config), again)
+    assert differences(straight, again) == []
+    assert all(row["updates"] > 0 for row in rows(straight)[1:])
+
+
+def test_one_step_size_does_not_fit_two_rates(tmp_path: Path) -> None:
+    config = vla_runs.config(tmp_path, optimizer={"name": "prodigy", "lr": 1.0}, iterations=1)
+    with pytest.raises(ValueError, match="policy, critic have rates of their own"):
+        train(config)
