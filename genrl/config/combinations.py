@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from genrl.config.folders import looks_local
 from genrl.config.kernel_rules import kernel_rules
+from genrl.config.memory_rules import memory_rules
 from genrl.config.method import Finding
 from genrl.config.optimizers import optimizer_problems
 
@@ -69,6 +70,7 @@ def refuse_impossible(config: Config) -> None:
         _monitor,
         _precision,
         kernel_rules,
+        memory_rules,
         _model,
         _optimizer,
         optimizer_problems,

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from genrl.config.folders import read_json
+from genrl.config.memory_rules import DENOISERS
 from genrl.config.optimizers import state_bytes
 from genrl.config.schema import ATTENTION_LAYERS, Config
 
-DENOISERS = ("transformer", "transformer_2", "unet")
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
                 "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
 _HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import rewards
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
-from genrl.config.estimate import DENOISERS, side_step
+from genrl.config.estimate import side_step
 from genrl.config.folders import looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
+from genrl.config.memory_rules import DENOISERS, missing_packages
 from genrl.config.optimizers import missing_package
 from genrl.config.pipeline_classes import problems
 from genrl.config.schema import Config, Reward
@@ -76,6 +78,7 @@ def model_folder(config: Config) -> Path | None:
 
 def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     key: KeyPath = ("model", "path")
+    yield from (_Wrong(tuple(key.split(".")), text) for key, text in missing_packages(config.model))
     path = Path(config.model.path).expanduser()
     if path.is_file():
         yield _Wrong(key, f"{path} is a file; a pipeline is a folder, made by pipe.save_pretrained(folder)")
@@ -104,6 +107,11 @@ def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
     networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list)}
     for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
         yield _Wrong(tuple(key.split(".")), text)
+    for name in config.model.quantize if isinstance(config.model.quantize, dict) else ():
+        if not isinstance(index.get(name), list):
+            near = get_close_matches(name, index, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            yield _Wrong(("model", "quantize", name), f"{index.get('_class_name')} has no such component{meant}")
     settings = [read_json(folder / name / "config.json") for name in (*networks, "vae")]
     step = side_step(settings[0], settings[-1]) if networks else None
     for name in ("height", "width"):

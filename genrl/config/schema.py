@@ -26,6 +26,7 @@ from genrl.config.section import (
 )
 from genrl.config.sections import EMA, Checkpoint, Distributed, LoRA, Monitor, Optimizer, Precision, Tracker, labels_of
 
+Quantized = Literal["int8", "int4", "fp8", "nf4"]
 Attention = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class Model(Section):
     """Precision of the forward passes; null = the weights' own."""
     lora: LoRA | None = LoRA()
     """Low-rank adapters; null = train every weight of the denoiser."""
+    quantize: Quantized | dict[Text, Quantized] | None = None
+    """Hold the linear layers of denoiser and text encoders in fewer bits: int8 or fp8 (torchao), nf4 (bitsandbytes, a
+    GPU), one for all or {component: kind}; adapters stay float32; null = as in dtype. int4 is refused."""
     gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass: much less memory, about a third more time."""
     offload_text_encoders: Flag = False

@@ -85,7 +85,7 @@ def write_folder(folder: Path) -> None:
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8}
 
 
-def settings(folder: Path, model: Path, *, lora: dict[str, Any] | None = LORA, **changes: Any) -> dict[str, Any]:
+def settings(folder: Path, model: Path, /, *, lora: dict[str, Any] | None = LORA, **changes: Any) -> dict[str, Any]:
     """The YAML of a tiny Flow-GRPO run in `folder`; `changes` are sections, merged key by key but for the trainer."""
     tree: dict[str, Any] = {
         "model": {"path": str(model), "lora": lora},
@@ -116,7 +116,7 @@ def settings(folder: Path, model: Path, *, lora: dict[str, Any] | None = LORA, *
     return tree
 
 
-def config(folder: Path, model: Path, **changes: Any) -> Config:
+def config(folder: Path, model: Path, /, **changes: Any) -> Config:
     """`settings` through a YAML file and the loader, as the command line would."""
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(settings(folder, model, **changes)), encoding="utf-8")

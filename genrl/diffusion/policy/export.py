@@ -194,7 +194,8 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
     if config.model.lora is not None and not full:
         shutil.copytree(source / "lora", out, dirs_exist_ok=True)
     else:
-        pipe = load_pipeline(config.model)
+        # Adapters are merged into the weights as they were published, not into their rounded form.
+        pipe = load_pipeline(config.model.model_copy(update={"quantize": None}))
         if config.model.lora is not None:
             loader = load_lora(pipe, str(source / "lora"))
             adapted = [name for name, part in pipe.components.items() if isinstance(part, Adapted)]

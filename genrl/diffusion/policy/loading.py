@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from genrl.config import Model, Sampling
 from genrl.config.combinations import OURS
 from genrl.diffusion.policy.interfaces import Pipeline
+from genrl.diffusion.policy.quantization import quantization
 
 
 class _NoTorchvision(logging.Filter):
@@ -35,6 +36,7 @@ def load_pipeline(model: Model) -> Pipeline:
     if not sys.stderr.isatty():  # bars are for people; in a log they are clutter
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
+    held = quantization(model)
     try:
         pipe: Pipeline = DiffusionPipeline.from_pretrained(
             model.path,
@@ -42,6 +44,7 @@ def load_pipeline(model: Model) -> Pipeline:
             variant=model.variant,
             use_safetensors=True if model.use_safetensors else None,
             dtype=getattr(torch, model.dtype),
+            **({} if held is None else {"quantization_config": held}),
         )
     except (OSError, ValueError) as error:
         text = f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}"

@@ -1,0 +1,95 @@
+"""Quantised bases: the ratio stays 1, a run goes on to the bit, adapters fit the weights as they were published."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from genrl.config import ConfigError, Model, load
+from genrl.diffusion.policy.export import export, load_lora
+from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.train import train
+from genrl.runtime.run import Run
+from tests.diffusion import runs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+KINDS = {"int8": "Int8Tensor", "fp8": "Float8Tensor"}
+
+
+def held(kind: Any, **changes: Any) -> dict[str, Any]:
+    """Changes of the tiny run."""
+    return {"model": {"quantize": kind}, "iterations": 4, "evaluation": {"every": 2, "num_prompts": 2}, **changes}
+
+
+def picture(pipe: Any) -> np.ndarray:
+    generator = torch.Generator().manual_seed(3)
+    call = {"height": 16, "width": 16, "num_inference_steps": 3, "guidance_scale": 1.0, "max_sequence_length": 4}
+    return np.asarray(pipe("a red star", generator=generator, output_type="np", **call).images[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+def test_a_quantised_run_is_on_policy_and_goes_on_to_the_bit(folder: Path, model: Path, kind: str) -> None:
+    """The ratio is exactly 1 in the first update of every iteration, and two and two iterations are four."""
+    straight = train(runs.config(folder, model, output=str(folder / "straight"), **held(kind)))
+    assert [row["ratio/max_abs_dev"] for row in runs.rows(straight) if row["step"]] == [0.0] * 4
+    assert {tensor.dtype for tensor in runs.last_state(straight).tensors["weights"].values()} == {torch.float32}
+    first = train(runs.config(folder, model, output=str(folder / "two"), **held(kind, iterations=2)))
+    again = train(load(Run(first).config, ["iterations=4"]), first)
+    assert runs.last_state(straight).tensors["weights"].keys() == runs.last_state(again).tensors["weights"].keys()
+    assert runs.differences(straight, again) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_quantised(model: Path, kind: str) -> None:
+    pipe = load_pipeline(Model(path=str(model), quantize=kind))
+    for name, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            linear = [m for m in component.modules() if isinstance(m, torch.nn.Linear)]
+            kinds = {type(module.weight.data).__name__ for module in linear}
+            # transformers leaves the last projection of an encoder as it is
+            wanted = {"Tensor"} if name == "vae" else {KINDS[kind]}
+            assert kinds == wanted or (name.startswith("text_encoder") and kinds == {"Tensor", KINDS[kind]}), name
+    one = load_pipeline(Model(path=str(model), quantize={"transformer": kind}))
+    assert type(one.components["text_encoder"].text_model.encoder.layers[0].mlp.fc1.weight.data) is torch.Tensor
+
+
+def test_the_adapter_fits_the_weights_that_were_published(folder: Path, model: Path) -> None:
+    """In plain diffusers; and a full export is the merge into them."""
+    run = train(runs.config(folder, model, **held("int8", optimizer={"lr": 0.1}, iterations=2)))
+    published = DiffusionPipeline.from_pretrained(model)
+    before = picture(published)
+    published.load_lora_weights(run / "lora")
+    found = picture(published)
+    quantised = load_pipeline(Model(path=str(model), quantize="int8"))
+    load_lora(quantised, str(run / "lora"))
+    change = np.abs(found - before).mean()
+    assert change > 1e-3
+    assert np.abs(found - picture(quantised)).mean() < 0.2 * change  # what is left is the rounding of the base
+    merged = DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True))
+    np.testing.assert_allclose(picture(merged), found, atol=1e-3)
+    assert type(merged.transformer.transformer_blocks[0].attn.to_q.weight.data) is torch.Tensor
+
+
+def test_refused_before_anything_is_loaded(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"model.quantize, model.lora.*cannot be trained, only adapters"):
+        runs.config(folder, model, model={"quantize": "int8", "lora": None})
+    with pytest.raises(ConfigError, match=r"model.quantize.*no backward pass.*write nf4"):
+        runs.config(folder, model, model={"quantize": "int4"})
+    with pytest.raises(ConfigError, match=r"model.quantize.vae.*denoisers .* and text encoders"):
+        runs.config(folder, model, model={"quantize": {"vae": "int8"}})
+    with pytest.raises(ValueError, match=r"model.quantize.text_encoder_4: StableDiffusion3Pipeline has no such"):
+        load_pipeline(Model(path=str(model), quantize={"text_encoder_4": "int8"}))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"model.quantize: nf4 .*asks for a GPU.*write int8 or fp8"):
+            load_pipeline(Model(path=str(model), quantize="nf4"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"model.quantize: int8 .* not installed: pip install torchao"):
+        load_pipeline(Model(path=str(model), quantize="int8"))
