@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from genrl.config.folders import looks_local
+from genrl.config.folders import is_single_file, looks_local
 from genrl.config.kernel_rules import kernel_rules
 from genrl.config.memory_rules import memory_rules
 from genrl.config.method import Finding
@@ -20,7 +20,7 @@ from genrl.config.optimizers import optimizer_problems
 
 if TYPE_CHECKING:
     from genrl.config import AnyConfig
-    from genrl.config.schema import Config
+    from genrl.config.schema import Config, Model
 
 # Arguments of a pipeline's call that belong to the trainer or have a key of their own.
 OWN_KEY = {
@@ -286,12 +286,32 @@ def _model(config: Config) -> Iterator[Finding]:
     if config.distributed.fsdp and model.lora is not None:
         text = "sharding is for full fine-tuning, adapters are small; write lora: null, or fsdp: false"
         yield ("distributed.fsdp", "model.lora"), text
-    if model.revision is not None and looks_local(model.path):
+    yield from _single_file(model)
+    if model.revision is not None and looks_local(model.path) and not is_single_file(model.path):
         yield ("model.revision", "model.path"), "a folder has no revisions; remove it, or use a hub id (org/name)"
     if model.lora is not None and model.lora.targets is not None:
         twice = [name for name, count in Counter(model.lora.targets).items() if count > 1]
         if twice:
             yield ("model.lora.targets",), f"{', '.join(twice)} twice; keep one"
+
+
+def _single_file(model: Model) -> Iterator[Finding]:
+    if not is_single_file(model.path):
+        if model.config is not None:
+            text = "is for a checkpoint in one .safetensors file, and this is a pipeline of its own; remove it"
+            yield ("model.config", "model.path"), text
+        return
+    if model.config is None:
+        text = (
+            "one file has weights alone; give the folder or hub id of the pipeline that it was made from, for example"
+        )
+        yield ("model.config", "model.path"), f"{text} stabilityai/stable-diffusion-xl-base-1.0"
+    for name in ("revision", "variant"):
+        if getattr(model, name) is not None:
+            yield (f"model.{name}", "model.path"), "one file has none; remove it"
+    if model.quantize is not None:
+        text = "the loader of single files quantises nothing; save the pipeline as a folder (`pipe.save_pretrained`)"
+        yield ("model.quantize", "model.path"), text
 
 
 def _optimizer(config: Config) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typing import Any
 import rewards
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
 from genrl.config.estimate import side_step
-from genrl.config.folders import looks_local, nearest_folder, read_json
+from genrl.config.folders import is_single_file, looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
 from genrl.config.memory_rules import DENOISERS, missing_packages
 from genrl.config.optimizers import missing_package
@@ -23,7 +23,7 @@ from genrl.config.vla_files import vla_files
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
-from genrl.data.prompts import PromptError, PromptRows
+from genrl.data.prompts import PromptError, PromptRows, nearest_beside
 from genrl.data.prompts import read as read_prompts
 from rewards.built_in import BUILT_IN
 from rewards.contract import FROM_SAMPLER, nearest
@@ -63,39 +63,45 @@ def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
 
 
 def model_folder(config: Config) -> Path | None:
-    """Folder of the pipeline on this machine, the hub's cache included; None if it must be downloaded first.
-
-    ValueError where model.path is neither a folder nor a hub id.
-    """
-    folder = Path(config.model.path).expanduser()
-    if folder.is_dir() or looks_local(config.model.path):
+    """Folder of the pipeline (of a single file: of its base) on this machine, the hub's cache included; None if it must
+    be downloaded first. ValueError where it is neither a folder nor a hub id."""
+    named = config.model.config or config.model.path
+    folder = Path(named).expanduser()
+    if folder.is_dir() or looks_local(named):
         return folder if folder.is_dir() else None
     from huggingface_hub import try_to_load_from_cache
 
-    index = try_to_load_from_cache(config.model.path, "model_index.json", revision=config.model.revision)
+    index = try_to_load_from_cache(named, "model_index.json", revision=config.model.revision)
     return Path(index).parent if isinstance(index, str) else None
 
 
 def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
-    key: KeyPath = ("model", "path")
     yield from (_Wrong(tuple(key.split(".")), text) for key, text in missing_packages(config.model))
-    path = Path(config.model.path).expanduser()
+    key: KeyPath = ("model", "config" if config.model.config else "path")
+    named = config.model.config or config.model.path
+    path = Path(named).expanduser()
+    file = Path(config.model.path).expanduser()
+    if is_single_file(config.model.path) and not file.is_file():
+        yield _Wrong(("model", "path"), f"no such file: {file}{nearest_beside(file)}")
     if path.is_file():
-        yield _Wrong(key, f"{path} is a file; a pipeline is a folder, made by pipe.save_pretrained(folder)")
+        text = (
+            "a pipeline is a folder, made by pipe.save_pretrained(folder), or one .safetensors file with model.config"
+        )
+        yield _Wrong(key, f"{path} is a file; {text}")
     elif path.is_dir():
         if not (path / "model_index.json").is_file():
             yield _Wrong(key, f"{path} has no model_index.json, so it is not a saved diffusers pipeline")
         elif not read_json(path / "model_index.json"):
             yield _Wrong(key, f"{path / 'model_index.json'} is not a JSON object")
-    elif looks_local(config.model.path):
+    elif looks_local(named):
         yield _Wrong(key, f"no such folder: {path}{nearest_folder(path)}")
     try:
         folder = model_folder(config)
     except ValueError as error:
-        yield _Wrong(key, f"{config.model.path!r} is neither a folder nor a hub id (org/name): {error}")
+        yield _Wrong(key, f"{named!r} is neither a folder nor a hub id (org/name): {error}")
         return
-    if folder is None and not looks_local(config.model.path):
-        notes.append(f"model.path: {config.model.path} is not on this machine yet; training downloads it")
+    if folder is None and not looks_local(named):
+        notes.append(f"model.{key[-1]}: {named} is not on this machine yet; training downloads it")
     if folder is not None:
         yield from _pipeline(config, folder)
         yield from _scheduler(config, read_json(folder / "scheduler" / "scheduler_config.json"))

@@ -13,6 +13,11 @@ def looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~", "assets/")) or path.count("/") != 1
 
 
+def is_single_file(path: str) -> bool:
+    """Whether `path` is written like a checkpoint in one file."""
+    return path.endswith(".safetensors")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A small JSON object of a model folder; empty where there is no such file or it is broken."""
     if not path.is_file() or path.stat().st_size > 10_000_000:

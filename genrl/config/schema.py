@@ -45,7 +45,11 @@ class Model(Section):
     """Which diffusers pipeline to train, and in which precision."""
 
     path: Text
-    """Folder of a saved diffusers pipeline (has model_index.json), or a hub id such as org/name."""
+    """Folder of a saved diffusers pipeline (has model_index.json), a hub id such as org/name, or one .safetensors file
+    (with config)."""
+    config: Text | None = None
+    """Of a .safetensors file: folder or hub id of the pipeline that it was made from, for its class, the settings of
+    its networks, and what the file lacks."""
     revision: Text | None = None
     """Branch, tag or commit of the hub id; null = the main branch. Pin a commit to reproduce a run."""
     variant: Text | None = None

@@ -429,6 +429,8 @@ class TestFiles:
         [
             ("model:\n  path: ./modle", 2, "did you mean model?"),
             ("model:\n  path: ./train.txt", 2, "is a file; a pipeline is a folder"),
+            ("model:\n  path: ./a.safetensors\n  config: ./model", 2, "no such file: "),
+            ("model:\n  path: ./b.safetensors\n  config: ./modle", 3, "did you mean model?"),
             ("model:\n  path: ./empty", 2, "no model_index.json"),
             ("model:\n  path: org/mo del", 2, "neither a folder nor a hub id"),
             ("seed: 1\nprompts: {train: trian.txt, eval: eval.txt}", 2, "did you mean train.txt?"),

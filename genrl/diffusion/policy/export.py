@@ -24,6 +24,7 @@ from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.single_file import loading_code
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import ADAPTER
 from genrl.diffusion.rollout.rollout import call_arguments
@@ -236,6 +237,9 @@ def write_card(
         if dtype == "float32"
         else "import torch\nfrom diffusers import DiffusionPipeline"
     )
+    if is_lora and config.model.config is not None:
+        imports = "import diffusers\nimport torch\nimport transformers"
+        load = f'{loading_code(config.model)}\npipe.load_lora_weights("THIS_FOLDER")'
     given = call_arguments(config.sampling) | evaluation_arguments(config.evaluation)
     call = [f"    prompt={json.dumps(prompts[0] if prompts else 'a prompt')},"]
     call += [f"    {name}={value!r}," for name, value in given.items()]
@@ -247,7 +251,7 @@ def write_card(
     table = _card_table(rows)
     examples = "\n".join(f"- {_code(json.dumps(prompt, ensure_ascii=False))}" for prompt in prompts)
     rewards = ", ".join(f"{_code(reward.name)} (weight {reward.weight:g})" for reward in config.rewards)
-    name = config.model.path
+    name = config.model.config or config.model.path
     newline = "\n"
     text = f"""---
 base_model: {json.dumps(name, ensure_ascii=False)}

@@ -17,6 +17,7 @@ from genrl.config import Model, Sampling
 from genrl.config.combinations import OURS
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.quantization import quantization
+from genrl.diffusion.policy.single_file import load_single_file
 
 
 class _NoTorchvision(logging.Filter):
@@ -31,11 +32,18 @@ _NO_TORCHVISION = _NoTorchvision()  # one object: a logger takes it once
 
 
 def load_pipeline(model: Model) -> Pipeline:
-    """The pipeline as diffusers loads it, from a folder or the hub; ValueError naming the key where it cannot."""
+    """The pipeline as diffusers loads it, from a folder, the hub or one file; ValueError naming the key where it
+    cannot."""
     logging.getLogger("transformers.utils.import_utils").addFilter(_NO_TORCHVISION)
     if not sys.stderr.isatty():  # bars are for people; in a log they are clutter
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
+    if model.config is not None:
+        try:
+            return load_single_file(model)
+        except (OSError, ValueError, LookupError, RuntimeError) as error:  # of a name that a converter looks for
+            text = f"model.path: {model.path!r} could not be loaded on model.config {model.config!r}: {error}"
+            raise ValueError(text) from error
     held = quantization(model)
     try:
         pipe: Pipeline = DiffusionPipeline.from_pretrained(

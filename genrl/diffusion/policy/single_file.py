@@ -1,0 +1,117 @@
+"""A checkpoint in one .safetensors file, as the loaders of diffusers read it, on the pipeline that it was made from.
+
+A file that holds an autoencoder is a whole pipeline and read by its class; another one, as ComfyUI has them, is the
+denoiser alone. What a file lacks (text encoders, often) comes from the base pipeline of `model.config`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from diffusers.loaders.single_file import FromSingleFileMixin
+from diffusers.loaders.single_file_utils import (
+    LDM_VAE_KEYS,
+    SingleFileComponentError,
+    is_clip_model_in_single_file,
+    is_t5_in_single_file,
+)
+from safetensors import safe_open
+
+from genrl.config import Model
+from genrl.diffusion.policy.interfaces import Pipeline
+
+DENOISERS = ("transformer", "unet")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """How a file is read: `kind.from_single_file` with `besides` given (components of the base, by name and class), or
+    where it is a denoiser alone, `networks` (its name and class) by theirs, and all else from the base."""
+
+    kind: Any
+    besides: dict[str, Any]
+    networks: dict[str, Any]
+
+
+def load_single_file(model: Model) -> Pipeline:
+    """The pipeline of the file `model.path` on the base `model.config`. Raises ValueError, OSError or LookupError
+    where diffusers reads no such file, or the file lacks weights that the base does not have."""
+    parts, dtype, base = _parts(model), getattr(torch, model.dtype), model.config
+    try:
+        given = {
+            name: kind.from_single_file(model.path, config=base, subfolder=name, torch_dtype=dtype)
+            for name, kind in parts.networks.items()
+        }
+        given |= {
+            name: kind.from_pretrained(base, subfolder=name, dtype=dtype, use_safetensors=True)
+            for name, kind in parts.besides.items()
+        }
+        pipe: Pipeline
+        if parts.networks:
+            pipe = DiffusionPipeline.from_pretrained(base, **given, dtype=dtype, use_safetensors=True)
+        else:
+            pipe = parts.kind.from_single_file(model.path, config=base, torch_dtype=dtype, **given)
+    except SingleFileComponentError as error:  # no ValueError
+        raise ValueError(str(error).splitlines()[0]) from error
+    for name, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            lacking = [weight for weight, value in component.state_dict().items() if value.is_meta]
+            if lacking:
+                raise ValueError(f"it lacks {len(lacking)} weights of {name} ({', '.join(lacking[:3])}...)")
+    return pipe
+
+
+def loading_code(model: Model) -> str:
+    """Lines of Python that make the same `pipe` without genrl, where diffusers, torch and transformers are imported."""
+    parts, file, base = _parts(model), json.dumps(model.path), json.dumps(model.config)
+    plain = model.dtype == "float32"
+    dtype, old = ("", "") if plain else (f", dtype=torch.{model.dtype}", f", torch_dtype=torch.{model.dtype}")
+    lines = [
+        f"{name} = diffusers.{kind.__name__}.from_single_file({file}, config={base}, subfolder={json.dumps(name)}{old})"
+        for name, kind in parts.networks.items()
+    ]
+    lines += [
+        f"{name} = transformers.{kind.__name__}.from_pretrained({base}, subfolder={json.dumps(name)}{dtype})"
+        for name, kind in parts.besides.items()
+    ]
+    given = "".join(f", {name}={name}" for name in (*parts.networks, *parts.besides))
+    if parts.networks:
+        lines.append(f"pipe = diffusers.DiffusionPipeline.from_pretrained({base}{given}{dtype})")
+    else:
+        lines.append(f"pipe = diffusers.{parts.kind.__name__}.from_single_file({file}, config={base}{given}{old})")
+    return "\n".join(lines)
+
+
+def _parts(model: Model) -> _Parts:
+    index = DiffusionPipeline.load_config(model.config)
+    kind = getattr(diffusers, str(index["_class_name"]))
+    with safe_open(model.path, framework="pt") as file:
+        names = dict.fromkeys(file.keys())
+    held = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1]}
+    if any(name.startswith(tuple(LDM_VAE_KEYS)) for name in names):
+        if not issubclass(kind, FromSingleFileMixin):
+            raise ValueError(f"diffusers reads no whole {kind.__name__} from one file; give that of its denoiser alone")
+        encoders = {
+            name: getattr(transformers, entry[1]) for name, entry in held.items() if name[:12] == "text_encoder"
+        }
+        besides = {name: one for name, one in encoders.items() if not _has_encoder(names, one)}
+        return _Parts(kind, besides, {})
+    denoiser = next((name for name in DENOISERS if name in held), None)
+    network = getattr(diffusers, held[denoiser][1], None) if denoiser else None
+    if denoiser is None or not hasattr(network, "from_single_file"):
+        what = f"no {held[denoiser][1]}" if denoiser else f"nothing of a {kind.__name__}"
+        raise ValueError(f"diffusers reads {what} from one file")
+    return _Parts(kind, {}, {denoiser: network})
+
+
+def _has_encoder(names: dict[str, Any], kind: Any) -> bool:
+    """Whether a file with these weights has a text encoder of this class, as diffusers finds it."""
+    if issubclass(kind, transformers.T5EncoderModel):
+        return bool(is_t5_in_single_file(names))
+    return bool(is_clip_model_in_single_file(kind, names))
