@@ -21,6 +21,7 @@ from genrl.config.optimizers import optimizer_problems
 if TYPE_CHECKING:
     from genrl.config import AnyConfig
     from genrl.config.schema import Config, Model
+    from genrl.config.sections import LoRA
 
 # Arguments of a pipeline's call that belong to the trainer or have a key of their own.
 OWN_KEY = {
@@ -289,10 +290,28 @@ def _model(config: Config) -> Iterator[Finding]:
     yield from _single_file(model)
     if model.revision is not None and looks_local(model.path) and not is_single_file(model.path):
         yield ("model.revision", "model.path"), "a folder has no revisions; remove it, or use a hub id (org/name)"
-    if model.lora is not None and model.lora.targets is not None:
-        twice = [name for name, count in Counter(model.lora.targets).items() if count > 1]
-        if twice:
-            yield ("model.lora.targets",), f"{', '.join(twice)} twice; keep one"
+    if model.lora is not None:
+        yield from _adapters(model.lora)
+        if model.lora.type in ("dora", "lokr") and model.quantize is not None:
+            text = f"{model.lora.type} needs the weights that it changes as numbers; write lora or rslora"
+            yield ("model.lora.type", "model.quantize"), text
+
+
+def _adapters(lora: LoRA) -> Iterator[Finding]:
+    """Where a file says what the adapter is, and what cannot stand beside each other."""
+    targets = lora.targets or ()
+    twice = [name for name, count in Counter(targets).items() if count > 1]
+    if twice:
+        yield ("model.lora.targets",), f"{', '.join(twice)} twice; keep one"
+    if lora.begin is not None:
+        for key in ("type", "rank", "alpha", "targets", "ranks"):
+            if getattr(lora, key) != type(lora).model_fields[key].get_default(call_default_factory=True):
+                yield (f"model.lora.{key}", "model.lora.from"), "is the file's own; leave it out"
+    if lora.frozen and lora.type == "lokr":
+        yield ("model.lora.frozen", "model.lora.type"), "peft puts no lokr beside LoRAs; write another type"
+    twice = [name for name, count in Counter(lora.frozen).items() if count > 1]
+    if twice:
+        yield ("model.lora.frozen",), f"{', '.join(twice)} twice; keep one"
 
 
 def _single_file(model: Model) -> Iterator[Finding]:

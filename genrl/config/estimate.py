@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from genrl.config.folders import read_json
 from genrl.config.memory_rules import DENOISERS
 from genrl.config.optimizers import state_bytes
 from genrl.config.schema import ATTENTION_LAYERS, Config
+from genrl.config.sections import LoRA
 
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
                 "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
@@ -172,14 +174,38 @@ def trained_parameters(config: Config, components: tuple[Component, ...]) -> int
     lora = config.model.lora
     if lora is None:
         return sum(component.num_parameters for component in denoisers)
+    if lora.begin is not None:
+        files = [file for file in Path(lora.begin).expanduser().rglob("*.safetensors") if file.is_file()]
+        return sum(math.prod(shape) for file in files for _, shape, _ in read_header(file))
     targets = lora.targets or ATTENTION_LAYERS
     total = 0
     for component in denoisers:
         for name, shape in component.shapes.items():
             module = name.removesuffix(".weight")
             if len(shape) == 2 and name.endswith(".weight") and _matches(module, targets):
-                total += lora.rank * sum(shape)
+                total += _adapter_size(lora, rank_of(lora, component.name, module), shape)
     return total
+
+
+def rank_of(lora: LoRA, component: str, module: str) -> int:
+    """Of one layer, as peft reads `ranks`."""
+    named = (rank for pattern, rank in lora.ranks.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(named, lora.ranks.get(component, lora.rank))
+
+
+def _adapter_size(lora: LoRA, rank: int, shape: tuple[int, ...]) -> int:
+    """Numbers of the adapter of a matrix."""
+    if lora.type != "lokr":
+        return rank * sum(shape) + (shape[0] if lora.type == "dora" else 0)
+    (out_small, out_large), (in_small, in_large) = (_near_square(side) for side in shape)
+    low = rank * (out_large + in_large) if rank < max(out_large, in_large) / 2 else out_large * in_large
+    return out_small * in_small + low
+
+
+def _near_square(number: int) -> tuple[int, int]:
+    """The factors that lie closest to each other, the smaller first: how peft's LoKr splits a side."""
+    small = next(n for n in range(math.isqrt(number), 0, -1) if number % n == 0)
+    return small, number // small
 
 
 def _matches(module: str, targets: tuple[str, ...]) -> bool:
@@ -225,7 +251,8 @@ def snapshots(config: Config) -> list[str]:
     if monitor is not None and monitor.action == "roll_back":
         names += ["best evaluation (monitor)"]
     names += config.trainer.snapshots(config)
-    if config.model.lora is None and config.uses_reference:  # with adapters it is the model without them
+    lora = config.model.lora
+    if (lora is None or lora.begin or lora.frozen) and config.uses_reference:  # else it is the model without adapters
         names.append("reference")
     return names
 

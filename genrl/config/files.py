@@ -49,6 +49,7 @@ def check_files(config: AnyConfig, origins: Origins | None = None) -> list[str]:
     else:
         wrong = [
             *_model(config, notes),
+            *_adapters(config, notes),
             *_prompts_and_rewards(config, notes),
             *_trackers(config),
         ]
@@ -125,6 +126,23 @@ def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
         if step and side is not None and side % step:
             near = max(1, round(side / step)) * step
             yield _Wrong(("sampling", name), f"this pipeline draws sides that are multiples of {step}; write {near}")
+
+
+def _adapters(config: Config, notes: list[str]) -> Iterator[_Wrong]:
+    """The LoRAs that training begins with, and the frozen ones."""
+    lora = config.model.lora
+    if lora is None:
+        return
+    named: list[tuple[KeyPath, str]] = [] if lora.begin is None else [(("model", "lora", "from"), lora.begin)]
+    named += [(("model", "lora", "frozen", number), source) for number, source in enumerate(lora.frozen)]
+    for key, source in named:
+        folder = Path(source).expanduser()
+        if folder.exists() and not (folder.is_file() or any(folder.glob("*.safetensors"))):
+            yield _Wrong(key, f"{folder} holds no LoRA: there is no .safetensors file in it")
+        elif not folder.exists() and looks_local(source):
+            yield _Wrong(key, f"no such folder: {folder}{nearest_folder(folder)}")
+        elif not folder.exists():
+            notes.append(f"{dotted(key)}: {source} is not on this machine; training downloads it")
 
 
 def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]:

@@ -63,8 +63,8 @@ def _section(section: type[BaseModel], name: str, lines: list[str], known: dict[
     lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     below: list[tuple[type[BaseModel], str]] = []
     functions: list[tuple[str, list[type[BaseModel]]]] = []
-    for key, field in section.model_fields.items():
-        models = _models(field.annotation)
+    for own, field in section.model_fields.items():
+        key, models = field.alias or own, _models(field.annotation)
         inner = [model for model in models if model not in known]
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
         meaning = " ".join((field.description or "").replace("|", "/").split())  # a row of a table is a line

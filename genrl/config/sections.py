@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from genrl.config.section import Count, Flag, Fraction, NonNegative, Positive, Section, Text, Whole
 
@@ -13,7 +13,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
 
 
-class LoRA(Section):
+class LowRank(Section):
     """Low-rank adapters; only they are trained."""
 
     rank: Count = 32
@@ -22,6 +22,23 @@ class LoRA(Section):
     """Scale of the adapters; the update is multiplied by alpha / rank (Flow-GRPO: 64)."""
     targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     """Name endings of the layers to adapt; null = the attention projections of the denoiser."""
+
+
+class LoRA(LowRank):
+    """Low-rank adapters of the denoiser (docs/adapters.md); only they are trained."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    type: Literal["lora", "dora", "rslora", "lokr"] = "lora"
+    """lora; dora: with the length of each row apart; rslora: multiplied by alpha / sqrt(rank); lokr: Kronecker
+    products. No loha: diffusers cannot read it."""
+    ranks: dict[str, Count] = {}
+    """Other ranks: of a whole component (transformer_2), or of layers whose name ends so, a regular expression; alpha
+    follows, so that alpha / rank stays the same (not rslora's)."""
+    begin: Text | None = Field(default=None, alias="from")
+    """Folder or hub id of a LoRA to go on training; its type, rank, alpha and targets are taken. null = a new one."""
+    frozen: tuple[Text, ...] = ()
+    """Folders or hub ids of LoRAs that are active throughout and not trained."""
 
 
 class Optimizer(Section):

@@ -263,7 +263,9 @@ class DiffusionRun:
             self.process.progress.say(f"before and after: {save_png(picture, run.samples / 'before_after.png')}")
         result = f"to write the pipeline: genrl export {run.folder} --out FOLDER"
         if self.weights.is_lora:
-            result = f"LoRA, for pipe.load_lora_weights: {run.lora}"
+            lora = config.model.lora
+            loader = "load_lora_adapter of the denoiser" if lora and lora.type == "lokr" else "pipe.load_lora_weights"
+            result = f"LoRA, for {loader}: {run.lora}"
         say_result(loop, rows, "total", label="held-out reward", pictures="curves and pictures", result=result)
 
 

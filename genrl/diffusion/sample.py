@@ -20,7 +20,7 @@ from genrl.data.picture_rows import SAMPLE_GRID, SAMPLE_LIST, sampled_pictures
 from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import Evaluated, evaluate
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom
-from genrl.diffusion.policy.export import load_lora
+from genrl.diffusion.policy.adapters import activate_all, add_frozen, load_lora
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
@@ -34,6 +34,9 @@ def load(model: Model, lora: str | None) -> Pipeline:
     pipe = load_pipeline(model)
     if lora:
         load_lora(pipe, lora)
+        if model.lora is not None and model.lora.frozen:
+            add_frozen(pipe, model.lora.frozen)
+            activate_all(pipe)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -81,7 +81,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if config.model.lora is not None:
         check_lora_loader(policy)
     weights = trainable_weights(config, policy, sharded=config.distributed.fsdp)
-    if not weights.is_lora and config.uses_reference:
+    if weights.refers_to_snapshot and config.uses_reference:
         weights.snapshot(REFERENCE)
     run = DiffusionRun(process, policy, prompts, eval_prompts, scorers)
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
@@ -137,14 +137,14 @@ def reopen(config: Config, device: str, iteration: int) -> Reopened:
     policy = open_policy(config, device)
     use_kernels(policy, config.kernels)
     weights = trainable_weights(config, policy)
-    if not weights.is_lora and config.uses_reference:
+    if weights.refers_to_snapshot and config.uses_reference:
         weights.snapshot(REFERENCE)
     return Reopened(policy, weights, policy.denoisers, Batch.from_dump)
 
 
 def trainable_weights(config: Config, policy: Policy, *, sharded: bool = False) -> Weights:
     """The denoisers made trainable as configured."""
-    weights = trainable(policy.denoisers, config.model.lora, seed=config.seed, sharded=sharded)
+    weights = trainable(policy.denoisers, config.model.lora, seed=config.seed, sharded=sharded, pipe=policy.pipe)
     if config.model.gradient_checkpointing:
         for denoiser in policy.denoisers.values():
             if not isinstance(denoiser, Checkpointing):

@@ -57,6 +57,11 @@ class Weights:
         self._reference = reference
 
     @property
+    def refers_to_snapshot(self) -> bool:
+        """Whether `reference` is a snapshot, to be taken before the first update."""
+        return self._reference is None
+
+    @property
     def can_be_copied(self) -> bool:
         """Whether an iteration keeps a copy of all that it changes, so that it can be undone."""
         return self.is_lora or (not self.is_sharded and self.num_parameters <= LARGEST_COPY)

@@ -7,34 +7,40 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from diffusers.utils import logging as diffusers_logging
 from peft import get_peft_model_state_dict
 from torch import Tensor
 
 from genrl import __version__
-from genrl.config import Config
+from genrl.config import Config, LoRA
 from genrl.config import load as load_config
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.evaluate import evaluation_arguments
+from genrl.diffusion.policy.adapters import (
+    ADAPTER,
+    SECOND,
+    activate,
+    activate_all,
+    add_frozen,
+    is_lokr,
+    load_by_denoisers,
+    load_lora,
+    quiet_loading,
+)
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.single_file import loading_code
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import ADAPTER
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run, read_metrics, write_atomic
 from genrl.runtime.weights import result
 
 _RELOADED = "genrl_reloaded"
-_SECOND = "_2"
-"""How the component of a second denoiser ends: `transformer_2`."""
 
 
 class ExportError(RuntimeError):
@@ -53,7 +59,7 @@ def _lora_loader(policy: Policy) -> LoRALoader:
     pipe = policy.pipe
     if isinstance(pipe, LoRALoader):
         takes = inspect.signature(type(pipe).save_lora_weights).parameters.keys()
-        if all(f"{name.removesuffix(_SECOND)}_lora_layers" in takes for name in policy.denoisers):
+        if all(f"{name.removesuffix(SECOND)}_lora_layers" in takes for name in policy.denoisers):
             return pipe
     raise ValueError(
         f"model.lora: {type(pipe).__name__} cannot load LoRA weights of its {', '.join(policy.denoisers)}; train all "
@@ -71,7 +77,10 @@ def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """
     pipe = _lora_loader(policy)
     for name, denoiser in _adapted(policy).items():
-        part = name.removesuffix(_SECOND)
+        part = name.removesuffix(SECOND)
+        if is_lokr(denoiser):
+            denoiser.save_lora_adapter(str(folder if part == name else folder / name), adapter_name=ADAPTER)
+            continue
         arguments = {
             f"{part}_lora_layers": get_peft_model_state_dict(denoiser, adapter_name=ADAPTER),
             # Without the metadata lora_alpha is lost: the adapter would load at another strength, without a word.
@@ -89,16 +98,16 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     stop = None if len(policy.denoisers) > 1 else 1  # each expert has its steps
     wanted = policy.roll_out(probe, stop=stop).final
     try:
-        with warnings.catch_warnings(), _quiet_loading():  # a second adapter beside the first is what we want here
+        with warnings.catch_warnings(), quiet_loading():  # a second adapter beside the first is what we want here
             warnings.simplefilter("ignore")
             _load_again(policy, folder)
         for denoiser in denoisers.values():
             _require_equal_adapters(denoiser, folder)
-            denoiser.set_adapter(_RELOADED)
+            activate(denoiser, _RELOADED)
         found = policy.roll_out(probe, stop=stop).final
     finally:
         for denoiser in denoisers.values():
-            denoiser.set_adapter(ADAPTER)
+            activate(denoiser)
             denoiser.delete_adapters(_RELOADED)
     # Equal bits in float32 on a CPU; a pipeline in lower precision holds the reloaded adapter rounded to it.
     tolerance = max(1e-5, 4 * torch.finfo(next(iter(denoisers.values())).dtype).eps) * float(wanted.abs().max())
@@ -111,8 +120,10 @@ def _load_again(policy: Policy, folder: Path) -> None:
     """Load the folder beside the adapter in training. Raises ExportError where diffusers cannot read it."""
     pipe = _lora_loader(policy)
     try:
+        if any(is_lokr(denoiser) for denoiser in _adapted(policy).values()):
+            return load_by_denoisers(policy.pipe, folder, _RELOADED)
         for name in policy.denoisers:
-            if name.endswith(_SECOND):
+            if name.endswith(SECOND):
                 path = str(folder / name)
                 pipe.load_lora_weights(path, adapter_name=_RELOADED, load_into_transformer_2=True)
             else:
@@ -135,42 +146,10 @@ def _require_equal_adapters(denoiser: AdaptedDenoiser, folder: Path) -> None:
         raise ExportError(f"the adapter in {folder} holds nothing for the {type(denoiser).__name__}")
     trained, reloaded = (denoiser.peft_config[name] for name in (ADAPTER, _RELOADED))
     values, again = (get_peft_model_state_dict(denoiser, adapter_name=name) for name in (ADAPTER, _RELOADED))
-    same = (trained.r, trained.lora_alpha) == (reloaded.r, reloaded.lora_alpha) and values.keys() == again.keys()
+    alphas = [getattr(config, "alpha" if is_lokr(denoiser) else "lora_alpha") for config in (trained, reloaded)]
+    same = trained.r == reloaded.r and alphas[0] == alphas[1] and values.keys() == again.keys()
     if not same or any(not torch.equal(values[key].to(again[key].dtype), again[key]) for key in values):
         raise ExportError(f"the adapter in {folder} has other weights, rank or alpha after reloading")
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    level = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        diffusers_logging.set_verbosity(level)
-
-
-def load_lora(pipe: Pipeline, lora: str) -> LoRALoader:
-    """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
-    two, any other that diffusers reads, or a hub id. Returns the pipeline; raises ValueError where there is none to
-    load."""
-    if not isinstance(pipe, LoRALoader):
-        raise ValueError(f"{type(pipe).__name__} cannot load LoRA weights")
-    folder = Path(lora)
-    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", lora):
-        raise ValueError(f"the LoRA {lora!r} is not there: no such folder (a hub id is written org/name)")
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise ValueError(f"the folder {lora} holds no LoRA: there is no .safetensors file in it")
-    try:
-        with _quiet_loading():  # it warns of every text encoder without an adapter, and only warns of no adapter at all
-            pipe.load_lora_weights(lora)
-            if (folder / f"transformer{_SECOND}").is_dir():
-                pipe.load_lora_weights(str(folder / f"transformer{_SECOND}"), load_into_transformer_2=True)
-    except Exception as error:  # noqa: BLE001  whatever a file, the hub or peft may say; told with the adapter's name
-        raise ValueError(f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}: {error}") from error
-    if not any(isinstance(part, Adapted) and part.peft_config for part in pipe.components.values()):
-        raise ValueError(f"the LoRA {lora!r} holds nothing for {type(pipe).__name__}: it is of another model")
-    return pipe
 
 
 def export(run: Path, out: Path, *, step: int | None = None, full: bool = False) -> Path:
@@ -198,7 +177,9 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
         # Adapters are merged into the weights as they were published, not into their rounded form.
         pipe = load_pipeline(config.model.model_copy(update={"quantize": None}))
         if config.model.lora is not None:
-            loader = load_lora(pipe, str(source / "lora"))
+            loader = load_lora(pipe, str(source / "lora"), ADAPTER)
+            add_frozen(pipe, config.model.lora.frozen)
+            activate_all(pipe)
             adapted = [name for name, part in pipe.components.items() if isinstance(part, Adapted)]
             loader.fuse_lora(components=adapted)  # by default not the second expert
             loader.unload_lora_weights()
@@ -231,7 +212,7 @@ def write_card(
     base = json.dumps(config.model.path if is_lora else "THIS_FOLDER")
     dtype = config.model.dtype
     load = f"pipe = DiffusionPipeline.from_pretrained({base}{'' if dtype == 'float32' else f', dtype=torch.{dtype}'})"
-    load = f'{load}\npipe.load_lora_weights("THIS_FOLDER")' if is_lora else load
+    load = f"{load}\n{_loading(config.model.lora)}" if is_lora and config.model.lora is not None else load
     imports = (
         "from diffusers import DiffusionPipeline"
         if dtype == "float32"
@@ -281,6 +262,17 @@ Prompts it was evaluated on, among others:
 {examples}
 """
     write_atomic(folder / "README.md", text)
+
+
+def _loading(lora: LoRA) -> str:
+    """The lines that load the adapter, with those that were frozen beside it."""
+    if lora.type == "lokr":
+        return 'pipe.transformer.load_lora_adapter("THIS_FOLDER", prefix=None, use_safetensors=True)'
+    if not lora.frozen:
+        return 'pipe.load_lora_weights("THIS_FOLDER")'
+    named = {"trained": "THIS_FOLDER"} | {f"frozen_{number}": source for number, source in enumerate(lora.frozen)}
+    lines = [f"pipe.load_lora_weights({json.dumps(source)}, adapter_name={name!r})" for name, source in named.items()]
+    return "\n".join([*lines, f"pipe.set_adapters({list(named)!r})"])
 
 
 def _code(text: str) -> str:

@@ -6,7 +6,7 @@ pipeline belongs to its own class alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -97,8 +97,14 @@ class AdaptedDenoiser(Adapted, Protocol):
     def dtype(self) -> torch.dtype:
         """Of its weights."""
 
-    def set_adapter(self, name: str, /) -> None:
-        """Use this adapter alone."""
+    def set_adapter(self, name: str | list[str], /) -> None:
+        """Use this adapter, or these, alone."""
+
+    def save_lora_adapter(self, folder: str, /, *, adapter_name: str) -> None:
+        """Write an adapter without the pipeline, for `load_lora_adapter`."""
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        """Of the model and its adapters."""
 
     def delete_adapters(self, name: str, /) -> None:
         """Remove an adapter."""

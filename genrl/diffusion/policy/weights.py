@@ -5,44 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-import torch
 from diffusers.loaders.peft import PeftAdapterMixin
-from peft import LoraConfig as PeftLoraConfig
 from torch import nn
 
 from genrl.config import LoRA
-from genrl.config.schema import ATTENTION_LAYERS
+from genrl.diffusion.policy.adapters import activate, add_adapters, add_frozen, begin_with
+from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.runtime.sharding import shard
 from genrl.runtime.weights import Weights
 
-ADAPTER = "default"
-
 
 def trainable(
-    denoisers: Mapping[str, nn.Module], lora: LoRA | None, *, seed: int = 0, sharded: bool = False
+    denoisers: Mapping[str, nn.Module],
+    lora: LoRA | None,
+    *,
+    seed: int = 0,
+    sharded: bool = False,
+    pipe: Pipeline | None = None,
 ) -> Weights:
     """The trained parameters of one or more denoisers, by `component.parameter`.
 
-    denoisers: by component name; lora: the adapter to add in place, or None to train every parameter.
+    denoisers: by component name; lora: the adapter to add in place, or None to train every parameter; pipe: theirs,
+    which loads the adapters that `lora` names.
     Trained parameters are float32 whatever the dtype of the frozen ones. Raises ValueError where no layer matches.
     """
     adapted: list[PeftAdapterMixin] = []
-    for name, denoiser in denoisers.items():
+    if lora is not None:
+        adapted = [_adaptable(denoiser) for denoiser in denoisers.values()]
+        _adapt(pipe, denoisers, lora, seed)
+    for denoiser in denoisers.values():
         if lora is None:
             denoiser.requires_grad_(True)
-        elif not isinstance(denoiser, PeftAdapterMixin):
-            raise ValueError(
-                f"model.lora: diffusers has no adapters for a {type(denoiser).__name__}; set model.lora=null to train "
-                "all"
-            )
         else:
-            peft_config = _peft_config(name, denoiser, lora)
-            adapted.append(denoiser)
-            # The adapter's initial values depend on the run's seed alone. peft draws them on the CPU, wherever the
-            # model is; the generators of other devices are left alone.
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
-                denoiser.add_adapter(peft_config, adapter_name=ADAPTER)
+            activate(denoiser)  # type: ignore[arg-type]
         for parameter in denoiser.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -63,32 +58,26 @@ def trainable(
                 stack.callback(denoiser.enable_adapters)
             yield
 
-    reference = None if lora is None else without_adapters
+    begins_as_base = lora is not None and lora.begin is None and not lora.frozen
+    reference = without_adapters if begins_as_base else None
     return Weights(named, is_lora=lora is not None, is_sharded=sharded, reference=reference)
 
 
-def _peft_config(name: str, denoiser: nn.Module, lora: LoRA) -> PeftLoraConfig:
-    linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
-    others = {key for key, _ in denoiser.named_modules()} - linears
-    candidates = lora.targets or ATTENTION_LAYERS
-    found = [t for t in candidates if _ending(t, linears)]
-    missing = [t for t in candidates if t not in found] if lora.targets else []
-    if not found or missing:
-        last = sorted({key.rsplit(".", 1)[-1] for key in linears if not key.endswith(".0")})
+def _adaptable(denoiser: nn.Module) -> PeftAdapterMixin:
+    if not isinstance(denoiser, PeftAdapterMixin):
         raise ValueError(
-            f"model.lora.targets: no layer of the {name} ({type(denoiser).__name__}) is called "
-            f"{', '.join(missing or candidates)}; its linear layers end in {', '.join(last)}"
+            f"model.lora: diffusers has no adapters for a {type(denoiser).__name__}; set model.lora=null to train all"
         )
-    # In some models a name is that of a linear layer here and of a list of layers there: spelt out.
-    targets = [key for t in found for key in (_ending(t, linears) if _ending(t, others) else [t])]
-    return PeftLoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
-        target_modules=targets,
-        init_lora_weights="gaussian",
-    )
+    return denoiser
 
 
-def _ending(target: str, keys: set[str]) -> list[str]:
-    """The modules that peft takes for this target."""
-    return sorted(key for key in keys if key == target or key.endswith(f".{target}"))
+def _adapt(pipe: Pipeline | None, denoisers: Mapping[str, nn.Module], lora: LoRA, seed: int) -> None:
+    """The adapters of a configuration, in place: the trained one, and the frozen ones."""
+    if lora.begin is not None:
+        assert pipe is not None
+        begin_with(pipe, denoisers, lora.begin)
+    else:
+        add_adapters(denoisers, lora, seed)
+    if lora.frozen:
+        assert pipe is not None
+        add_frozen(pipe, lora.frozen)

@@ -10,7 +10,7 @@ from genrl.config.diffusion_method import FileFinding
 from genrl.config.folders import looks_local, nearest_folder, read_json
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Count, NonNegative, Positive, Section, Text, Whole
-from genrl.config.sections import LoRA, Precision
+from genrl.config.sections import LowRank, Precision
 from genrl.diffusion.methods.policy_gradient import Windowed
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Rewriter(Section):
     """Folder of a saved transformers causal language model, or a hub id such as org/name."""
     dtype: Precision = "float32"
     """Precision in which the frozen weights are held; LoRA weights and log-probabilities are always float32."""
-    lora: LoRA = LoRA(rank=16, alpha=32.0)
+    lora: LowRank = LowRank(rank=16, alpha=32.0)
     """Low-rank adapters; only they are trained. targets: null = all linear layers but the last."""
     instruction: Text = (
         "Rewrite this prompt for an image generator, so that the image shows exactly what it asks for. "

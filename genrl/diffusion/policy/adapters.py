@@ -1,0 +1,229 @@
+"""Adapters of denoisers: new ones of each type, one to go on with, frozen ones beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.utils import logging as diffusers_logging
+from peft import LoKrConfig, PeftConfig, get_peft_model_state_dict
+from peft import LoraConfig as PeftLoraConfig
+from safetensors import safe_open
+from torch import nn
+
+from genrl.config import LoRA
+from genrl.config.schema import ATTENTION_LAYERS
+from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
+
+ADAPTER = "default"
+FROZEN = "frozen_"
+SECOND = "_2"
+"""How the component of a second denoiser ends: `transformer_2`."""
+
+
+def add_adapters(denoisers: Mapping[str, nn.Module], lora: LoRA, seed: int) -> None:
+    """A new adapter in each of these denoisers, in place. Raises ValueError where no layer matches."""
+    unused = lora.ranks.keys() - denoisers.keys()
+    for name, denoiser in denoisers.items():
+        config, layers = _config(name, denoiser, lora, denoisers.keys())
+        unused -= {pattern for pattern in unused if any(_fits(pattern, layer) for layer in layers)}
+        # The adapter's initial values depend on the run's seed alone. peft draws them on the CPU, wherever the
+        # model is; the generators of other devices are left alone.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            denoiser.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+    if unused:
+        raise ValueError(
+            f"model.lora.ranks: no adapted layer's name ends in {', '.join(sorted(unused))}, and no component is "
+            f"called so; components: {', '.join(denoisers)}; a layer: {layers[0]}"
+        )
+
+
+def begin_with(pipe: Pipeline, denoisers: Mapping[str, nn.Module], source: str) -> None:
+    """Load the LoRA that training goes on with. Raises ValueError where it is not one of every denoiser alone."""
+    load_lora(pipe, source, ADAPTER)
+    for name in _adapted(pipe):
+        if name not in denoisers:
+            raise ValueError(
+                f"model.lora.from: {source} adapts the {name}, too, which is not trained: prompts are encoded once. "
+                "Give a LoRA of the denoiser alone, or the whole as model.lora.frozen"
+            )
+    for name, denoiser in denoisers.items():
+        if ADAPTER not in getattr(denoiser, "peft_config", {}):
+            raise ValueError(f"model.lora.from: {source} holds nothing for the {name}")
+
+
+def add_frozen(pipe: Pipeline, sources: Collection[str]) -> None:
+    """Load adapters that stay as they are."""
+    for number, source in enumerate(sources):
+        load_lora(pipe, source, f"{FROZEN}{number}")
+
+
+def activate(denoiser: AdaptedDenoiser, adapter: str = ADAPTER) -> None:
+    """Run with this adapter and the frozen ones; its parameters alone have gradients."""
+    frozen = [name for name in denoiser.peft_config if name.startswith(FROZEN)]
+    denoiser.set_adapter([adapter, *frozen] if frozen else adapter)
+    for name, parameter in denoiser.named_parameters():
+        parameter.requires_grad_(adapter in name.split("."))
+
+
+def activate_all(pipe: Pipeline) -> None:
+    """In a pipeline that is not trained: run with every adapter that is loaded."""
+    for part in _adapted(pipe).values():
+        part.set_adapter(list(part.peft_config))
+
+
+def is_lokr(denoiser: AdaptedDenoiser, adapter: str = ADAPTER) -> bool:
+    """Whether diffusers reads and writes the adapter by the denoiser's own functions alone."""
+    return isinstance(denoiser.peft_config[adapter], LoKrConfig)
+
+
+def scale_of(config: Any) -> float:
+    """What a LoRA is multiplied by where it has the rank of its configuration."""
+    return float(config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r))
+
+
+def _config(name: str, denoiser: nn.Module, lora: LoRA, components: Collection[str]) -> tuple[PeftConfig, list[str]]:
+    """peft's settings, and the layers that they adapt."""
+    targets, layers = _targets(name, denoiser, lora)
+    rank = lora.ranks.get(name, lora.rank)
+    patterns = {pattern: r for pattern, r in lora.ranks.items() if pattern not in components}
+
+    def alpha(r: int) -> float:
+        return lora.alpha if lora.type == "rslora" else lora.alpha * r / lora.rank
+
+    common: dict[str, Any] = {
+        "r": rank,
+        "target_modules": targets,
+        "rank_pattern": patterns,
+        "alpha_pattern": {pattern: alpha(r) for pattern, r in patterns.items()},
+    }
+    if lora.type == "lokr":
+        return LoKrConfig(alpha=alpha(rank), **common), layers  # type: ignore[arg-type]  # peft takes any number
+    config = PeftLoraConfig(
+        lora_alpha=alpha(rank),  # type: ignore[arg-type]
+        init_lora_weights="gaussian",
+        use_dora=lora.type == "dora",
+        use_rslora=lora.type == "rslora",
+        **common,
+    )
+    return config, layers
+
+
+def _targets(name: str, denoiser: nn.Module, lora: LoRA) -> tuple[list[str], list[str]]:
+    """The targets for peft, and the layers that they are. Raises ValueError where there are none."""
+    linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    others = {key for key, _ in denoiser.named_modules()} - linears
+    candidates = lora.targets or ATTENTION_LAYERS
+    found = [t for t in candidates if _ending(t, linears)]
+    missing = [t for t in candidates if t not in found] if lora.targets else []
+    if not found or missing:
+        last = sorted({key.rsplit(".", 1)[-1] for key in linears if not key.endswith(".0")})
+        raise ValueError(
+            f"model.lora.targets: no layer of the {name} ({type(denoiser).__name__}) is called "
+            f"{', '.join(missing or candidates)}; its linear layers end in {', '.join(last)}"
+        )
+    # In some models a name is that of a linear layer here and of a list of layers there: spelt out.
+    targets = [key for t in found for key in (_ending(t, linears) if _ending(t, others) else [t])]
+    return targets, [key for t in found for key in _ending(t, linears)]
+
+
+def _ending(target: str, keys: set[str]) -> list[str]:
+    """The modules that peft takes for this target."""
+    return sorted(key for key in keys if key == target or key.endswith(f".{target}"))
+
+
+def _fits(pattern: str, layer: str) -> bool:
+    """As peft matches `rank_pattern`."""
+    return re.match(rf"(.*\.)?({pattern})$", layer) is not None
+
+
+def _adapted(pipe: Pipeline) -> dict[str, Any]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, Adapted) and part.peft_config}
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without diffusers' warnings of text encoders that have no adapter."""
+    level = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        diffusers_logging.set_verbosity(level)
+
+
+def load_lora(pipe: Pipeline, lora: str, adapter: str | None = None) -> LoRALoader:
+    """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
+    two, any other that diffusers reads, or a hub id. Returns the pipeline; raises ValueError where there is none to
+    load. adapter: its name; None = diffusers finds one."""
+    if not isinstance(pipe, LoRALoader):
+        raise ValueError(f"{type(pipe).__name__} cannot load LoRA weights")
+    folder = Path(lora)
+    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", lora):
+        raise ValueError(f"the LoRA {lora!r} is not there: no such folder (a hub id is written org/name)")
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"the folder {lora} holds no LoRA: there is no .safetensors file in it")
+    before = _names(pipe)
+    try:
+        with quiet_loading():  # it warns of every text encoder without an adapter, and only warns of no adapter at all
+            if folder.is_dir() and _holds_lokr(folder):
+                load_by_denoisers(pipe, folder, adapter)
+            else:
+                named = {} if adapter is None else {"adapter_name": adapter}
+                pipe.load_lora_weights(lora, **named)
+                if (folder / f"transformer{SECOND}").is_dir():
+                    second = str(folder / f"transformer{SECOND}")
+                    pipe.load_lora_weights(second, load_into_transformer_2=True, **named)
+    except Exception as error:  # noqa: BLE001  whatever a file, the hub or peft may say; told with the adapter's name
+        raise ValueError(f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}: {error}") from error
+    loaded = _names(pipe) - before
+    if not loaded:
+        raise ValueError(f"the LoRA {lora!r} holds nothing for {type(pipe).__name__}: it is of another model")
+    for name, own in loaded:
+        if folder.is_dir():
+            _require_all(name, pipe.components[name], own, folder / name if name.endswith(SECOND) else folder)
+    return pipe
+
+
+def _require_all(name: str, part: Any, adapter: str, folder: Path) -> None:
+    """Raise ValueError unless the layers of a file are those that were adapted: of others diffusers only warns."""
+    prefix = name.removesuffix(SECOND)
+    wanted = {
+        key.removeprefix(f"{prefix}.")
+        for file in folder.glob("*.safetensors")
+        for key in _keys(file)
+        if ".lokr_" in key or (key.startswith(f"{prefix}.") and ".lora_" in key)
+    }
+    found = set(get_peft_model_state_dict(part, adapter_name=adapter))
+    if odd := sorted(wanted ^ found if wanted else ()):  # a file in another form has other names
+        raise ValueError(
+            f"the LoRA {str(folder)!r} is of another model: its layers are not those of this {name} "
+            f"({type(part).__name__}), e.g. {odd[0]} is in one of them only"
+        )
+
+
+def load_by_denoisers(pipe: Pipeline, folder: Path, adapter: str | None) -> None:
+    """Load what `save_lora_adapter` of the denoisers wrote: in the folder, a second one's in a folder of its name."""
+    for name in ("transformer", "unet", f"transformer{SECOND}"):
+        part: Any = pipe.components.get(name)
+        place = folder / name if name.endswith(SECOND) else folder
+        if part is not None and place.is_dir():
+            part.load_lora_adapter(str(place), prefix=None, adapter_name=adapter, use_safetensors=True)
+
+
+def _holds_lokr(folder: Path) -> bool:
+    return any(".lokr_" in key for file in folder.glob("*.safetensors") for key in _keys(file))
+
+
+def _keys(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _names(pipe: Pipeline) -> set[tuple[str, str]]:
+    return {(name, adapter) for name, part in _adapted(pipe).items() for adapter in part.peft_config}
