@@ -60,7 +60,7 @@ def choose(name: str, lora: str | None, dtype: Dtype | None, given: dict[str, An
     settings = config.sampling
     scale = settings.guidance_scale if config.evaluation.guidance_scale is None else config.evaluation.guidance_scale
     steps = config.evaluation.num_inference_steps or settings.num_inference_steps
-    arguments = call_arguments(steps, scale, settings.height, settings.width)
+    arguments = call_arguments(settings.scheduled(steps), scale, settings.height, settings.width)
     if settings.num_frames is not None:
         arguments["num_frames"] = settings.num_frames
     adapter = lora or _newest_adapter(Path(name))

@@ -116,6 +116,29 @@ def _pipeline_args(config: Config) -> Iterator[Finding]:
             yield (key, OWN_KEY[name]), f"has a key of its own; write {OWN_KEY[name]} instead"
         elif name in OURS:
             yield (key,), "is set by the trainer; remove it"
+    yield from _strength(config)
+
+
+def _strength(config: Config) -> Iterator[Finding]:
+    """What is left of a schedule that the pipeline cuts has to be a whole number of steps, however it rounds."""
+    key, given = "sampling.pipeline_args.strength", config.sampling.pipeline_args.get("strength", 1.0)
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0.0 < given <= 1.0:
+        yield (key,), f"has to be a number above 0 and at most 1, found {given!r}"
+        return
+    for name in ("sampling", "evaluation"):
+        steps = getattr(config, name).num_inference_steps
+        if steps is None or _left(config.sampling.scheduled(steps), given) == {steps}:
+            continue
+        fitting = [k for k in range(1, 1000) if _left(config.sampling.scheduled(k), given) == {k}]
+        nearest = min(fitting, key=lambda k: abs(k - steps), default=None)
+        remedy = "write a strength of two decimals" if nearest is None else f"write {nearest} steps"
+        text = f"no whole number of steps leaves {steps} at strength {given}, and pipelines round it differently"
+        yield (f"{name}.num_inference_steps", key), f"{text}; {remedy}"
+
+
+def _left(steps: int, strength: float) -> set[int]:
+    """Steps that pipelines leave of a schedule: most round down what is run, some what is left out."""
+    return {min(int(steps * strength), steps), steps - int(max(steps - min(steps * strength, steps), 0))}
 
 
 def _samples(config: Config) -> Iterator[Finding]:

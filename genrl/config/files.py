@@ -16,7 +16,7 @@ from genrl.config.folders import is_single_file, looks_local, nearest_folder, re
 from genrl.config.loading import AnyConfig
 from genrl.config.memory_rules import DENOISERS, missing_packages
 from genrl.config.optimizers import missing_package
-from genrl.config.pipeline_classes import problems
+from genrl.config.pipeline_classes import problems, strength_problem
 from genrl.config.schema import Config, Reward
 from genrl.config.vla import VLAConfig
 from genrl.config.vla_files import vla_files
@@ -119,6 +119,8 @@ def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
             near = get_close_matches(name, index, n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
             yield _Wrong(("model", "quantize", name), f"{index.get('_class_name')} has no such component{meant}")
+    if cut := strength_problem(str(index.get("_class_name", "")), config.sampling.pipeline_args):
+        yield _Wrong(("sampling", "pipeline_args", "strength"), cut)
     settings = [read_json(folder / name / "config.json") for name in (*networks, "vae")]
     step = side_step(settings[0], settings[-1]) if networks else None
     for name in ("height", "width"):

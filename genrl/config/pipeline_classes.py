@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,8 @@ class Source(NamedTuple):
     arguments: frozenset[str]
     """Of `__call__`."""
     bases: frozenset[str]
+    strength: float | None
+    """By default, of a pipeline that cuts its schedule by it; None where it does not."""
     undecorated: bool
     """Whether `__call__` is without a decorator, such as `torch.no_grad()`."""
 
@@ -29,13 +31,18 @@ def source_of(name: str) -> Source | None:
         return None
     text = _files()[name].read_text(encoding="utf-8")
     found = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
-    methods, arguments, bases, decorated = set[str](), set[str](), set[str](), None
+    methods, arguments, bases = set[str](), set[str](), set[str]()
+    strength: float | None = None
+    decorated: bool | None = None
     for node in found.body:
         if isinstance(node, ast.FunctionDef):
+            if node.name == "get_timesteps" and any(one.arg == "sigmas" for one in node.args.args):
+                continue  # cuts the noise levels before the scheduler is asked, by another strength (LTX conditions)
             methods.add(node.name)
             if node.name == "__call__":
                 arguments = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
                 decorated = bool(node.decorator_list)
+                strength = _default(node.args, "strength")
     for base in found.bases:
         own = base.id if isinstance(base, ast.Name) else ""
         bases.add(own)
@@ -44,7 +51,16 @@ def source_of(name: str) -> Source | None:
             bases |= inherited.bases
             if decorated is None:
                 arguments, decorated = set(inherited.arguments), not inherited.undecorated
-    return Source(frozenset(methods), frozenset(arguments), frozenset(bases), not decorated)
+                strength = inherited.strength
+    strength = strength if "get_timesteps" in methods else None
+    return Source(frozenset(methods), frozenset(arguments), frozenset(bases), strength, not decorated)
+
+
+def _default(arguments: ast.arguments, name: str) -> float | None:
+    """Of an argument that may be given by position, where it is a number."""
+    named = [one.arg for one in arguments.args]
+    found = dict(zip(reversed(named), reversed(arguments.defaults), strict=False)).get(name)
+    return float(found.value) if isinstance(found, ast.Constant) and isinstance(found.value, (int, float)) else None
 
 
 @cache
@@ -74,10 +90,24 @@ def problems(pipeline: str, denoisers: dict[str, str], *, lora: bool) -> Iterato
         yield "model.path", f"{pipeline}.__call__ is not decorated by torch.no_grad(): nothing to replay with"
     if not lora:
         return
-    if not any(base.endswith("LoraLoaderMixin") for base in found.bases):
-        yield "model.lora", f"diffusers loads no LoRA into a {pipeline}; write lora: null to train all weights"
-        return
     for network in denoisers.values():
         own = source_of(network)
         if own is not None and "PeftAdapterMixin" not in own.bases:
             yield "model.lora", f"diffusers has no adapters for a {network}; write lora: null to train all weights"
+
+
+def strength_problem(pipeline: str, arguments: Mapping[str, object]) -> str | None:
+    """What is wrong with the `strength` among a call's arguments: that it has a meaning of its own here, or that the
+    pipeline cuts its schedule although none is given."""
+    found = source_of(pipeline)
+    if found is None:
+        return None
+    given = arguments.get("strength")
+    if given is None and found.strength is not None and found.strength < 1.0:
+        return (
+            f"a {pipeline} leaves out part of its schedule (strength {found.strength:g}) unless told; write 1, or "
+            f"{found.strength:g} to have sampling.num_inference_steps left of a longer one"
+        )
+    if given not in (None, 1, 1.0) and "strength" in found.arguments and found.strength is None:
+        return f"a {pipeline} does not cut its schedule by it, so steps would be counted wrongly; write 1"
+    return None

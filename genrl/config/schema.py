@@ -38,6 +38,7 @@ else:
 ATTENTION_LAYERS = (
     *("to_q", "to_k", "to_v", "to_out.0", "to_out", "to_qkv"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "to_added_qkv", "to_qkv_mlp_proj"),
+    *("to_query", "to_key", "to_value", "img_qkv_proj", "txt_kv_proj"),
 )
 
 
@@ -163,7 +164,7 @@ class Sampling(Section):
     """How pictures (or videos) are drawn for training."""
 
     num_inference_steps: Count = 10
-    """Denoising steps of a rollout (Flow-GRPO on SD3.5: 10)."""
+    """Denoising steps of a rollout (Flow-GRPO on SD3.5: 10); at a strength below 1 those that are left."""
     guidance_scale: NonNegative | None = None
     """Guidance handed to the pipeline; null = the pipeline's default; 1 = off in most pipelines."""
     height: Count | None = None
@@ -190,6 +191,12 @@ class Sampling(Section):
     example {image: source_image} to train an editing model."""
     score_in_background: Flag = False
     """Score a micro-batch in a second thread while the next one is drawn; the results are the same."""
+
+    def scheduled(self, steps: int) -> int:
+        """Steps of the schedule that the pipeline is asked for, where it is to run `steps` of it: at a strength below 1
+        it leaves out the first ones."""
+        strength = self.pipeline_args.get("strength", 1.0)
+        return round(steps / float(strength))
 
     @property
     def images_per_iteration(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config import Config, Evaluation
+from genrl.config import Config
 from genrl.data.prompts import Prompt
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -109,9 +109,12 @@ def spread(count: int, length: int) -> list[int]:
     return [k * length // count for k in range(count)]
 
 
-def evaluation_arguments(settings: Evaluation) -> dict[str, Any]:
+def evaluation_arguments(config: Config) -> dict[str, Any]:
     """Arguments of the pipeline call in evaluation that are not those of the rollouts."""
+    settings = config.evaluation
     named = {name: getattr(settings, name) for name in ("num_inference_steps", "guidance_scale", "height", "width")}
+    if settings.num_inference_steps is not None:
+        named["num_inference_steps"] = config.sampling.scheduled(settings.num_inference_steps)
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -130,7 +133,7 @@ def evaluate_held_out(
         policy,
         prompts,
         scorers,
-        call_arguments(config.sampling) | evaluation_arguments(settings),
+        call_arguments(config.sampling) | evaluation_arguments(config),
         batch_size=settings.batch_size or config.sampling.batch_size,
         seed=settings.seed,
         inputs=config.sampling.inputs,

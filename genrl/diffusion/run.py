@@ -23,6 +23,7 @@ from genrl.config.method import Method
 from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.fit import settle, sizes
+from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
 from genrl.diffusion.policy.export import save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
@@ -263,8 +264,8 @@ class DiffusionRun:
             self.process.progress.say(f"before and after: {save_png(picture, run.samples / 'before_after.png')}")
         result = f"to write the pipeline: genrl export {run.folder} --out FOLDER"
         if self.weights.is_lora:
-            lora = config.model.lora
-            loader = "load_lora_adapter of the denoiser" if lora and lora.type == "lokr" else "pipe.load_lora_weights"
+            denoiser = denoiser_that_loads(run.lora)
+            loader = "pipe.load_lora_weights" if denoiser is None else f"pipe.{denoiser}.load_lora_adapter"
             result = f"LoRA, for {loader}: {run.lora}"
         say_result(loop, rows, "total", label="held-out reward", pictures="curves and pictures", result=result)
 

@@ -11,12 +11,12 @@ from accelerate import Accelerator
 import rewards
 from genrl.config import Config, Kernels
 from genrl.config.method import code_of
+from genrl.config.pipeline_classes import strength_problem
 from genrl.data import prompts as prompt_files
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.decoding import spare_vae
-from genrl.diffusion.policy.export import check_lora_loader
 from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
@@ -78,8 +78,6 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     said = use_kernels(policy, config.kernels)
     if said:
         process.progress.say(said)
-    if config.model.lora is not None:
-        check_lora_loader(policy)
     weights = trainable_weights(config, policy, sharded=config.distributed.fsdp)
     if weights.refers_to_snapshot and config.uses_reference:
         weights.snapshot(REFERENCE)
@@ -121,7 +119,10 @@ def open_policy(config: Config, device: torch.device | str) -> Policy:
     """The pipeline on the device, as a policy."""
     pipe = load_pipeline(config.model)
     check_call_arguments(pipe, call_arguments(config.sampling) | config.sampling.inputs)
-    check_call_arguments(pipe, evaluation_arguments(config.evaluation), "evaluation")
+    cut = strength_problem(type(pipe).__name__, config.sampling.pipeline_args)
+    if cut is not None:
+        raise ValueError(f"sampling.pipeline_args.strength: {cut}")
+    check_call_arguments(pipe, evaluation_arguments(config), "evaluation")
     policy = Policy(
         pipe.to(device),
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,

@@ -14,10 +14,6 @@ from genrl.config.pipeline_classes import problems, source_of
 from tests.diffusion.families import FAMILIES
 
 DENOISERS = ("transformer", "transformer_2", "unet")
-WITHOUT_LORA = [
-    *("BriaPipeline", "OvisImagePipeline", "HunyuanImagePipeline", "LuminaPipeline", "EasyAnimatePipeline"),
-    *("CogView3PlusPipeline", "PixArtSigmaPipeline"),
-]
 
 
 def config(folder: Path, lora: str = "null", **sampling: int) -> Path:
@@ -41,10 +37,9 @@ def test_what_trains_passes(name: str, tmp_path: Path) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("name", WITHOUT_LORA)
-def test_no_lora_where_diffusers_loads_none(name: str) -> None:
-    assert [key for key, _ in problems(name, {}, lora=True)] == ["model.lora"]
-    assert list(problems(name, {}, lora=False)) == []
+def test_lora_where_only_the_network_loads_it() -> None:
+    """Pipelines without a loader: `pipe.transformer.load_lora_adapter` it is."""
+    assert list(problems("BriaPipeline", {"transformer": "BriaTransformer2DModel"}, lora=True)) == []
 
 
 def test_no_lora_where_the_network_has_no_adapters() -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from tests.diffusion import editing_families as editing
+from tests.diffusion import further_families as further
 from tests.diffusion import image_families as image
+from tests.diffusion import starting_families as starting
 from tests.diffusion import video_families as video
 from tests.diffusion.tiny_parts import Family
 
@@ -56,6 +58,32 @@ FAMILIES = _table(
     image.qwen_image,
     editing.qwen_image_edit,
     image.hidream,
+    further.flux2_klein,
+    further.bria,
+    further.bria_fibo,
+    further.ovis_image,
+    further.longcat_image,
+    further.prx,
+    further.hunyuan_image,
+    further.hunyuan_dit,
+    further.kandinsky5_t2i,
+    further.pixart_alpha,
+    further.cogview3plus,
+    starting.sd15_img2img,
+    starting.sd15_inpaint,
+    starting.sdxl_img2img,
+    starting.sdxl_inpaint,
+    starting.sd3_img2img,
+    starting.sd3_inpaint,
+    starting.flux_img2img,
+    starting.flux_inpaint,
+    starting.flux_fill,
+    starting.flux_kontext_inpaint,
+    starting.chroma_img2img,
+    starting.qwen_img2img,
+    starting.qwen_inpaint,
+    starting.z_image_img2img,
+    starting.z_image_inpaint,
     video.wan_t2v,
     video.wan22,
     video.wan_i2v,
@@ -66,5 +94,5 @@ FAMILIES = _table(
     video.ace_step,
 )
 
-REFUSED = _table(editing.sd3_img2img, video.ltx_i2v, video.stable_audio, video.ace_step_guided)
+REFUSED = _table(starting.chroma_inpaint, video.ltx_i2v, video.stable_audio, video.ace_step_guided)
 """Pipelines whose loop does not fit; each says why in its docstring."""

@@ -102,12 +102,12 @@ def sdxl() -> Family:
     return Family("sdxl", pipe, call, kind="epsilon", unguided=UNGUIDED)
 
 
-def sd3() -> Family:
+def sd3(channels: int = 4) -> Family:
     transformer = SD3Transformer2DModel(
         sample_size=8,
         patch_size=2,
-        in_channels=4,
-        out_channels=4,
+        in_channels=channels,
+        out_channels=channels,
         num_layers=2,
         attention_head_dim=8,
         num_attention_heads=4,
@@ -120,7 +120,7 @@ def sd3() -> Family:
     pipe = StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=parts.kl_autoencoder(shift_factor=0.06, scaling_factor=1.5),
+        vae=parts.kl_autoencoder(channels, shift_factor=0.06, scaling_factor=1.5),
         text_encoder=parts.clip_projection_encoder(),
         tokenizer=parts.clip_tokenizer(),
         text_encoder_2=parts.clip_projection_encoder(),
@@ -132,10 +132,11 @@ def sd3() -> Family:
     return Family("sd3", pipe, call, unguided=UNGUIDED)
 
 
-def flux_parts() -> dict[str, object]:
+def flux_parts(in_channels: int = 16, out_channels: int = 16) -> dict[str, object]:
     transformer = FluxTransformer2DModel(
         patch_size=1,
-        in_channels=16,
+        in_channels=in_channels,
+        out_channels=out_channels,
         num_layers=1,
         num_single_layers=1,
         attention_head_dim=16,

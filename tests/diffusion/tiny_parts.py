@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from diffusers import (
@@ -27,6 +27,7 @@ from diffusers import (
 from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
+from torch import nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -56,6 +57,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
+Network = TypeVar("Network", bound=nn.Module)
 BYTES = sorted(ByteLevel.alphabet())
 QWEN_SPECIAL = [
     "<|endoftext|>",
@@ -85,6 +87,14 @@ class Family:
     unguided: dict[str, object] = field(default_factory=dict)
     inputs: dict[str, list[object]] = field(default_factory=dict)
     """Further arguments with one entry per prompt; they fit two prompts."""
+
+
+def woken(network: Network) -> Network:
+    """`network` with small random numbers where it starts from zeros, by which its blocks would do nothing."""
+    for parameter in network.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return network
 
 
 def picture(size: int = 16) -> Image.Image:
@@ -181,7 +191,7 @@ def byte_tokenizer(truncation_side: str = "right", first_token: bool = False) ->
     return tokenizer
 
 
-def _decoder_sizes(hidden: int, layers: int) -> dict[str, int]:
+def decoder_sizes(hidden: int, layers: int) -> dict[str, int]:
     """Sizes shared by the decoder-only text encoders; ids are those of `byte_tokenizer`."""
     return {
         "vocab_size": 264,
@@ -198,25 +208,25 @@ def _decoder_sizes(hidden: int, layers: int) -> dict[str, int]:
 
 
 def gemma2_encoder(hidden: int = 32) -> Gemma2Model:
-    return Gemma2Model(Gemma2Config(**_decoder_sizes(hidden, layers=2))).eval()
+    return Gemma2Model(Gemma2Config(**decoder_sizes(hidden, layers=2))).eval()
 
 
 def glm_encoder(hidden: int = 32) -> GlmModel:
-    return GlmModel(GlmConfig(**_decoder_sizes(hidden, layers=2))).eval()
+    return GlmModel(GlmConfig(**decoder_sizes(hidden, layers=2))).eval()
 
 
 def llama_encoder(hidden: int = 32) -> LlamaModel:
-    return LlamaModel(LlamaConfig(**_decoder_sizes(hidden, layers=3))).eval()
+    return LlamaModel(LlamaConfig(**decoder_sizes(hidden, layers=3))).eval()
 
 
 def llama_language_model(hidden: int = 32) -> LlamaForCausalLM:
     """With plain attention: its caller asks for the attention maps."""
-    config = LlamaConfig(**_decoder_sizes(hidden, layers=2), attn_implementation="eager")
+    config = LlamaConfig(**decoder_sizes(hidden, layers=2), attn_implementation="eager")
     return LlamaForCausalLM(config).eval()
 
 
 def qwen3_encoder(hidden: int = 32) -> Qwen3Model:
-    return Qwen3Model(Qwen3Config(**_decoder_sizes(hidden, layers=2))).eval()
+    return Qwen3Model(Qwen3Config(**decoder_sizes(hidden, layers=2))).eval()
 
 
 def mistral3_encoder(hidden: int = 32) -> Mistral3ForConditionalGeneration:
@@ -230,12 +240,12 @@ def mistral3_encoder(hidden: int = 32) -> Mistral3ForConditionalGeneration:
         "image_size": 28,
         "patch_size": 14,
     }
-    text = {"model_type": "mistral", **_decoder_sizes(hidden, layers=2)}
+    text = {"model_type": "mistral", **decoder_sizes(hidden, layers=2)}
     config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=262)
     return Mistral3ForConditionalGeneration(config).eval()
 
 
-def qwen_vl_encoder(hidden: int = 32) -> Qwen2_5_VLForConditionalGeneration:
+def qwen_vl_encoder(hidden: int = 32, layers: int = 1) -> Qwen2_5_VLForConditionalGeneration:
     ids = {token: 256 + index for index, token in enumerate(QWEN_SPECIAL)}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     vision = {
@@ -248,7 +258,7 @@ def qwen_vl_encoder(hidden: int = 32) -> Qwen2_5_VLForConditionalGeneration:
         "fullatt_block_indexes": [0],
     }
     config = Qwen2_5_VLConfig(
-        text_config=_decoder_sizes(hidden, layers=1) | {"rope_parameters": rope},
+        text_config=decoder_sizes(hidden, layers=layers) | {"rope_parameters": rope},
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,13 +158,21 @@ def quiet_loading() -> Iterator[None]:
         diffusers_logging.set_verbosity(level)
 
 
-def load_lora(pipe: Pipeline, lora: str, adapter: str | None = None) -> LoRALoader:
-    """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
-    two, any other that diffusers reads, or a hub id. Returns the pipeline; raises ValueError where there is none to
-    load. adapter: its name; None = diffusers finds one."""
+def loads_lora(pipe: object, denoisers: Iterable[str]) -> bool:
+    """Whether the pipeline itself reads and writes adapters of these components; else each does by itself."""
     if not isinstance(pipe, LoRALoader):
-        raise ValueError(f"{type(pipe).__name__} cannot load LoRA weights")
-    folder = Path(lora)
+        return False
+    takes = inspect.signature(type(pipe).save_lora_weights).parameters.keys()
+    return all(f"{name.removesuffix(SECOND)}_lora_layers" in takes for name in denoisers)
+
+
+def load_lora(pipe: Pipeline, lora: str, adapter: str | None = None) -> None:
+    """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
+    two, any other that diffusers reads, or a hub id. Raises ValueError where there is none to load. adapter: its name;
+    None = diffusers finds one."""
+    folder, loads = Path(lora), loads_lora(pipe, denoisers_of(pipe))
+    if not loads and not folder.is_dir():
+        raise ValueError(f"{type(pipe).__name__} has no LoRA loader: give a folder that genrl or its denoiser wrote")
     if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", lora):
         raise ValueError(f"the LoRA {lora!r} is not there: no such folder (a hub id is written org/name)")
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
@@ -171,7 +180,7 @@ def load_lora(pipe: Pipeline, lora: str, adapter: str | None = None) -> LoRALoad
     before = _names(pipe)
     try:
         with quiet_loading():  # it warns of every text encoder without an adapter, and only warns of no adapter at all
-            if folder.is_dir() and _holds_lokr(folder):
+            if not isinstance(pipe, LoRALoader) or not loads or (folder.is_dir() and _holds_lokr(folder)):
                 load_by_denoisers(pipe, folder, adapter)
             else:
                 named = {} if adapter is None else {"adapter_name": adapter}
@@ -187,7 +196,6 @@ def load_lora(pipe: Pipeline, lora: str, adapter: str | None = None) -> LoRALoad
     for name, own in loaded:
         if folder.is_dir():
             _require_all(name, pipe.components[name], own, folder / name if name.endswith(SECOND) else folder)
-    return pipe
 
 
 def _require_all(name: str, part: Any, adapter: str, folder: Path) -> None:
@@ -209,11 +217,26 @@ def _require_all(name: str, part: Any, adapter: str, folder: Path) -> None:
 
 def load_by_denoisers(pipe: Pipeline, folder: Path, adapter: str | None) -> None:
     """Load what `save_lora_adapter` of the denoisers wrote: in the folder, a second one's in a folder of its name."""
-    for name in ("transformer", "unet", f"transformer{SECOND}"):
-        part: Any = pipe.components.get(name)
+    for name in denoisers_of(pipe):
+        part: Any = pipe.components[name]
         place = folder / name if name.endswith(SECOND) else folder
-        if part is not None and place.is_dir():
+        if place.is_dir():
             part.load_lora_adapter(str(place), prefix=None, adapter_name=adapter, use_safetensors=True)
+
+
+def denoisers_of(pipe: Pipeline) -> list[str]:
+    """Components that may have adapters, the first one first."""
+    names = ("transformer", "unet", f"transformer{SECOND}")
+    return [name for name in names if pipe.components.get(name) is not None]
+
+
+def denoiser_that_loads(folder: Path) -> str | None:
+    """Component that `load_lora_adapter` is called of to load what `save_lora_adapter` wrote into this folder; None
+    where the pipeline's own loader reads it."""
+    keys = [key for file in folder.glob("*.safetensors") for key in _keys(file)]
+    if not keys or any(key.startswith(("transformer.", "unet.")) for key in keys):
+        return None
+    return "unet" if any("down_blocks." in key for key in keys) else "transformer"
 
 
 def _holds_lokr(folder: Path) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from torch import Tensor, nn
 
@@ -24,11 +28,18 @@ class PipelineCalls:
 
     latents_shape: torch.Size
     """Of the latents that the last call made."""
+    blends: bool
+    """Whether the pipeline puts the picture into the states between its steps, where a mask says (inpainting)."""
 
     def __init__(self, pipe: Pipeline, head: PolicyHead, denoiser: nn.Module, autocast: torch.dtype | None) -> None:
         self.pipe, self.head, self.denoiser, self.autocast = pipe, head, denoiser, autocast
         self._injected: Tensor | None = None
+        takes = inspect.signature(type(pipe).__call__).parameters
+        self._tells_ends = "callback_on_step_end" in takes
+        self.blends = "mask_image" in takes
         self._wrap_prepare_latents()
+        if callable(getattr(pipe, "get_timesteps", None)):
+            self._wrap_get_timesteps()
         if autocast is not None:
             _decode_in_own_precision(pipe)
 
@@ -52,6 +63,9 @@ class PipelineCalls:
         generators = [
             torch.Generator().manual_seed(derive_seed(*key, "initial")) for key in batch.initial_keys or batch.keys
         ]
+        if not self._tells_ends:
+            request.on_end = None
+        ends = {} if request.on_end is None else {"callback_on_step_end": self._tell_end}
         self.head.request, self._injected = request, state
         try:
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
@@ -61,14 +75,29 @@ class PipelineCalls:
                     generator=generators,
                     output_type=output_type,
                     return_dict=False,
+                    **ends,
                     **_per_prompt(batch.sampling, len(batch)),
                     **batch.inputs,
                 )
             return output[0]
         except Leave:
             return None
+        except (AssertionError, AttributeError, TypeError) as error:
+            said = self._explained(error)
+            if said is None:
+                raise
+            raise ValueError(said) from error
         finally:
             self.head.request, self._injected = Request(), None
+
+    def _explained(self, error: Exception) -> str | None:
+        """What an error that was raised within diffusers says of the pipeline."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if Path(diffusers.__file__).parent not in Path(frame.filename).parents:
+            return None
+        where = f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
+        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        return f"{type(self.pipe).__name__} cannot be called so; diffusers ends in {said} ({where})"
 
     def leave_at(self, batch: Batch, request: Request, state: Tensor) -> Step:
         """The first step of a call that is left there, before anything is done with its model output."""
@@ -81,6 +110,19 @@ class PipelineCalls:
         request.on_step = on_step
         self(batch, request, state=state, grad=torch.is_grad_enabled())
         return seen[0]
+
+    def _tell_end(self, pipe: Any, i: int, t: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """A pipeline's callback at the end of a step. Leaves the pipeline after the last one of a segment, unless it is
+        the last of all."""
+        request, done = self.head.request, self.head.next_index
+        length = len(self.head.full_timesteps)
+        stop = length if request.stop is None else request.stop
+        if request.on_end is not None and done == stop:
+            if "latents" in tensors:
+                request.on_end(self.head.true_state(tensors["latents"]))
+            if stop < length:
+                raise Leave
+        return {}
 
     def check_shape(self, step: Step) -> None:
         """Raise ValueError where the pipeline could not be resumed from the state of this step."""
@@ -110,6 +152,29 @@ class PipelineCalls:
             return (given, *made[1:]) if isinstance(made, tuple) else given
 
         self.pipe.prepare_latents = prepare_latents
+
+    def _wrap_get_timesteps(self) -> None:
+        """Pipelines that start from a picture cut their schedule by its `strength`: they are given the whole of it, and
+        go on with the segment of what they left."""
+        pipe: Any = self.pipe
+        original, takes = pipe.get_timesteps, inspect.signature(pipe.get_timesteps)
+        if "sigmas" in takes.parameters:  # cut before the scheduler is asked (LTX conditions)
+            return
+
+        @functools.wraps(original)
+        def get_timesteps(*args: Any, **kwargs: Any) -> Any:
+            given = takes.bind(*args, **kwargs).arguments
+            rest: list[Any] = []
+
+            def cut(steps: int, timesteps: Tensor) -> Tensor:
+                whole = {"num_inference_steps": steps, "timesteps": timesteps}
+                kept: Tensor
+                kept, *rest[:] = original(**given | {name: whole[name] for name in whole.keys() & given.keys()})
+                return kept
+
+            return self.head.recut(cut), *rest
+
+        pipe.get_timesteps = get_timesteps
 
 
 def _per_prompt(arguments: Mapping[str, Any], length: int) -> dict[str, Any]:

@@ -87,16 +87,25 @@ def _by_row(encode: Encode, arguments: dict[str, Any], kept: _Kept, axes: dict[H
     """
     length = len(arguments["prompt"])
     split = [k for k, v in arguments.items() if _per_prompt(k, v, length)]
+
+    def counted(prompts: int) -> dict[str, Any]:
+        return {"batch_size": prompts} if "batch_size" in arguments else {}
+
     rows, row = [], arguments
     for r in range(length):
-        row = {k: [v[r]] if k in split else v for k, v in arguments.items()}
+        row = {k: [v[r]] if k in split else v for k, v in (arguments | counted(1)).items()}
         rows.append(kept.get(_frozen(row), functools.partial(encode, row)))
     if length == 1:
         return rows[0]
     settings = _frozen({k: k if k in split else v for k, v in arguments.items()})
     if settings not in axes:
-        doubled = encode({k: v * 2 if k in split else v for k, v in row.items()})
-        axes[settings] = _batch_axes(rows[-1], _to(doubled, torch.device("cpu")))
+        doubled = encode({k: v * 2 if k in split else v for k, v in (row | counted(2)).items()})
+        doubled = _to(doubled, torch.device("cpu"))
+        found = _batch_axes(rows[-1], doubled)
+        # Some outputs (sums of lengths) have an axis that grows, and are no rows one after the other all the same.
+        axes[settings] = found if _equal_shapes(_join([rows[-1]] * 2, found), doubled) else _Ragged
+    if axes[settings] is _Ragged:
+        raise _Ragged
     return _join(rows, axes[settings])
 
 
@@ -180,6 +189,12 @@ def _batch_axes(one: Any, two: Any) -> Any:
         grown = [axis for axis, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
         return grown[0] if grown else None
     return None
+
+
+def _equal_shapes(one: Any, two: Any) -> bool:
+    if isinstance(one, tuple):
+        return all(map(_equal_shapes, one, two))
+    return not isinstance(one, Tensor) or one.shape == two.shape
 
 
 def _join(rows: Sequence[Any], axes: Any) -> Any:

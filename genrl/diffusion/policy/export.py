@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import shutil
@@ -25,9 +24,11 @@ from genrl.diffusion.policy.adapters import (
     activate,
     activate_all,
     add_frozen,
+    denoiser_that_loads,
     is_lokr,
     load_by_denoisers,
     load_lora,
+    loads_lora,
     quiet_loading,
 )
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
@@ -47,38 +48,18 @@ class ExportError(RuntimeError):
     """The written adapter does not give back the model it was made from."""
 
 
-def check_lora_loader(policy: Policy) -> None:
-    """Raise ValueError, naming the key, where diffusers has no LoRA loader for the denoisers of this pipeline.
-
-    It may have adapters for the denoiser all the same; then training would work and saving would not.
-    """
-    _lora_loader(policy)
-
-
-def _lora_loader(policy: Policy) -> LoRALoader:
-    pipe = policy.pipe
-    if isinstance(pipe, LoRALoader):
-        takes = inspect.signature(type(pipe).save_lora_weights).parameters.keys()
-        if all(f"{name.removesuffix(SECOND)}_lora_layers" in takes for name in policy.denoisers):
-            return pipe
-    raise ValueError(
-        f"model.lora: {type(pipe).__name__} cannot load LoRA weights of its {', '.join(policy.denoisers)}; train all "
-        "weights with model.lora=null"
-    )
-
-
 def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Write the present adapter so that `pipe.load_lora_weights(folder)` restores it, and prove it.
 
     The second expert of a pipeline that has two (Wan 2.2) gets the folder `transformer_2` within, to be loaded with
-    `load_into_transformer_2=True`. Everything is loaded back through the pipeline's own loader under another adapter
-    name, and the denoising of `probe` must come out equal. Raises ExportError where it does not, ValueError where the
-    pipeline has no LoRA loader.
+    `load_into_transformer_2=True`. A pipeline without a LoRA loader has `pipe.transformer.load_lora_adapter(folder,
+    prefix=None, use_safetensors=True)` restore it. Everything is loaded back by diffusers under another adapter name,
+    and the denoising of `probe` must come out equal. Raises ExportError where it does not.
     """
-    pipe = _lora_loader(policy)
+    pipe = policy.pipe
     for name, denoiser in _adapted(policy).items():
         part = name.removesuffix(SECOND)
-        if is_lokr(denoiser):
+        if not isinstance(pipe, LoRALoader) or not loads_lora(pipe, policy.denoisers) or is_lokr(denoiser):
             denoiser.save_lora_adapter(str(folder if part == name else folder / name), adapter_name=ADAPTER)
             continue
         arguments = {
@@ -118,10 +99,11 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
 
 def _load_again(policy: Policy, folder: Path) -> None:
     """Load the folder beside the adapter in training. Raises ExportError where diffusers cannot read it."""
-    pipe = _lora_loader(policy)
+    pipe = policy.pipe
     try:
-        if any(is_lokr(denoiser) for denoiser in _adapted(policy).values()):
-            return load_by_denoisers(policy.pipe, folder, _RELOADED)
+        lokr = any(is_lokr(denoiser) for denoiser in _adapted(policy).values())
+        if not isinstance(pipe, LoRALoader) or not loads_lora(pipe, policy.denoisers) or lokr:
+            return load_by_denoisers(pipe, folder, _RELOADED)
         for name in policy.denoisers:
             if name.endswith(SECOND):
                 path = str(folder / name)
@@ -177,12 +159,16 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
         # Adapters are merged into the weights as they were published, not into their rounded form.
         pipe = load_pipeline(config.model.model_copy(update={"quantize": None}))
         if config.model.lora is not None:
-            loader = load_lora(pipe, str(source / "lora"), ADAPTER)
+            load_lora(pipe, str(source / "lora"), ADAPTER)
             add_frozen(pipe, config.model.lora.frozen)
             activate_all(pipe)
             adapted = [name for name, part in pipe.components.items() if isinstance(part, Adapted)]
-            loader.fuse_lora(components=adapted)  # by default not the second expert
-            loader.unload_lora_weights()
+            if isinstance(pipe, LoRALoader) and loads_lora(pipe, adapted):
+                pipe.fuse_lora(components=adapted)  # by default not the second expert
+                pipe.unload_lora_weights()
+            for part in () if loads_lora(pipe, adapted) else map(pipe.components.__getitem__, adapted):
+                part.fuse_lora()
+                part.unload_lora()
         else:
             _fill(pipe, result(loaded.tensors))
         pipe.save_pretrained(out)
@@ -212,7 +198,7 @@ def write_card(
     base = json.dumps(config.model.path if is_lora else "THIS_FOLDER")
     dtype = config.model.dtype
     load = f"pipe = DiffusionPipeline.from_pretrained({base}{'' if dtype == 'float32' else f', dtype=torch.{dtype}'})"
-    load = f"{load}\n{_loading(config.model.lora)}" if is_lora and config.model.lora is not None else load
+    load = f"{load}\n{_loading(config.model.lora, folder)}" if is_lora and config.model.lora is not None else load
     imports = (
         "from diffusers import DiffusionPipeline"
         if dtype == "float32"
@@ -221,7 +207,7 @@ def write_card(
     if is_lora and config.model.config is not None:
         imports = "import diffusers\nimport torch\nimport transformers"
         load = f'{loading_code(config.model)}\npipe.load_lora_weights("THIS_FOLDER")'
-    given = call_arguments(config.sampling) | evaluation_arguments(config.evaluation)
+    given = call_arguments(config.sampling) | evaluation_arguments(config)
     call = [f"    prompt={json.dumps(prompts[0] if prompts else 'a prompt')},"]
     call += [f"    {name}={value!r}," for name, value in given.items()]
     call += [
@@ -264,10 +250,10 @@ Prompts it was evaluated on, among others:
     write_atomic(folder / "README.md", text)
 
 
-def _loading(lora: LoRA) -> str:
-    """The lines that load the adapter, with those that were frozen beside it."""
-    if lora.type == "lokr":
-        return 'pipe.transformer.load_lora_adapter("THIS_FOLDER", prefix=None, use_safetensors=True)'
+def _loading(lora: LoRA, folder: Path) -> str:
+    """The lines that load the adapter in `folder`, with those that were frozen beside it."""
+    if denoiser := denoiser_that_loads(folder):
+        return f'pipe.{denoiser}.load_lora_adapter("THIS_FOLDER", prefix=None, use_safetensors=True)'
     if not lora.frozen:
         return 'pipe.load_lora_weights("THIS_FOLDER")'
     named = {"trained": "THIS_FOLDER"} | {f"frozen_{number}": source for number, source in enumerate(lora.frozen)}

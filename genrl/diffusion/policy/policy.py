@@ -124,6 +124,11 @@ class Policy:
         trajectory holds the clean sample that the last step's model output stands for. keep: recorded steps whose
         graphs are kept (`Trajectory.graphs`): gradients go into their model calls, not through states.
         """
+        if children is not None and self.calls.blends:
+            raise ValueError(
+                f"samples of a {type(self.pipe).__name__} cannot branch: it blends the picture into its states between "
+                "steps, of which it knows one per prompt"
+            )
         recording = Recording(self.actions, batch, kernel, stochastic, stop, children, predict, keep)
 
         def on_step(step: Step) -> Tensor:
@@ -131,7 +136,8 @@ class Policy:
             return recording.on_step(step)
 
         with torch.set_grad_enabled(start in keep):
-            self.calls(batch, Request(start, stop, on_step=on_step), state=state, grad=bool(keep))
+            request = Request(start, stop, on_step=on_step, on_end=recording.on_end)
+            self.calls(batch, request, state=state, grad=bool(keep))
         length = len(self.head.full_timesteps)
         end = length if stop is None else stop
         if recording.seen != end - start or end == start:
@@ -139,6 +145,12 @@ class Policy:
                 f"{type(self.pipe).__name__} made {recording.seen} denoising steps where {end - start} of its {length} "
                 "were asked for: it does not run one step per timestep, or cuts the schedule itself, and cannot be "
                 "replayed"
+            )
+        asked, scheduled = batch.sampling.get("num_inference_steps"), len(self.head.uncut[0])
+        if asked not in (None, scheduled):
+            raise ValueError(
+                f"{type(self.pipe).__name__} made a schedule of {scheduled} steps where {asked} were asked for: what "
+                "is sampled and trained would not be the steps that were meant"
             )
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
         return recording.trajectory(sigmas, end)
@@ -180,29 +192,37 @@ class Policy:
         with `clean` the clean sample that its model output stands for. Equal to what `roll_out` gives. Gradients are
         kept where they are enabled, also those to `state`, so that steps can be chained.
         """
-        step = self.calls.leave_at(batch, Request(index, index + 1), state)
-        return predicted_clean(self.head, step) if clean else ODE.transition(step, self.head).mean
+        if clean:
+            return predicted_clean(self.head, self.calls.leave_at(batch, Request(index, index + 1), state))
+        reached: list[Tensor] = []
+
+        def on_step(step: Step) -> Tensor:
+            reached.append(ODE.transition(step, self.head).mean)
+            return reached[0]
+
+        request = Request(index, index + 1, on_step=on_step, on_end=reached.append)
+        self.calls(batch, request, state=state, grad=torch.is_grad_enabled())
+        return reached[-1]
 
     def decode(self, batch: Batch, final: Tensor, *, grad: bool = False) -> Tensor:
         """Pictures of final states: float32 in [0, 1], [B, 3, H, W], or [B, F, 3, H, W] for video.
 
         With `grad` the decoder is differentiated through.
         """
-        length = batch.sampling["num_inference_steps"]
-        images = self.calls(batch, Request(length, length), state=final, output_type="pt", grad=grad)
+        images = self.calls(batch, Request(empty=True), state=final, output_type="pt", grad=grad)
         if not isinstance(images, Tensor):
             images = torch.stack(list(images))
         return images.float()
 
     def generate(self, batch: Batch) -> Tensor:
         """Final states by the pipeline's own deterministic solver, float32 [B, ...]: evaluation."""
-        final: Tensor = self.calls(batch, Request())
-        return final.float()
+        reached: list[Tensor] = []
+        latents: Tensor = self.calls(batch, Request(on_end=reached.append))
+        return reached[-1] if reached else latents.float()
 
     def state_shape(self, batch: Batch) -> torch.Size:
         """Shape of the states of a batch, [B, ...]. No model call."""
-        length = batch.sampling["num_inference_steps"]
-        self.calls(batch, Request(length, length))
+        self.calls(batch, Request(empty=True))
         return self.calls.latents_shape
 
     @contextmanager

@@ -122,6 +122,11 @@ class Recording:
             torch.set_grad_enabled(i + 1 in self.keep)
         return self.final
 
+    def on_end(self, state: Tensor) -> None:
+        """`state` is what the pipeline goes on with after the last step, which is not the state that this led to where
+        it changes states between its steps (inpainting)."""
+        self.final = state
+
     def _record(self, step: Step, transition: Transition, branching: Children | None) -> Tensor:
         i = step.index
         rows = None if branching is None else branching.parent_row

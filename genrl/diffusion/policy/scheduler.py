@@ -14,7 +14,7 @@ States are kept here in float32 whatever the model's dtype: the pipeline sees th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -59,12 +59,29 @@ class Request:
     start: int = 0
     """First step of the full schedule to run."""
     stop: int | None = None
-    """One past the last step; None = to the end; equal to `start` = no step at all (decoding)."""
+    """One past the last step; None = to the end."""
+    empty: bool = False
+    """Instead of a segment: no step at all (decoding)."""
     at: Tensor | None = None
     """Instead of a segment: one noise level [], or one per sample [B] (diffusion: the timestep itself)."""
     on_step: OnStep | None = None
     """Returns the next state (float32 [B, ...]), or leaves the pipeline by raising. None = the parent's own step, which
     may keep a history and so runs whole schedules only."""
+    on_end: Callable[[Tensor], None] | None = None
+    """Told the state (float32 [B, ...]) that the pipeline goes on with after the last step of the segment."""
+
+
+class _Unlooped(Tensor):
+    """Timesteps that a pipeline may look at, with none of them to loop over.
+
+    Pipelines that start from a picture noise it to the first timestep, and refuse a schedule that has none.
+    """
+
+    # What is made of it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
 
 
 class PolicyHead:
@@ -81,9 +98,14 @@ class PolicyHead:
     parametrisation: Parametrisation
     request: Request
     full_timesteps: Tensor
+    """Of the schedule that is run: what the pipeline leaves of `uncut` (strength below 1)."""
     full_sigmas: Tensor
-    """Flow: noise levels of the whole schedule, float32 [T + 1], from noise (1) to data (0)."""
+    """Flow: its noise levels, float32 [T + 1], from noise (1, without a cut) to data (0)."""
+    uncut: tuple[Tensor, Tensor | None]
+    """Timesteps and, of a flow, sigmas as the parent made them."""
 
+    next_index: int
+    """Step that the pipeline makes next."""
     latents_dtype: torch.dtype
     """That of the latents made by the pipeline's `prepare_latents`: in it, its loop is handed every state. (Not that of
     the model output: under autocast, and in video pipelines, a loop that starts in float32 would go on in bfloat16,
@@ -117,32 +139,54 @@ class PolicyHead:
         self._state, self._given = state, state.to(self.latents_dtype)
         return self._given
 
-    def _true_state(self, sample: Tensor) -> Tensor:
-        # A pipeline that hands back what it was given gets the float32 state behind it; one that changed the state
-        # between two steps (masks, re-noising) is taken at its word.
+    def true_state(self, sample: Tensor) -> Tensor:
+        """What stands behind `sample`, float32: a pipeline that hands back what it was given gets the state that this
+        was rounded from; one that changed the state between two steps (masks, re-noising) is taken at its word."""
         given = self._given
         if given is not None and sample.shape == given.shape and torch.equal(sample.to(given.dtype), given):
             return self._state
-        return sample.detach().float()
+        return sample.float()
+
+    def expose(self, timesteps: Tensor) -> Tensor:
+        """What the pipeline is to loop over of its schedule `timesteps`, which is the end of the uncut one."""
+        request, (uncut, sigmas) = self.request, self.uncut
+        self.full_timesteps, length = timesteps, len(timesteps)
+        if sigmas is not None:
+            own = sigmas[len(uncut) - length :].float().cpu()
+            self.full_sigmas = 1.0 - own if self._inverted else own
+        if request.at is not None:
+            at = self._timestep_at(request.at).to(timesteps.device)
+            self.next_index = -1
+            return at.reshape(1, *at.shape)
+        if request.empty:
+            self.next_index = length
+            return timesteps[length:]
+        stop = length if request.stop is None else request.stop
+        if not 0 <= request.start <= stop <= length:
+            raise ValueError(f"no steps [{request.start}, {stop}) in a schedule of {length}")
+        self.next_index = request.start
+        # One more where the call is left after the last step: to the pipeline that one is not the last of all.
+        return timesteps[request.start : stop if request.on_end is None else stop + 1]
 
     def _expose_segment(self) -> None:
-        self.full_timesteps = self.timesteps
-        if self.parametrisation == "flow":
-            sigmas = self.sigmas.float().cpu()
-            self.full_sigmas = 1.0 - sigmas if self._inverted else sigmas
-        request = self.request
-        if request.at is not None:
-            at = self._timestep_at(request.at).to(self.full_timesteps.device)
-            self.timesteps = at.reshape(1, *at.shape)
-            self._next_index = -1
-            return
-        stop = len(self.full_timesteps) if request.stop is None else request.stop
-        if not 0 <= request.start <= stop <= len(self.full_timesteps):
-            raise ValueError(f"no steps [{request.start}, {stop}) in a schedule of {len(self.full_timesteps)}")
-        self.timesteps = self.full_timesteps[request.start : stop]
-        if self.parametrisation == "flow" and (request.start, stop) != (0, len(self.full_timesteps)):
-            self.sigmas = self.sigmas[request.start : stop + 1]  # some pipelines read sigmas[i] with their loop's i
-        self._next_index = request.start
+        flow = self.parametrisation == "flow"
+        self.uncut = self.timesteps, self.sigmas if flow else None
+        self.timesteps = self.expose(self.timesteps)
+        exposed, self._base = len(self.timesteps), 0
+        if flow and self.request.at is None and exposed != len(self.full_timesteps):
+            self._base = self.next_index  # some pipelines read sigmas[i] with their loop's i
+            self.sigmas = self.sigmas[self._base : self._base + exposed + 1]
+
+    def recut(self, cut: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """What the pipeline is to loop over, where it cuts its schedule: `cut` is given the number of steps and the
+        timesteps of the uncut one, which the scheduler shows from here on."""
+        self.timesteps, sigmas = self.uncut
+        if sigmas is not None:
+            self.sigmas = sigmas
+        kept = cut(len(self.timesteps), self.timesteps)
+        self._base = len(kept) - len(self.timesteps)
+        left = self.expose(kept)
+        return left if len(left) else self.full_timesteps[-1:].as_subclass(_Unlooped)
 
     def _timestep_at(self, sigma: Tensor) -> Tensor:
         """The model's time of a noise level, as its schedule pairs them: exact on the grid, linear between.
@@ -152,8 +196,11 @@ class PolicyHead:
         if self.parametrisation == "diffusion":
             return sigma
         end = float(self.config.num_train_timesteps) if self._inverted else 0.0
-        sigmas = self.full_sigmas.double().flip(0)  # ascending from 0
-        times = torch.cat([self.full_timesteps.cpu().double(), torch.tensor([end]).double()]).flip(0)
+        timesteps, own = self.uncut
+        assert own is not None
+        own = own.float().cpu()
+        sigmas = (1.0 - own if self._inverted else own).double().flip(0)  # ascending from 0
+        times = torch.cat([timesteps.cpu().double(), torch.tensor([end]).double()]).flip(0)
         wanted = sigma.detach().cpu().double().clamp(sigmas[0], sigmas[-1])
         right = torch.searchsorted(sigmas, wanted).clamp(1, len(sigmas) - 1)
         share = (wanted - sigmas[right - 1]) / (sigmas[right] - sigmas[right - 1])
@@ -164,23 +211,35 @@ class PolicyHead:
             levels = self.full_sigmas
             return levels[index], levels[index + 1], levels[1]
         t = self.full_timesteps[index]
-        t_next = t - self.config.num_train_timesteps // len(self.full_timesteps)
+        t_next = t - self.config.num_train_timesteps // len(self.uncut[0])
         alphas = self.alphas_cumprod.to(t.device)
         final = self.final_alpha_cumprod.to(t.device)
         return alphas[t], alphas[t_next] if t_next >= 0 else final, alphas[t]
 
+    def scale_model_input(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The parent's own; a flow has none, and what asks a scheduler by its exact class may call it all the same."""
+        scale = getattr(super(), "scale_model_input", None)
+        return sample if scale is None else scale(sample, *args, **kwargs)
+
+    def note(self, state: Tensor) -> None:
+        """Of the parent's own step: what it led to."""
+        self._state = self._given = state
+        self.next_index += 1
+
     def _step(self, model_output: Tensor, sample: Tensor) -> Tensor:
-        index = self._next_index
+        index = self.next_index
         if index < 0:
             sigma = sigma_next = sigma_max = torch.full((), float("nan"))
         else:
             sigma, sigma_next, sigma_max = self._noise_levels(index)
-            self._next_index += 1
+            self.next_index += 1
+            self._step_index = index + 1 - self._base  # as the parent's own step counts, by which masks are noised
         sign = -1.0 if self._inverted else 1.0
+        state = self.true_state(sample)
         step = Step(
             index=index,
             num_steps=len(self.full_timesteps),
-            state=self._true_state(sample),
+            state=state if state is self._state else state.detach(),
             model_output=sign * model_output.float(),
             sigma=sigma,
             sigma_next=sigma_next,
@@ -223,7 +282,9 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
 
     def step(self: Any, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.request.on_step is None:
-            return parent.step(self, model_output, timestep, sample, *args, **kwargs)
+            made = parent.step(self, model_output, timestep, sample, *args, **kwargs)
+            self.note(made[0] if isinstance(made, tuple) else made.prev_sample)
+            return made
         state = self._step(model_output, sample)
         return SchedulerOutput(prev_sample=state) if kwargs.get("return_dict", True) else (state,)
 
@@ -234,6 +295,7 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
         "parametrisation": parametrisation,
         "_state": None,
         "_given": None,
+        "_base": 0,
     }
     head_class: Any = type(f"Policy{parent.__name__}", (PolicyHead, parent), members)
     head: PolicyHead = head_class.from_config(config, **overrides)

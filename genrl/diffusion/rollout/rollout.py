@@ -120,6 +120,7 @@ def call_arguments(sampling: Sampling) -> dict[str, Any]:
         name: getattr(sampling, name)
         for name in ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")
     }
+    named["num_inference_steps"] = sampling.scheduled(sampling.num_inference_steps)
     return {name: value for name, value in named.items() if value is not None} | dict(sampling.pipeline_args)
 
 

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from genrl.config import LoRA, Model, dump
-from genrl.diffusion.policy.export import ExportError, check_lora_loader, export, save_lora, write_card
+from genrl.diffusion.policy.adapters import loads_lora
+from genrl.diffusion.policy.export import ExportError, export, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
@@ -231,25 +232,14 @@ def test_a_failed_export_fails_the_checkpoint(folder: Path, model: Path, monkeyp
     assert runs.last_state(Path(config.output)).step == 3
 
 
-class Bare(DiffusionPipeline):
-    """No LoRA loader at all."""
-
-
 class UNetOnly(DiffusionPipeline, StableDiffusionLoraLoaderMixin):
     """A loader, but for another denoiser, as PRXPipeline has."""
 
 
-@pytest.mark.parametrize("kind", [Bare, UNetOnly])
-def test_a_pipeline_without_lora_loader_is_refused(kind: type[DiffusionPipeline], tmp_path: Path) -> None:
+def test_a_loader_of_another_denoiser_is_none() -> None:
     policy, _ = moved()
-    check_lora_loader(policy)
-    policy.pipe = kind()
-    reason = f"model.lora: {kind.__name__} cannot load LoRA weights of its transformer; train all weights with"
-    with pytest.raises(ValueError, match=reason):
-        check_lora_loader(policy)
-    with pytest.raises(ValueError, match=reason):
-        save_lora(policy, tmp_path / "lora", PROBE)
-    assert not (tmp_path / "lora").exists()
+    assert loads_lora(policy.pipe, policy.denoisers)
+    assert not loads_lora(UNetOnly(), policy.denoisers) and not loads_lora(DiffusionPipeline(), policy.denoisers)
 
 
 # -- whole pipelines -------------------------------------------------------------------------------------------------

@@ -1,0 +1,339 @@
+"""Tiny random-weight pipelines that make images, one function per family: those beside the best known.
+
+The classes, the schedulers and their settings are those of the real checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from diffusers import (
+    AutoencoderKLHunyuanImage,
+    BriaFiboPipeline,
+    BriaFiboTransformer2DModel,
+    BriaPipeline,
+    BriaTransformer2DModel,
+    CogVideoXDDIMScheduler,
+    CogView3PlusPipeline,
+    CogView3PlusTransformer2DModel,
+    DDPMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+    HunyuanDiT2DModel,
+    HunyuanDiTPipeline,
+    HunyuanImagePipeline,
+    HunyuanImageTransformer2DModel,
+    Kandinsky5T2IPipeline,
+    Kandinsky5Transformer3DModel,
+    LongCatImagePipeline,
+    LongCatImageTransformer2DModel,
+    OvisImagePipeline,
+    OvisImageTransformer2DModel,
+    PixArtAlphaPipeline,
+    PRXPipeline,
+    PRXTransformer2DModel,
+)
+from transformers import (
+    BertConfig,
+    BertModel,
+    ByT5Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    T5Config,
+    T5EncoderModel,
+    T5GemmaModuleConfig,
+)
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+from tests.diffusion import image_families as image
+from tests.diffusion import tiny_parts as parts
+from tests.diffusion.image_families import SIZE, UNGUIDED
+from tests.diffusion.tiny_parts import Family
+
+
+def flux2_klein() -> Family:
+    transformer = Flux2Transformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+    pipe = Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=parts.flux2_autoencoder(),
+        text_encoder=Qwen3ForCausalLM(Qwen3Config(**parts.decoder_sizes(32, layers=2))),
+        tokenizer=parts.byte_tokenizer(),
+        transformer=transformer,
+    )
+    call = {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 48, "text_encoder_out_layers": (1, 2)}
+    return Family("flux2_klein", pipe, call, unguided=UNGUIDED)
+
+
+def bria() -> Family:
+    transformer = BriaTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=None,
+        axes_dims_rope=[0, 4, 4],
+    )
+    pipe = BriaPipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=parts.kl_autoencoder(shift_factor=0.0, scaling_factor=0.13),
+        text_encoder=parts.t5_encoder(),
+        tokenizer=parts.t5_tokenizer(),
+    )
+    call = {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 16}
+    return Family("bria", pipe, call, unguided=UNGUIDED)
+
+
+def bria_fibo() -> Family:
+    transformer = BriaFiboTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        text_encoder_dim=32,
+        pooled_projection_dim=None,
+        axes_dims_rope=[0, 4, 4],
+    )
+    pipe = BriaFiboPipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=parts.wan_autoencoder(),
+        text_encoder=SmolLM3ForCausalLM(SmolLM3Config(**parts.decoder_sizes(32, layers=2) | {"vocab_size": 128_004})),
+        tokenizer=parts.byte_tokenizer(),
+    )
+    call = {"height": 64, "width": 64, "guidance_scale": 5.0, "max_sequence_length": 48}
+    return Family("bria_fibo", pipe, call, unguided=UNGUIDED)
+
+
+def ovis_image() -> Family:
+    transformer = OvisImageTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    pipe = OvisImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=parts.kl_autoencoder(shift_factor=0.12, scaling_factor=0.36),
+        text_encoder=parts.qwen3_encoder(),
+        tokenizer=parts.byte_tokenizer(),
+        transformer=transformer,
+    )
+    call = {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 196}
+    return Family("ovis_image", pipe, call, unguided=UNGUIDED)
+
+
+def longcat_image() -> Family:
+    transformer = LongCatImageTransformer2DModel(
+        patch_size=1,
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+    pipe = LongCatImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=parts.kl_autoencoder(16, shift_factor=0.12, scaling_factor=0.36),
+        text_encoder=parts.qwen_vl_encoder(),
+        tokenizer=parts.byte_tokenizer(),
+        text_processor=parts.qwen_vl_processor(),
+        transformer=transformer,
+    )
+    pipe.tokenizer_max_length = 32
+    call = {**SIZE, "guidance_scale": 4.5, "enable_prompt_rewrite": False}
+    return Family("longcat_image", pipe, call, unguided=UNGUIDED)
+
+
+def prx() -> Family:
+    transformer = PRXTransformer2DModel(
+        in_channels=4,
+        patch_size=2,
+        context_in_dim=32,
+        hidden_size=16,
+        mlp_ratio=2.0,
+        num_heads=2,
+        depth=1,
+        axes_dim=[4, 4],
+    )
+    text_config = T5GemmaModuleConfig(**parts.decoder_sizes(32, layers=2))
+    text_config.dropout_rate = 0.0
+    pipe = PRXPipeline(
+        transformer=parts.woken(transformer),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=T5GemmaEncoder(text_config),
+        tokenizer=parts.byte_tokenizer(),
+        vae=parts.kl_autoencoder(blocks=4, shift_factor=0.12, scaling_factor=0.36),
+        default_sample_size=32,
+    )
+    call = {"height": 32, "width": 32, "guidance_scale": 1.0, "use_resolution_binning": False}
+    return Family("prx", pipe, call | {"tokenizer_max_length": 32})
+
+
+def hunyuan_image() -> Family:
+    transformer = HunyuanImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=(1, 1),
+        guidance_embeds=True,
+        text_embed_dim=32,
+        text_embed_2_dim=32,
+        rope_axes_dim=(4, 4),
+    )
+    vae = AutoencoderKLHunyuanImage(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(32, 64, 64, 64),
+        layers_per_block=1,
+        scaling_factor=0.476986,
+        spatial_compression_ratio=8,
+        sample_size=128,
+    )
+    byt5 = T5Config(vocab_size=384, d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
+    pipe = HunyuanImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        vae=vae,
+        text_encoder=parts.qwen_vl_encoder(layers=2),
+        tokenizer=parts.byte_tokenizer(),
+        text_encoder_2=T5EncoderModel(byt5),
+        tokenizer_2=ByT5Tokenizer(),
+        transformer=transformer,
+    )
+    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length = 140, 8
+    call = {"height": 32, "width": 32, "distilled_guidance_scale": 3.25}
+    return Family("hunyuan_image", pipe, call)
+
+
+def kandinsky5_t2i() -> Family:
+    transformer = Kandinsky5Transformer3DModel(
+        in_visual_dim=4,
+        in_text_dim=32,
+        in_text_dim2=32,
+        time_dim=16,
+        out_visual_dim=4,
+        patch_size=(1, 2, 2),
+        model_dim=32,
+        ff_dim=32,
+        num_text_blocks=1,
+        num_visual_blocks=1,
+        axes_dims=(4, 4, 8),
+    )
+    pipe = Kandinsky5T2IPipeline(
+        transformer=parts.woken(transformer),
+        vae=parts.kl_autoencoder(scaling_factor=0.36),
+        text_encoder=parts.qwen_vl_encoder(),
+        tokenizer=parts.qwen_vl_processor(),
+        text_encoder_2=parts.clip_encoder(),
+        tokenizer_2=parts.clip_tokenizer(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+    pipe.resolutions = [(16, 16)]
+    call = {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 192}
+    return Family("kandinsky5_t2i", pipe, call, unguided=UNGUIDED)
+
+
+def pixart_alpha() -> Family:
+    base = image.pixart_sigma()
+    return replace(base, name="pixart_alpha", pipe=PixArtAlphaPipeline(**base.pipe.components))
+
+
+def cogview3plus() -> Family:
+    transformer = CogView3PlusTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        num_layers=1,
+        attention_head_dim=4,
+        num_attention_heads=2,
+        out_channels=4,
+        text_embed_dim=32,
+        time_embed_dim=8,
+        condition_dim=2,
+        pos_embed_max_size=8,
+        sample_size=8,
+    )
+    scheduler = CogVideoXDDIMScheduler(
+        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, prediction_type="v_prediction",
+        rescale_betas_zero_snr=True, snr_shift_scale=4.0, timestep_spacing="trailing", clip_sample=False,
+    )  # fmt: skip
+    pipe = CogView3PlusPipeline(
+        tokenizer=parts.t5_tokenizer(),
+        text_encoder=parts.t5_encoder(),
+        vae=parts.kl_autoencoder(),
+        transformer=transformer,
+        scheduler=scheduler,
+    )
+    call = {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 16}
+    return Family("cogview3plus", pipe, call, kind="epsilon", unguided=UNGUIDED)
+
+
+def hunyuan_dit() -> Family:
+    transformer = HunyuanDiT2DModel(
+        sample_size=8,
+        num_layers=2,
+        patch_size=2,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        in_channels=4,
+        cross_attention_dim=32,
+        cross_attention_dim_t5=32,
+        pooled_projection_dim=16,
+        hidden_size=24,
+        text_len=77,
+        text_len_t5=256,
+        activation_fn="gelu-approximate",
+    )
+    bert = BertConfig(
+        vocab_size=264, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
+        max_position_embeddings=77,
+    )  # fmt: skip
+    pipe = HunyuanDiTPipeline(
+        vae=parts.kl_autoencoder(),
+        text_encoder=BertModel(bert),
+        tokenizer=parts.byte_tokenizer(),
+        text_encoder_2=parts.t5_encoder(),
+        tokenizer_2=parts.t5_tokenizer(16),
+        transformer=transformer,
+        scheduler=DDPMScheduler(
+            beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.02, prediction_type="v_prediction"
+        ),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.tokenizer.model_max_length = 16
+    call = {**SIZE, "guidance_scale": 5.0, "use_resolution_binning": False}
+    return Family("hunyuan_dit", pipe, call, kind="epsilon", unguided=UNGUIDED)
