@@ -60,6 +60,7 @@ def refuse_impossible(config: Config) -> None:
     """Raise ImpossibleConfig with every contradiction of `config`; return nothing if there is none."""
     rules = (
         _batches,
+        _buckets,
         _pipeline_args,
         config.trainer.problems,
         _samples,
@@ -107,6 +108,45 @@ def _batches(config: Config) -> Iterator[Finding]:
         text = f"{total} samples in batches of {sampling.batch_size} are {pieces} micro-batches, too few for {updates}"
         text = f"{text} updates; use {pieces} or less, or a smaller batch"
         yield ("trainer.updates_per_iteration", "sampling.batch_size"), text
+
+
+def _buckets(config: Config) -> Iterator[Finding]:
+    """Several sizes: micro-batches of one are cut from whole prompts, and nothing else may decide a size."""
+    sampling, trainer, at = config.sampling, config.trainer, "sampling.buckets"
+    if not sampling.buckets:
+        return
+    size, group = sampling.batch_size, sampling.group_size
+    if size % group and group % size:
+        near = size // group * group or next(n for n in range(size, 0, -1) if group % n == 0)
+        text = f"micro-batches are of one size, so {size} samples must be whole groups of {group} or a share of one"
+        yield ("sampling.batch_size", "sampling.group_size", at), f"{text}; use {near}"
+    elif sampling.prompts_per_iteration % max(1, size // group):
+        together = size // group
+        near = max(together, sampling.prompts_per_iteration // together * together)
+        text = f"a micro-batch is {together} prompts of one size; use {near} prompts, or a smaller batch"
+        yield ("sampling.prompts_per_iteration", "sampling.batch_size", at), text
+    if sampling.buckets != "rows":
+        framed = any(len(bucket) == 3 for bucket in sampling.buckets)
+        for name in ("height", "width", *(("num_frames",) if framed else ())):
+            if getattr(sampling, name) is not None:
+                yield (f"sampling.{name}", at), "the buckets say it; remove it"
+        if len(set(sampling.buckets)) < len(sampling.buckets):
+            yield (at,), "a size is named twice; keep one"
+    for name in ("height", "width"):
+        if getattr(config.evaluation, name) is not None:
+            yield (f"evaluation.{name}", at), "held-out prompts have the sizes of the buckets; remove one of them"
+    for why, key in (
+        (trainer.one_size, "trainer.algorithm"),
+        ("grows trees, which are mixed in micro-batches" if trainer.grows_trees else "", "trainer.algorithm"),
+    ):
+        if why:
+            yield (at, key), f"{trainer.algorithm} {why}; remove the buckets, or use flow_grpo or diffusion_nft"
+    if sampling.fit_batch:
+        text = "how many samples fit depends on their size; find batch_size by hand, for the largest"
+        yield ("sampling.fit_batch", at), text
+    if config.kernels.compile:
+        text = "each size is compiled anew, and what was drawn may be replayed by another graph; remove one of them"
+        yield ("kernels.compile", at), text
 
 
 def _pipeline_args(config: Config) -> Iterator[Finding]:

@@ -59,6 +59,8 @@ class DiffusionMethod(Method):
     """Why its loss is not a mean of terms of order 1, for which float16's loss scale takes it; empty = it is."""
     not_fitted: ClassVar[str] = ""
     """Why the memory of a batch cannot be tried before training (`sampling.fit_batch`); empty = it can."""
+    one_size: ClassVar[str] = ""
+    """Why all samples of a run have one size (no `sampling.buckets`); empty = they may differ."""
     one_call_at_a_time: ClassVar[bool] = False
     """Whether each backward pass follows its model call at once, so that recorded CUDA graphs serve."""
     pictures_per_prompt: ClassVar[int] = 1

@@ -289,9 +289,13 @@ def _tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any])
     patch = _patch(settings)
     packed = 2 if patch == 1 and settings.get("in_channels") in (64, 128) else patch  # FLUX packs 2 x 2 beforehand
     side = scale * (_number(settings.get("sample_size")) or 128)
-    height, width = config.sampling.height or side, config.sampling.width or side
-    frames = 1 + (config.sampling.num_frames - 1) // 4 if config.sampling.num_frames else 1
-    return max(1, frames * (height // (scale * packed)) * (width // (scale * packed)))
+    sampling = config.sampling
+    plain = (sampling.height or side, sampling.width or side, sampling.num_frames or 1)
+    listed = () if sampling.buckets == "rows" else sampling.buckets
+    sizes = [(*bucket, *plain[len(bucket) :]) for bucket in listed] or [plain]
+    unit: int = scale * packed
+    tokens = [(1 + (frames - 1) // 4) * (height // unit) * (width // unit) for height, width, frames in sizes]
+    return max([1, *map(int, tokens)])
 
 
 def _patch(denoiser: Mapping[str, Any]) -> int:

@@ -25,6 +25,7 @@ from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, nearest_beside
 from genrl.data.prompts import read as read_prompts
+from genrl.data.sizes import NAMES, prompts_together, short_bucket, sized
 from rewards.built_in import BUILT_IN
 from rewards.contract import FROM_SAMPLER, nearest
 from rewards.service.isolation import python_of
@@ -123,11 +124,17 @@ def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
         yield _Wrong(("sampling", "pipeline_args", "strength"), cut)
     settings = [read_json(folder / name / "config.json") for name in (*networks, "vae")]
     step = side_step(settings[0], settings[-1]) if networks else None
-    for name in ("height", "width"):
-        side = getattr(config.sampling, name)
+    sides: list[tuple[KeyPath, int | None]] = [
+        (("sampling", name), getattr(config.sampling, name)) for name in ("height", "width")
+    ]
+    if config.sampling.buckets != "rows":
+        sides += [
+            (("sampling", "buckets", k), n) for k, bucket in enumerate(config.sampling.buckets) for n in bucket[:2]
+        ]
+    for at, side in sides:
         if step and side is not None and side % step:
-            near = max(1, round(side / step)) * step
-            yield _Wrong(("sampling", name), f"this pipeline draws sides that are multiples of {step}; write {near}")
+            fits = max(1, round(side / step)) * step
+            yield _Wrong(at, f"this pipeline draws sides that are multiples of {step}; write {fits} for {side}")
 
 
 def _adapters(config: Config, notes: list[str]) -> Iterator[_Wrong]:
@@ -174,6 +181,7 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
             continue
         try:
             found[name] = read_prompts(source, config.prompts.column)
+            yield from _buckets(config, name, found[name], notes)
         except PromptError as error:
             yield _Wrong(("prompts", name), str(error))
             continue
@@ -196,6 +204,21 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
                 yield _Wrong(("rewards", index, "isolate"), str(error))
         else:
             yield from _reward(config, index, found, notes)
+
+
+def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> Iterator[_Wrong]:
+    """Of `sampling.buckets`: the sizes of these rows, and whether there are enough of each to train on."""
+    sampling = config.sampling
+    if not sampling.buckets:
+        if written := [column for column in NAMES if column in found.column_names]:
+            text = f"the column {written[0]} is not read; sampling.buckets: rows draws each prompt in its own size"
+            notes.append(f"prompts.{name}: {text}")
+        return
+    picture = next(iter(sampling.inputs.values()), None)
+    rows = sized(found.rows, sampling.buckets, picture, str(getattr(config.prompts, name)))
+    problem = short_bucket(rows, prompts_together(sampling.batch_size, sampling.group_size))
+    if name == "train" and problem:
+        yield _Wrong(("sampling", "buckets"), problem)
 
 
 def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[_Wrong]:

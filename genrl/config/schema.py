@@ -173,6 +173,10 @@ class Sampling(Section):
     """Width in pixels; null = the pipeline's default."""
     num_frames: Count | None = None
     """Frames of a video pipeline; null = its default, or a picture."""
+    buckets: Literal["rows"] | tuple[tuple[Count, Count] | tuple[Count, Count, Count], ...] = ()
+    """Several sizes, each micro-batch of one: a list of [height, width] or [height, width, frames], to which prompts
+    are dealt in turn (with inputs: by the shape of their first picture); rows = by the columns height, width and
+    num_frames; empty = one size. In evaluation too."""
     prompts_per_iteration: Count = 8
     """Different prompts in one iteration, over all processes (Flow-GRPO: 48)."""
     group_size: Count = 8

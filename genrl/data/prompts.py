@@ -46,6 +46,8 @@ class Prompt:
     """The row's other columns; path columns hold absolute paths inside the prompt file's folder."""
     line: int = 0
     """Line in the file, or row of the data set, from 1."""
+    size: Mapping[str, int] = field(default_factory=dict)
+    """Its own arguments of the pipeline's call (`genrl.data.sizes`): height, width, num_frames; empty = as for all."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import Rollouts, Worker, batch_inputs, call_arguments, to_bytes
 from genrl.diffusion.rollout.scoring import Scored, Scorers, score
-from genrl.mdp.batches import shares
+from genrl.mdp.batches import turns
 from genrl.runtime import pictures
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.run import Run
@@ -74,11 +74,11 @@ def evaluate(
     The pictures of `num_pictures` prompts are kept (see `spread`). All processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
-    for rows, counts in shares(len(prompts), batch_size, worker.process, worker.num_processes):
+    for rows, counts in turns(_batches(prompts, batch_size), worker.process, worker.num_processes):
         batch = Batch(
             [prompts[r].text if texts is None else texts[r] for r in rows],
             [("evaluation", seed, r) for r in rows],
-            sampling,
+            {**sampling, **prompts[rows[0]].size},
             inputs=batch_inputs(inputs, [prompts[r] for r in rows]),
         )
         images = policy.decode(batch, policy.generate(batch)).cpu()
@@ -92,6 +92,13 @@ def evaluate(
     gathered = dict(gather_object([(r, to_bytes(image)) for r, image in drawn]))
     drawn_texts = [p.text for p in prompts] if texts is None else list(texts)
     return Evaluated(scored, total, drawn_texts, shown, [gathered[r].float() / 255 for r in shown])
+
+
+def _batches(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
+    """The rows in batches, each of one size of picture, in the order of the file within it."""
+    sizes = [tuple(prompt.size.items()) for prompt in prompts]
+    of_size = [[row for row, own in enumerate(sizes) if own == one] for one in dict.fromkeys(sizes)]
+    return [rows[first : first + size] for rows in of_size for first in range(0, len(rows), size)]
 
 
 def same_prompt(prompts: Sequence[Prompt]) -> list[int]:

@@ -33,8 +33,8 @@ from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
     Worker,
+    batch_arguments,
     batch_inputs,
-    call_arguments,
     collect,
     iteration_prompts,
     score_metrics,
@@ -227,7 +227,7 @@ class DiffusionRun:
         return Batch(
             [first.text],
             [("probe", self.config.seed)],
-            call_arguments(sampling),
+            batch_arguments(sampling, [first]),
             inputs=batch_inputs(sampling.inputs, [first]),
         )
 

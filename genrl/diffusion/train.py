@@ -13,6 +13,7 @@ from genrl.config import Config, Kernels
 from genrl.config.method import code_of
 from genrl.config.pipeline_classes import strength_problem
 from genrl.data import prompts as prompt_files
+from genrl.data.sizes import prompts_together, short_bucket, sized
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
@@ -75,6 +76,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     check_rewards(config, scorers, prompts, eval_prompts)
     process.progress.phase("loading")
     policy = open_policy(config, device)
+    check_call_arguments(policy.pipe, {name for row in (*prompts, *eval_prompts) for name in row.size})
     said = use_kernels(policy, config.kernels)
     if said:
         process.progress.say(said)
@@ -90,12 +92,21 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
 
 def read_prompts(config: Config) -> tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]:
     """Prompts to train on and held-out ones, checked for the pictures that the pipeline is given with them."""
-    prompts = prompt_files.load(config.prompts.train, config.prompts.column)
+    prompts = _sized(config, prompt_files.load(config.prompts.train, config.prompts.column), config.prompts.train)
+    sampling = config.sampling
+    if problem := short_bucket(prompts, prompts_together(sampling.batch_size, sampling.group_size)):
+        if sampling.buckets:
+            raise ValueError(f"sampling.buckets: {problem}")
     held_out = []
     if config.prompts.eval:
         held_out = prompt_files.load(config.prompts.eval, config.prompts.column)[: config.evaluation.num_prompts]
+        held_out = _sized(config, held_out, config.prompts.eval)
         held_out = [row for row in held_out for _ in range(config.evaluation.group_size)]
     return prompts, held_out
+
+
+def _sized(config: Config, rows: list[prompt_files.Prompt], source: str) -> list[prompt_files.Prompt]:
+    return sized(rows, config.sampling.buckets, next(iter(config.sampling.inputs.values()), None), source)
 
 
 def check_rewards(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
@@ -28,6 +28,32 @@ def prompt_indices(num_prompts: int, prompts_per_iteration: int, *, seed: int, i
     return [rows[p // num_prompts][p % num_prompts] for p in range(first, first + prompts_per_iteration)]
 
 
+def bucketed_indices(
+    buckets: Sequence[Hashable], prompts_per_iteration: int, together: int, *, seed: int, iteration: int
+) -> list[int]:
+    """As `prompt_indices`, where `together` rows in a row of slots are of one bucket. buckets: that of every row.
+
+    An epoch holds as many rows of each bucket as `together` divides, chosen and cut by a permutation keyed by (seed,
+    epoch, bucket), and the pieces in an order keyed by (seed, epoch): at most together - 1 rows of a bucket sit out an
+    epoch. Raises ValueError where `together` does not divide the prompts of an iteration, or no bucket has as many.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for row, bucket in enumerate(buckets):
+        members.setdefault(bucket, []).append(row)
+    pieces, wanted = sum(len(rows) // together for rows in members.values()), prompts_per_iteration // together
+    if prompts_per_iteration % together or not pieces:
+        raise ValueError(f"{prompts_per_iteration} prompts by {together} of one bucket, of {len(buckets)} rows")
+    first = iteration * wanted
+    epochs: dict[int, list[list[int]]] = {}
+    for epoch in range(first // pieces, (first + wanted - 1) // pieces + 1):
+        cut = []
+        for number, rows in enumerate(members.values()):
+            order = [rows[k] for k in _permutation(len(rows), generator(seed, "prompts", epoch, number))]
+            cut += [order[s : s + together] for s in range(0, len(rows) - together + 1, together)]
+        epochs[epoch] = [cut[k] for k in _permutation(pieces, generator(seed, "buckets", epoch))]
+    return [row for p in range(first, first + wanted) for row in epochs[p // pieces][p % pieces]]
+
+
 def shares(count: int, size: int, process: int, num_processes: int) -> Iterator[tuple[list[int], bool]]:
     """(rows, whether they count) of this process: `count` rows in batches of `size`, assigned to the processes in turn.
 
@@ -35,6 +61,11 @@ def shares(count: int, size: int, process: int, num_processes: int) -> Iterator[
     last and does not count.
     """
     cut = [list(range(first, min(first + size, count))) for first in range(0, count, size)]
+    return turns(cut, process, num_processes)
+
+
+def turns(cut: Sequence[list[int]], process: int, num_processes: int) -> Iterator[tuple[list[int], bool]]:
+    """`shares` of rows that are cut into batches."""
     for k in range(process, -(-len(cut) // num_processes) * num_processes, num_processes):
         yield cut[min(k, len(cut) - 1)], k < len(cut)
 

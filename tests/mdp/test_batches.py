@@ -55,3 +55,33 @@ def test_shares_have_every_row_once_and_processes_in_step(count: int, size: int,
     assert len({len(mine) for mine in found}) == 1
     assert sorted(row for mine in found for rows, counts in mine if counts for row in rows) == list(range(count))
     assert all(0 < len(rows) <= size for mine in found for rows, _ in mine)
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=6, max_size=40), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**40)
+)
+def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
+    buckets: list[int], together: int, pieces: int, seed: int
+) -> None:
+    members = {b: [row for row, own in enumerate(buckets) if own == b] for b in buckets}
+    per_epoch = sum(len(rows) // together for rows in members.values()) * together
+    if not per_epoch:
+        with pytest.raises(ValueError, match="of one bucket"):
+            batches.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=0)
+        return
+    used: list[int] = []
+    iteration = 0
+    while len(used) < 2 * per_epoch:
+        used += batches.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=iteration)
+        iteration += 1
+    for start in range(0, len(used), together):
+        assert len({buckets[row] for row in used[start : start + together]}) == 1
+    for epoch in range(2):
+        once = used[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert len(set(once)) == per_epoch
+        for rows in members.values():
+            assert sum(row in rows for row in once) == len(rows) // together * together
+    again = batches.bucketed_indices(buckets, together, together, seed=seed, iteration=1)
+    assert again == used[together : 2 * together] or len(used) == together
+    with pytest.raises(ValueError, match="of one bucket"):
+        batches.bucketed_indices(buckets, 2 * together + 1, 2 * together, seed=seed, iteration=0)

@@ -17,6 +17,7 @@ from genrl import __version__
 from genrl.config import Config, LoRA
 from genrl.config import load as load_config
 from genrl.data import prompts as prompt_files
+from genrl.data.sizes import NAMES
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.policy.adapters import (
     ADAPTER,
@@ -208,6 +209,8 @@ def write_card(
         imports = "import diffusers\nimport torch\nimport transformers"
         load = f'{loading_code(config.model)}\npipe.load_lora_weights("THIS_FOLDER")'
     given = call_arguments(config.sampling) | evaluation_arguments(config)
+    if config.sampling.buckets and config.sampling.buckets != "rows":
+        given |= dict(zip(NAMES, config.sampling.buckets[0], strict=False))
     call = [f"    prompt={json.dumps(prompts[0] if prompts else 'a prompt')},"]
     call += [f"    {name}={value!r}," for name, value in given.items()]
     call += [

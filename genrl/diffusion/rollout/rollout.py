@@ -26,11 +26,12 @@ from torch import Tensor
 import rewards
 from genrl.config import Config, Sampling
 from genrl.data.prompts import Prompt
+from genrl.data.sizes import prompts_together
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring
-from genrl.mdp.batches import prompt_indices
+from genrl.mdp.batches import bucketed_indices, prompt_indices
 from genrl.mdp.noise import generator
 from rewards import compose
 from rewards.compose import Running
@@ -124,6 +125,12 @@ def call_arguments(sampling: Sampling) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None} | dict(sampling.pipeline_args)
 
 
+def batch_arguments(sampling: Sampling, rows: Sequence[Prompt]) -> dict[str, Any]:
+    """Arguments of the pipeline call for these prompts, which are of one size."""
+    assert all(row.size == rows[0].size for row in rows), "a micro-batch is of one size"
+    return call_arguments(sampling) | dict(rows[0].size)
+
+
 def batch_inputs(columns: Mapping[str, str], rows: Sequence[Prompt]) -> dict[str, list[Any]]:
     """The pictures that the pipeline is given with these prompts: argument of its call -> PIL pictures, RGB.
 
@@ -151,8 +158,12 @@ def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str
 
 def iteration_prompts(config: Config, prompts: Sequence[Prompt], iteration: int) -> list[Prompt]:
     """The prompts of an iteration, one for each group of samples, in slot order."""
-    count = config.sampling.prompts_per_iteration
-    return [prompts[row] for row in prompt_indices(len(prompts), count, seed=config.seed, iteration=iteration)]
+    sampling, key = config.sampling, {"seed": config.seed, "iteration": iteration}
+    if sampling.buckets:
+        together = prompts_together(sampling.batch_size, sampling.group_size)
+        sizes = [tuple(row.size.items()) for row in prompts]
+        return [prompts[row] for row in bucketed_indices(sizes, sampling.prompts_per_iteration, together, **key)]
+    return [prompts[row] for row in prompt_indices(len(prompts), sampling.prompts_per_iteration, **key)]
 
 
 def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
@@ -216,7 +227,7 @@ class Sheet:
         return Batch(
             prompts=[row.text for row in rows],
             keys=[(config.seed, self.iteration, s) for s in slots],
-            sampling=call_arguments(sampling),
+            sampling=batch_arguments(sampling, rows),
             initial_keys=same if sampling.same_initial_noise else None,
             inputs=batch_inputs(sampling.inputs, rows),
         )

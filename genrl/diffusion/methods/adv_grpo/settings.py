@@ -68,6 +68,7 @@ class Adversary(Section):
 class AdvGRPO(Windowed):
     """Flow-GRPO with a reward that is trained beside the model (arXiv 2511.20256)."""
 
+    one_size: ClassVar[str] = "judges the samples beside references of one size"
     title: ClassVar[str] = "Adv-GRPO"
     checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS

@@ -129,6 +129,7 @@ class Rewriter(Section):
 class PromptRL(Windowed):
     """Flow-GRPO with a language model that rewrites the prompts, both trained (arXiv 2602.01382)."""
 
+    one_size: ClassVar[str] = "lays out the samples of a prompt by its own rewritings"
     title: ClassVar[str] = "PromptRL"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
     not_fitted: ClassVar[str] = "trains another model beside this one, which no trial runs"

@@ -1,0 +1,78 @@
+"""How large the sample of each prompt is: what its row says, or the buckets of `sampling.buckets`. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from genrl.data.prompts import Prompt, PromptError
+
+NAMES = ("height", "width", "num_frames")
+"""Arguments of a pipeline's call, and columns of the rows."""
+Buckets = Literal["rows"] | Sequence[Sequence[int]]
+
+
+def sized(rows: Sequence[Prompt], buckets: Buckets, picture: str | None, source: str) -> list[Prompt]:
+    """The rows with their size. `rows`: columns height, width and num_frames say it, and where one is absent or null
+    the pipeline's default does. A list of (height, width[, frames]): rows are dealt to it in turn, or where `picture`
+    names a column of pictures, each gets the bucket whose shape is most like its picture's (the first of two).
+
+    Raises PromptError for a row whose size is no whole number above 0, and for rows of which none says its size.
+    """
+    if buckets == "rows":
+        found = [replace(row, size=_written(row, source)) for row in rows]
+        if rows and not any(row.size for row in found):
+            text = f"no row has a column {', '.join(NAMES)}; add them, or list the sizes in sampling.buckets"
+            raise PromptError(f"{source}: {text}")
+        return found
+    sizes = [dict(zip(NAMES, bucket, strict=False)) for bucket in buckets]
+    if not sizes:
+        return list(rows)
+    if picture is None:
+        return [replace(row, size=sizes[k % len(sizes)]) for k, row in enumerate(rows)]
+    return [replace(row, size=_nearest(row, sizes, picture, source)) for row in rows]
+
+
+def short_bucket(rows: Sequence[Prompt], together: int) -> str | None:
+    """What is wrong where a size has fewer rows than a micro-batch takes (`together`); None where none has."""
+    counts = Counter(tuple(row.size.items()) for row in rows)
+    for size, count in sorted(counts.items()):
+        if count < together:
+            named = " x ".join(str(value) for _, value in size) or "the pipeline's own size"
+            return (
+                f"{named} has {count} of the {len(rows)} prompts, and a micro-batch is of {together}: it would never "
+                "be drawn; give it more prompts, leave the size out, or lower sampling.batch_size"
+            )
+    return None
+
+
+def prompts_together(batch_size: int, group_size: int) -> int:
+    """Prompts of one micro-batch of whole groups; 1 where a group has several micro-batches."""
+    return max(1, batch_size // group_size)
+
+
+def _written(row: Prompt, source: str) -> Mapping[str, int]:
+    size = {}
+    for name in NAMES:
+        value: Any = row.columns.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PromptError(f"{source}:{row.line}: {name} must be a whole number above 0, found {value!r}")
+        size[name] = value
+    return size
+
+
+def _nearest(row: Prompt, sizes: Sequence[dict[str, int]], picture: str, source: str) -> dict[str, int]:
+    from PIL import Image
+
+    file = row.columns.get(picture)
+    if not isinstance(file, str) or not Path(file).is_file():
+        raise PromptError(f"{source}:{row.line}: no picture in the column {picture!r}, whose shape decides the bucket")
+    with Image.open(file) as image:  # its header alone
+        shape = image.width / image.height
+    ratios = [max(shape * size["height"] / size["width"], size["width"] / size["height"] / shape) for size in sizes]
+    return sizes[ratios.index(min(ratios))]
