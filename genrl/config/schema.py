@@ -99,7 +99,8 @@ class Prompts(Section):
     """Which prompts to train and evaluate on."""
 
     train: Text
-    """Prompt file (.txt: one per line; .jsonl: a prompt column and any others), or data set id:split."""
+    """Prompt file (.txt: one per line; .jsonl: a prompt column and any others), or data set id:split
+    or id:config:split."""
     eval: Text | None = None
     """Held-out prompts, same formats; needed while evaluation.every is above 0."""
     column: Text = "prompt"

@@ -1,17 +1,21 @@
 """Prompt files -> rows. Rows that cannot be used are reported with their line, never passed on (`genrl.data.rows`).
 
 Formats: `.txt` (one prompt per line; blank lines and lines that begin with `#` are skipped), `.jsonl` (one object per
-line with the prompt's column and any others, which rewards ask for by name), and data sets as `id:split` (a hub id or a
-folder that the `datasets` library reads).
+line with the prompt's column and any others, which rewards ask for by name), and data sets as `id:split` or
+`id:config:split` (a hub id or a folder that the `datasets` library reads). Columns of pictures hold paths: where a data
+set has the pictures themselves, each is written once, under its hash, into the cache of that library.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from genrl.data.rows import (
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILES = (".txt", ".jsonl")
+DATA_SET = re.compile(r"(?P<name>[^:]+):(?:(?P<config>[^:\[\]]+):)?(?P<split>[^:\[\]]+(?:\[[^\[\]]*\])?(?:\+.*)?)")
+"""A split may be a slice, `train[:90%]`, or a sum of some."""
 MAX_DIRTY = 0.01
 """Share of dirty rows above which a source is refused."""
 _LISTED = 20
@@ -116,14 +122,16 @@ def is_data_set(source: str) -> bool:
 
 
 def open_data_set(source: str) -> Dataset:
-    """The table of `id:split`; a split may be a slice, `train[:90%]`. Raises PromptError where it cannot be loaded."""
-    name, _, split = source.partition(":")
-    if not name or not split:
-        raise PromptError(f"{source}: a data set is written id:split, for example org/name:train")
+    """The table of `id:split` or `id:config:split`; a split may be a slice, `train[:90%]`. Raises PromptError where it
+    cannot be loaded."""
+    found = DATA_SET.fullmatch(source)
+    if found is None:
+        text = "a data set is written id:split or id:config:split, for example org/name:train"
+        raise PromptError(f"{source}: {text}")
     from datasets import load_dataset
 
     try:
-        return load_dataset(name, split=split)
+        return load_dataset(found["name"], found["config"], split=found["split"])
     except (OSError, ValueError, RuntimeError) as error:  # not found, no such split, no network
         raise PromptError(f"{source}: the data set cannot be loaded: {error}") from error
 
@@ -180,9 +188,35 @@ def _of_data_set(source: str, column: str) -> Iterator[tuple[int, Prompt | str]]
     table = open_data_set(source)
     if column not in table.column_names:
         raise PromptError(f"{source}: {no_column(column, table.column_names)} (prompts.column names it)")
-    read_columns = [name for name in table.column_names if name == column or not is_path(name)]
+    from datasets import Image
+
+    pictures = [name for name, kind in table.features.items() if isinstance(kind, Image)]
+    for name in pictures:
+        table = table.cast_column(name, Image(decode=False))
+    read_columns = [name for name in table.column_names if name == column or name in pictures or not is_path(name)]
     for line, row in enumerate(table.select_columns(read_columns), start=1):
         try:
-            yield line, Prompt(*text_and_columns(row, column, None), line)
+            text, columns = text_and_columns({n: v for n, v in row.items() if n not in pictures}, column, None)
+            yield line, Prompt(text, columns | {name: _written(name, row[name]) for name in pictures}, line)
         except RowError as error:
             yield line, str(error)
+
+
+def _written(name: str, cell: Any) -> str | None:
+    """The path of a data set's undecoded picture; one without a file is written. Raises RowError where it is none."""
+    from datasets.config import HF_DATASETS_CACHE
+
+    if cell is None:
+        return None
+    raw, path = cell["bytes"], cell["path"]
+    if raw is None:
+        if path is None or not Path(path).is_file():
+            raise RowError(f"{name}: there is no file {path!r}")
+        return str(Path(path).resolve())
+    file = Path(HF_DATASETS_CACHE) / "genrl-pictures" / hashlib.sha256(raw).hexdigest()
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=file.parent, delete=False) as stream:  # several processes may write the same
+            stream.write(raw)
+        Path(stream.name).replace(file)
+    return str(file)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from genrl.data.prompts import Prompt, PromptError, load, read
 from genrl.data.rows import MAX_CHARACTERS, MAX_LINE_BYTES
@@ -227,6 +228,43 @@ def test_data_set_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read(f"{data}:train", "Prompt")
     with pytest.raises(PromptError, match="cannot be loaded"):
         read(f"{data}:test")
+
+
+def test_a_data_set_has_configurations_and_keeps_its_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+    asked = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> object:
+        asked.append((name, config, split))
+        columns = {"prompt": ["a", "b", "c"], "source": [red, blue, red], "mask_path": ["/etc/passwd"] * 3}
+        return datasets.Dataset.from_dict(columns).cast_column("source", datasets.Image())
+
+    red, blue = (Image.new("RGB", (4, 4), name) for name in ("red", "blue"))
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    rows = read("org/name:edits:train[:90%]").rows
+    read("org/name:train[:90%]+test[10:20]")
+    assert asked == [("org/name", "edits", "train[:90%]"), ("org/name", None, "train[:90%]+test[10:20]")]
+    assert [list(row.columns) for row in rows] == [["source"]] * 3
+    files = [Path(row.columns["source"]) for row in rows]
+    assert files[0] == files[2] and len(list((folder / "cache" / "genrl-pictures").iterdir())) == 2
+    assert [Image.open(file).getpixel((0, 0)) for file in files[:2]] == [(255, 0, 0), (0, 0, 255)]
+    with pytest.raises(PromptError, match="written id:split or id:config:split"):
+        read("org/name:a:b:train")
+
+
+def test_pictures_of_a_folder_stay_where_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+    data = folder / "pictures" / "train"
+    data.mkdir(parents=True)
+    for name in ("a", "b"):
+        Image.new("RGB", (4, 4), "red").save(data / f"{name}.png")
+    lines = [{"file_name": f"{name}.png", "prompt": name} for name in ("a", "b")]
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = read(f"{data.parent}:train").rows
+    assert {row.text: Path(row.columns["image"]) for row in rows} == {
+        name: (data / f"{name}.png").resolve() for name in ("a", "b")
+    }
 
 
 @settings(max_examples=150, deadline=None)
