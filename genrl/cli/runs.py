@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,10 +29,16 @@ def export(
         int | None, typer.Option(min=0, help="Checkpoint after this many iterations; default: the newest.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Write the whole pipeline, with a LoRA merged into it.")] = False,
+    form: Annotated[
+        Literal["diffusers", "kohya", "comfyui"], typer.Option("--format", help="Form of a LoRA's file.")
+    ] = "diffusers",
 ) -> None:
     """Write a run's model for plain diffusers: the LoRA or the whole pipeline, with a model card; or a policy.
 
     Example: `genrl export runs/quickstart --out my-lora`, then `pipe.load_lora_weights("my-lora")`
+
+    Of a pipeline's LoRA, `--format kohya` writes the names of A1111 and Forge (U-Nets), `--format comfyui` those of
+    ComfyUI; each file is loaded again and compared.
 
     A policy is written in LeRobot's layout: `genrl export runs/vla/flow_sde --out my-policy`; a vision-language model
     as transformers saves it (a LoRA as PEFT does; `--full` merges it).
@@ -45,15 +51,16 @@ def export(
         case Config():
             from genrl.diffusion.policy.export import export as write
 
-            write(run, out, step=step, full=full)
+            write(run, out, step=step, full=full, form=form)
         case VLAConfig():
             from genrl.cli import vla
 
-            refuse({"--full": full}, "a policy, which is always written whole")
+            refuse({"--full": full, "--format": form != "diffusers"}, "a policy, which is always written whole")
             vla.export(run, out, step)
         case VLMConfig():
             from genrl.vlm.policies.folder import load_trained, save_model
 
+            refuse({"--format": form != "diffusers"}, "a vision-language model, which is written as PEFT does")
             save_model(load_trained(config, run, step), config.vlm.path, out, full=full)
     typer.echo(f"written to {out}")
 

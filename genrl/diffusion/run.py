@@ -25,7 +25,7 @@ from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, sho
 from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
-from genrl.diffusion.policy.export import save_lora, write_card
+from genrl.diffusion.policy.export import probe_of, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw
@@ -33,8 +33,6 @@ from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
     Worker,
-    batch_arguments,
-    batch_inputs,
     collect,
     iteration_prompts,
     score_metrics,
@@ -223,13 +221,7 @@ class DiffusionRun:
     @property
     def probe(self) -> Batch:
         """One sample, to compare models by."""
-        sampling, first = self.config.sampling, self.prompts[0]
-        return Batch(
-            [first.text],
-            [("probe", self.config.seed)],
-            batch_arguments(sampling, [first]),
-            inputs=batch_inputs(sampling.inputs, [first]),
-        )
+        return probe_of(self.config, self.prompts[0])
 
     def micro_batch_sizes(self) -> list[int]:
         """The present size of micro-batches and the smaller ones that can be taken."""

@@ -83,11 +83,6 @@ def is_lokr(denoiser: AdaptedDenoiser, adapter: str = ADAPTER) -> bool:
     return isinstance(denoiser.peft_config[adapter], LoKrConfig)
 
 
-def scale_of(config: Any) -> float:
-    """What a LoRA is multiplied by where it has the rank of its configuration."""
-    return float(config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r))
-
-
 def _config(name: str, denoiser: nn.Module, lora: LoRA, components: Collection[str]) -> tuple[PeftConfig, list[str]]:
     """peft's settings, and the layers that they adapt."""
     targets, layers = _targets(name, denoiser, lora)
@@ -234,7 +229,7 @@ def denoiser_that_loads(folder: Path) -> str | None:
     """Component that `load_lora_adapter` is called of to load what `save_lora_adapter` wrote into this folder; None
     where the pipeline's own loader reads it."""
     keys = [key for file in folder.glob("*.safetensors") for key in _keys(file)]
-    if not keys or any(key.startswith(("transformer.", "unet.")) for key in keys):
+    if not keys or any(key.startswith(("transformer.", "unet.", "lora_unet_")) for key in keys):
         return None
     return "unet" if any("down_blocks." in key for key in keys) else "transformer"
 

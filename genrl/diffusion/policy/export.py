@@ -32,21 +32,18 @@ from genrl.diffusion.policy.adapters import (
     loads_lora,
     quiet_loading,
 )
+from genrl.diffusion.policy.formats import ExportError, Form, merged_is_alike, write_form
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.single_file import loading_code
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments
 from genrl.runtime import checkpoint
 from genrl.runtime.run import Run, read_metrics, write_atomic
 from genrl.runtime.weights import result
 
 _RELOADED = "genrl_reloaded"
-
-
-class ExportError(RuntimeError):
-    """The written adapter does not give back the model it was made from."""
 
 
 def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
@@ -135,12 +132,13 @@ def _require_equal_adapters(denoiser: AdaptedDenoiser, folder: Path) -> None:
         raise ExportError(f"the adapter in {folder} has other weights, rank or alpha after reloading")
 
 
-def export(run: Path, out: Path, *, step: int | None = None, full: bool = False) -> Path:
+def export(run: Path, out: Path, *, step: int | None = None, full: bool = False, form: Form = "diffusers") -> Path:
     """Write a run's model for plain diffusers into the new folder `out`, with its card; returns `out`.
 
     step: iterations of the checkpoint to take (None = the newest). full: the whole pipeline, a LoRA merged into it;
-    a fully fine-tuned model is always written whole. Averaged weights are taken where the run keeps an average.
-    Raises ValueError where there is no such checkpoint, or where `out` is not empty.
+    a fully fine-tuned model is always written whole. form: of a LoRA's file. Averaged weights are taken where the run
+    keeps an average. What was merged or converted is loaded again, and one denoising compared. Raises ValueError where
+    there is no such checkpoint, `out` is not empty, or this LoRA has no such form; ExportError where they differ.
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: choose another --out")
@@ -154,8 +152,15 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
     config = load_config(run / "config.yaml")
     if not isinstance(config, Config):
         raise ValueError(f"{run} is no run of a diffusion pipeline")
+    if form != "diffusers" and (full or config.model.lora is None):
+        raise ValueError(f"--format {form}: is a form of LoRAs, and the whole pipeline is written; leave it out")
+    prompts = prompt_files.load(config.prompts.eval or config.prompts.train, config.prompts.column)[:5]
+    probe = probe_of(config, prompts[0])
     if config.model.lora is not None and not full:
-        shutil.copytree(source / "lora", out, dirs_exist_ok=True)
+        if form == "diffusers":
+            shutil.copytree(source / "lora", out, dirs_exist_ok=True)
+        else:
+            write_form(config, source / "lora", out, form, probe)
     else:
         # Adapters are merged into the weights as they were published, not into their rounded form.
         pipe = load_pipeline(config.model.model_copy(update={"quantize": None}))
@@ -173,10 +178,19 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False)
         else:
             _fill(pipe, result(loaded.tensors))
         pipe.save_pretrained(out)
+        if config.model.lora is not None:
+            del pipe
+            merged_is_alike(config, source / "lora", out, probe)
     rows = [row for row in read_metrics(Run(run).metrics) if row["step"] <= loaded.step and "eval/total_mean" in row]
-    prompts = prompt_files.load(config.prompts.eval or config.prompts.train, config.prompts.column)[:5]
     write_card(out, config, rows, [prompt.text for prompt in prompts], whole=full)
     return out
+
+
+def probe_of(config: Config, prompt: prompt_files.Prompt) -> Batch:
+    """One sample, to compare models by."""
+    sampling = config.sampling
+    inputs = batch_inputs(sampling.inputs, [prompt])
+    return Batch([prompt.text], [("probe", config.seed)], batch_arguments(sampling, [prompt]), inputs=inputs)
 
 
 @torch.no_grad()

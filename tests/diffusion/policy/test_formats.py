@@ -1,0 +1,109 @@
+"""A LoRA for other programs: the names that they read, at the strength that was trained, or a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
+
+from genrl.config import LoRA, dump
+from genrl.diffusion.policy import formats
+from genrl.diffusion.policy.export import export, probe_of, save_lora
+from genrl.diffusion.policy.formats import ExportError, form_problem
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.weights import trainable
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run, write_atomic
+from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+
+def saved(folder: Path, family: str, **lora: Any) -> Path:
+    """A run of a family with a LoRA far from its start, at a strength that is not 1."""
+    made = FAMILIES[family]()
+    made.pipe.save_pretrained(folder / "base")
+    keys = {"rank": 4, "alpha": 6.0} | lora
+    sampling: dict[str, Any] = {"num_inference_steps": 3, "height": 16, "width": 16, "pipeline_args": {}}
+    trainer = {"algorithm": "flow_grpo"} | ({"kernel": "ddim", "noise_level": 1.0} if family == "sd15" else {})
+    config = runs.config(folder, folder / "base", lora=keys, sampling=sampling, trainer=trainer)
+    policy = Policy(made.pipe)
+    weights = trainable(policy.denoisers, LoRA.model_validate(keys))
+    with torch.no_grad():
+        for k, p in enumerate(weights.parameters):
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(k)))
+    run = Run(Path(config.output))
+    write_atomic(run.config, dump(config))
+    probe = probe_of(config, formats_prompt(config))
+    checkpoint.save(
+        run.checkpoints, 1, tensors=weights.state(), state={}, keep=1,
+        extra=lambda path: save_lora(policy, path / "lora", probe),
+    )  # fmt: skip
+    return run.folder
+
+
+def formats_prompt(config: Any) -> Any:
+    from genrl.data import prompts
+
+    return prompts.load(config.prompts.train)[0]
+
+
+def picture(folder: Path, lora: Path | None) -> torch.Tensor:
+    pipe = DiffusionPipeline.from_pretrained(folder / "base")
+    pipe.set_progress_bar_config(disable=True)
+    if lora is not None:
+        pipe.load_lora_weights(str(lora))
+    generator = torch.Generator().manual_seed(3)
+    made = pipe("a cat", num_inference_steps=3, height=16, width=16, generator=generator, output_type="np")
+    return torch.as_tensor(made.images)
+
+
+@pytest.mark.parametrize(("family", "form"), [("sd15", "kohya"), ("sd15", "comfyui"), ("sd3", "comfyui")])
+@pytest.mark.parametrize("keys", [{}, {"type": "rslora", "ranks": {"to_q": 2}}], ids=["lora", "rslora"])
+def test_loads_anywhere_as_it_was_trained(folder: Path, family: str, form: Any, keys: dict[str, Any]) -> None:
+    run = saved(folder, family, **keys)
+    out = export(run, folder / "out", form=form)
+    names = load_file(out / f"lora_{form}.safetensors")
+    start = "transformer." if family == "sd3" else "lora_unet_"
+    assert all(name.startswith(start) for name in names)
+    plain = export(run, folder / "plain")
+    base, wanted, found = (picture(folder, lora) for lora in (None, plain, out))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert float((wanted - base).abs().max()) > 1e-3
+    assert "load_lora_weights" in (out / "README.md").read_text()
+
+
+def test_what_acts_differently_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At another strength, as it would be without the scale."""
+    run = saved(folder, "sd15")
+
+    def weaker(tensors: Any, file: Path, metadata: Any) -> None:
+        save_file({k: v / 1.5 if "lora_up" in k else v for k, v in tensors.items()}, file, metadata=metadata)
+
+    monkeypatch.setattr(formats, "save_file", weaker)
+    with pytest.raises(ExportError, match="acts differently"):
+        export(run, folder / "out", form="kohya")
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "denoisers", "kind", "says"),
+    [
+        ("kohya", {"transformer": "SD3Transformer2DModel"}, "lora", "write comfyui"),
+        ("comfyui", {"transformer": "WanTransformer3DModel"}, "lora", "does not know"),
+        ("comfyui", {"unet": "UNet2DConditionModel"}, "dora", "this is a dora"),
+        ("comfyui", {"transformer": "SD3Transformer2DModel"}, "lokr", "this is a lokr"),
+    ],
+)
+def test_refused(form: Any, denoisers: dict[str, str], kind: str, says: str) -> None:
+    assert says in str(form_problem(form, denoisers, kind))
+
+
+def test_a_whole_pipeline_has_no_such_form(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--format kohya: is a form of LoRAs"):
+        export(saved(folder, "sd3"), folder / "out", full=True, form="kohya")
