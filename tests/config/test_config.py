@@ -421,6 +421,16 @@ class TestFiles:
     def test_all_well(self, files: Path) -> None:
         assert self.notes(files, "model: {path: ./model}") == []
 
+    def test_sizes_are_counted_in_the_prompts(self, files: Path) -> None:
+        few = "sampling: {buckets: [[64, 64], [64, 96], [96, 64]], group_size: 4, batch_size: 32}"  # 20 prompts
+        said = self.problem(files, f"{few}\nprompts: {{train: train.txt, eval: eval.txt}}")
+        assert "sampling.buckets: 64 x 64 has 7 of the 20 prompts, and a micro-batch is of 8" in said
+        assert "no row has a column height, width, num_frames" in self.problem(files, "sampling: {buckets: rows}")
+        row = '{"prompt": "p", "height": 64}\n'
+        write(files, row * 20, "sized.jsonl")
+        notes = self.notes(files, "prompts: {train: sized.jsonl, eval: eval.txt}")
+        assert any("the column height is not read; sampling.buckets: rows" in note for note in notes)
+
     def test_hub_id_is_a_remark(self, files: Path) -> None:
         assert "org/model is not on this machine yet" in self.notes(files, "seed: 1")[0]
 
