@@ -16,7 +16,7 @@ from genrl.config.folders import is_single_file, looks_local, nearest_folder, re
 from genrl.config.loading import AnyConfig
 from genrl.config.memory_rules import DENOISERS, missing_packages
 from genrl.config.optimizers import missing_package
-from genrl.config.pipeline_classes import problems, strength_problem
+from genrl.config.pipeline_classes import CONSISTENCY, NOT_DDIM, problems, strength_problem
 from genrl.config.schema import Config, Reward
 from genrl.config.vla import VLAConfig
 from genrl.config.vla_files import vla_files
@@ -115,6 +115,9 @@ def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
     networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list)}
     for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
         yield _Wrong(tuple(key.split(".")), text)
+    if "_class_name" in index and not networks:
+        text = f"{index['_class_name']} has no denoiser: none of its components is called {', '.join(DENOISERS)}"
+        yield _Wrong(("model", "path"), text)
     for name in config.model.quantize if isinstance(config.model.quantize, dict) else ():
         if not isinstance(index.get(name), list):
             near = get_close_matches(name, index, n=1)
@@ -158,6 +161,9 @@ def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]
     if not scheduler:
         return
     name, trainer = scheduler.get("_class_name", "?"), config.trainer
+    if name in CONSISTENCY:
+        yield _Wrong(("model", "path"), f"its scheduler is a {name}: {NOT_DDIM}")
+        return
     kernel = trainer.transition
     is_flow = "FlowMatch" in str(name) or scheduler.get("prediction_type") == "flow_prediction"
     if trainer.needs_flow and not is_flow:

@@ -10,6 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+CONSISTENCY = ("LCMScheduler", "TCDScheduler", "SCMScheduler")
+"""Schedulers of consistency models."""
+NOT_DDIM = (
+    "a consistency model jumps to the clean picture in each step and noises it anew, which no kernel does; train the "
+    "model that it was distilled from, or a few-step model of another scheduler"
+)
+
 
 class Source(NamedTuple):
     """Of a class and the classes it derives from, as far as they are diffusers' own."""

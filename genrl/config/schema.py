@@ -74,6 +74,9 @@ class Model(Section):
     """Keep the VAE off the device but while it encodes or decodes."""
     slice_vae: Flag = False
     """Decode pictures one by one: less memory where they are large; the same up to rounding."""
+    tile_vae: Flag = False
+    """Encode and decode large pictures in overlapping tiles: least memory, a little other pixels where tiles meet. A
+    VAE that decodes in no other way (Allegro) needs it."""
 
 
 class Kernels(Section):

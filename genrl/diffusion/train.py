@@ -17,7 +17,7 @@ from genrl.data.sizes import prompts_together, short_bucket, sized
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
-from genrl.diffusion.policy.decoding import spare_vae
+from genrl.diffusion.policy.decoding import spare_vae, tile_vae
 from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
@@ -140,6 +140,8 @@ def open_policy(config: Config, device: torch.device | str) -> Policy:
         reduction=config.trainer.reduction,
         offload_text_encoders=config.model.offload_text_encoders,
     )
+    if config.model.tile_vae:
+        tile_vae(pipe)
     spare_vae(pipe, offload=config.model.offload_vae, sliced=config.model.slice_vae)
     return policy
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from diffusers import LCMScheduler
 
 from genrl.config import ConfigError, check_files, load
 from genrl.config.pipeline_classes import problems, source_of
+from genrl.diffusion.policy.policy import Policy
 from tests.diffusion.families import FAMILIES
 
 DENOISERS = ("transformer", "transformer_2", "unet")
@@ -77,3 +80,37 @@ def test_a_class_of_ones_own_is_left_to_loading() -> None:
 def test_no_torch_is_imported() -> None:
     text = "import sys; from genrl.config.pipeline_classes import source_of; assert source_of('FluxPipeline').methods"
     subprocess.run([sys.executable, "-c", f"{text}; assert 'torch' not in sys.modules"], check=True)
+
+
+NO_POLICY = {
+    "prior": ("StableCascadePriorPipeline", "prior", "StableCascadeUNet", "no denoiser"),
+    "two stages": ("KandinskyV22CombinedPipeline", "unet", "UNet2DConditionModel", "no `encode_prompt`"),
+    "omnigen": ("OmniGenPipeline", "transformer", "OmniGenTransformer2DModel", "no `encode_prompt`"),
+}
+
+
+@pytest.mark.parametrize("name", NO_POLICY)
+def test_what_no_policy_can_be_made_of(name: str, tmp_path: Path) -> None:
+    kind, component, network, reason = NO_POLICY[name]
+    (tmp_path / "model").mkdir()
+    index = {"_class_name": kind, component: ["diffusers", network]}
+    (tmp_path / "model" / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=f"model.path: .*{reason}"):
+        check_files(load(config(tmp_path)))
+
+
+def test_a_consistency_model_is_refused(tmp_path: Path) -> None:
+    family = FAMILIES["sd15"]()
+    family.pipe.scheduler = LCMScheduler.from_config(family.pipe.scheduler.config)
+    family.pipe.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"model.path: its scheduler is a LCMScheduler: a consistency model jumps"):
+        check_files(load(config(tmp_path)))
+    with pytest.raises(ValueError, match="the scheduler LCMScheduler: a consistency model jumps"):
+        Policy(family.pipe)
+
+
+def test_the_page_lists_the_classes_that_are_tested() -> None:
+    page = Path(__file__).parents[2] / "docs" / "pipelines.md"
+    _, _, rest = page.read_text().partition("<!-- tested classes -->")
+    listed = set(re.findall(r"`(\w+)`", rest.partition("<!-- end -->")[0]))
+    assert listed == {type(build().pipe).__name__ for build in FAMILIES.values()}

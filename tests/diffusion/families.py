@@ -94,5 +94,7 @@ FAMILIES = _table(
     video.ace_step,
 )
 
-REFUSED = _table(starting.chroma_inpaint, video.ltx_i2v, video.stable_audio, video.ace_step_guided)
+REFUSED = _table(
+    starting.chroma_inpaint, starting.sd_latent_upscaler, video.ltx_i2v, video.stable_audio, video.ace_step_guided
+)
 """Pipelines whose loop does not fit; each says why in its docstring."""

@@ -47,9 +47,10 @@ UNGUIDED: dict[str, object] = {"guidance_scale": 1.0}
 SD_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
 
 
-def sd15() -> Family:
+def sd15(in_channels: int = 4) -> Family:
     unet = UNet2DConditionModel(
         sample_size=8,
+        in_channels=in_channels,
         block_out_channels=(8, 16),
         layers_per_block=1,
         norm_num_groups=4,

@@ -11,6 +11,7 @@ from diffusers import (
     ChromaImg2ImgPipeline,
     ChromaInpaintPipeline,
     DiffusionPipeline,
+    EulerDiscreteScheduler,
     FluxFillPipeline,
     FluxImg2ImgPipeline,
     FluxInpaintPipeline,
@@ -21,6 +22,7 @@ from diffusers import (
     StableDiffusion3InpaintPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
+    StableDiffusionLatentUpscalePipeline,
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLInpaintPipeline,
     ZImageImg2ImgPipeline,
@@ -121,3 +123,13 @@ def z_image_img2img() -> Family:
 
 def z_image_inpaint() -> Family:
     return _from("z_image_inpaint", image.z_image(), ZImageInpaintPipeline, masks=True, strength=1.0)
+
+
+def sd_latent_upscaler() -> Family:
+    """Its loop reads `scheduler.sigmas`, which DDIM has not."""
+    base = image.sd15(in_channels=8)
+    kept = ("vae", "text_encoder", "tokenizer", "unet")
+    components = {name: part for name, part in base.pipe.components.items() if name in kept}
+    scheduler = EulerDiscreteScheduler(**image.SD_BETAS)
+    pipe = StableDiffusionLatentUpscalePipeline(**components, scheduler=scheduler)
+    return replace(base, name="sd_latent_upscaler", pipe=pipe, call={}, inputs={"image": [*parts.pictures(16)]})

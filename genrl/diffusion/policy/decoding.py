@@ -35,6 +35,17 @@ def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
             vae.encode = _fetched(vae, vae.encode, home)
 
 
+def tile_vae(pipe: Any) -> None:
+    """Have the VAE encode and decode in tiles. Raises ValueError, naming the key, where there is none that can."""
+    vae = pipe.components.get("vae")
+    if vae is None:
+        raise ValueError(f"model.tile_vae: {type(pipe).__name__} has no VAE (component vae); write false")
+    try:
+        vae.enable_tiling()
+    except (AttributeError, NotImplementedError) as error:
+        raise ValueError(f"model.tile_vae: {type(vae).__name__} does not decode in tiles; write false") from error
+
+
 def _fetched(vae: Any, original: Callable[..., Any], home: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
+from genrl.config.pipeline_classes import CONSISTENCY, NOT_DDIM
 from genrl.mdp.kernels import PredictionType
 
 Parametrisation = Literal["flow", "diffusion"]
@@ -256,9 +257,12 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
     sample prediction the head is a `DDIMScheduler` made from the same configuration, as in DDPO (arXiv 2305.13301):
     its stochastic step is the one with a density.
 
-    Raises ValueError for a scheduler that is neither (it names the class).
+    Raises ValueError for a scheduler that is neither (it names the class), and for one of a consistency model, which
+    jumps to the clean sample and noises it anew: its schedule and step are no DDIM's.
     """
     config = dict(scheduler.config)
+    if type(scheduler).__name__ in CONSISTENCY:
+        raise ValueError(f"the scheduler {type(scheduler).__name__}: {NOT_DDIM}")
     parent: Any
     parametrisation: Parametrisation
     overrides: dict[str, Any]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from genrl.diffusion.policy.decoding import spare_vae
+from genrl.diffusion.policy.decoding import spare_vae, tile_vae
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import train
@@ -100,3 +101,18 @@ def test_a_vae_without_slices_is_refused() -> None:
     del pipe.vae.use_slicing
     with pytest.raises(ValueError, match=r"model.slice_vae: AutoencoderKL does not decode in slices"):
         spare_vae(pipe, offload=False, sliced=True)
+
+
+def test_tiles() -> None:
+    """Small pictures are one tile: the same. A VAE that has none is refused by the key."""
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    with torch.no_grad():
+        final = policy.roll_out(BATCH).final
+        whole = policy.decode(BATCH, final)
+        tile_vae(policy.pipe)
+        assert torch.equal(policy.decode(BATCH, final), whole)
+        policy.pipe.vae.tile_sample_min_size, policy.pipe.vae.tile_latent_min_size = 8, 4
+        tiled = policy.decode(BATCH, final)
+    assert tiled.shape == whole.shape and not torch.equal(tiled, whole)
+    with pytest.raises(ValueError, match=r"model.tile_vae: Linear does not decode in tiles; write false"):
+        tile_vae(SimpleNamespace(components={"vae": nn.Linear(1, 1)}))

@@ -11,9 +11,9 @@ from genrl.config import ConfigError, load
 from genrl.config.pipeline_classes import strength_problem
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel
+from genrl.diffusion.policy.trajectory import Batch, Children, Kernel
 from genrl.diffusion.rollout.rollout import call_arguments
-from tests.diffusion.families import FAMILIES, REFUSED
+from tests.diffusion.families import FAMILIES
 from tests.diffusion.tiny_parts import Family
 
 KEYS = [(7, 0, 0), (7, 0, 1)]
@@ -84,14 +84,6 @@ def test_inpainting_does_not_branch() -> None:
     children = Children(torch.tensor([0, 0, 1, 1]), [(7, 0, k) for k in range(4)])
     with pytest.raises(ValueError, match="cannot branch: it blends the picture into its states"):
         policy.roll_out(batch, Kernel("flow_sde", 0.7), (1,), stop=2, children=children)
-
-
-def test_what_fails_in_diffusers_is_said() -> None:
-    family = REFUSED["chroma_inpaint"]()
-    inputs = {name: values[:1] for name, values in family.inputs.items()}
-    batch = Batch(["a"], KEYS[:1], {"num_inference_steps": 4, **family.call}, inputs=inputs)
-    with pytest.raises(ValueError, match=r"ChromaInpaintPipeline cannot be called so.*guidance_embeds"):
-        Policy(family.pipe).roll_out(batch, ODE)
 
 
 def config(folder: Path, steps: int, **args: object) -> object:
