@@ -111,6 +111,11 @@ class DiffusionMethod(Method):
         """Whether samples share prefixes, so that updates and processes share out trees."""
         return False
 
+    @property
+    def other_guidance(self) -> tuple[float, ...]:
+        """Scales of guidance, beside that of sampling, under which training evaluates the model."""
+        return ()
+
     def model_iterations(self, iterations: int) -> int:
         """How many of so many iterations train the model; at most these, where a run decides it by its scores."""
         return iterations

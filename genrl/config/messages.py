@@ -52,6 +52,8 @@ OTHER_NAMES = {
     "max_grad_norm": "optimizer.max_grad_norm",
     "output_dir": "output",
     "report_to": "trackers",
+    "offload_text_encoders": "model.offload.text_encoders",
+    "offload_vae": "model.offload.vae",
     "dataset": "prompts.train",
     "reward_fn": "rewards",
     "save_steps": "checkpoint.every",

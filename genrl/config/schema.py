@@ -42,6 +42,16 @@ ATTENTION_LAYERS = (
 )
 
 
+class Offload(Section):
+    """What leaves the device while it is idle (docs/memory.md)."""
+
+    text_encoders: Literal["encode_then_free", "between"] | None = None
+    """encode_then_free = all prompts are encoded before the denoiser is on the device, and the encoders dropped;
+    between = they wait on the CPU but while they encode; null = they stay."""
+    vae: Literal["between"] | None = None
+    """between = it waits on the CPU but while it encodes or decodes; null = it stays."""
+
+
 class Model(Section):
     """Which diffusers pipeline to train, and in which precision."""
 
@@ -68,10 +78,12 @@ class Model(Section):
     GPU), one for all or {component: kind}; adapters stay float32; null = as in dtype. int4 is refused."""
     gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass: much less memory, about a third more time."""
-    offload_text_encoders: Flag = False
-    """Move the text encoders off the device once the prompts are encoded."""
-    offload_vae: Flag = False
-    """Keep the VAE off the device but while it encodes or decodes."""
+    offload: Offload = Offload()
+    """What leaves the device while it is idle."""
+    encodings: Text | None = None
+    """Folder in which encodings of prompts are kept for other processes and later runs; null = in memory alone."""
+    encodings_gb: Positive = 20.0
+    """Most that the folder may hold, in GB; what was used longest ago goes first."""
     slice_vae: Flag = False
     """Decode pictures one by one: less memory where they are large; the same up to rounding."""
     tile_vae: Flag = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,12 +13,16 @@ import rewards
 from genrl.config import Config, Kernels
 from genrl.config.method import code_of
 from genrl.config.pipeline_classes import strength_problem
+from genrl.config.schema import Offload
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import prompts_together, short_bucket, sized
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.decoding import spare_vae, tile_vae
+from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
+from genrl.diffusion.policy.encoding import keep_execution_device
+from genrl.diffusion.policy.encoding_store import open_store
 from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
@@ -36,6 +41,7 @@ from genrl.runtime.process import Process
 from genrl.runtime.replay import Reopened
 from genrl.runtime.weights import REFERENCE, Weights
 
+Rows = tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]
 FUSED = {"qk_norm_rope": "qk_norm_rope", "adaln": "adaln", "step": "sde_step"}
 """Kernels by the names of a configuration."""
 
@@ -75,7 +81,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     stack.callback(scorers.close)
     check_rewards(config, scorers, prompts, eval_prompts)
     process.progress.phase("loading")
-    policy = open_policy(config, device)
+    policy = open_policy(config, device, (prompts, eval_prompts), tell=partial(_tell, process))
     check_call_arguments(policy.pipe, {name for row in (*prompts, *eval_prompts) for name in row.size})
     said = use_kernels(policy, config.kernels)
     if said:
@@ -90,7 +96,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     return run
 
 
-def read_prompts(config: Config) -> tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]:
+def read_prompts(config: Config) -> Rows:
     """Prompts to train on and held-out ones, checked for the pictures that the pipeline is given with them."""
     prompts = _sized(config, prompt_files.load(config.prompts.train, config.prompts.column), config.prompts.train)
     sampling = config.sampling
@@ -126,24 +132,76 @@ def check_rewards(
         check_inputs(config.sampling.inputs, rows, str(source))
 
 
-def open_policy(config: Config, device: torch.device | str) -> Policy:
-    """The pipeline on the device, as a policy."""
-    pipe = load_pipeline(config.model)
+def open_policy(
+    config: Config,
+    device: torch.device | str,
+    rows: Rows | None = None,
+    *,
+    tell: Tell = lambda done, count: None,
+) -> Policy:
+    """The pipeline on the device, as a policy.
+
+    rows: prompts to train on and held-out ones, where they are read already. tell: of (prompts encoded, of so many),
+    where they are encoded before the denoiser is placed.
+    """
+    offload, home = config.model.offload, torch.device(device)
+    policy = _unplaced(config, home)
+    pipe = policy.pipe
+    if config.model.tile_vae:
+        tile_vae(pipe)
+    spare_vae(pipe, offload=offload.vae is not None, sliced=config.model.slice_vae)
+    if offload.text_encoders == "encode_then_free":
+        encode_ahead(policy, config.model, batches(config, policy, *(rows or read_prompts(config))), tell)
+    if offload != Offload():  # nothing is placed that is to leave again
+        idle = [*(text_encoders(pipe) if offload.text_encoders else ()), *(["vae"] if offload.vae else ())]
+        place(pipe, home, stay=idle)
+    return policy
+
+
+def _unplaced(config: Config, home: torch.device) -> Policy:
+    """The pipeline as a policy, on the device only where it is to stay there as it is; without its text encoders where
+    all prompts are encoded ahead."""
+    offload = config.model.offload
+    ahead = offload.text_encoders == "encode_then_free"
+    pipe = load_pipeline(config.model, text_encoders=False) if ahead else load_pipeline(config.model)
     check_call_arguments(pipe, call_arguments(config.sampling) | config.sampling.inputs)
     cut = strength_problem(type(pipe).__name__, config.sampling.pipeline_args)
     if cut is not None:
         raise ValueError(f"sampling.pipeline_args.strength: {cut}")
     check_call_arguments(pipe, evaluation_arguments(config), "evaluation")
-    policy = Policy(
-        pipe.to(device),
+    if offload == Offload():
+        pipe = pipe.to(home)
+    else:
+        keep_execution_device(pipe, home)
+    return Policy(
+        pipe,
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
         reduction=config.trainer.reduction,
-        offload_text_encoders=config.model.offload_text_encoders,
+        text_encoders=offload.text_encoders,
+        encodings=open_store(config, home),
     )
-    if config.model.tile_vae:
-        tile_vae(pipe)
-    spare_vae(pipe, offload=config.model.offload_vae, sliced=config.model.slice_vae)
-    return policy
+
+
+def encode(config: Config, device: torch.device | str, tell: Tell) -> tuple[int, int, int]:
+    """Fill the folder of encodings (`genrl encode`). Returns how many prompts there are (a prompt once for each way of
+    calling the pipeline), how many of them were not there yet, and the bytes written.
+
+    Raises ValueError where the configuration names no folder.
+    """
+    if config.model.encodings is None:
+        raise ValueError("model.encodings: no folder is named; write for example model.encodings=encodings")
+    ahead = config.model.model_copy(update={"offload": Offload(text_encoders="encode_then_free")})
+    policy = _unplaced(config.model_copy(update={"model": ahead}), torch.device(device))
+    wanted = batches(config, policy, *read_prompts(config))
+    missing = encode_ahead(policy, config.model, wanted, tell)
+    assert policy.memo.store is not None
+    return len(wanted), missing, policy.memo.store.written
+
+
+def _tell(process: Process, done: int, count: int) -> None:
+    """Of prompts encoded before training."""
+    if done in (1, count) or done % 100 == 0:
+        process.progress.say(f"encoded {done} of {count} prompts")
 
 
 def reopen(config: Config, device: str, iteration: int) -> Reopened:

@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 from genrl.config import Config, Optimizer, load
+from genrl.config.schema import Offload
 from genrl.diffusion import train as training
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.train import train
@@ -89,16 +90,24 @@ def test_evaluation_and_saving_do_not_disturb_training(folder: Path, model: Path
     assert equal(quiet, train(runs.config(folder, model, output=str(folder / "busy"), **common, **busy)))
 
 
-@pytest.mark.parametrize("setting", ["gradient_checkpointing", "offload_text_encoders"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"gradient_checkpointing": True},
+        {"offload": Offload(text_encoders="between", vae="between")},
+        {"offload": Offload(text_encoders="encode_then_free")},
+    ],
+    ids=["checkpointing", "between", "encode_then_free"],
+)
 @pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
 def test_saving_memory_does_not_change_the_numbers(
-    folder: Path, model: Path, setting: str, lora: dict[str, Any] | None
+    folder: Path, model: Path, setting: dict[str, Any], lora: dict[str, Any] | None
 ) -> None:
     def trained(name: str, **changes: Any) -> Path:
         config = runs.config(folder, model, lora=lora, output=str(folder / name), **QUIET)
         return train(config.model_copy(update={"model": config.model.model_copy(update=changes)}))
 
-    assert equal(trained("plain"), trained("frugal", **{setting: True}))
+    assert equal(trained("plain"), trained("frugal", **setting))
 
 
 def test_a_second_reward_of_weight_zero_changes_nothing(folder: Path, model: Path) -> None:

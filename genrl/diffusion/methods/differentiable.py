@@ -29,9 +29,9 @@ class Differentiating(DiffusionMethod):
         for index, reward in enumerate(config.rewards):
             if reward.weight != 0:
                 yield from self._gradients_end(config, index)
-        if config.model.offload_vae:
-            text = f"{self.algorithm} goes backward through the VAE, which has to stay; write false"
-            yield ("model.offload_vae", "trainer.algorithm"), text
+        if config.model.offload.vae is not None:
+            text = f"{self.algorithm} goes backward through the VAE, which has to stay; write null"
+            yield ("model.offload.vae", "trainer.algorithm"), text
 
     def _gradients_end(self, config: Config, index: int) -> Iterator[Finding]:
         """Settings of a reward behind which it has no gradients."""

@@ -115,6 +115,10 @@ class PolicyGradient(Stochastic, Updating):
         """The plans of a run, in the order in which they come. Raises ValueError for a plan that cannot be."""
         return rounds_of(config.sampling, self.layout, config.iterations)
 
+    @property
+    def other_guidance(self) -> tuple[float, ...]:
+        return () if self.guidance_in_training else (1.0,)
+
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
         text = "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (peers: 10)"

@@ -62,6 +62,10 @@ class DiffusionDPO(Preference):
         """Whether training evaluates the model before training."""
         return self.reference_every is None
 
+    @property
+    def other_guidance(self) -> tuple[float, ...]:
+        return () if self.guidance_in_training else (1.0,)
+
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
         yield from no_true_cfg(config, self.guidance_in_training)

@@ -37,6 +37,7 @@ class PipelineCalls:
         takes = inspect.signature(type(pipe).__call__).parameters
         self._tells_ends = "callback_on_step_end" in takes
         self.blends = "mask_image" in takes
+        self._only_encode = False
         self._wrap_prepare_latents()
         if callable(getattr(pipe, "get_timesteps", None)):
             self._wrap_get_timesteps()
@@ -45,7 +46,8 @@ class PipelineCalls:
 
     @property
     def device(self) -> torch.device:
-        return next(self.denoiser.parameters()).device
+        found: torch.device = self.pipe._execution_device
+        return found
 
     def __call__(
         self,
@@ -99,6 +101,14 @@ class PipelineCalls:
         said = f"{type(error).__name__}: {error}".rstrip(": ")
         return f"{type(self.pipe).__name__} cannot be called so; diffusers ends in {said} ({where})"
 
+    def encode(self, batch: Batch) -> None:
+        """The beginning of a call, in which prompts are encoded; it is left where latents are made."""
+        self._only_encode = True
+        try:
+            self(batch, Request())
+        finally:
+            self._only_encode = False
+
     def leave_at(self, batch: Batch, request: Request, state: Tensor) -> Step:
         """The first step of a call that is left there, before anything is done with its model output."""
         seen: list[Step] = []
@@ -138,6 +148,8 @@ class PipelineCalls:
 
         @functools.wraps(original)
         def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+            if self._only_encode:
+                raise Leave
             made = original(*args, **kwargs)
             latents = made[0] if isinstance(made, tuple) else made
             self.latents_shape, self.head.latents_dtype = latents.shape, latents.dtype

@@ -19,9 +19,9 @@ def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
     Raises ValueError, naming the key, where the pipeline has no VAE, or none that can.
     """
     vae, home = pipe.components.get("vae"), pipe._execution_device
-    for key, asked in (("offload_vae", offload), ("slice_vae", sliced)):
+    for key, asked, instead in (("offload.vae", offload, "null"), ("slice_vae", sliced, "false")):
         if asked and not (isinstance(vae, nn.Module) and isinstance(vae, Decoder)):
-            raise ValueError(f"model.{key}: {type(pipe).__name__} has no VAE (component vae); write false")
+            raise ValueError(f"model.{key}: {type(pipe).__name__} has no VAE (component vae); write {instead}")
     if sliced:
         try:
             vae.enable_slicing()

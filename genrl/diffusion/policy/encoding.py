@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
+
+from genrl.config.memory_rules import is_text_encoder
+from genrl.diffusion.policy.encoding_store import Store
 
 Fetch = Callable[[], None]
 Encode = Callable[[dict[str, Any]], Any]
@@ -26,6 +30,8 @@ class _Ragged(Exception):
     """Encodings of single prompts that do not make a batch."""
 
 
+_NO_ROWS = "no rows"
+"""In place of axes: a batch's outputs are not its rows' one after the other."""
 MAX_BYTES = 2 * 2**30
 """Encodings kept (a prompt of FLUX.1 takes 4 MB in bfloat16); the least recently used goes first."""
 PER_PROMPT = ("prompt", "negative_prompt", "image", "lyrics", "vocal_language")
@@ -33,33 +39,81 @@ PER_PROMPT = ("prompt", "negative_prompt", "image", "lyrics", "vocal_language")
 lists (layers to read, lines of a system message) may be as long by chance."""
 
 
-def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
+class NotEncoded(RuntimeError):
+    """An encoding is asked for that was not made before the text encoders were dropped."""
+
+
+class Memo:
+    """What a pipeline's wrapped `encode_prompt` keeps, and where the text encoders are between its calls.
+
+    waits: they wait on the CPU and are on the device only while they encode. ahead: everything is encoded before
+    training, by encoders that are there for that time alone (`present`).
+    """
+
+    def __init__(self, pipe: Any, store: Store | None, *, waits: bool, ahead: bool) -> None:
+        self.pipe, self.waits, self.ahead, self.home = pipe, waits, ahead, pipe._execution_device
+        self.store = store
+        self.kept = _Kept(store, math.inf if ahead and store is None else MAX_BYTES)
+        self.axes: dict[Hashable, Any] = {}
+
+    @property
+    def encoders(self) -> list[nn.Module]:
+        """The text encoders that are there."""
+        return [c for name, c in self.pipe.components.items() if is_text_encoder(name) and isinstance(c, nn.Module)]
+
+    @contextmanager
+    def present(self, encoders: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Within the block these are the pipeline's text encoders, on its device; afterwards it has none."""
+        try:
+            for name, encoder in encoders.items():
+                setattr(self.pipe, name, encoder.eval().requires_grad_(False).to(self.home))
+            yield
+        finally:
+            for name in encoders:
+                setattr(self.pipe, name, None)
+            if self.home.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def require_encoders(self, arguments: Mapping[str, Any]) -> None:
+        """Raise NotEncoded where they have been dropped."""
+        if self.ahead and not self.encoders:
+            raise NotEncoded(
+                f"model.offload.text_encoders: {type(self.pipe).__name__} asks for an encoding of "
+                f"{str(arguments.get('prompt'))[:80]!r} that was not made before the text encoders were dropped; write "
+                "between"
+            )
+
+    def must_keep(self, why: str) -> None:
+        """Raise ValueError where what is not kept cannot be made later."""
+        if self.ahead:
+            raise ValueError(f"model.offload.text_encoders: {type(self.pipe).__name__} {why}; write between")
+
+
+def memoise_encode_prompt(pipe: Any, *, offload: bool = False, ahead: bool = False, store: Store | None = None) -> Memo:
     """Wrap `pipe.encode_prompt` so that each distinct (prompt, negative prompt, settings) is encoded once.
 
     A batch is put together from its rows, each encoded alone: embeddings of a prompt do not depend on its
     neighbours. Where rows differ in length (encoders that pad to the longest of the batch) the batch is encoded as a
     whole and kept under the whole of its prompts. Pictures (an editing model reads its text beside them) are known by
     their content; calls with tensors as arguments are passed through. Encodings are kept on the CPU where the device
-    is an accelerator. With `offload` the text encoders wait on the CPU and are on the device only while they encode.
+    is an accelerator, and in `store` where there is one. With `offload` the text encoders wait on the CPU and are on
+    the device only while they encode; with `ahead` they are not there at all but within `Memo.present`.
     """
-    encoders = [c for name, c in pipe.components.items() if name.startswith("text_encoder") and c is not None]
-    encoders = encoders if offload else []
-    home = pipe._execution_device
-    for encoder in encoders:
-        encoder.to("cpu")
+    memo = Memo(pipe, store, waits=offload, ahead=ahead)
     if offload:
-        keep_execution_device(pipe, home)
+        for encoder in memo.encoders:
+            encoder.to("cpu")
+        keep_execution_device(pipe, memo.home)
     original = pipe.encode_prompt
     signature = inspect.signature(original)
-    kept = _Kept()
-    axes: dict[Hashable, Any] = {}
 
     @functools.wraps(original)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
-        with torch.no_grad(), _on_demand(encoders, home) as fetch:
+        with torch.no_grad(), _on_demand(memo.encoders if offload else [], memo.home) as fetch:
 
             def encode(given: dict[str, Any]) -> Any:
+                memo.require_encoders(given)
                 fetch()
                 # Copies: an encoder may write into the lists it is given (Z-Image puts its chat template around
                 # prompts).
@@ -68,22 +122,25 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False) -> None:
             try:
                 key = _frozen(arguments)
             except _Opaque:
+                memo.must_keep("hands tensors to its text encoders, so that prompts cannot be encoded ahead")
                 return encode(arguments)
             device = torch.device(arguments.get("device") or pipe._execution_device)
             if isinstance(arguments.get("prompt"), list):
                 with suppress(_Ragged):
-                    return _to(_by_row(encode, arguments, kept, axes), device)
-            return _to(kept.get(key, lambda: encode(arguments)), device)
+                    return _to(_by_row(encode, arguments, memo), device)
+                memo.must_keep("encodes prompts to different lengths, so that a batch has to be encoded as a whole")
+            return _to(memo.kept.get(key, lambda: encode(arguments)), device)
 
     pipe.encode_prompt = encode_prompt
+    return memo
 
 
-def _by_row(encode: Encode, arguments: dict[str, Any], kept: _Kept, axes: dict[Hashable, Any]) -> Any:
+def _by_row(encode: Encode, arguments: dict[str, Any], memo: Memo) -> Any:
     """The encoding of a list of prompts, on the CPU, put together from those of its rows. Raises _Ragged where these do
     not make a batch.
 
-    axes: which axes are those of the batch, found once for all calls with the same settings, by encoding one prompt
-    twice over: the batch is not always the first axis, and some outputs (position ids of the text) have none.
+    `memo.axes`: which axes are those of the batch, found once for all calls with the same settings, by encoding one
+    prompt twice over: the batch is not always the first axis, and some outputs (position ids of the text) have none.
     """
     length = len(arguments["prompt"])
     split = [k for k, v in arguments.items() if _per_prompt(k, v, length)]
@@ -94,37 +151,51 @@ def _by_row(encode: Encode, arguments: dict[str, Any], kept: _Kept, axes: dict[H
     rows, row = [], arguments
     for r in range(length):
         row = {k: [v[r]] if k in split else v for k, v in (arguments | counted(1)).items()}
-        rows.append(kept.get(_frozen(row), functools.partial(encode, row)))
+        rows.append(memo.kept.get(_frozen(row), functools.partial(encode, row)))
     if length == 1:
         return rows[0]
     settings = _frozen({k: k if k in split else v for k, v in arguments.items()})
-    if settings not in axes:
+
+    def grown() -> Any:
         doubled = encode({k: v * 2 if k in split else v for k, v in (row | counted(2)).items()})
         doubled = _to(doubled, torch.device("cpu"))
         found = _batch_axes(rows[-1], doubled)
         # Some outputs (sums of lengths) have an axis that grows, and are no rows one after the other all the same.
-        axes[settings] = found if _equal_shapes(_join([rows[-1]] * 2, found), doubled) else _Ragged
-    if axes[settings] is _Ragged:
+        return found if _equal_shapes(_join([rows[-1]] * 2, found), doubled) else _NO_ROWS
+
+    if settings not in memo.axes:
+        memo.axes[settings] = memo.kept.get(("axes", settings), grown)
+    if memo.axes[settings] == _NO_ROWS:
         raise _Ragged
-    return _join(rows, axes[settings])
+    return _join(rows, memo.axes[settings])
 
 
 class _Kept:
-    """Encodings on the CPU, the most recently used ones up to MAX_BYTES."""
+    """Encodings on the CPU, the most recently used ones up to `most` bytes, and all of them in `store`."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None, most: float) -> None:
+        self._store, self._most = store, most
         self._entries: OrderedDict[Hashable, Any] = OrderedDict()
-        self._size = 0
+        self.size = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._entries:
-            value = _to(make(), torch.device("cpu"))
-            self._entries[key] = value
-            self._size += _bytes(value)
-            while self._size > MAX_BYTES and len(self._entries) > 1:
-                self._size -= _bytes(self._entries.popitem(last=False)[1])
+            value = self._entries[key] = self._found(key, make)
+            self.size += _bytes(value)
+            while self.size > self._most and len(self._entries) > 1:
+                self.size -= _bytes(self._entries.popitem(last=False)[1])
         self._entries.move_to_end(key)
         return self._entries[key]
+
+    def _found(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if self._store is None:
+            return _to(make(), torch.device("cpu"))
+        name = self._store.name(key)
+        if (found := self._store.read(name)) is not None:
+            return found[0]
+        value = _to(make(), torch.device("cpu"))
+        self._store.write(name, value)
+        return value
 
 
 def _bytes(value: Any) -> int:
@@ -172,7 +243,9 @@ def _frozen(value: Any) -> Hashable:
         return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
     if isinstance(value, Image.Image):
         return value.mode, value.size, hashlib.blake2b(value.tobytes(), digest_size=16).digest()
-    if value is None or isinstance(value, (str, int, float, bool, torch.device, torch.dtype)):
+    if isinstance(value, torch.device):
+        return value.type
+    if value is None or isinstance(value, (str, int, float, bool, torch.dtype)):
         return value
     raise _Opaque
 

@@ -21,6 +21,10 @@ class Pipeline(Protocol):
     encode_prompt: Callable[..., Any]
 
     @property
+    def _execution_device(self) -> Any:
+        """Where a call computes."""
+
+    @property
     def components(self) -> dict[str, Any]:
         """Models, tokenizers and the scheduler, by name; None where an optional one is left out."""
 

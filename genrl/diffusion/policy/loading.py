@@ -6,15 +6,18 @@ import difflib
 import inspect
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from genrl.config import Model, Sampling
 from genrl.config.combinations import OURS
+from genrl.config.memory_rules import is_text_encoder
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.quantization import quantization
 from genrl.diffusion.policy.single_file import load_single_file
@@ -31,9 +34,24 @@ class _NoTorchvision(logging.Filter):
 _NO_TORCHVISION = _NoTorchvision()  # one object: a logger takes it once
 
 
-def load_pipeline(model: Model) -> Pipeline:
-    """The pipeline as diffusers loads it, from a folder, the hub or one file; ValueError naming the key where it
-    cannot."""
+def load_pipeline(model: Model, *, text_encoders: bool = True) -> Pipeline:
+    """The pipeline as diffusers loads it, from a folder, the hub or one file, or without its text encoders; ValueError
+    naming the key where it cannot."""
+    left_out = {}
+    if not text_encoders:
+        index = DiffusionPipeline.load_config(model.path, revision=model.revision)
+        left_out = {name: None for name in index if is_text_encoder(name)}
+    return _load(model, left_out)
+
+
+def load_components(model: Model, pipe: Pipeline, names: Sequence[str]) -> dict[str, nn.Module]:
+    """These of a pipeline's networks, which it was loaded without."""
+    whole = _load(model, {name: part for name, part in pipe.components.items() if name not in names})
+    return {name: part for name, part in whole.components.items() if name in names and part is not None}
+
+
+def _load(model: Model, given: Mapping[str, Any]) -> Pipeline:
+    """given: components that are not to be loaded."""
     logging.getLogger("transformers.utils.import_utils").addFilter(_NO_TORCHVISION)
     if not sys.stderr.isatty():  # bars are for people; in a log they are clutter
         diffusers_logging.disable_progress_bar()
@@ -53,6 +71,7 @@ def load_pipeline(model: Model) -> Pipeline:
             use_safetensors=True if model.use_safetensors else None,
             dtype=getattr(torch, model.dtype),
             **({} if held is None else {"quantization_config": held}),
+            **given,
         )
     except (OSError, ValueError) as error:
         text = f"model.path: {model.path!r} could not be loaded as a diffusers pipeline: {error}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.calls import PipelineCalls
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
+from genrl.diffusion.policy.encoding_store import Store
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.recording import Actions, Recording, predicted_clean
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
@@ -51,7 +52,8 @@ class Policy:
         *,
         autocast: torch.dtype | None = None,
         reduction: Reduction = "mean",
-        offload_text_encoders: bool = False,
+        text_encoders: Literal["encode_then_free", "between"] | None = None,
+        encodings: Store | None = None,
     ) -> None:
         name = type(pipe).__name__
         if isinstance(pipe.scheduler, PolicyHead):
@@ -75,7 +77,9 @@ class Policy:
         for component in pipe.components.values():
             if isinstance(component, nn.Module):
                 component.eval().requires_grad_(False)
-        memoise_encode_prompt(pipe, offload=offload_text_encoders)
+        self.memo = memoise_encode_prompt(
+            pipe, offload=text_encoders == "between", ahead=text_encoders == "encode_then_free", store=encodings
+        )
         self.calls = PipelineCalls(pipe, self.head, self.denoiser, autocast)
         self.actions = Actions(self.head, reduction)
         self.switches = Switches()

@@ -216,7 +216,7 @@ def test_unequal_noise_levels_need_no_graph_per_group(
 
 EVERYWHERE: dict[str, Any] = {
     "kernels": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "auto", "compile": True},
-    "model": {"autocast": "bfloat16", "offload_text_encoders": True, "offload_vae": True, "slice_vae": True},
+    "model": {"autocast": "bfloat16", "offload": {"text_encoders": "between", "vae": "between"}, "slice_vae": True},
     "sampling": {"guidance_scale": 3.0, "score_in_background": True},
     "optimizer": {"lr": 1e-3},
 }

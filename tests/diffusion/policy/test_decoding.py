@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from genrl.config.schema import Offload
 from genrl.diffusion.policy.decoding import spare_vae, tile_vae
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -82,7 +83,7 @@ def test_slices_are_the_whole_up_to_rounding() -> None:
 
 def test_a_run_that_spares_its_vae_is_the_same(folder: Path, model: Path) -> None:
     plain = runs.config(folder, model, iterations=1)
-    spared = plain.model.model_copy(update={"offload_vae": True})
+    spared = plain.model.model_copy(update={"offload": Offload(vae="between")})
     other = plain.model_copy(update={"model": spared, "output": str(folder / "other")})
     assert runs.differences(train(plain), train(other)) == []
 
@@ -90,7 +91,7 @@ def test_a_run_that_spares_its_vae_is_the_same(folder: Path, model: Path) -> Non
 def test_a_pipeline_without_a_vae_is_refused() -> None:
     pipe = FAMILIES["sd3"]().pipe
     pipe.register_modules(vae=None)
-    with pytest.raises(ValueError, match=r"model.offload_vae: StableDiffusion3Pipeline has no VAE"):
+    with pytest.raises(ValueError, match=r"model.offload.vae: StableDiffusion3Pipeline has no VAE"):
         spare_vae(pipe, offload=True, sliced=False)
     with pytest.raises(ValueError, match=r"model.slice_vae: StableDiffusion3Pipeline has no VAE"):
         spare_vae(pipe, offload=False, sliced=True)

@@ -276,7 +276,7 @@ def test_encodings_equal_those_of_the_pipeline_alone(policy: Policy) -> None:
 
 
 def test_offloaded_text_encoders_give_the_same_bits(policy: Policy) -> None:
-    offloaded = Policy(FAMILIES["sd3"]().pipe, offload_text_encoders=True)
+    offloaded = Policy(FAMILIES["sd3"]().pipe, text_encoders="between")
     moved: list[str] = []
     encoder = offloaded.pipe.text_encoder
     encoder.to = lambda device: moved.append(str(device))  # type: ignore[method-assign, assignment]
@@ -292,7 +292,7 @@ def test_offloaded_text_encoders_give_the_same_bits(policy: Policy) -> None:
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
 def test_offloaded_text_encoders_are_moved_once_per_call(prompts: list[str]) -> None:
-    policy = Policy(FAMILIES["sd3"]().pipe, offload_text_encoders=True)
+    policy = Policy(FAMILIES["sd3"]().pipe, text_encoders="between")
     moved: list[str] = []
     policy.pipe.text_encoder.to = lambda device: moved.append(str(device))
     encode = functools.partial(policy.pipe.encode_prompt, prompt_2=None, prompt_3=None)

@@ -67,6 +67,10 @@ class CRD(Matching):
         """Whether training evaluates the model before training."""
         return self.kl_weight > 0
 
+    @property
+    def other_guidance(self) -> tuple[float, ...]:
+        return () if self.reference_guidance is None else (self.reference_guidance,)
+
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
         yield from grid_levels(config, self.timesteps_per_sample)

@@ -69,6 +69,11 @@ class DGPO(Matching):
         """Whether training evaluates the model before training."""
         return self.reference == "model" or self.kl_weight > 0
 
+    @property
+    def other_guidance(self) -> tuple[float, ...]:
+        reference = () if self.reference_guidance is None else (self.reference_guidance,)
+        return reference if self.guidance_in_training else (1.0, *reference)
+
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
         yield from no_true_cfg(config, self.guidance_in_training)

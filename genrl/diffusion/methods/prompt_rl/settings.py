@@ -155,6 +155,9 @@ class PromptRL(Windowed):
             text = f"{text} learn from; use {size - 1} or less (PromptRL: 2 of 8)"
             yield ("trainer.retained", "sampling.group_size"), text
         yield from self.rewriter.problems()
+        if config.model.offload.text_encoders == "encode_then_free":
+            text = f"{self.algorithm} rewrites prompts, so that they cannot be encoded ahead; write between"
+            yield ("model.offload.text_encoders", "trainer.algorithm"), text
         if self.reward_column is None:
             return
         if self.advantage_scale != "group":

@@ -1,0 +1,148 @@
+"""Prompts encoded before training: what is drawn is the same, the encoders are gone, and the disk serves other runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from genrl.diffusion import train as training
+from genrl.diffusion.policy import encode_ahead
+from genrl.diffusion.policy.encoding import NotEncoded
+from genrl.diffusion.policy.encoding_store import Store
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.trajectory import Batch, NoiseKey
+from genrl.diffusion.train import encode, open_policy, train
+from tests.diffusion import runs
+from tests.diffusion.families import FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+
+AHEAD = {"text_encoders": "encode_then_free"}
+
+
+def quiet(done: int, count: int) -> None:
+    pass
+
+
+def refuse_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("a text encoder was loaded")
+
+    monkeypatch.setattr(encode_ahead, "load_components", never)
+
+
+def drawn_ahead(name: str, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples of these prompts, plain and with encodings made ahead, pairwise."""
+
+    def batch(prompts: list[str]) -> Batch:
+        keys: list[NoiseKey] = [("k", k) for k in range(len(prompts))]
+        return Batch(prompts, keys, {"num_inference_steps": 2, **FAMILIES[name]().call})
+
+    wanted = Policy(FAMILIES[name]().pipe).roll_out(batch(texts)).final
+    pipe: Any = FAMILIES[name]().pipe
+    encoders = {part: getattr(pipe, part) for part in encode_ahead.text_encoders(pipe) if getattr(pipe, part)}
+    for part in encoders:
+        setattr(pipe, part, None)
+    policy = Policy(pipe, text_encoders="encode_then_free")
+    with policy.memo.present(encoders):
+        for text in texts:
+            policy.calls.encode(batch([texts[0], text]))
+    assert policy.memo.encoders == []
+    return wanted, policy.roll_out(batch(texts)).final
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux", "flux2", "lumina2", "sana", "z_image", "wan22", "ltx"])
+def test_samples_are_the_same(name: str) -> None:
+    wanted, found = drawn_ahead(name, ["a red star", "two blue dogs in a large garden", "a red star"])
+    assert torch.equal(wanted, found)
+
+
+@pytest.mark.parametrize("name", ["cogview4", "qwen_image"])
+def test_encodings_of_unequal_length_cannot_be_made_ahead(name: str) -> None:
+    with pytest.raises(ValueError, match=r"model.offload.text_encoders: .* to different lengths.*write between"):
+        drawn_ahead(name, ["a red star", "two blue dogs in a large garden"])
+
+
+def test_the_encoders_alone_are_placed_and_gone(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one device here: what is asked to move to it, in order."""
+    moved: list[str] = []
+    to = nn.Module.to
+
+    def watched(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        moved.append(type(self).__name__)
+        return to(self, *args, **kwargs)
+
+    load = encode_ahead.load_components
+
+    def loaded(*args: Any) -> dict[str, nn.Module]:
+        found = load(*args)
+        monkeypatch.setattr(nn.Module, "to", watched)
+        return found
+
+    monkeypatch.setattr(encode_ahead, "load_components", loaded)
+    policy = open_policy(runs.config(folder, model, model={"offload": AHEAD}), "cpu")
+    assert moved == ["CLIPTextModelWithProjection", "CLIPTextModelWithProjection", "T5EncoderModel"]
+    assert [policy.pipe.components[f"text_encoder{n}"] for n in ("", "_2", "_3")] == [None, None, None]
+    with pytest.raises(NotEncoded, match=r"model.offload.text_encoders: .*'another prompt'.*write between"):
+        policy.pipe.encode_prompt(["another prompt"], ["another prompt"], ["another prompt"])
+
+
+def test_a_full_folder_needs_no_text_encoder(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`genrl encode`, then a run that does not load them and draws the same; with guidance in evaluation alone."""
+    common = {"evaluation": {"every": 2, "num_prompts": 2, "guidance_scale": 3.0}}
+    plain = train(runs.config(folder, model, **common))
+    kept = {"offload": AHEAD, "encodings": str(folder / "encodings")}
+    config = runs.config(folder, model, **common, model=kept, output=str(folder / "other"))
+    count, new, written = encode(config, "cpu", quiet)
+    assert (count, new) == (6, 6) and written > 0  # 4 prompts to train on, 2 held-out ones
+    assert encode(config, "cpu", quiet) == (6, 0, 0)
+    refuse_loading(monkeypatch)
+    assert runs.differences(plain, train(config)) == []
+
+
+def test_the_folder_tells_models_apart(folder: Path, model: Path) -> None:
+    """Other precision, other encodings; and a prompt more is encoded alone."""
+    kept = {"encodings": str(folder / "encodings")}
+    assert encode(runs.config(folder, model, model=kept), "cpu", quiet)[1] == 6
+    assert encode(runs.config(folder, model, model={**kept, "dtype": "bfloat16"}), "cpu", quiet)[1] == 6
+    assert encode(runs.config(folder, model, model={**kept, "quantize": "int8"}), "cpu", quiet)[1] == 6
+    (folder / "eval.txt").write_text("three stars\na yellow dog\nsix cats")
+    more = runs.config(folder, model, model=kept, evaluation={"every": 2, "num_prompts": 3})
+    assert encode(more, "cpu", quiet)[:2] == (7, 1)
+
+
+def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:
+    value = (torch.arange(1000.0), None, [torch.ones(2, 3, dtype=torch.bfloat16), "text"], 3)
+    size = 5_000
+    store = Store(tmp_path, "identity", 5 * size)
+    assert store.read(store.name(("a", 1))) is None
+    store.write(store.name(("a", 1)), value)
+    found = Store(tmp_path, "identity", 5 * size).read(store.name(("a", 1)))
+    assert found is not None and torch.equal(found[0][0], value[0]) and torch.equal(found[0][2][0], value[2][0])
+    assert found[0][1] is None and found[0][2][1] == "text" and found[0][3] == 3
+    assert Store(tmp_path, "another", 5 * size).read(Store(tmp_path, "another", 5 * size).name(("a", 1))) is None
+    (file,) = tmp_path.glob("*/*.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+    assert store.read(store.name(("a", 1))) is None and not file.exists()
+    for k in range(20):  # of five processes
+        Store(tmp_path, "identity", 5 * size).write(store.name(("b", k)), value)
+        assert store.read(store.name(("b", 0))) is not None  # used at every step, so never the oldest
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors")) <= 5 * size
+    assert store.read(store.name(("b", 1))) is None and store.read(store.name(("b", 19))) is not None
+    with pytest.raises(ValueError, match=r"model.encodings_gb: the encodings of this run alone take more"):
+        for k in range(10):
+            store.write(store.name(("c", k)), value)
+    with pytest.raises(ValueError, match=r"model.encodings: an encoding holds a set"):
+        store.write("x", {1})
+
+
+def test_refused_where_prompts_cannot_be_known(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"model.encodings: no folder is named"):
+        encode(runs.config(folder, model), "cpu", quiet)
+    monkeypatch.setattr(encode_ahead.os, "sysconf", lambda name: 10)
+    with pytest.raises(ValueError, match=r"model.encodings: 6 encodings take about .* half of this machine's memory"):
+        training.open_policy(runs.config(folder, model, model={"offload": AHEAD}), "cpu")
