@@ -34,10 +34,16 @@ def check(
         ),
     ],
     explain: Annotated[bool, typer.Option("--explain", help="List every key: value, default, meaning.")] = False,
+    memory: Annotated[
+        str | None, typer.Option(metavar="24GB", help="A card: what fits, and which keys to change if not.")
+    ] = None,
 ) -> None:
     """Validate configurations, and estimate the cost of one, without loading any weights.
 
     Example: `genrl check configs/quickstart.yaml sampling.group_size=16 --explain`
+
+    `--memory 24GB` says whether a run that trains a pipeline fits on such a card, and if not which keys to change, in
+    their order (docs/memory.md).
 
     Several files, or a folder: `genrl check configs mine.yaml trackers=[]` prints a line for each that is valid, all
     problems of the others and a total, and exits with code 2 if any is wrong.
@@ -45,6 +51,8 @@ def check(
     names, overrides = _told_apart(arguments)
     files = [file for name in names for file in _files(Path(name))]
     if len(names) > 1 or Path(names[0]).is_dir():
+        if memory is not None:
+            raise typer.BadParameter("give one file: it is asked whether one run fits", param_hint="--memory")
         if explain:
             raise typer.BadParameter("give one file: it lists the keys of one configuration", param_hint="--explain")
         raise typer.Exit(2 if _report(list(dict.fromkeys(files)), overrides) else 0)
@@ -57,6 +65,8 @@ def check(
         console.print(f"[yellow]{safe(note)}[/yellow]")
     for part in checked.summary:
         console.print(part)
+    for part in _cards(files[0], overrides, checked, memory):
+        console.print(part)
     if explain:
         print_keys(checked.config)
 
@@ -68,6 +78,19 @@ class Checked:
     config: AnyConfig
     notes: list[str]
     summary: Sequence[RenderableType]
+
+
+def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: str | None) -> Sequence[RenderableType]:
+    """On which cards the run fits, or what it takes to fit on this one; raises BadParameter for what is no card."""
+    from genrl.config import Config
+
+    if isinstance(checked.config, Config):
+        from genrl.cli import diffusion
+
+        return diffusion.cards(file, overrides, checked.config, card)
+    if card is not None:
+        raise typer.BadParameter("memory is estimated for runs that train a pipeline", param_hint="--memory")
+    return []
 
 
 def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:

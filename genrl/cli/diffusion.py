@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.table import Table
 
 from genrl.cli.tables import number, safe, size
@@ -14,12 +17,14 @@ if TYPE_CHECKING:
 
     from genrl.config import Config
     from genrl.config.estimate import Component, Plan
+    from genrl.config.fitting import Step
 
 
 def summary(config: Config) -> list[RenderableType]:
     """The plan of an iteration, the networks of the pipeline, and the memory of one process."""
-    from genrl.config.estimate import memory, plan, read_components
+    from genrl.config.estimate import plan, read_components
     from genrl.config.files import model_folder
+    from genrl.config.memory_estimate import memory
 
     folder = model_folder(config)
     components = read_components(folder, config.model.variant) if folder else ()
@@ -34,6 +39,47 @@ def summary(config: Config) -> list[RenderableType]:
     if config.sampling.guidance_scale is None and cost.guidance == 2:
         parts.append("guidance_scale is the pipeline's default here, counted as two model calls per step")
     return parts
+
+
+def cards(file: Path, overrides: Sequence[str], config: Config, card: str | None) -> list[RenderableType]:
+    """Which cards the run fits on, with which changes; with `card` ("24GB") the changes one by one."""
+    from genrl.config.estimate import read_components
+    from genrl.config.files import model_folder
+    from genrl.config.fitting import CARDS, fitting, steps
+
+    size_of_card = None if card is None else _card_bytes(card)
+    folder = model_folder(config)
+    components = read_components(folder, config.model.variant) if folder else ()
+    if not components:
+        return []
+    found = steps(file, overrides, components, size_of_card or CARDS[0] * 10**9)
+    if size_of_card is not None:
+        return _changes_table(found, fitting(found, size_of_card), card or "")
+    table = Table("card", "fits", title="cards", title_justify="left")
+    for gigabytes in CARDS:
+        enough = fitting(found, gigabytes * 10**9)
+        changes = [step.change for step in enough or () if step.change]
+        answer = "no" if enough is None else f"with {', '.join(changes)}" if changes else "yes"
+        table.add_row(f"{gigabytes} GB", answer)
+    return [table]
+
+
+def _card_bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:GB)?", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise typer.BadParameter(f"{text!r} is no size of memory; write for example 24GB", param_hint="--memory")
+    return float(match[1]) * 10**9
+
+
+def _changes_table(found: Sequence[Step], enough: Sequence[Step] | None, card: str) -> list[RenderableType]:
+    """The changes in their order, with the estimate after each, and whether that is enough."""
+    shown = found if enough is None else enough
+    table = Table("change", "estimate", title=f"on {card}", title_justify="left")
+    for step in shown:
+        table.add_row(safe(step.change) or "as it is", size(step.num_bytes))
+    if enough is None:
+        return [table, "it does not fit with all of these; sample smaller pictures, or lower model.lora.rank"]
+    return [table, "it fits" + (f" with the {len(enough) - 1} changes above" if len(enough) > 1 else " as it is")]
 
 
 def _plan_table(config: Config, cost: Plan) -> Table:

@@ -391,6 +391,9 @@ def _single_file(model: Model) -> Iterator[Finding]:
     for name in ("revision", "variant"):
         if getattr(model, name) is not None:
             yield (f"model.{name}", "model.path"), "one file has none; remove it"
+    if model.offload.text_encoders == "encode_then_free":
+        text = "the loader of single files reads all at once, so that nothing is left out of it; write between"
+        yield ("model.offload.text_encoders", "model.path"), text
     if model.quantize is not None:
         text = "the loader of single files quantises nothing; save the pipeline as a folder (`pipe.save_pretrained`)"
         yield ("model.quantize", "model.path"), text

@@ -16,16 +16,11 @@ from typing import Any
 
 from genrl.config.folders import read_json
 from genrl.config.memory_rules import DENOISERS
-from genrl.config.optimizers import state_bytes
 from genrl.config.schema import ATTENTION_LAYERS, Config
 from genrl.config.sections import LoRA
 
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
                 "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
-_HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_KEPT, _KEPT_WITH_LORA = 22, 13  # numbers kept per token, layer and unit of width: measured 21.4 to 22.9, 12.0 to 12.8
-LARGEST_COPY = 32_000_000
-"""Most trained numbers of which a copy is kept at the beginning of every iteration, in full fine-tuning."""
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -178,13 +173,24 @@ def trained_parameters(config: Config, components: tuple[Component, ...]) -> int
         files = [file for file in Path(lora.begin).expanduser().rglob("*.safetensors") if file.is_file()]
         return sum(math.prod(shape) for file in files for _, shape, _ in read_header(file))
     targets = lora.targets or ATTENTION_LAYERS
-    total = 0
-    for component in denoisers:
-        for name, shape in component.shapes.items():
-            module = name.removesuffix(".weight")
-            if len(shape) == 2 and name.endswith(".weight") and _matches(module, targets):
-                total += _adapter_size(lora, rank_of(lora, component.name, module), shape)
-    return total
+    return sum(
+        _adapter_size(lora, rank_of(lora, component.name, module), shape)
+        for component in denoisers
+        for module, shape in _adapted(component, targets)
+    )
+
+
+def adapted_ranks(component: Component, lora: LoRA) -> int:
+    """The ranks of a network's adapters, summed over its layers."""
+    targets = lora.targets or ATTENTION_LAYERS
+    return sum(rank_of(lora, component.name, module) for module, _ in _adapted(component, targets))
+
+
+def _adapted(component: Component, targets: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, shape in component.shapes.items():
+        module = name.removesuffix(".weight")
+        if len(shape) == 2 and name.endswith(".weight") and _matches(module, targets):
+            yield module, shape
 
 
 def rank_of(lora: LoRA, component: str, module: str) -> int:
@@ -212,69 +218,6 @@ def _matches(module: str, targets: tuple[str, ...]) -> bool:
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
-def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str, int]]:
-    """(what, bytes) of one process, largest parts first: weights, then what training adds.
-
-    Activations are an estimate for transformer denoisers: numbers kept for the backward pass per token, layer and unit
-    of width, measured on SD3 and FLUX blocks without attention scores. They are left out where the model's
-    configuration does not tell its width (UNets).
-    """
-    held = _HELD_BYTES[config.model.dtype]
-    trained = trained_parameters(config, components)
-    lora = config.model.lora is not None
-    parts: list[tuple[str, int]] = []
-    for component in components:
-        size = 4 if component.name in DENOISERS and not lora else held
-        parts.append((f"weights of {component.name}", component.num_parameters * size))
-    if lora:
-        parts.append(("adapters", trained * 4))
-    parts.append(("gradients (float32)", trained * 4))
-    state = state_bytes(config.optimizer)
-    parts.append((f"optimiser state ({config.optimizer.name})", round(trained * state)))
-    copies = snapshots(config)
-    parts += [(name, trained * 4) for name in copies]
-    if lora or trained <= LARGEST_COPY:
-        parts.append(("copy to undo an iteration", round(trained * (4 + state + 4 * len(copies)))))
-    activations = _activations(config, components)
-    if activations and config.trainer.keeps_graphs:  # one process; several share it
-        kept = config.trainer.kept_graphs(config)
-        parts.append(("activations kept from sampling (rough)", round(activations * kept)))
-    elif activations:
-        parts.append(("activations of one micro-batch (rough)", activations))
-    return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
-
-
-def snapshots(config: Config) -> list[str]:
-    """Copies of the trained parameters that a run comes to keep, by what they are for."""
-    names = ["average (ema)"] if config.ema is not None else []
-    monitor = config.evaluation.monitor
-    if monitor is not None and monitor.action == "roll_back":
-        names += ["best evaluation (monitor)"]
-    names += config.trainer.snapshots(config)
-    lora = config.model.lora
-    if (lora is None or lora.begin or lora.frozen) and config.uses_reference:  # else it is the model without adapters
-        names.append("reference")
-    return names
-
-
-def _activations(config: Config, components: tuple[Component, ...]) -> int:
-    denoiser = next((component for component in components if component.name in DENOISERS), None)
-    vae = next((component for component in components if component.name == "vae"), None)
-    if denoiser is None:
-        return 0
-    settings = denoiser.settings
-    heads, head_dim = settings.get("num_attention_heads"), settings.get("attention_head_dim")
-    layers = _number(settings.get("num_layers")) + _number(settings.get("num_single_layers"))
-    if not isinstance(heads, int) or not isinstance(head_dim, int) or not layers:
-        return 0
-    tokens = _tokens(config, settings, vae.settings if vae else {})
-    half = config.model.autocast is not None or config.model.dtype != "float32"
-    kept = _KEPT_WITH_LORA if config.model.lora is not None else _KEPT
-    numbers = kept + layers if config.model.gradient_checkpointing else kept * layers
-    batch = config.sampling.batch_size * plan(config, components).guidance
-    return int(batch * tokens * heads * head_dim * numbers * (2 if half else 4))
-
-
 def side_step(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> int | None:
     """Of what the sides of pictures must be multiples, in pixels; None where these configurations do not tell."""
     if not isinstance(channels := vae.get("block_out_channels"), list):
@@ -282,7 +225,7 @@ def side_step(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> int | None
     return int(2 ** (len(channels) - 1) * _patch(denoiser))
 
 
-def _tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
+def tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
     """Latent tokens of one sample; text tokens are left out."""
     channels = vae.get("block_out_channels")
     scale = 2 ** (len(channels) - 1) if isinstance(channels, list) else 8

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import gather_object
 
-from genrl.config.estimate import snapshots
+from genrl.config.memory_estimate import snapshots
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.runtime.frame import halvings, too_large

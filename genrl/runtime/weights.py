@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from genrl.config.estimate import LARGEST_COPY
+from genrl.config.memory_estimate import LARGEST_COPY
 from genrl.runtime.sharding import gathered, like
 
 AVERAGE = "average"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,17 @@ class TestCheck:
         text = run("check", "small.yaml")
         for part in ("2 prompts x 2 each", "4 samples x 2 steps", "SD3Transformer2DModel", "optimiser state", "sum"):
             assert part in text
+
+    def test_cards_and_what_to_change(self, folder: Path) -> None:
+        """On which cards a run fits, and which keys to change, in their order."""
+        if not MODEL.is_dir():
+            pytest.skip("assets/tiny-t2i is not built")
+        assert re.search(r"12 GB .* yes", run("check", "small.yaml"))
+        found = run("check", "small.yaml", "--memory", "0.02GB")
+        assert "as it is" in found and "model.gradient_checkpointing=true" in found and "it fits with the" in found
+        assert "model.quantize" not in found  # the changes before it are enough
+        assert "it does not fit with all of these" in run("check", "small.yaml", "--memory", "0.001 GB")
+        assert "write for example 24GB" in run("check", "small.yaml", "--memory", "big", code=2)
 
     def test_hub_id_that_is_not_here(self, folder: Path) -> None:
         text = run("check", "small.yaml", "model.path=org/model")

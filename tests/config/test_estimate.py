@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from genrl.config import Config
-from genrl.config.estimate import Component, HeaderError, memory, plan, read_components, read_header, trained_parameters
+from genrl.config import Config, load
+from genrl.config.estimate import Component, HeaderError, plan, read_components, read_header, trained_parameters
+from genrl.config.memory_estimate import memory
 
 FLOW_GRPO = {"algorithm": "flow_grpo"}
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 4, "noise_growth": 0}}
@@ -269,6 +270,46 @@ def test_kept_activations_are_those_of_the_iteration_that_keeps_most(tmp_path: P
     tree = {"ways": 2, "at": [0, 3]}
     pruned = {**tree, "prune": {"depths": [3, 4], "until": 0.5}}
     assert size({**keeps, "tree": pruned}) == size({**keeps, "tree": tree}) == 7 * 3 / 4 * one
+
+
+def test_quantised_and_offloaded_weights(tmp_path: Path) -> None:
+    """By hand: a matrix of 64 x 32, a bias of 64, a table of 10 x 32."""
+    shapes = {"a.weight": (64, 32), "a.bias": (64,), "embed.weight": (10, 32)}
+    transformer = Component("transformer", "X", 2048 + 64 + 320, 0, shapes, {})
+    encoder = Component("text_encoder", "Y", 2048 + 64 + 320, 0, shapes, {})
+    vae = Component("vae", "Z", 100, 0, {"w": (100,)}, {})
+
+    def parts(**model: Any) -> dict[str, int]:
+        return dict(memory(config(model=model), (transformer, encoder, vae)))
+
+    key = "weights of transformer"
+    assert parts()[key] == 4 * 2432
+    assert parts(quantize="int8")[key] == 2048 + 4 * 64 + 4 * (64 + 320)  # scales are one per row
+    assert parts(quantize="int8", dtype="bfloat16")["weights of text_encoder"] == 2048 + 2 * 64 + 2 * (64 + 320)
+    assert parts(quantize={"text_encoder": "int8"})[key] == 4 * 2432
+    assert parts(quantize="nf4", dtype="bfloat16")[key] == round(2048 * 4.127 / 8) + 2 * (64 + 320)
+    between = parts(offload={"text_encoders": "between", "vae": "between"})
+    assert "weights of text_encoder" not in between and "weights of vae" not in between
+    assert between["text encoders while they encode, beyond that"] == 4 * 2432 - 400  # beyond the VAE, which decodes
+    ahead = parts(offload={"text_encoders": "encode_then_free"})
+    assert ahead.keys() == {key, "weights of vae"}  # alone on the device they need less than all the rest later
+    big = Component("text_encoder", "Y", 5000, 0, {}, {})
+    found = dict(memory(config(model={"offload": {"text_encoders": "encode_then_free"}}), (transformer, big, vae)))
+    assert sum(found.values()) == 20_000
+
+
+def test_the_formula_is_what_was_measured(root: Path) -> None:
+    """Within 15 %; measured by `python -m benchmarks.memory` on two CPU cores: docs/memory.md."""
+    components = read_components(root / "assets" / "tiny-t2i")
+    common = ["sampling.num_inference_steps=3", "trainer.window={size: 2, high: 2}", "evaluation.every=0"]
+    for changes, measured in (
+        ([], 123.3),
+        (["model.gradient_checkpointing=true"], 79.5),
+        (["model.lora=null", "optimizer.lr=1e-5"], 231.6),
+    ):
+        found = load(root / "configs" / "flow_grpo.yaml", [*common, *changes])
+        assert isinstance(found, Config)
+        assert sum(size for _, size in memory(found, components)) / 1e6 == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""What one process of a run holds at its peak, part by part, from the headers of weight files. No torch.
+
+Parts that are there all the time are summed; of those that take turns (a backward pass, decoding, prompts being
+encoded) what the largest needs beyond the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from genrl.config.estimate import Component, adapted_ranks, plan, tokens, trained_parameters
+from genrl.config.memory_rules import DENOISERS, is_text_encoder, quantized
+from genrl.config.optimizers import state_bytes
+from genrl.config.schema import Config
+
+HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KEPT, KEPT_WITH_LORA = 22, 13  # numbers kept per token, layer and unit of width: measured 21.4 to 22.9, 12.0 to 12.8
+LARGEST_COPY = 32_000_000
+"""Most trained numbers of which a copy is kept at the beginning of every iteration, in full fine-tuning."""
+BITS = {"int8": 8.0, "fp8": 8.0, "nf4": 4.127}
+"""Per weight of a linear layer, nf4's scales of 64 weights included."""
+EMBEDDINGS = ("shared", "embed", "wte", "position")
+"""What in the names of matrices tells that they are tables, which stay as they are."""
+
+
+def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str, int]]:
+    """(what, bytes) of one process, largest parts first. Their sum is the peak on the device, beside the libraries.
+
+    Activations are an estimate for transformer denoisers: numbers kept for the backward pass per token, layer and unit
+    of width, measured on SD3 and FLUX blocks without attention scores. They are left out where the model's
+    configuration does not tell its width (UNets).
+    """
+    offload = config.model.offload
+    weights = {component.name: weight_bytes(config, component) for component in components}
+    encoders = sum(size for name, size in weights.items() if is_text_encoder(name))
+    vae = weights.get("vae", 0)
+    away = [
+        name for name in weights if (is_text_encoder(name) and offload.text_encoders) or (name == "vae" and offload.vae)
+    ]
+    parts = [(f"weights of {name}", size) for name, size in weights.items() if name not in away]
+    parts += _trained(config, components)
+    training = [("gradients (float32)", 4 * trained_parameters(config, components)), _activations(config, components)]
+    parts += training
+    taken = sum(size for _, size in training)
+    decoding = _decoding(config, components) + (vae if offload.vae else 0)
+    parts.append(("decoding, beyond what training needs", max(0, decoding - taken)))
+    waits = encoders if offload.text_encoders == "between" else 0
+    parts.append(("text encoders while they encode, beyond that", max(0, waits - max(taken, decoding))))
+    alone = encoders if offload.text_encoders == "encode_then_free" else 0
+    parts.append(("text encoders before training, beyond all", max(0, alone - sum(size for _, size in parts))))
+    return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
+
+
+def weight_bytes(config: Config, component: Component) -> int:
+    """Of one network on the device: as `model.dtype` holds it, or quantised with its scales; float32 where all weights
+    are trained."""
+    model = config.model
+    if component.name in DENOISERS and model.lora is None:
+        return 4 * component.num_parameters
+    held = HELD_BYTES[model.dtype]
+    kind = quantized(model, [component.name]).get(component.name)
+    if kind is None or kind not in BITS:
+        return held * component.num_parameters
+    total = 0.0
+    for name, shape in component.shapes.items():
+        count = math.prod(shape)
+        if len(shape) == 2 and name.endswith(".weight") and not any(word in name for word in EMBEDDINGS):
+            total += count * BITS[kind] / 8 + (0 if kind == "nf4" else held * shape[0])
+        else:
+            total += count * held
+    return round(total)
+
+
+def snapshots(config: Config) -> list[str]:
+    """Copies of the trained parameters that a run comes to keep, by what they are for."""
+    names = ["average (ema)"] if config.ema is not None else []
+    monitor = config.evaluation.monitor
+    if monitor is not None and monitor.action == "roll_back":
+        names += ["best evaluation (monitor)"]
+    names += config.trainer.snapshots(config)
+    lora = config.model.lora
+    if (lora is None or lora.begin or lora.frozen) and config.uses_reference:  # else it is the model without adapters
+        names.append("reference")
+    return names
+
+
+def _trained(config: Config, components: tuple[Component, ...]) -> list[tuple[str, int]]:
+    """What training adds between its iterations."""
+    trained = trained_parameters(config, components)
+    lora = config.model.lora is not None
+    state, copies = state_bytes(config.optimizer), snapshots(config)
+    parts = [("adapters", trained * 4)] if lora else []
+    parts.append((f"optimiser state ({config.optimizer.name})", round(trained * state)))
+    parts += [(name, trained * 4) for name in copies]
+    if lora or trained <= LARGEST_COPY:
+        parts.append(("copy to undo an iteration", round(trained * (4 + state + 4 * len(copies)))))
+    return parts
+
+
+def _activations(config: Config, components: tuple[Component, ...]) -> tuple[str, int]:
+    """Kept for the backward pass of a micro-batch, or of all whose graphs are kept."""
+    numbers = _kept_numbers(config, components)
+    if config.trainer.keeps_graphs:  # one process; several share it
+        return "activations kept from sampling (rough)", round(numbers * config.trainer.kept_graphs(config))
+    return "activations of one micro-batch (rough)", numbers
+
+
+def _kept_numbers(config: Config, components: tuple[Component, ...]) -> int:
+    denoiser = next((component for component in components if component.name in DENOISERS), None)
+    vae = next((component for component in components if component.name == "vae"), None)
+    if denoiser is None:
+        return 0
+    settings, model = denoiser.settings, config.model
+    heads, head_dim = settings.get("num_attention_heads"), settings.get("attention_head_dim")
+    layers = _number(settings.get("num_layers")) + _number(settings.get("num_single_layers"))
+    if not isinstance(heads, int) or not isinstance(head_dim, int) or not layers:
+        return 0
+    half = model.autocast is not None or model.dtype != "float32"
+    each = (KEPT if model.lora is None else KEPT_WITH_LORA) * heads * head_dim
+    if model.lora is not None:  # what stands between the two matrices of an adapter
+        each += adapted_ranks(denoiser, model.lora) // layers
+    numbers = each + layers * heads * head_dim if model.gradient_checkpointing else each * layers
+    length = tokens(config, settings, vae.settings if vae else {}) + text_tokens(config, components)
+    batch = config.sampling.batch_size * plan(config, components).guidance
+    return int(batch * length * numbers * (2 if half else 4))
+
+
+def text_tokens(config: Config, components: tuple[Component, ...]) -> int:
+    """Tokens of the text that run through a denoiser's blocks beside those of the picture; 0 where it only looks at
+    them. As `max_sequence_length` says, or as the pipelines of SD3 (256, after CLIP's) and FLUX (512) have it."""
+    parts = {component.name: component for component in components}
+    denoiser = next(parts[name] for name in DENOISERS if name in parts)
+    if "joint_attention_dim" not in denoiser.settings:
+        return 0
+    given = config.sampling.pipeline_args.get("max_sequence_length")
+    clip = 0
+    if denoiser.kind.startswith("SD3") and "text_encoder" in parts:
+        clip = _number(parts["text_encoder"].settings.get("max_position_embeddings")) or 77
+    return clip + (given if isinstance(given, int) else 512 if denoiser.kind.startswith("Flux") else 256)
+
+
+def _decoding(config: Config, components: tuple[Component, ...]) -> int:
+    """Activations of the decoder: five times the input of its last blocks, which have full resolution (measured 4.8 on
+    a CPU, whose convolutions copy)."""
+    vae = next((component for component in components if component.name == "vae"), None)
+    denoiser = next((component for component in components if component.name in DENOISERS), None)
+    channels = vae.settings.get("block_out_channels") if vae else None
+    if not isinstance(channels, list) or denoiser is None:
+        return 0
+    height, width = sides(config, denoiser.settings, len(channels))
+    frames = config.sampling.num_frames or 1
+    batch = 1 if config.model.slice_vae else config.sampling.batch_size
+    wide = channels[min(1, len(channels) - 1)]
+    return 5 * wide * height * width * frames * batch * HELD_BYTES[config.model.dtype]
+
+
+def sides(config: Config, denoiser: Mapping[str, Any], levels: int) -> tuple[int, int]:
+    """Height and width of the samples, in pixels; null = the model's own."""
+    side = 2 ** (levels - 1) * (_number(denoiser.get("sample_size")) or 128)
+    return config.sampling.height or side, config.sampling.width or side
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
