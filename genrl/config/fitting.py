@@ -28,9 +28,9 @@ class Step:
 
 
 def steps(file: Path, overrides: Sequence[str], components: tuple[Component, ...], card: float) -> list[Step]:
-    """Until a run fits on a card of so many bytes, or nothing is left to change: the configuration as it is, and then one change after the other: first what costs time alone, then what rounds,
-    then what changes training. Left out is what the configuration has, what cannot be with it, and what saves less
-    than a hundredth."""
+    """The configuration as it is, and then one change after the other until it fits on a card of so many bytes: first
+    what costs time alone, then what rounds, then what changes training. Left out is what the configuration has, what
+    cannot be with it, and what saves less than a hundredth."""
     config = _loaded(file, overrides)
     assert config is not None
     found, taken = [Step("", _peak(config, components))], list(overrides)
