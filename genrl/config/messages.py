@@ -52,14 +52,16 @@ OTHER_NAMES = {
     "max_grad_norm": "optimizer.max_grad_norm",
     "output_dir": "output",
     "report_to": "trackers",
-    "offload_text_encoders": "model.offload.text_encoders",
-    "offload_vae": "model.offload.vae",
     "dataset": "prompts.train",
     "reward_fn": "rewards",
     "save_steps": "checkpoint.every",
     "save_freq": "checkpoint.every",
     "eval_freq": "evaluation.every",
     "eval_steps": "evaluation.every",
+}
+MOVED: Mapping[KeyPath, str] = {
+    ("model", "offload_text_encoders"): "model.offload.text_encoders: between (or encode_then_free)",
+    ("model", "offload_vae"): "model.offload.vae: between",
 }
 
 
@@ -121,6 +123,8 @@ def _text(kind: str, path: KeyPath, data: Any) -> str:
 
 def _moved(path: KeyPath, data: Any) -> str | None:
     """What to write instead of a key, or a value, that a method no longer has."""
+    if path in MOVED:
+        return f"is now {MOVED[path]}"
     if path[:1] != ("trainer",):
         return None
     method, key = method_of(data), dotted(path[1:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -53,7 +52,7 @@ class Memo:
     def __init__(self, pipe: Any, store: Store | None, *, waits: bool, ahead: bool) -> None:
         self.pipe, self.waits, self.ahead, self.home = pipe, waits, ahead, pipe._execution_device
         self.store = store
-        self.kept = _Kept(store, math.inf if ahead and store is None else MAX_BYTES)
+        self.kept = _Kept(store, bounded=not ahead or store is not None)
         self.axes: dict[Hashable, Any] = {}
 
     @property
@@ -171,10 +170,10 @@ def _by_row(encode: Encode, arguments: dict[str, Any], memo: Memo) -> Any:
 
 
 class _Kept:
-    """Encodings on the CPU, the most recently used ones up to `most` bytes, and all of them in `store`."""
+    """Encodings on the CPU, if bounded the most recently used ones up to MAX_BYTES, and all of them in `store`."""
 
-    def __init__(self, store: Store | None, most: float) -> None:
-        self._store, self._most = store, most
+    def __init__(self, store: Store | None, *, bounded: bool) -> None:
+        self._store, self._bounded = store, bounded
         self._entries: OrderedDict[Hashable, Any] = OrderedDict()
         self.size = 0
 
@@ -182,7 +181,7 @@ class _Kept:
         if key not in self._entries:
             value = self._entries[key] = self._found(key, make)
             self.size += _bytes(value)
-            while self.size > self._most and len(self._entries) > 1:
+            while self._bounded and self.size > MAX_BYTES and len(self._entries) > 1:
                 self.size -= _bytes(self._entries.popitem(last=False)[1])
         self._entries.move_to_end(key)
         return self._entries[key]
