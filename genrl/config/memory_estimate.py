@@ -152,7 +152,7 @@ def _decoding(config: Config, components: tuple[Component, ...]) -> int:
     height, width = sides(config, denoiser.settings, len(channels))
     frames = config.sampling.num_frames or 1
     batch = 1 if config.model.slice_vae else config.sampling.batch_size
-    wide = channels[min(1, len(channels) - 1)]
+    wide = int(channels[min(1, len(channels) - 1)])
     return 5 * wide * height * width * frames * batch * HELD_BYTES[config.model.dtype]
 
 
