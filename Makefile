@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    install into $(VENV), train the embedded model (about 6 minutes on 2 CPU cores, 5 of training);"
+	@echo "make demo    install into $(VENV), train the embedded model (about 9 minutes, 8 of training);"
 	@echo "             shorter: make demo ARGS=iterations=2"
 	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (a minute after installing)"
 	@echo "make test    install into $(VENV), run linters, types and all tests"

@@ -43,7 +43,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "window of 3, graphs kept": (FLOW, "trainer.keep_graph=true"),
     "prefix tree": (FLOW, "trainer.tree={ways: 12, at: window_start}"),
     "window tree": (FLOW, "trainer.window={size: 2, high: 5}", "trainer.tree={ways: 2, at: window}"),
-    "DiffusionNFT": ("configs/quickstart.yaml",),
+    "DiffusionNFT": ("configs/diffusion/diffusion_nft.yaml", "rewards=[{name: shapes}]"),
 }
 """Name -> file and changes."""
 OFF = ("evaluation.every=0", "checkpoint.every=1000000", "trackers=[]", "iterations=100000")

@@ -26,7 +26,7 @@ def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
 def test_two_processes() -> None:
     tiny = (
         *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4"),
-        *("sampling.num_inference_steps=2", "trainer.timesteps_per_sample=1"),
+        *("sampling.num_inference_steps=2", "trainer.timesteps_per_sample=1", "trainer.updates_per_iteration=1"),
     )
     found = scaling.measure("configs/quickstart.yaml", 2, 1, tiny)
     assert found["pictures"] == 8 and found["number_of_collectives"] >= 2  # scores and gradients at least

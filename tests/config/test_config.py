@@ -389,7 +389,7 @@ def test_schema_accepts_the_shipped_configurations(path: Path) -> None:
 
 
 def test_processes_that_would_have_nothing_to_do() -> None:
-    config = load(ROOT / "configs" / "quickstart.yaml")  # 96 samples in batches of 32
+    config = load(ROOT / "configs" / "ocr.yaml")  # 96 samples in batches of 32, one update
     assert processes_problem(config, 3) is None
     assert "start 3 processes or fewer" in str(processes_problem(config, 4))
 
