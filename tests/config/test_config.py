@@ -399,7 +399,8 @@ class TestFiles:
     def files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "model" / "scheduler").mkdir(parents=True)
-        write(tmp_path / "model", "{}", "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+        index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
+        write(tmp_path / "model", json.dumps(index), "model_index.json")
         self.scheduler(tmp_path, '{"_class_name": "FlowMatchEulerDiscreteScheduler"}')
         write(tmp_path, "".join(f"prompt {k}\n" for k in range(20)), "train.txt")
         write(tmp_path, "held out\n", "eval.txt")
