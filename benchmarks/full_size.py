@@ -1,0 +1,372 @@
+"""Published architectures at full size, with random weights: one iteration, a resume, the LoRA in plain diffusers.
+
+    python -m benchmarks.full_size [--models sd15 wan21_1_3b] [--pixels 64] [--folder DIR]
+
+No weights are downloaded: each denoiser and autoencoder is made from its published configuration, its text encoders are
+tiny ones of the right width, and the pipeline is saved in bfloat16 as diffusers saves it. FLUX.1 and Qwen-Image have
+their full width but two blocks only; the others are whole. Then, for each recipe of the model (where there is none,
+Flow-GRPO's and DiffusionNFT's for the embedded model), made small in pixels, steps, samples and rewards alone, and with
+the weights held in float32 (bfloat16 arithmetic is slow on most CPUs), each in a process of its own:
+
+- `genrl train` for one iteration: the ratio of the first update, model calls, seconds, and the peak of the process's
+  own memory without what its libraries held before the model was loaded, beside the estimate of `genrl check`;
+- `genrl resume` for a second iteration;
+- `genrl sample` with the LoRA, which is plain diffusers.
+
+A LoRA that is saved has been loaded again and compared by the run itself. Writes full_size.json after every model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    FluxTransformer2DModel,
+    Lumina2Transformer2DModel,
+    PixArtTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SanaTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+    WanTransformer3DModel,
+)
+from torch import nn
+
+from benchmarks.common import parser, save
+from genrl.config import Config, ConfigError, check_files, dump, load, load_located
+from genrl.config.estimate import memory, read_components
+from genrl.runtime.frame import train
+from tests.diffusion import image_families, video_families
+from tests.diffusion import tiny_parts as parts
+from tests.diffusion.tiny_parts import Family
+
+KL = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "sample_size": 1024,
+}
+"""The autoencoder of Stable Diffusion and of most that came after."""
+KL16 = KL | {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+DC = {
+    "latent_channels": 32,
+    "attention_head_dim": 32,
+    "encoder_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
+    "decoder_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
+    "encoder_block_out_channels": (128, 256, 512, 512, 1024, 1024),
+    "decoder_block_out_channels": (128, 256, 512, 512, 1024, 1024),
+    "encoder_layers_per_block": (2, 2, 2, 3, 3, 3),
+    "decoder_layers_per_block": (3, 3, 3, 3, 3, 3),
+    "encoder_qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
+    "decoder_qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
+    "downsample_block_type": "Conv",
+    "upsample_block_type": "interpolate",
+    "decoder_norm_types": "rms_norm",
+    "decoder_act_fns": "silu",
+    "scaling_factor": 0.41407,
+}
+"""The deep-compression autoencoder of Sana, 32 x 32 pixels to a latent."""
+
+
+class Published(NamedTuple):
+    """A pipeline at its published size."""
+
+    tiny: Callable[[], Family]
+    """The same pipeline with tiny networks."""
+    denoiser: tuple[type, dict[str, Any]]
+    vae: tuple[type, dict[str, Any]]
+    encoders: dict[str, Callable[[], nn.Module]]
+    """Tiny text encoders of the width that the denoiser reads."""
+    source: str
+    """Hub id whose configurations these are."""
+    recipes: tuple[str, ...] = ("flow_grpo", "diffusion_nft")
+    """Names of files in configs/diffusion; or these two, on the embedded model's."""
+    frames: int | None = None
+
+
+MODELS: dict[str, Published] = {
+    "sd15": Published(
+        image_families.sd15,
+        (UNet2DConditionModel, {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}),
+        (AutoencoderKL, KL | {"latent_channels": 4, "scaling_factor": 0.18215, "sample_size": 512}),
+        {"text_encoder": lambda: parts.clip_encoder(768)},
+        "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    ),
+    "sdxl": Published(
+        image_families.sdxl,
+        (
+            UNet2DConditionModel,
+            {
+                "sample_size": 128,
+                "block_out_channels": (320, 640, 1280),
+                "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                "attention_head_dim": (5, 10, 20),
+                "transformer_layers_per_block": (1, 2, 10),
+                "cross_attention_dim": 2048,
+                "use_linear_projection": True,
+                "addition_embed_type": "text_time",
+                "addition_time_embed_dim": 256,
+                "projection_class_embeddings_input_dim": 2816,
+            },
+        ),
+        (AutoencoderKL, KL | {"latent_channels": 4, "scaling_factor": 0.13025}),
+        {
+            "text_encoder": lambda: parts.clip_encoder(768),
+            "text_encoder_2": lambda: parts.clip_projection_encoder(1280),
+        },
+        "stabilityai/stable-diffusion-xl-base-1.0",
+        ("sdxl_flow_grpo",),
+    ),
+    "pixart_sigma": Published(
+        image_families.pixart_sigma,
+        (
+            PixArtTransformer2DModel,
+            {"sample_size": 128, "num_layers": 28, "caption_channels": 4096, "interpolation_scale": 2},
+        ),
+        (AutoencoderKL, KL | {"latent_channels": 4, "scaling_factor": 0.13025}),
+        {"text_encoder": lambda: parts.t5_encoder(4096)},
+        "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
+    ),
+    "sana_1_6b": Published(
+        image_families.sana,
+        (SanaTransformer2DModel, {"sample_size": 32}),  # its other values are the class's own
+        (AutoencoderDC, DC),
+        {"text_encoder": lambda: parts.gemma2_encoder(2304)},
+        "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+    ),
+    "sd35_medium": Published(
+        image_families.sd3,
+        (
+            SD3Transformer2DModel,
+            {
+                "sample_size": 128,
+                "num_layers": 24,
+                "num_attention_heads": 24,
+                "attention_head_dim": 64,
+                "caption_projection_dim": 1536,
+                "joint_attention_dim": 4096,
+                "pooled_projection_dim": 2048,
+                "pos_embed_max_size": 384,
+                "dual_attention_layers": tuple(range(13)),
+                "qk_norm": "rms_norm",
+            },
+        ),
+        (AutoencoderKL, KL16 | {"scaling_factor": 1.5305, "shift_factor": 0.0609}),
+        {
+            "text_encoder": lambda: parts.clip_projection_encoder(768),
+            "text_encoder_2": lambda: parts.clip_projection_encoder(1280),
+            "text_encoder_3": lambda: parts.t5_encoder(4096),
+        },
+        "stabilityai/stable-diffusion-3.5-medium",
+        ("sd35_medium_flow_grpo", "sd35_medium_flow_grpo_fast", "sd35_medium_diffusion_nft"),
+    ),
+    "wan21_1_3b": Published(
+        video_families.wan_t2v,
+        (
+            WanTransformer3DModel,
+            {
+                "num_attention_heads": 12,
+                "num_layers": 30,
+                "ffn_dim": 8960,
+                "cross_attn_norm": True,
+                "qk_norm": "rms_norm_across_heads",
+            },
+        ),
+        (AutoencoderKLWan, {}),
+        {"text_encoder": lambda: parts.umt5_encoder(4096)},
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        ("wan21_t2v_1_3b_flow_grpo",),
+        frames=5,
+    ),
+    "lumina2": Published(
+        image_families.lumina2,
+        (
+            Lumina2Transformer2DModel,
+            {"cap_feat_dim": 2304, "scaling_factor": 1.0, "axes_lens": (300, 512, 512)},
+        ),
+        (AutoencoderKL, KL16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
+        {"text_encoder": lambda: parts.gemma2_encoder(2304)},
+        "Alpha-VLLM/Lumina-Image-2.0",
+    ),
+    "flux1_dev": Published(
+        image_families.flux,
+        (FluxTransformer2DModel, {"guidance_embeds": True, "num_layers": 1, "num_single_layers": 1}),
+        (AutoencoderKL, KL16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
+        {"text_encoder": lambda: parts.clip_encoder(768), "text_encoder_2": lambda: parts.t5_encoder(4096)},
+        "black-forest-labs/FLUX.1-dev",
+        ("flux1_dev_flow_grpo", "flux1_dev_mix_grpo"),
+    ),
+    "qwen_image": Published(
+        image_families.qwen_image,
+        (QwenImageTransformer2DModel, {"num_layers": 2}),
+        (AutoencoderKLQwenImage, {}),
+        {"text_encoder": lambda: parts.qwen_vl_encoder(3584)},
+        "Qwen/Qwen-Image",
+        ("qwen_image_flow_grpo",),
+    ),
+}
+EMBEDDED = {"flow_grpo": "configs/flow_grpo.yaml", "diffusion_nft": "configs/quickstart.yaml"}
+WORDS = "{train: assets/prompts/words_train.txt, eval: assets/prompts/words_eval.txt}"
+SMALL = (
+    f"prompts={WORDS}",
+    "rewards=[{name: jpeg}]",
+    "sampling.group_size=2",
+    "sampling.batch_size=2",
+    "model.dtype=float32",
+    "model.autocast=null",
+    "model.variant=null",
+    "distributed.fsdp=false",
+    "evaluation.every=0",
+    "checkpoint.every=1",
+    "trackers=[]",
+    "iterations=1",
+)
+STEPS = 4
+
+
+def build(model: Published, folder: Path) -> int:
+    """Save the pipeline in bfloat16; returns the number of the denoiser's weights."""
+    pipe: Any = model.tiny().pipe
+    name = "unet" if "unet" in pipe.components else "transformer"
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for part, (kind, settings) in ((name, model.denoiser), ("vae", model.vae)):
+            pipe.register_modules(**{part: kind(**settings)})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pipe.register_modules(**{part: make() for part, make in model.encoders.items()})
+    pipe.to(torch.bfloat16).save_pretrained(folder)
+    return sum(p.numel() for p in pipe.components[name].parameters())
+
+
+def configured(model: Published, recipe: str, pipeline: Path, output: Path, pixels: int) -> Config:
+    """The recipe made small, on this pipeline. Raises ConfigError where its method does not fit the model."""
+    file = EMBEDDED.get(recipe, f"configs/diffusion/{recipe}.yaml")
+    config = load(file)
+    assert isinstance(config, Config)
+    changes = [*SMALL, f"model.path={pipeline}", f"output={output}"]
+    changes += [f"sampling.height={pixels}", f"sampling.width={pixels}", f"sampling.num_inference_steps={STEPS}"]
+    changes += [f"sampling.prompts_per_iteration={config.trainer.updates}"]  # a micro-batch for each update
+    changes += [] if model.frames is None else [f"sampling.num_frames={model.frames}"]
+    if getattr(config.trainer, "window", None) is not None:
+        changes += ["trainer.window={size: 2, low: 0, high: 3}"]
+    if recipe in EMBEDDED:
+        changes += ["sampling.pipeline_args={}"]
+    if recipe == "flow_grpo":
+        changes += ["sampling.guidance_scale=4.5", *_kernel(pipeline)]
+    config, origins = load_located(file, changes)
+    assert isinstance(config, Config)
+    check_files(config, origins)
+    return config
+
+
+def _kernel(pipeline: Path) -> list[str]:
+    scheduler = json.loads((pipeline / "scheduler" / "scheduler_config.json").read_text())
+    flow = "FlowMatch" in scheduler["_class_name"] or scheduler.get("prediction_type") == "flow_prediction"
+    return [] if flow else ["trainer.kernel=ddim", "trainer.noise_level=1.0"]
+
+
+class Peak:
+    """Largest private memory of this process while it is open, looked at 20 times a second."""
+
+    def __enter__(self) -> Peak:
+        self.before = self.peak = private_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.05):
+            self.peak = max(self.peak, private_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def private_bytes() -> int:
+    """Memory of this process that no file backs: a mapped weight file is not in it."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+def child(file: str) -> None:
+    """Train this configuration and print seconds and peak memory as JSON; for a process of its own."""
+    torch.set_num_threads(1)
+    config, started = load(file), time.perf_counter()
+    with Peak() as peak:
+        train(config)
+    print(json.dumps({"seconds": time.perf_counter() - started, "peak_bytes": peak.peak - peak.before}))
+
+
+def last_line(*command: str) -> str:
+    """Of what it prints. Raises RuntimeError with all of it where it fails."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout.strip().rpartition("\n")[2]
+
+
+def rehearse(model: Published, recipe: str, pipeline: Path, output: Path, pixels: int) -> dict[str, Any]:
+    """The row of one model and recipe."""
+    try:
+        config = configured(model, recipe, pipeline, output, pixels)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    file = output.with_suffix(".yaml")
+    file.write_text(dump(config))
+    found: dict[str, Any] = json.loads(last_line("-c", f"from benchmarks.full_size import child; child({str(file)!r})"))
+    found["estimate_bytes"] = sum(size for _, size in memory(config, read_components(pipeline)))
+    first = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+    wanted = ("ratio/", "model_calls/", "updates", "grad_norm")
+    found["metrics"] = {key: value for key, value in first.items() if key.startswith(wanted)}
+    started = time.perf_counter()
+    last_line("-m", "genrl", "resume", str(output), "iterations=2")
+    rows = (output / "metrics.jsonl").read_text().splitlines()
+    found["resumed"] = {"seconds": time.perf_counter() - started, "updates": json.loads(rows[-1])["updates"]}
+    if config.model.lora is not None:
+        last_line("-m", "genrl", "sample", str(output), "--prompt", "a red cube", "--out", str(output / "drawn"))
+    return found
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments.add_argument("--pixels", type=int, default=64, help="side of the pictures; a multiple of 64")
+    arguments.add_argument("--folder", type=Path, help="where models and runs go; default: a temporary folder")
+    given = arguments.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    found: dict[str, Any] = {}
+    for name in given.models:
+        model, pipeline = MODELS[name], folder / name
+        row = found[name] = {"source": model.source, "denoiser_weights": build(model, pipeline), "pixels": given.pixels}
+        for recipe in model.recipes:
+            row[recipe] = rehearse(model, recipe, pipeline, folder / f"{name}-{recipe}", given.pixels)
+            print(name, recipe, json.dumps(row[recipe]), flush=True)
+        save(given.out, "full_size", found)
+        shutil.rmtree(pipeline)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
