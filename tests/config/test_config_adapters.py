@@ -8,7 +8,7 @@ import pytest
 
 from genrl.config import ConfigError, LoRA, check_files, dump, load
 
-QUICK = Path("configs/quickstart.yaml")
+QUICK = Path("configs/flow_grpo.yaml")
 
 
 def test_from_survives_a_file(tmp_path: Path) -> None:
