@@ -26,7 +26,7 @@ class TestCheck:
         if not MODEL.is_dir():
             pytest.skip("assets/tiny-t2i is not built")
         assert re.search(r"12 GB .* yes", run("check", "small.yaml"))
-        found = run("check", "small.yaml", "--memory", "0.02GB")
+        found = run("check", "small.yaml", "--memory", "0.015GB")
         assert "as it is" in found and "model.gradient_checkpointing=true" in found and "it fits with the" in found
         assert "model.quantize" not in found  # the changes before it are enough
         assert "it does not fit with all of these" in run("check", "small.yaml", "--memory", "0.001 GB")
