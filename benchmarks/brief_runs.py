@@ -52,6 +52,7 @@ WHERE_SET: Overrides = {
     "task.passes": 2,
     "trainer.reference_every": 1,
     "trainer.tree.prune.slide_every": 1,
+    "trainer.updates_per_iteration": 1,
     "trainer.window.every": 1,
 }
 """Replaced only in files that say something else."""

@@ -49,7 +49,8 @@ from torch import nn
 
 from benchmarks.common import parser, save
 from genrl.config import Config, ConfigError, check_files, dump, load, load_located
-from genrl.config.estimate import memory, read_components
+from genrl.config.estimate import read_components
+from genrl.config.memory_estimate import memory
 from genrl.runtime.frame import train
 from tests.diffusion import image_families, video_families
 from tests.diffusion import tiny_parts as parts

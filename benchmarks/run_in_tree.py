@@ -22,6 +22,10 @@ REFUSED = 2
 TIMEOUT_S = 1200.0
 SERVER = """
 import json, os, signal, socket, sys
+from contextlib import suppress
+with suppress(ImportError):  # an old tree may have none
+    from rewards.models.torchvision_compat import ensure
+    ensure()
 import accelerate, diffusers, peft, torch, transformers
 
 def start(job, environment):

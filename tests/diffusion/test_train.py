@@ -288,6 +288,7 @@ def test_a_newcomers_reward_trains_by_one_changed_line(
     assert len((root / source).read_text().splitlines()) <= 15
     smaller = ["iterations=2", "evaluation.num_prompts=4", "sampling.group_size=4"]
     smaller += ["sampling.batch_size=8", "sampling.prompts_per_iteration=4", f"output={tmp_path}/run", "trackers=[]"]
+    smaller += ["trainer.updates_per_iteration=2"]
     run = train(load(tmp_path / "mine.yaml", smaller))
     rows = runs.rows(run)
     assert [row["step"] for row in rows] == [0, 1, 2]

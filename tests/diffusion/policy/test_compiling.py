@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from genrl.config import Config
+from genrl.config.schema import Offload
 from genrl.diffusion.methods.on_policy import off_policy
 from genrl.diffusion.policy import compiling
 from genrl.diffusion.policy.compiling import compile_denoisers
@@ -216,7 +217,7 @@ def test_unequal_noise_levels_need_no_graph_per_group(
 
 EVERYWHERE: dict[str, Any] = {
     "kernels": {"fused": ["qk_norm_rope", "adaln", "step"], "attention": "auto", "compile": True},
-    "model": {"autocast": "bfloat16", "offload": {"text_encoders": "between", "vae": "between"}, "slice_vae": True},
+    "model": {"autocast": "bfloat16", "offload": Offload(text_encoders="between", vae="between"), "slice_vae": True},
     "sampling": {"guidance_scale": 3.0, "score_in_background": True},
     "optimizer": {"lr": 1e-3},
 }
