@@ -7,7 +7,9 @@ training loop on `model(...).logits` does; `chunked` is `genrl.vlm.policies.log_
 given the
 same states and output layer and go backward to both. Each runs in a process of its own; the peak is what the process
 held at most beyond what it held before the pass (the kernel's high-water mark of resident memory), the gradient of the
-output layer included in both. Writes vlm_memory.json.
+output layer included in both. `graphs` are what the graph of the embedded model keeps of 16 answers of 16 tokens to two
+questions, as configs/vlm/quickstart.yaml has it, with prompts shared or not and with blocks computed again. Writes
+vlm_memory.json.
 """
 
 from __future__ import annotations
@@ -37,6 +39,35 @@ def chunked(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, en
     from genrl.vlm.policies.log_probs import completion_log_probs
 
     return completion_log_probs(states, weight, tokens, temperature=TEMPERATURE, entropy=entropy).log_prob
+
+
+def graphs() -> dict[str, int]:
+    """Bytes that the graph of a backward pass keeps."""
+    from genrl.config import load
+    from genrl.config.vlm import VLMConfig
+    from genrl.vlm.policies.folder import open_policy
+    from genrl.vlm.rollout.data import Questions
+
+    config, found = load("configs/vlm/quickstart.yaml"), {}
+    assert isinstance(config, VLMConfig)
+    policy, questions = open_policy(config, "cpu"), Questions(config, "train")
+    prompts = [policy.encode(questions[number].prompt) for number in range(2)]
+    tokens, mask = torch.full((16, 16), 8), torch.ones(16, 16, dtype=torch.bool)
+    group = torch.arange(2).repeat_interleave(8)
+    for way in ("shared prompts", "a prompt per answer", "blocks computed again"):
+        if way == "blocks computed again":
+            policy.checkpoint_blocks()
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            replay = policy.log_probs(prompts, tokens, mask, group=group, share_prefix=way == "shared prompts")
+        found[way] = sum(kept.values())
+        del replay
+    return found
 
 
 WAYS = {"whole": whole, "chunked": chunked, "with entropy": lambda *given: chunked(*given, entropy=True)}
@@ -89,7 +120,10 @@ def main() -> None:
         spread = max(abs(one["log_prob"] / results["whole"]["log_prob"] - 1) for one in results.values())
         assert spread < 1e-6, f"log-probabilities differ by {spread:.1g}"
         found.append({"answers": shape[0], "tokens": shape[1], "width": shape[2], "ways": results})
-    save(given.out, "vlm_memory", {"vocabulary": VOCABULARY, "shapes": found})
+    kept = graphs()
+    for way, size in kept.items():
+        print(f"graph of the embedded model, {way}: {size / 1e6:.1f} MB")
+    save(given.out, "vlm_memory", {"vocabulary": VOCABULARY, "shapes": found, "graphs": kept})
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ class VLM(Section):
     """Back-end by which answers attend to one copy of their prompt's keys in training (docs/kernels.md), text only;
     null = a copy per answer, in the model's own attention."""
 
+    gradient_checkpointing: Flag = False
+    """Compute the activations of the blocks again in the backward pass, not keep them: less memory, a third more
+    training time, and prompts are computed once for each answer."""
+
     @property
     def makes(self) -> str | None:
         """What it is known to answer that is no text about a picture; None = that, or what an outside policy does."""
@@ -285,6 +289,11 @@ class VLMConfig(Section):
                 own = {"task": stage.task or self.task, "trainer": self.trainer.model_copy(update=preset)}
                 return number, self.model_copy(update=own)
         return 0, self
+
+    @property
+    def trains_shards(self) -> bool:
+        """Whether what is trained is in shards."""
+        return self.distributed.fsdp and self.vlm.lora is None
 
     @property
     def parts(self) -> list[VLMConfig]:

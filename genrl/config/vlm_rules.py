@@ -64,6 +64,13 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
     output, makes = config.vlm.output, config.vlm.makes
     if wrong := _unknown(output, OUTPUTS):
         yield ("vlm.output",), wrong
+    if config.vlm.gradient_checkpointing:
+        if makes:
+            text = f"{makes} is trained without; write false"
+            yield ("vlm.gradient_checkpointing", "vlm.output"), text
+        if config.vlm.prefix_attention is not None:
+            text = "blocks that are computed again share no prompts; write null, or false"
+            yield ("vlm.prefix_attention", "vlm.gradient_checkpointing"), text
     if makes and config.vlm.prefix_attention is not None:
         yield ("vlm.prefix_attention", "vlm.output"), f"{makes} is computed without shared prompts; write null"
     if makes and config.environment is not None:

@@ -237,7 +237,7 @@ class AnswersRun:
         every: list[Judged] = gather_object([own])
         return reduce(Judged.joined, every)
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path | None) -> None:
         """Checkpoints hold the trained weights alone."""
 
     def micro_batch_sizes(self) -> list[int]:

@@ -151,6 +151,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"vlm": {"path": "x", "output": "image"}, "trainer": {"preset": "vppo"}}, "trainer.preset", "masked_image"),
     ({"vlm": {"path": "x", "output": "masked_text", "lora": {}}}, "vlm.lora", "leave it out"),
     (
+        {"vlm": {"path": "x", "output": "audio", "gradient_checkpointing": True}},
+        "vlm.gradient_checkpointing, vlm.output",
+        "write false",
+    ),
+    (
+        {"vlm": {"path": "x", "prefix_attention": "sdpa", "gradient_checkpointing": True}},
+        "vlm.prefix_attention, vlm.gradient_checkpointing",
+        "share no prompts",
+    ),
+    (
         {"vlm": {"path": "x", "output": "audio"}, "trainer": {"preset": "music_rl", "updates": 2}},
         *("trainer.updates", "keys of trainer: algorithm, alpha"),
     ),

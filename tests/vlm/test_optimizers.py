@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from genrl.config import load
-from genrl.runtime.run import Run
 from genrl.vlm.train import train
-from tests.run_folders import differences, rows
+from tests.run_folders import assert_resumes
 from tests.vlm import vlm_runs
 
 RATES = {"prodigy": 1.0}
@@ -22,10 +19,4 @@ def test_resumed_to_the_bit(tmp_path: Path, name: str) -> None:
     config = vlm_runs.config(
         tmp_path, optimizer={"name": name, "lr": RATES.get(name, 1e-4)}, checkpoint={"every": 1}, iterations=2
     )
-    straight = train(config)
-    again = tmp_path / "again"
-    shutil.copytree(straight, again)
-    shutil.rmtree(again / "checkpoints" / "step-000002")
-    train(load(Run(again).config), again)
-    assert differences(straight, again) == []
-    assert all(row["updates"] > 0 for row in rows(straight)[1:])
+    assert_resumes(train, config, tmp_path)

@@ -122,6 +122,23 @@ def trains(preset: str, tmp_path: Path) -> None:
     assert second["sampler/gap_max"] < 1e-4  # the sampler has the weights of the last update
 
 
+@pytest.mark.parametrize("lora", [{"rank": 2}, None], ids=["lora", "full"])
+def test_blocks_that_are_computed_again_change_nothing_but_rounding(
+    lora: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first update; prompts are computed once for each answer."""
+    found = []
+    for again in (False, True):
+        made = vlm_runs.config(tmp_path, vlm={"lora": lora, "gradient_checkpointing": again})
+        with vlm_runs.opened(made) as run:
+            assert bool(run.policy.checkpointed) == again
+            found.append(gradients_of_an_update(run, monkeypatch)[1])
+    scale = max(float(gradient.abs().max()) for gradient in found[0].values())
+    assert scale > 0
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
 def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path) -> None:
     with vlm_runs.opened(vlm_runs.config(tmp_path)) as run:
         answers, _ = run.draw()

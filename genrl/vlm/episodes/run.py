@@ -262,7 +262,7 @@ class EpisodesRun:
         every: list[Judged] = gather_object([mine])
         return reduce(Judged.joined, every)
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path | None) -> None:
         """Checkpoints hold the trained weights alone."""
 
     def micro_batch_sizes(self) -> list[int]:

@@ -18,6 +18,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from genrl.config.vlm import VLMConfig
 from genrl.kernels.prefix_attention import PrefixBackend
@@ -108,6 +109,8 @@ class Policy:
         """The model in `path` as a run trains it."""
         made = cls(path, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
         made.prefix_attention = config.vlm.prefix_attention
+        if config.vlm.gradient_checkpointing:
+            made.checkpoint_blocks()
         return made
 
     def __init__(
@@ -146,12 +149,37 @@ class Policy:
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
         self.prefix_attention: PrefixBackend | None = None
         """Back-end by which answers attend to one copy of their prompts (`prefix_sharing`); None: to a copy each."""
+        self.checkpointed: list[torch.nn.Module] = []
+        """Blocks whose activations are computed again in the backward pass."""
         self._per_token = [name for name in PER_TOKEN if name in inspect.signature(self.model.forward).parameters]
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """What is trained."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def checkpoint_blocks(self) -> None:
+        """From here on a backward pass computes the activations of every block again. Raises ValueError for a model
+        that transformers cannot do this to."""
+        layers: list[torch.nn.Module] = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers:
+            text = "has no blocks that can be computed again; write false"
+            raise ValueError(f"vlm.gradient_checkpointing: {type(self.model).__name__} {text}")
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.checkpointed = layers
+
+    @contextmanager
+    def _recomputed(self) -> Iterator[None]:
+        """Within the block, forward passes with gradients keep the inputs of the blocks alone. A block takes part where
+        it is in training mode itself; what is inside it, dropout too, stays in evaluation mode."""
+        layers = self.checkpointed if torch.is_grad_enabled() else []
+        for layer in layers:
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -251,11 +279,12 @@ class Policy:
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         # what stands after an answer's end is scored by nobody; a placeholder there would ask for an image
         tokens = torch.where(mask.bool(), tokens, self.pad_id)
-        if share_prefix:
+        if share_prefix and not self.checkpointed:  # a block that is computed again would add to the cache twice
             hidden, positions, images = self._shared(prompts, rows, tokens, group)
         else:
             inputs = self.inputs(rows, tokens[:, :-1])
-            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, -tokens.shape[1] :]
+            with self._recomputed():
+                hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, -tokens.shape[1] :]
             positions, images = inputs["input_ids"].numel(), len(rows)
         head = self.model.get_output_embeddings()
         scores = completion_log_probs(

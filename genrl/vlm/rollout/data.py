@@ -13,7 +13,7 @@ from PIL import Image
 from genrl.config.plugins import find
 from genrl.config.vlm import VLMConfig
 from genrl.config.vlm_names import OUTPUTS
-from genrl.data.prompts import PromptError
+from genrl.data.prompts import PromptError, open_data_set
 from genrl.data.prompts import read as read_prompts
 from genrl.mdp.noise import generator
 from genrl.vlm.policies.processor import Prompt
@@ -114,14 +114,8 @@ class Questions:
 
 
 def _data_set(source: str, prompt: str, image: str | None) -> Any:
-    """A data set `id:split`, a hub id or folder that `datasets` reads. Raises ValueError where it lacks a column."""
-    name, _, split = source.partition(":")
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(name, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # not found, no such split, no network
-        raise ValueError(f"{source}: the data set cannot be loaded: {error}") from error
+    """A data set (`open_data_set`). Raises ValueError where it cannot be loaded, or lacks a column."""
+    rows = open_data_set(source)
     missing = [column for column in (prompt, image) if column is not None and column not in rows.column_names]
     if missing:
         raise ValueError(

@@ -105,6 +105,41 @@ def test_batched_padded_shared_and_sampled_equal_one_by_one(load: Callable[[str]
     assert (plain.positions, plain.images) == (rows * (longest + steps - 1), rows)
 
 
+@pytest.mark.parametrize("lora", [Lora(rank=2), None], ids=["lora", "full"])
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
+def test_blocks_that_are_computed_again_change_no_bit(
+    folder: Callable[[str], Path], family: str, lora: Lora | None
+) -> None:
+    """Log-probabilities with and without gradients, and the gradient itself; the graph keeps fewer numbers."""
+    found: list[tuple[Tensor, list[Tensor], int]] = []
+    for again in (False, True):
+        policy = Policy(str(folder(family)), lora=lora)
+        if again:
+            policy.checkpoint_blocks()
+        prompts = [policy.encode(prompt) for prompt in questions()]
+        written = sample(policy, prompts, n=1)
+        arguments = (prompts, written.tokens, written.mask)
+        with torch.no_grad():
+            before = policy.log_probs(*arguments, group=written.group, share_prefix=False).log_prob
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            now = policy.log_probs(*arguments, group=written.group, share_prefix=False).log_prob
+        assert torch.equal(now, before)
+        now.sum().backward()
+        gradients = [p.grad for p in policy.parameters if p.grad is not None]
+        assert not any(module.training for module in policy.model.modules())
+        found.append((before, gradients, sum(kept.values())))
+    (value, gradients, much), (same, also, little) = found
+    assert torch.equal(value, same) and len(gradients) == len(also) > 0
+    assert all(map(torch.equal, gradients, also)) and any(bool(g.any()) for g in gradients)
+    assert little < much
+
+
 @pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
 def test_in_float64_the_same_to_the_last_digits(folder: Callable[[str], Path], family: str) -> None:
     policy = Policy(str(folder(family)), dtype=torch.float64)
