@@ -3,13 +3,14 @@
     python -m benchmarks.full_size [--models sd15 wan21_1_3b] [--pixels 64] [--folder DIR]
 
 No weights are downloaded: each denoiser and autoencoder is made from its published configuration, its text encoders are
-tiny ones of the right width, and the pipeline is saved in bfloat16 as diffusers saves it. FLUX.1 and Qwen-Image have
-their full width but two blocks only; the others are whole. Then, for each recipe of the model (where there is none,
-Flow-GRPO's and DiffusionNFT's for the embedded model), made small in pixels, steps, samples and rewards alone, and with
-the weights held in float32 (bfloat16 arithmetic is slow on most CPUs), each in a process of its own:
+tiny ones of the right width, and the pipeline is saved in bfloat16 as diffusers saves it. FLUX, Z-Image, SD3.5 large
+and Qwen-Image have their full width but few blocks; the others are whole. Then, for each recipe of the model (where
+there is none, Flow-GRPO's and DiffusionNFT's for the embedded model), made small in pixels, steps, samples and rewards
+alone, and with the weights held in float32 (bfloat16 arithmetic is slow on most CPUs), each in a process of its own:
 
 - `genrl train` for one iteration: the ratio of the first update, model calls, seconds, and the peak of the process's
-  own memory without what its libraries held before the model was loaded, beside the estimate of `genrl check`;
+  own memory without what its libraries held before the model was loaded, beside the estimate of `genrl check`; the C
+  library is told to give back what is freed;
 - `genrl resume` for a second iteration;
 - `genrl sample` with the LoRA, which is plain diffusers.
 
@@ -19,6 +20,7 @@ A LoRA that is saved has been loaded again and compared by the run itself. Write
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -34,8 +36,10 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     Lumina2Transformer2DModel,
     PixArtTransformer2DModel,
@@ -44,15 +48,17 @@ from diffusers import (
     SD3Transformer2DModel,
     UNet2DConditionModel,
     WanTransformer3DModel,
+    ZImageTransformer2DModel,
 )
 from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import parser, save
 from genrl.config import Config, ConfigError, check_files, dump, load, load_located
 from genrl.config.estimate import read_components
 from genrl.config.memory_estimate import memory
 from genrl.runtime.frame import train
-from tests.diffusion import image_families, video_families
+from tests.diffusion import further_families, image_families, video_families
 from tests.diffusion import tiny_parts as parts
 from tests.diffusion.tiny_parts import Family
 
@@ -85,6 +91,12 @@ DC = {
 """The deep-compression autoencoder of Sana, 32 x 32 pixels to a latent."""
 
 
+NO_FROZEN = ("model.lora.frozen=[]",)
+"""A distilled LoRA is on the hub alone."""
+NO_BINS = "sampling.pipeline_args={use_resolution_binning: false}"
+"""Else a small picture is drawn at 1024 px and made smaller."""
+
+
 class Published(NamedTuple):
     """A pipeline at its published size."""
 
@@ -99,6 +111,7 @@ class Published(NamedTuple):
     recipes: tuple[str, ...] = ("flow_grpo", "diffusion_nft")
     """Names of files in configs/diffusion; or these two, on the embedded model's."""
     frames: int | None = None
+    changes: tuple[str, ...] = ()
 
 
 MODELS: dict[str, Published] = {
@@ -133,7 +146,8 @@ MODELS: dict[str, Published] = {
             "text_encoder_2": lambda: parts.clip_projection_encoder(1280),
         },
         "stabilityai/stable-diffusion-xl-base-1.0",
-        ("sdxl_flow_grpo",),
+        ("sdxl_flow_grpo", "sdxl_turbo_flow_grpo", "sdxl_lightning_flow_grpo"),
+        changes=NO_FROZEN,
     ),
     "pixart_sigma": Published(
         image_families.pixart_sigma,
@@ -144,6 +158,7 @@ MODELS: dict[str, Published] = {
         (AutoencoderKL, KL | {"latent_channels": 4, "scaling_factor": 0.13025}),
         {"text_encoder": lambda: parts.t5_encoder(4096)},
         "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
+        changes=("model.lora=null", NO_BINS),  # diffusers has no adapters for it
     ),
     "sana_1_6b": Published(
         image_families.sana,
@@ -151,6 +166,7 @@ MODELS: dict[str, Published] = {
         (AutoencoderDC, DC),
         {"text_encoder": lambda: parts.gemma2_encoder(2304)},
         "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+        changes=(NO_BINS,),
     ),
     "sd35_medium": Published(
         image_families.sd3,
@@ -177,6 +193,31 @@ MODELS: dict[str, Published] = {
         },
         "stabilityai/stable-diffusion-3.5-medium",
         ("sd35_medium_flow_grpo", "sd35_medium_flow_grpo_fast", "sd35_medium_diffusion_nft"),
+    ),
+    "sd35_large": Published(
+        image_families.sd3,
+        (
+            SD3Transformer2DModel,
+            {
+                "sample_size": 128,
+                "num_layers": 2,
+                "num_attention_heads": 38,
+                "attention_head_dim": 64,
+                "caption_projection_dim": 2432,
+                "joint_attention_dim": 4096,
+                "pooled_projection_dim": 2048,
+                "pos_embed_max_size": 192,
+                "qk_norm": "rms_norm",
+            },
+        ),
+        (AutoencoderKL, KL16 | {"scaling_factor": 1.5305, "shift_factor": 0.0609}),
+        {
+            "text_encoder": lambda: parts.clip_projection_encoder(768),
+            "text_encoder_2": lambda: parts.clip_projection_encoder(1280),
+            "text_encoder_3": lambda: parts.t5_encoder(4096),
+        },
+        "stabilityai/stable-diffusion-3.5-large-turbo",
+        ("sd35_large_turbo_diffusion_nft",),
     ),
     "wan21_1_3b": Published(
         video_families.wan_t2v,
@@ -212,7 +253,41 @@ MODELS: dict[str, Published] = {
         (AutoencoderKL, KL16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
         {"text_encoder": lambda: parts.clip_encoder(768), "text_encoder_2": lambda: parts.t5_encoder(4096)},
         "black-forest-labs/FLUX.1-dev",
-        ("flux1_dev_flow_grpo", "flux1_dev_mix_grpo"),
+        ("flux1_dev_flow_grpo", "flux1_dev_mix_grpo", "flux1_dev_24gb"),
+        changes=("model.encodings=null",),
+    ),
+    "flux1_schnell": Published(
+        image_families.flux,
+        (FluxTransformer2DModel, {"num_layers": 1, "num_single_layers": 1}),
+        (AutoencoderKL, KL16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
+        {"text_encoder": lambda: parts.clip_encoder(768), "text_encoder_2": lambda: parts.t5_encoder(4096)},
+        "black-forest-labs/FLUX.1-schnell",
+        ("flux1_schnell_diffusion_nft",),
+    ),
+    "flux2_klein_4b": Published(
+        further_families.flux2_klein,
+        (
+            Flux2Transformer2DModel,
+            {
+                "num_layers": 1,
+                "num_single_layers": 1,
+                "num_attention_heads": 24,
+                "joint_attention_dim": 7680,
+                "guidance_embeds": False,
+            },
+        ),
+        (AutoencoderKLFlux2, {}),
+        {"text_encoder": lambda: Qwen3ForCausalLM(Qwen3Config(**parts.decoder_sizes(2560, layers=28)))},
+        "black-forest-labs/FLUX.2-klein-4B",
+        ("flux2_klein_4b_diffusion_nft",),
+    ),
+    "z_image": Published(
+        image_families.z_image,
+        (ZImageTransformer2DModel, {"n_layers": 2, "n_refiner_layers": 1}),
+        (AutoencoderKL, KL16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
+        {"text_encoder": lambda: parts.qwen3_encoder(2560)},
+        "Tongyi-MAI/Z-Image-Turbo",
+        ("z_image_turbo_diffusion_nft",),
     ),
     "qwen_image": Published(
         image_families.qwen_image,
@@ -220,7 +295,8 @@ MODELS: dict[str, Published] = {
         (AutoencoderKLQwenImage, {}),
         {"text_encoder": lambda: parts.qwen_vl_encoder(3584)},
         "Qwen/Qwen-Image",
-        ("qwen_image_flow_grpo",),
+        ("qwen_image_flow_grpo", "qwen_image_lightning_diffusion_nft"),
+        changes=NO_FROZEN,
     ),
 }
 EMBEDDED = {"flow_grpo": "configs/flow_grpo.yaml", "diffusion_nft": "configs/quickstart.yaml"}
@@ -240,6 +316,8 @@ SMALL = (
     "iterations=1",
 )
 STEPS = 4
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+"""glibc returns freed memory to the system; else it keeps hundreds of MB, which would be taken for the run's."""
 
 
 def build(model: Published, folder: Path) -> int:
@@ -267,10 +345,13 @@ def configured(model: Published, recipe: str, pipeline: Path, output: Path, pixe
     changes += [f"sampling.height={pixels}", f"sampling.width={pixels}", f"sampling.num_inference_steps={STEPS}"]
     changes += [f"sampling.prompts_per_iteration={config.trainer.updates}"]  # a micro-batch for each update
     changes += [] if model.frames is None else [f"sampling.num_frames={model.frames}"]
+    if (getattr(config.trainer, "timesteps_per_sample", None) or 0) > STEPS:
+        changes += [f"trainer.timesteps_per_sample={STEPS}"]
     if getattr(config.trainer, "window", None) is not None:
         changes += ["trainer.window={size: 2, low: 0, high: 3}"]
     if recipe in EMBEDDED:
         changes += ["sampling.pipeline_args={}"]
+    changes += model.changes
     if recipe == "flow_grpo":
         changes += ["sampling.guidance_scale=4.5", *_kernel(pipeline)]
     config, origins = load_located(file, changes)
@@ -322,7 +403,7 @@ def child(file: str) -> None:
 
 def last_line(*command: str) -> str:
     """Of what it prints. Raises RuntimeError with all of it where it fails."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=os.environ | GIVES_BACK)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout.strip().rpartition("\n")[2]

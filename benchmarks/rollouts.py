@@ -39,7 +39,7 @@ from genrl.data import prompts as prompt_files
 from genrl.diffusion import train as trainer
 from genrl.diffusion.methods.plans import sampling_plan, trained_steps
 from genrl.diffusion.methods.policy_gradient import PolicyGradient
-from genrl.diffusion.policy.export import load_lora
+from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel

@@ -1,18 +1,19 @@
-"""Weak scaling: the same pictures per process by 1, 2 and 4 processes. What of it is the program's, on any machine.
+"""Scaling: the same pictures per process (or, `--strong`, in all) by 1, 2 and 4 processes. What of it is the program's.
 
-    python -m benchmarks.scaling [configs/quickstart.yaml] [--processes 1 2 4] [--iterations 4]
+    python -m benchmarks.scaling [configs/quickstart.yaml] [--processes 1 2 4] [--iterations 4] [--strong]
 
-`prompts_per_iteration` grows with the number of processes, each of which has one thread. Wall-clock times of several
-processes say something where every process has a core to itself, and nothing else runs. So each process measures
+`prompts_per_iteration` grows with the number of processes, each of which has one thread; not with `--strong`.
+Wall-clock times of several processes say something where every process has a core to itself, and nothing else runs. So
+each process measures
 
 - its work between two collectives, in seconds of the processor, which are the same whether it had to wait for one;
 - the collectives themselves by the wall clock, from a barrier on that is met before each: of the processes the least,
   so that waiting for others is in none of them. (On a busy machine that is still too much, never too little.)
 
 Between two collectives everybody waits for the slowest: an iteration on free cores takes the sum of the most work of
-any process between two of them, and of the collectives. `efficiency` is the work of one process alone over that; beside
-it stands what the wall clock says here. It leaves out what processes on one machine do to each other by sharing caches,
-memory and clock rate, and networks. Writes scaling.json.
+any process between two of them, and of the collectives. `efficiency` is the pictures per second and process over those
+of one process alone; beside it stands what the wall clock says here. It leaves out what processes on one machine do to
+each other by sharing caches, memory and clock rate, and networks. Writes scaling.json.
 """
 
 from __future__ import annotations
@@ -103,14 +104,16 @@ def worker(path: str, changes: Sequence[str]) -> list[Iteration]:
     return meter.iterations[1:]
 
 
-def measure(path: str, processes: int, iterations: int, changes: Sequence[str] = ()) -> dict[str, Any]:
+def measure(
+    path: str, processes: int, iterations: int, changes: Sequence[str] = (), *, strong: bool = False
+) -> dict[str, Any]:
     """A run by so many processes, in the process group (and session) of this one."""
     published = load(path, changes)
     assert isinstance(published, Config)
-    sampling = published.sampling
+    sampling, times = published.sampling, 1 if strong else processes
     changes = (
         *changes,
-        f"sampling.prompts_per_iteration={sampling.prompts_per_iteration * processes}",
+        f"sampling.prompts_per_iteration={sampling.prompts_per_iteration * times}",
         f"iterations={iterations + 1}",
         *("evaluation.every=0", "checkpoint.every=1000000", "trackers=[]"),
     )
@@ -130,7 +133,7 @@ def measure(path: str, processes: int, iterations: int, changes: Sequence[str] =
         if any(codes):
             raise RuntimeError(f"the processes ended with {codes}")
         ranks_found = [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(processes)]
-    return summary(ranks_found) | {"pictures": sampling.images_per_iteration * processes, "ranks": ranks_found}
+    return summary(ranks_found) | {"pictures": sampling.images_per_iteration * times, "ranks": ranks_found}
 
 
 def summary(ranks: list[list[Iteration]]) -> dict[str, float]:
@@ -153,6 +156,7 @@ def main() -> None:
     arguments.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4], help="the first must be 1")
     arguments.add_argument("--iterations", type=int, default=4, help="after the first; default: 4")
     arguments.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the configuration")
+    arguments.add_argument("--strong", action="store_true", help="the same pictures by any number of processes")
     arguments.add_argument("--worker", type=Path, help="for the processes that this program starts")
     given = arguments.parse_args()
     if given.worker is not None:
@@ -160,7 +164,10 @@ def main() -> None:
         return
     if given.processes[0] != 1:
         arguments.error("--processes: the first must be 1, which the others are compared with")
-    found = {count: measure(given.config, count, given.iterations, given.set) for count in given.processes}
+    found = {
+        count: measure(given.config, count, given.iterations, given.set, strong=given.strong)
+        for count in given.processes
+    }
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     print(f"{cores} cores, load {load:.1f}")
     print(
@@ -168,8 +175,9 @@ def main() -> None:
         "| by the wall clock here |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
     for count, row in found.items():
-        row["efficiency"] = found[1]["iteration"] / row["iteration"]
-        row["wall_efficiency"] = found[1]["wall"] / row["wall"]
+        share = row["pictures"] / found[1]["pictures"] / count
+        row["efficiency"] = share * found[1]["iteration"] / row["iteration"]
+        row["wall_efficiency"] = share * found[1]["wall"] / row["wall"]
         says = f"{row['wall_efficiency']:.2f}" if count <= cores else "nothing: too few cores"
         print(
             f"| {count} | {row['work']:.2f} | {row['waiting']:.2f} | {row['collectives']:.3f} "
