@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,21 +20,32 @@ if TYPE_CHECKING:
     from genrl.config.estimate import Component, Plan
     from genrl.config.fitting import Step
 
+SHOWN = 8
+"""Numbers of processes that are listed."""
+
+
+def components_of(config: Config) -> tuple[Component, ...]:
+    """The networks of the pipeline; none where it is not on this machine."""
+    from genrl.config.estimate import read_components
+    from genrl.config.files import model_folder
+
+    folder = model_folder(config)
+    return read_components(folder, config.model.variant) if folder else ()
+
 
 def summary(config: Config) -> list[RenderableType]:
     """The plan of an iteration, the networks of the pipeline, and the memory of one process."""
-    from genrl.config.estimate import plan, read_components
+    from genrl.config.estimate import plan
     from genrl.config.files import model_folder
     from genrl.config.memory_estimate import memory
 
-    folder = model_folder(config)
-    components = read_components(folder, config.model.variant) if folder else ()
+    components = components_of(config)
     cost = plan(config, components)
     parts: list[RenderableType] = [_plan_table(config, cost)]
     if not components:
         if cost.guidance == 2:
             parts.append("guidance is counted as a second model call; where it is an input of the model, halve these")
-        where = "is not on this machine" if folder is None else "holds no networks"
+        where = "is not on this machine" if model_folder(config) is None else "holds no networks"
         return [*parts, f"memory: not estimated, because {safe(config.model.path)} {where}"]
     parts += [_component_table(components), _memory_table(memory(config, components))]
     if config.sampling.guidance_scale is None and cost.guidance == 2:
@@ -43,13 +55,10 @@ def summary(config: Config) -> list[RenderableType]:
 
 def cards(file: Path, overrides: Sequence[str], config: Config, card: str | None) -> list[RenderableType]:
     """Which cards the run fits on, with which changes; with `card` ("24GB") the changes one by one."""
-    from genrl.config.estimate import read_components
-    from genrl.config.files import model_folder
     from genrl.config.fitting import CARDS, fitting, steps
 
     size_of_card = None if card is None else _card_bytes(card)
-    folder = model_folder(config)
-    components = read_components(folder, config.model.variant) if folder else ()
+    components = components_of(config)
     if not components:
         return []
     found = steps(file, overrides, components, size_of_card or CARDS[0] * 10**9)
@@ -83,6 +92,8 @@ def _changes_table(found: Sequence[Step], enough: Sequence[Step] | None, card: s
 
 
 def _plan_table(config: Config, cost: Plan) -> Table:
+    from genrl.config.shares import even
+
     sampling, trainer = config.sampling, config.trainer
     mean = " on average" if trainer.varies else ""
     step = f" x {cost.guidance} (guidance)" if cost.guidance > 1 else ""
@@ -92,7 +103,10 @@ def _plan_table(config: Config, cost: Plan) -> Table:
     table = Table(title="one iteration", title_justify="left", show_header=False)
     prompts = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} each"
     table.add_row("samples", f"{cost.images:,}", prompts)
-    table.add_row("micro-batches", f"{cost.micro_batches:,}", f"of {sampling.batch_size} samples")
+    shares = [str(count) for count in islice(even(config), SHOWN + 1)]
+    more = ", ..." if len(shares) > SHOWN else ""
+    equal = f"; equal work for {', '.join(shares[:SHOWN])}{more} processes" if len(shares) > 1 else ""
+    table.add_row("micro-batches", f"{cost.micro_batches:,}", f"of {sampling.batch_size} samples{equal}")
     table.add_row(
         "model calls, sampling",
         number(cost.sample_calls),

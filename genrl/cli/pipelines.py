@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -16,6 +17,7 @@ from genrl.cli.folders import near
 if TYPE_CHECKING:
     from genrl.cli.evaluate import Options
     from genrl.config import Config, Model
+    from genrl.data.prompts import Prompt
     from genrl.diffusion.rollout.scoring import Scorers
 
 
@@ -27,6 +29,8 @@ class Chosen(NamedTuple):
     """Folder or hub id of its LoRA."""
     arguments: dict[str, Any]
     """Of the pipeline call."""
+    inputs: Mapping[str, str] = MappingProxyType({})
+    """Those that are pictures of the prompt's row, with their columns."""
 
 
 def config_of(name: str) -> Config | None:
@@ -57,15 +61,16 @@ def choose(name: str, lora: str | None, dtype: Dtype | None, given: dict[str, An
     config = config_of(name)
     if config is None:
         return Chosen(Model(path=name, dtype=dtype or "float32"), lora, given)
-    settings = config.sampling
-    scale = settings.guidance_scale if config.evaluation.guidance_scale is None else config.evaluation.guidance_scale
-    steps = config.evaluation.num_inference_steps or settings.num_inference_steps
-    arguments = call_arguments(settings.scheduled(steps), scale, settings.height, settings.width)
+    settings, own = config.sampling, config.evaluation
+    scale = settings.guidance_scale if own.guidance_scale is None else own.guidance_scale
+    steps = own.num_inference_steps or settings.num_inference_steps
+    height, width = own.height or settings.height, own.width or settings.width
+    arguments = call_arguments(settings.scheduled(steps), scale, height, width)
     if settings.num_frames is not None:
         arguments["num_frames"] = settings.num_frames
     adapter = lora or _newest_adapter(Path(name))
     model = config.model.model_copy(update={"dtype": dtype or config.model.dtype})
-    return Chosen(model, adapter, arguments | settings.pipeline_args | given)
+    return Chosen(model, adapter, arguments | settings.pipeline_args | given, settings.inputs)
 
 
 def _newest_adapter(run: Path) -> str:
@@ -109,10 +114,11 @@ def evaluate(name: str, options: Options) -> None:
     chosen = choose(name, options.lora, options.dtype, options.call_arguments())
 
     from genrl.cli.tables import console, safe, scores_table, write_scores
-    from genrl.data.prompts import load as load_prompts
+    from genrl.diffusion.rollout.rollout import check_inputs
     from genrl.diffusion.sample import evaluate_pipeline, load
 
-    rows = load_prompts(source, config.prompts.column if config else "prompt")[: options.num_prompts]
+    rows = _rows(source, config, options)
+    check_inputs(chosen.inputs, rows, source)
     seed = 1234 if options.seed is None else options.seed
     scorers = _named(options.reward) if options.reward or not config else _of_run(config, Path(name))
     with closing(scorers):
@@ -124,6 +130,7 @@ def evaluate(name: str, options: Options) -> None:
             seed=seed,
             num_pictures=0,
             arguments=chosen.arguments,
+            inputs=chosen.inputs,
         ).metrics
     table = scores_table(f"{name}, {len(rows)} prompts of {source}", "metric", "value")
     for metric, value in sorted(metrics.items()):
@@ -131,6 +138,21 @@ def evaluate(name: str, options: Options) -> None:
     console.print(table)
     record = {"model": chosen.model.path, "lora": chosen.adapter, "prompts": source, "num_prompts": len(rows)}
     write_scores(options.out, record | {"seed": seed, "arguments": chosen.arguments}, metrics)
+
+
+def _rows(source: str, config: Config | None, options: Options) -> list[Prompt]:
+    """The prompts in the sizes that the run draws them in; of a plain pipeline, those that their columns say. One size
+    for all where the user gives it."""
+    from genrl.data.prompts import load
+    from genrl.data.sizes import NAMES, sized
+
+    rows = load(source, config.prompts.column if config else "prompt")[: options.num_prompts]
+    if not options.call_arguments().keys().isdisjoint(NAMES):
+        return rows
+    buckets = config.sampling.buckets if config else "rows"
+    if buckets == "rows" and not any(name in row.columns for row in rows for name in NAMES):
+        return rows  # a plain list, or another file than the run's
+    return sized(rows, buckets, config.sampling.picture_column if config else None, source)
 
 
 def _of_run(config: Config, run: Path) -> Scorers:

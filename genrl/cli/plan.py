@@ -29,19 +29,16 @@ def plan(file: ConfigFile, overrides: Overrides = None) -> None:
     step is deterministic; `trained` counts the transitions in the loss. A ratio below 1 is what the shared prefixes
     save against independent rollouts with as many samples. docs/trees.md explains the settings.
     """
+    from genrl.cli.diffusion import components_of
     from genrl.cli.tables import printable
     from genrl.config import Config, VLAConfig, load
-    from genrl.config.estimate import read_components
-    from genrl.config.files import model_folder
 
     config = load(file, overrides or ())
     if not isinstance(config, Config):
         what = "a policy" if isinstance(config, VLAConfig) else "a vision-language model"
         text = f"{file} trains {what}; a plan shows how a pipeline samples; `genrl check` says what this run does"
         raise typer.BadParameter(text, param_hint="FILE")
-    folder = model_folder(config)
-    components = read_components(folder, config.model.variant) if folder else ()
-    typer.echo(printable("\n".join(lines(config, components))))
+    typer.echo(printable("\n".join(lines(config, components_of(config)))))
 
 
 def lines(config: Config, components: Sequence[Component] = ()) -> Iterator[str]:

@@ -42,22 +42,31 @@ def sample(
     """
     if not prompt and not prompts:
         raise typer.BadParameter('give --prompt "text" (also several times) or --prompts FILE')
-    texts = list(prompt or [])
+    texts, rows = list(prompt or []), []
     if prompts:
         from genrl.data.prompts import load as load_prompts
 
-        texts += [row.text for row in load_prompts(prompts)]
+        rows = load_prompts(prompts)
+        texts += [row.text for row in rows]
 
     from genrl.cli.pipelines import call_arguments, choose
 
     given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
     chosen = choose(model, lora, dtype, given)
 
+    if chosen.inputs and prompt:
+        columns = ", ".join(chosen.inputs.values())
+        text = f"{model} is given pictures with each prompt; give --prompts FILE.jsonl with the columns {columns}"
+        raise typer.BadParameter(text, param_hint="--prompt")
+
     from genrl.diffusion.methods.prompt_rl.rewriter import load_rewriter
+    from genrl.diffusion.rollout.rollout import batch_inputs, check_inputs
     from genrl.diffusion.sample import load
     from genrl.diffusion.sample import sample as generate
 
+    check_inputs(chosen.inputs, rows, str(prompts))
     writer = None if rewriter is None else load_rewriter(rewriter)
     pipe = load(chosen.model, chosen.adapter)
-    paths = generate(pipe, texts, out, seed=seed, arguments=chosen.arguments, rewriter=writer)
+    pictures = batch_inputs(chosen.inputs, rows)
+    paths = generate(pipe, texts, out, seed=seed, arguments=chosen.arguments, inputs=pictures, rewriter=writer)
     typer.echo(f"{len(paths)} pictures and grid.png in {out}")

@@ -59,7 +59,7 @@ def resume(run: RunFolder, overrides: Changes = None, nproc: Processes = 1) -> N
 
 def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:
     from genrl.config import Config, check_files, load_located
-    from genrl.config.combinations import processes_problem
+    from genrl.config.shares import processes_problem
 
     config, origins = load_located(file, overrides or ())
     inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes

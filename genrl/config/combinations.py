@@ -7,21 +7,20 @@ needs the disk is in `genrl.config.files`; what concerns one method is in its se
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from genrl.config.folders import is_single_file, looks_local
+from genrl.config.folders import looks_local
 from genrl.config.kernel_rules import kernel_rules
 from genrl.config.memory_rules import memory_rules
 from genrl.config.method import Finding
+from genrl.config.model_rules import model_rules
 from genrl.config.optimizers import optimizer_problems
 
 if TYPE_CHECKING:
     from genrl.config import AnyConfig
-    from genrl.config.schema import Config, Model
-    from genrl.config.sections import LoRA
+    from genrl.config.schema import Config
 
 # Arguments of a pipeline's call that belong to the trainer or have a key of their own.
 OWN_KEY = {
@@ -73,7 +72,7 @@ def refuse_impossible(config: Config) -> None:
         _precision,
         kernel_rules,
         memory_rules,
-        _model,
+        model_rules,
         _optimizer,
         optimizer_problems,
         _run,
@@ -81,17 +80,6 @@ def refuse_impossible(config: Config) -> None:
     problems = [finding for rule in rules for finding in rule(config)]
     if problems:
         raise ImpossibleConfig(problems)
-
-
-def processes_problem(config: Config, num_processes: int) -> str | None:
-    """Why `num_processes` are more than this run can use, in words; None if it can use them."""
-    per_update = config.trainer.most_micro_batches(config) // config.trainer.updates
-    if num_processes <= per_update:
-        return None
-    return (
-        f"{num_processes} processes, but an optimiser step has only {per_update} micro-batches to share; start "
-        f"{per_update} processes or fewer, or lower sampling.batch_size ({config.sampling.batch_size})"
-    )
 
 
 def _batches(config: Config) -> Iterator[Finding]:
@@ -120,8 +108,7 @@ def _buckets(config: Config) -> Iterator[Finding]:
         near = size // group * group or next(n for n in range(size, 0, -1) if group % n == 0)
         text = f"micro-batches are of one size, so {size} samples must be whole groups of {group} or a share of one"
         yield ("sampling.batch_size", "sampling.group_size", at), f"{text}; use {near}"
-    elif sampling.prompts_per_iteration % max(1, size // group):
-        together = size // group
+    elif sampling.prompts_per_iteration % (together := sampling.prompts_together):
         near = max(together, sampling.prompts_per_iteration // together * together)
         text = f"a micro-batch is {together} prompts of one size; use {near} prompts, or a smaller batch"
         yield ("sampling.prompts_per_iteration", "sampling.batch_size", at), text
@@ -135,12 +122,10 @@ def _buckets(config: Config) -> Iterator[Finding]:
     for name in ("height", "width"):
         if getattr(config.evaluation, name) is not None:
             yield (f"evaluation.{name}", at), "held-out prompts have the sizes of the buckets; remove one of them"
-    for why, key in (
-        (trainer.one_size, "trainer.algorithm"),
-        ("grows trees, which are mixed in micro-batches" if trainer.grows_trees else "", "trainer.algorithm"),
-    ):
+    for why in (trainer.one_size, "grows trees, which are mixed in micro-batches" if trainer.grows_trees else ""):
         if why:
-            yield (at, key), f"{trainer.algorithm} {why}; remove the buckets, or use flow_grpo or diffusion_nft"
+            text = f"{trainer.algorithm} {why}; remove the buckets, or use flow_grpo or diffusion_nft"
+            yield (at, "trainer.algorithm"), text
     if sampling.fit_batch:
         text = "how many samples fit depends on their size; find batch_size by hand, for the largest"
         yield ("sampling.fit_batch", at), text
@@ -205,8 +190,9 @@ def _fitted(config: Config) -> Iterator[Finding]:
     if why := config.trainer.not_fitted:
         text = f"{config.trainer.algorithm} {why}; find batch_size by hand"
         yield ("sampling.fit_batch", "trainer.algorithm"), text
-    if config.distributed.fsdp:
-        yield ("sampling.fit_batch", "distributed.fsdp"), "sharded models are not tried; find batch_size by hand"
+    if config.shards:
+        key = config.sharded_by
+        yield ("sampling.fit_batch", key), "sharded models are not tried; find batch_size by hand"
 
 
 def _rewards(config: Config) -> Iterator[Finding]:
@@ -343,60 +329,6 @@ def _precision(config: Config) -> Iterator[Finding]:
     if dtype == "bfloat16" and autocast is None and config.model.lora is None:
         text = "all weights are trained in float32 and would be fed the bfloat16 of the other parts; use bfloat16"
         yield ("model.autocast", "model.dtype", "model.lora"), text
-
-
-def _model(config: Config) -> Iterator[Finding]:
-    model = config.model
-    if config.distributed.fsdp and model.lora is not None:
-        text = "sharding is for full fine-tuning, adapters are small; write lora: null, or fsdp: false"
-        yield ("distributed.fsdp", "model.lora"), text
-    yield from _single_file(model)
-    if model.revision is not None and looks_local(model.path) and not is_single_file(model.path):
-        yield ("model.revision", "model.path"), "a folder has no revisions; remove it, or use a hub id (org/name)"
-    if model.lora is not None:
-        yield from _adapters(model.lora)
-        if model.lora.type in ("dora", "lokr") and model.quantize is not None:
-            text = f"{model.lora.type} needs the weights that it changes as numbers; write lora or rslora"
-            yield ("model.lora.type", "model.quantize"), text
-
-
-def _adapters(lora: LoRA) -> Iterator[Finding]:
-    """Where a file says what the adapter is, and what cannot stand beside each other."""
-    targets = lora.targets or ()
-    twice = [name for name, count in Counter(targets).items() if count > 1]
-    if twice:
-        yield ("model.lora.targets",), f"{', '.join(twice)} twice; keep one"
-    if lora.begin is not None:
-        for key in ("type", "rank", "alpha", "targets", "ranks"):
-            if getattr(lora, key) != type(lora).model_fields[key].get_default(call_default_factory=True):
-                yield (f"model.lora.{key}", "model.lora.from"), "is the file's own; leave it out"
-    if lora.frozen and lora.type == "lokr":
-        yield ("model.lora.frozen", "model.lora.type"), "peft puts no lokr beside LoRAs; write another type"
-    twice = [name for name, count in Counter(lora.frozen).items() if count > 1]
-    if twice:
-        yield ("model.lora.frozen",), f"{', '.join(twice)} twice; keep one"
-
-
-def _single_file(model: Model) -> Iterator[Finding]:
-    if not is_single_file(model.path):
-        if model.config is not None:
-            text = "is for a checkpoint in one .safetensors file, and this is a pipeline of its own; remove it"
-            yield ("model.config", "model.path"), text
-        return
-    if model.config is None:
-        text = (
-            "one file has weights alone; give the folder or hub id of the pipeline that it was made from, for example"
-        )
-        yield ("model.config", "model.path"), f"{text} stabilityai/stable-diffusion-xl-base-1.0"
-    for name in ("revision", "variant"):
-        if getattr(model, name) is not None:
-            yield (f"model.{name}", "model.path"), "one file has none; remove it"
-    if model.offload.text_encoders == "encode_then_free":
-        text = "the loader of single files reads all at once, so that nothing is left out of it; write between"
-        yield ("model.offload.text_encoders", "model.path"), text
-    if model.quantize is not None:
-        text = "the loader of single files quantises nothing; save the pipeline as a folder (`pipe.save_pretrained`)"
-        yield ("model.quantize", "model.path"), text
 
 
 def _optimizer(config: Config) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from genrl.config.method import Finding, Kind, Method
@@ -53,6 +54,8 @@ class DiffusionMethod(Method):
     """Whether gradients come through the rewards and the decoder."""
     trains_reward: ClassVar[bool] = False
     """Whether one of the rewards is trained beside the model."""
+    reads_pictures: ClassVar[bool] = False
+    """Whether it reads the pictures of a data set by itself, row by row."""
     checks_data: ClassVar[bool] = False
     """Its module has `check(config, scorers, prompts)`, which raises ValueError before the model is loaded."""
     not_in_float16: ClassVar[str] = ""
@@ -112,6 +115,11 @@ class DiffusionMethod(Method):
         return False
 
     @property
+    def branches(self) -> bool:
+        """Whether a state goes on in several ways."""
+        return self.grows_trees
+
+    @property
     def other_guidance(self) -> tuple[float, ...]:
         """Scales of guidance, beside that of sampling, under which training evaluates the model."""
         return ()
@@ -120,9 +128,12 @@ class DiffusionMethod(Method):
         """How many of so many iterations train the model; at most these, where a run decides it by its scores."""
         return iterations
 
-    def micro_batches(self, config: Config) -> int:
-        """Micro-batches of an iteration on one process."""
-        return config.sampling.micro_batches
+    def cut(self, config: Config, num_processes: int) -> list[list[int]]:
+        """Of each optimiser step of an iteration the sizes of its micro-batches, over all processes, the last of which
+        may be smaller: in samples, or trees where these are shared out."""
+        sizes = in_pieces(config.sampling.images_per_iteration, config.sampling.batch_size)
+        bounds = [len(sizes) * k // self.updates for k in range(self.updates + 1)]
+        return [sizes[first:last] for first, last in pairwise(bounds)]
 
     def most_micro_batches(self, config: Config) -> int:
         """What processes and updates can share: micro-batches, or what these can be cut into."""
@@ -195,3 +206,8 @@ def first_update(config: Config, updates: int) -> int:
     """Samples of the first of an iteration's updates, after which the policy is no longer the one that drew them."""
     sampling = config.sampling
     return min(sampling.images_per_iteration, sampling.batch_size * (sampling.micro_batches // updates))
+
+
+def in_pieces(count: int, size: int) -> list[int]:
+    """`count` in pieces of `size`, and the rest."""
+    return [min(size, count - first) for first in range(0, count, size)]

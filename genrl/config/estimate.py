@@ -83,7 +83,7 @@ def plan(config: Config, components: tuple[Component, ...] = ()) -> Plan:
     steps, every = evaluation.num_inference_steps or sampling.num_inference_steps, evaluation.every
     return Plan(
         images=sampling.images_per_iteration,
-        micro_batches=trainer.micro_batches(config),
+        micro_batches=sum(map(len, trainer.cut(config, 1))),
         trained_steps=calls.trained,
         guidance=guided(sampling.guidance_scale),
         sample_calls=calls.sample,
@@ -189,14 +189,19 @@ def adapted_ranks(component: Component, lora: LoRA) -> int:
 def _adapted(component: Component, targets: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, shape in component.shapes.items():
         module = name.removesuffix(".weight")
-        if len(shape) == 2 and name.endswith(".weight") and _matches(module, targets):
+        if len(shape) == 2 and name.endswith(".weight") and matches(module, targets):
             yield module, shape
 
 
 def rank_of(lora: LoRA, component: str, module: str) -> int:
     """Of one layer, as peft reads `ranks`."""
-    named = (rank for pattern, rank in lora.ranks.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    named = (rank for pattern, rank in lora.ranks.items() if fits(pattern, module))
     return next(named, lora.ranks.get(component, lora.rank))
+
+
+def fits(pattern: str, module: str) -> bool:
+    """As peft matches `rank_pattern`."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def _adapter_size(lora: LoRA, rank: int, shape: tuple[int, ...]) -> int:
@@ -214,7 +219,8 @@ def _near_square(number: int) -> tuple[int, int]:
     return small, number // small
 
 
-def _matches(module: str, targets: tuple[str, ...]) -> bool:
+def matches(module: str, targets: tuple[str, ...]) -> bool:
+    """As peft matches `target_modules`."""
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
@@ -231,9 +237,8 @@ def tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) 
     scale = 2 ** (len(channels) - 1) if isinstance(channels, list) else 8
     patch = _patch(settings)
     packed = 2 if patch == 1 and settings.get("in_channels") in (64, 128) else patch  # FLUX packs 2 x 2 beforehand
-    side = scale * (_number(settings.get("sample_size")) or 128)
     sampling = config.sampling
-    plain = (sampling.height or side, sampling.width or side, sampling.num_frames or 1)
+    plain = (*sides(config, settings, scale), sampling.num_frames or 1)
     listed = () if sampling.buckets == "rows" else sampling.buckets
     sizes = [(*bucket, *plain[len(bucket) :]) for bucket in listed] or [plain]
     unit: int = scale * packed
@@ -241,11 +246,18 @@ def tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) 
     return max([1, *map(int, tokens)])
 
 
+def sides(config: Config, denoiser: Mapping[str, Any], scale: int) -> tuple[int, int]:
+    """Height and width of the samples, in pixels; null = the model's own. scale: pixels to a latent."""
+    side = scale * (number(denoiser.get("sample_size")) or 128)
+    return config.sampling.height or side, config.sampling.width or side
+
+
 def _patch(denoiser: Mapping[str, Any]) -> int:
     """Side of a token's patch, in latents."""
     size = denoiser.get("patch_size")
-    return int(size[-1]) if isinstance(size, list) else max(_number(size), 1)
+    return int(size[-1]) if isinstance(size, list) else max(number(size), 1)
 
 
-def _number(value: object) -> int:
+def number(value: object) -> int:
+    """A setting that is a whole number; 0 for any other."""
     return value if isinstance(value, int) else 0

@@ -5,18 +5,26 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import rewards
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
 from genrl.config.estimate import side_step
-from genrl.config.folders import is_single_file, looks_local, nearest_folder, read_json
+from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
-from genrl.config.memory_rules import DENOISERS, missing_packages
+from genrl.config.memory_rules import DENOISERS, experts_problem, missing_components, missing_packages
 from genrl.config.optimizers import missing_package
-from genrl.config.pipeline_classes import CONSISTENCY, NOT_DDIM, problems, strength_problem
+from genrl.config.pipeline_classes import (
+    CONSISTENCY,
+    NOT_DDIM,
+    is_flow_scheduler,
+    loop_problems,
+    problems,
+    scheduler_problems,
+    strength_problem,
+    vae_problems,
+)
 from genrl.config.schema import Config, Reward
 from genrl.config.vla import VLAConfig
 from genrl.config.vla_files import vla_files
@@ -25,7 +33,7 @@ from genrl.config.vlm_files import vlm_files
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, nearest_beside
 from genrl.data.prompts import read as read_prompts
-from genrl.data.sizes import NAMES, prompts_together, short_bucket, sized
+from genrl.data.sizes import NAMES, short_bucket, sized
 from rewards.built_in import BUILT_IN
 from rewards.contract import FROM_SAMPLER, nearest
 from rewards.service.isolation import python_of
@@ -86,9 +94,8 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     if is_single_file(config.model.path) and not file.is_file():
         yield _Wrong(("model", "path"), f"no such file: {file}{nearest_beside(file)}")
     if path.is_file():
-        text = (
-            "a pipeline is a folder, made by pipe.save_pretrained(folder), or one .safetensors file with model.config"
-        )
+        text = "a pipeline is a folder, made by pipe.save_pretrained(folder), or one file (.safetensors, .gguf) with"
+        text += " model.config"
         yield _Wrong(key, f"{path} is a file; {text}")
     elif path.is_dir():
         if not (path / "model_index.json").is_file():
@@ -106,7 +113,7 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         notes.append(f"model.{key[-1]}: {named} is not on this machine yet; training downloads it")
     if folder is not None:
         yield from _pipeline(config, folder)
-        yield from _scheduler(config, read_json(folder / "scheduler" / "scheduler_config.json"))
+        yield from _scheduler(config, _scheduler_settings(config, folder))
 
 
 def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
@@ -115,17 +122,22 @@ def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:
     networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list)}
     for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
         yield _Wrong(tuple(key.split(".")), text)
+    if problem := experts_problem(config, len(networks)):
+        yield _Wrong(tuple(config.sharded_by.split(".")), problem)
+    is_flow = is_flow_scheduler(_scheduler_settings(config, folder))
+    loop = loop_problems(str(index.get("_class_name", "")), is_flow=is_flow, branches=config.trainer.branches)
+    yield from (_Wrong(tuple(key.split(".")), text) for key, text in loop)
     if "_class_name" in index and not networks:
         text = f"{index['_class_name']} has no denoiser: none of its components is called {', '.join(DENOISERS)}"
         yield _Wrong(("model", "path"), text)
-    for name in config.model.quantize if isinstance(config.model.quantize, dict) else ():
-        if not isinstance(index.get(name), list):
-            near = get_close_matches(name, index, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            yield _Wrong(("model", "quantize", name), f"{index.get('_class_name')} has no such component{meant}")
+    wrong = missing_components(config.model, index)
+    yield from (_Wrong(tuple(key.split(".")), text) for key, text in wrong)
     if cut := strength_problem(str(index.get("_class_name", "")), config.sampling.pipeline_args):
         yield _Wrong(("sampling", "pipeline_args", "strength"), cut)
     settings = [read_json(folder / name / "config.json") for name in (*networks, "vae")]
+    vae = index["vae"][1] if isinstance(index.get("vae"), list) else ""
+    for key, text in vae_problems(vae, settings[-1], config.model, config.sampling):
+        yield _Wrong(tuple(key.split(".")), text)
     step = side_step(settings[0], settings[-1]) if networks else None
     sides: list[tuple[KeyPath, int | None]] = [
         (("sampling", name), getattr(config.sampling, name)) for name in ("height", "width")
@@ -151,7 +163,7 @@ def _adapters(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         folder = Path(source).expanduser()
         if folder.exists() and not (folder.is_file() or any(folder.glob("*.safetensors"))):
             yield _Wrong(key, f"{folder} holds no LoRA: there is no .safetensors file in it")
-        elif not folder.exists() and looks_local(source):
+        elif not folder.exists() and looks_local(hub_file(source)[0]):
             yield _Wrong(key, f"no such folder: {folder}{nearest_folder(folder)}")
         elif not folder.exists():
             notes.append(f"{dotted(key)}: {source} is not on this machine; training downloads it")
@@ -165,7 +177,9 @@ def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]
         yield _Wrong(("model", "path"), f"its scheduler is a {name}: {NOT_DDIM}")
         return
     kernel = trainer.transition
-    is_flow = "FlowMatch" in str(name) or scheduler.get("prediction_type") == "flow_prediction"
+    is_flow = is_flow_scheduler(scheduler)
+    for key, text in scheduler_problems(str(name), config.model.scheduler, is_flow=is_flow):
+        yield _Wrong(("model", "scheduler", key), text)
     if trainer.needs_flow and not is_flow:
         text = f"{trainer.algorithm} needs a flow model, but this one predicts for {name}"
         yield _Wrong(("trainer", "algorithm"), f"{text}; use flow_grpo with kernel ddim")
@@ -175,6 +189,12 @@ def _scheduler(config: Config, scheduler: Mapping[str, Any]) -> Iterator[_Wrong]
     elif kernel not in (None, "ddim") and not is_flow:
         text = f"{kernel} is for flow models, but this one predicts for {name}; use ddim with noise_level 1"
         yield _Wrong(("trainer", "kernel"), text)
+
+
+def _scheduler_settings(config: Config, folder: Path) -> Mapping[str, Any]:
+    """As it is trained with; empty where the folder has none."""
+    held = read_json(folder / "scheduler" / "scheduler_config.json")
+    return held | config.model.scheduler if held else held
 
 
 def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
@@ -220,10 +240,9 @@ def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> 
             text = f"the column {written[0]} is not read; sampling.buckets: rows draws each prompt in its own size"
             notes.append(f"prompts.{name}: {text}")
         return
-    picture = next(iter(sampling.inputs.values()), None)
-    rows = sized(found.rows, sampling.buckets, picture, str(getattr(config.prompts, name)))
-    problem = short_bucket(rows, prompts_together(sampling.batch_size, sampling.group_size))
-    if name == "train" and problem:
+    rows = sized(found.rows, sampling.buckets, sampling.picture_column, str(getattr(config.prompts, name)))
+    given = sampling.prompts_together, sampling.buckets, sampling.picture_column
+    if name == "train" and (problem := short_bucket(rows, *given)):
         yield _Wrong(("sampling", "buckets"), problem)
 
 

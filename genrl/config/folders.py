@@ -13,9 +13,20 @@ def looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~", "assets/")) or path.count("/") != 1
 
 
+def hub_file(source: str) -> tuple[str, str | None]:
+    """(hub id, file) of an adapter on the hub, which may be written org/name:file.safetensors."""
+    name, _, file = source.partition(":")
+    return name, file or None
+
+
 def is_single_file(path: str) -> bool:
     """Whether `path` is written like a checkpoint in one file."""
-    return path.endswith(".safetensors")
+    return path.endswith(".safetensors") or is_gguf(path)
+
+
+def is_gguf(path: str) -> bool:
+    """Whether `path` is written like a denoiser in llama.cpp's format, quantised."""
+    return path.endswith(".gguf")
 
 
 def read_json(path: Path) -> dict[str, Any]:

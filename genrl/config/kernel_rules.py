@@ -47,9 +47,10 @@ def _compiled(config: Config) -> Iterator[Finding]:
     mode, trainer = config.kernels.compile, config.trainer
     if mode is False:
         return
-    if config.distributed.fsdp:
-        text = "a sharded model gathers its weights by hooks, which break the graph at every block; write false"
-        yield ("kernels.compile", "distributed.fsdp"), text
+    if config.shards:
+        key = config.sharded_by
+        text = "weights come to the device by hooks, which break the graph at every block; write false"
+        yield ("kernels.compile", key), text
     if mode != "cuda_graphs":
         return
     if not trainer.one_call_at_a_time:

@@ -7,10 +7,13 @@ encoded) what the largest needs beyond the others.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
 
-from genrl.config.estimate import Component, adapted_ranks, plan, tokens, trained_parameters
+from genrl.config.estimate import Component, adapted_ranks, number, plan, sides, tokens, trained_parameters
+from genrl.config.folders import is_gguf
 from genrl.config.memory_rules import DENOISERS, is_text_encoder, quantized
 from genrl.config.optimizers import state_bytes
 from genrl.config.schema import Config
@@ -21,6 +24,11 @@ LARGEST_COPY = 32_000_000
 """Most trained numbers of which a copy is kept at the beginning of every iteration, in full fine-tuning."""
 BITS = {"int8": 8.0, "fp8": 8.0, "nf4": 4.127}
 """Per weight of a linear layer, nf4's scales of 64 weights included."""
+BLOCK = re.compile(r"[^.]+\.\d+(?=\.)")
+UNET_LEVELS = ("down_blocks.", "up_blocks.", "mid_block.")
+UNET_PART = re.compile(
+    r"(down_blocks\.\d+|up_blocks\.\d+|mid_block)\.(attentions\.\d+\.transformer_blocks|resnets)\.\d+"
+)
 EMBEDDINGS = ("shared", "embed", "wte", "position")
 """What in the names of matrices tells that they are tables, which stay as they are."""
 
@@ -40,8 +48,13 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
         name for name in weights if (is_text_encoder(name) and offload.text_encoders) or (name == "vae" and offload.vae)
     ]
     parts = [(f"weights of {name}", size) for name, size in weights.items() if name not in away]
-    parts += _trained(config, components)
-    training = [("gradients (float32)", 4 * trained_parameters(config, components)), _activations(config, components)]
+    trained = trained_parameters(config, components)
+    if config.trains_shards and offload.denoiser:  # a share waits on the CPU with its gradients and optimiser state
+        trained = sum(_at_a_time(c.shapes) for c in components if c.name in DENOISERS)
+    else:
+        parts += _trained(config, trained)
+    training = [("gradients (float32)", 4 * trained), _activations(config, components)]
+    training += [("unpacked weights, for the backward pass", _unpacked(config, components))]
     parts += training
     taken = sum(size for _, size in training)
     decoding = _decoding(config, components) + (vae if offload.vae else 0)
@@ -55,22 +68,64 @@ def memory(config: Config, components: tuple[Component, ...]) -> list[tuple[str,
 
 def weight_bytes(config: Config, component: Component) -> int:
     """Of one network on the device: as `model.dtype` holds it, or quantised with its scales; float32 where all weights
-    are trained."""
+    are trained; of a denoiser whose blocks wait on the CPU what is there at a time."""
     model = config.model
-    if component.name in DENOISERS and model.lora is None:
-        return 4 * component.num_parameters
-    held = HELD_BYTES[model.dtype]
+    held = 4 if component.name in DENOISERS and model.lora is None else HELD_BYTES[model.dtype]
+    if component.name in DENOISERS and model.offload.denoiser:
+        return held * _at_a_time(component.shapes)
+    file = Path(model.path).expanduser()
+    if component.name in DENOISERS and is_gguf(model.path) and file.is_file():
+        return file.stat().st_size
     kind = quantized(model, [component.name]).get(component.name)
     if kind is None or kind not in BITS:
         return held * component.num_parameters
     total = 0.0
     for name, shape in component.shapes.items():
         count = math.prod(shape)
-        if len(shape) == 2 and name.endswith(".weight") and not any(word in name for word in EMBEDDINGS):
+        if _is_linear(name, shape):
             total += count * BITS[kind] / 8 + (0 if kind == "nf4" else held * shape[0])
         else:
             total += count * held
     return round(total)
+
+
+def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether quantisation takes this tensor."""
+    return len(shape) == 2 and name.endswith(".weight") and not any(word in name for word in EMBEDDINGS)
+
+
+def _at_a_time(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Numbers in no block, and in the two largest blocks: one computes while the next one comes."""
+    blocks = _by_block(shapes)
+    rest = blocks.pop("", 0)
+    return rest + sum(count for _, count in blocks.most_common(2))
+
+
+def _by_block(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
+    """Numbers in each block, by its name; the empty name has those that are in none."""
+    blocks: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        found = UNET_PART.match(name) or (None if name.startswith(UNET_LEVELS) else BLOCK.match(name))
+        blocks[found.group() if found else ""] += math.prod(shape)
+    return blocks
+
+
+def _unpacked(config: Config, components: tuple[Component, ...]) -> int:
+    """torchao and diffusers' GGUF layers unpack a weight to multiply by it, and the graph keeps that copy: of all
+    blocks, or of the one that is computed again. bitsandbytes unpacks it once more in the backward pass."""
+    model, total = config.model, 0
+    for component in components:
+        kind = quantized(model, [component.name]).get(component.name)
+        if component.name in DENOISERS and (kind in ("int8", "fp8") or is_gguf(model.path)):
+            blocks = _by_block({name: shape for name, shape in component.shapes.items() if _is_linear(name, shape)})
+            count = max(blocks.values()) if model.gradient_checkpointing else sum(blocks.values())
+            total += count * (2 if _half(config) else 4)
+    return total
+
+
+def _half(config: Config) -> bool:
+    """Whether activations take two bytes."""
+    return config.model.autocast is not None or config.model.dtype != "float32"
 
 
 def snapshots(config: Config) -> list[str]:
@@ -86,9 +141,8 @@ def snapshots(config: Config) -> list[str]:
     return names
 
 
-def _trained(config: Config, components: tuple[Component, ...]) -> list[tuple[str, int]]:
-    """What training adds between its iterations."""
-    trained = trained_parameters(config, components)
+def _trained(config: Config, trained: int) -> list[tuple[str, int]]:
+    """What training so many numbers adds between its iterations."""
     lora = config.model.lora is not None
     state, copies = state_bytes(config.optimizer), snapshots(config)
     parts = [("adapters", trained * 4)] if lora else []
@@ -108,59 +162,50 @@ def _activations(config: Config, components: tuple[Component, ...]) -> tuple[str
 
 
 def _kept_numbers(config: Config, components: tuple[Component, ...]) -> int:
-    denoiser = next((component for component in components if component.name in DENOISERS), None)
-    vae = next((component for component in components if component.name == "vae"), None)
+    vae, denoiser = _first(components, "vae"), _first(components, *DENOISERS)
     if denoiser is None:
         return 0
     settings, model = denoiser.settings, config.model
     heads, head_dim = settings.get("num_attention_heads"), settings.get("attention_head_dim")
-    layers = _number(settings.get("num_layers")) + _number(settings.get("num_single_layers"))
+    layers = number(settings.get("num_layers")) + number(settings.get("num_single_layers"))
     if not isinstance(heads, int) or not isinstance(head_dim, int) or not layers:
         return 0
-    half = model.autocast is not None or model.dtype != "float32"
     each = (KEPT if model.lora is None else KEPT_WITH_LORA) * heads * head_dim
     if model.lora is not None:  # what stands between the two matrices of an adapter
         each += adapted_ranks(denoiser, model.lora) // layers
     numbers = each + layers * heads * head_dim if model.gradient_checkpointing else each * layers
     length = tokens(config, settings, vae.settings if vae else {}) + text_tokens(config, components)
     batch = config.sampling.batch_size * plan(config, components).guidance
-    return int(batch * length * numbers * (2 if half else 4))
+    return int(batch * length * numbers * (2 if _half(config) else 4))
+
+
+def _first(components: tuple[Component, ...], *names: str) -> Component | None:
+    """The first component of these names."""
+    return next((component for component in components if component.name in names), None)
 
 
 def text_tokens(config: Config, components: tuple[Component, ...]) -> int:
     """Tokens of the text that run through a denoiser's blocks beside those of the picture; 0 where it only looks at
     them. As `max_sequence_length` says, or as the pipelines of SD3 (256, after CLIP's) and FLUX (512) have it."""
-    parts = {component.name: component for component in components}
-    denoiser = next(parts[name] for name in DENOISERS if name in parts)
-    if "joint_attention_dim" not in denoiser.settings:
+    encoder, denoiser = _first(components, "text_encoder"), _first(components, *DENOISERS)
+    if denoiser is None or "joint_attention_dim" not in denoiser.settings:
         return 0
     given = config.sampling.pipeline_args.get("max_sequence_length")
     clip = 0
-    if denoiser.kind.startswith("SD3") and "text_encoder" in parts:
-        clip = _number(parts["text_encoder"].settings.get("max_position_embeddings")) or 77
+    if denoiser.kind.startswith("SD3") and encoder is not None:
+        clip = number(encoder.settings.get("max_position_embeddings")) or 77
     return clip + (given if isinstance(given, int) else 512 if denoiser.kind.startswith("Flux") else 256)
 
 
 def _decoding(config: Config, components: tuple[Component, ...]) -> int:
     """Activations of the decoder: five times the input of its last blocks, which have full resolution (measured 4.8 on
     a CPU, whose convolutions copy)."""
-    vae = next((component for component in components if component.name == "vae"), None)
-    denoiser = next((component for component in components if component.name in DENOISERS), None)
+    vae, denoiser = _first(components, "vae"), _first(components, *DENOISERS)
     channels = vae.settings.get("block_out_channels") if vae else None
     if not isinstance(channels, list) or denoiser is None:
         return 0
-    height, width = sides(config, denoiser.settings, len(channels))
+    height, width = sides(config, denoiser.settings, 2 ** (len(channels) - 1))
     frames = config.sampling.num_frames or 1
     batch = 1 if config.model.slice_vae else config.sampling.batch_size
     wide = int(channels[min(1, len(channels) - 1)])
     return 5 * wide * height * width * frames * batch * HELD_BYTES[config.model.dtype]
-
-
-def sides(config: Config, denoiser: Mapping[str, Any], levels: int) -> tuple[int, int]:
-    """Height and width of the samples, in pixels; null = the model's own."""
-    side = 2 ** (levels - 1) * (_number(denoiser.get("sample_size")) or 128)
-    return config.sampling.height or side, config.sampling.width or side
-
-
-def _number(value: object) -> int:
-    return value if isinstance(value, int) else 0

@@ -67,9 +67,10 @@ def optimizer_problems(config: AnyConfig) -> Iterator[Finding]:
         hint = f"did you mean {near[0]}? " if near else ""
         text = f"unknown optimiser {name!r}; {hint}they are: {', '.join(OPTIMIZERS)}; or name a class"
         yield ("optimizer.name",), f"{text}: package.module:Class"
-    if config.distributed.fsdp and (known is None or not known.shards):
+    if config.trains_shards and (known is None or not known.shards):
         can = " or ".join(other for other, found in OPTIMIZERS.items() if found.shards)
-        yield ("optimizer.name", "distributed.fsdp"), f"the state of {name} cannot be sharded; write {can}"
+        key = "distributed.fsdp" if config.distributed.fsdp else "model.offload.denoiser"
+        yield ("optimizer.name", key), f"the state of {name} cannot be sharded; write {can}"
     if known is None:
         return
     for key in settings.args:

@@ -48,6 +48,8 @@ class Offload(Section):
     text_encoders: Literal["encode_then_free", "between"] | None = None
     """encode_then_free = all prompts are encoded before the denoiser is on the device, and the encoders dropped;
     between = they wait on the CPU but while they encode; null = they stay."""
+    denoiser: Literal["blocks"] | None = None
+    """blocks = its frozen weights wait on the CPU, and a block is on the device while it computes; null = they stay."""
     vae: Literal["between"] | None = None
     """between = it waits on the CPU but while it encodes or decodes; null = it stays."""
 
@@ -56,10 +58,10 @@ class Model(Section):
     """Which diffusers pipeline to train, and in which precision."""
 
     path: Text
-    """Folder of a saved diffusers pipeline (has model_index.json), a hub id such as org/name, or one .safetensors file
-    (with config)."""
+    """Folder of a saved diffusers pipeline (has model_index.json), a hub id such as org/name, or one .safetensors or
+    .gguf file (with config)."""
     config: Text | None = None
-    """Of a .safetensors file: folder or hub id of the pipeline that it was made from, for its class, the settings of
+    """Of such a file: folder or hub id of the pipeline that it was made from, for its class, the settings of
     its networks, and what the file lacks."""
     revision: Text | None = None
     """Branch, tag or commit of the hub id; null = the main branch. Pin a commit to reproduce a run."""
@@ -71,6 +73,8 @@ class Model(Section):
     """Precision in which the frozen weights are held; LoRA weights are always float32."""
     autocast: Literal["bfloat16", "float16"] | None = None
     """Precision of the forward passes; null = the weights' own."""
+    scheduler: dict[Text, Any] = {}
+    """Settings of its scheduler in place of the checkpoint's, for example {timestep_spacing: trailing}."""
     lora: LoRA | None = LoRA()
     """Low-rank adapters; null = train every weight of the denoiser."""
     quantize: Quantized | dict[Text, Quantized] | None = None
@@ -219,6 +223,16 @@ class Sampling(Section):
         return round(steps / float(strength))
 
     @property
+    def prompts_together(self) -> int:
+        """Prompts of one micro-batch of whole groups; 1 where a group has several micro-batches."""
+        return max(1, self.batch_size // self.group_size)
+
+    @property
+    def picture_column(self) -> str | None:
+        """The column of the first picture that the pipeline is given, whose shape decides a row's bucket."""
+        return next(iter(self.inputs.values()), None)
+
+    @property
     def images_per_iteration(self) -> int:
         """Samples drawn in one iteration, over all processes."""
         return self.prompts_per_iteration * self.group_size
@@ -301,6 +315,26 @@ class Config(Section):
     def uses_reference(self) -> bool:
         """Whether training evaluates the model before training."""
         return self.trainer.uses_reference
+
+    @property
+    def sharded_by(self) -> str:
+        """The key that asks for shards, where one does; for messages."""
+        return "distributed.fsdp" if self.distributed.fsdp else "model.offload.denoiser"
+
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP holds the denoisers."""
+        return self.distributed.fsdp or self.model.offload.denoiser is not None
+
+    @property
+    def trains_shards(self) -> bool:
+        """Whether what is trained is in shards."""
+        return self.shards and self.model.lora is None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether several processes have to make their passes together."""
+        return self.distributed.fsdp or self.trains_shards
 
     @property
     def optimizer_steps(self) -> int:

@@ -36,9 +36,10 @@ class LoRA(LowRank):
     """Other ranks: of a whole component (transformer_2), or of layers whose name ends so, a regular expression; alpha
     follows, so that alpha / rank stays the same (not rslora's)."""
     begin: Text | None = Field(default=None, alias="from")
-    """Folder or hub id of a LoRA to go on training; its type, rank, alpha and targets are taken. null = a new one."""
+    """Folder or hub id (org/name, or org/name:file.safetensors) of a LoRA to go on training; its type, rank, alpha and
+    targets are taken. null = a new one."""
     frozen: tuple[Text, ...] = ()
-    """Folders or hub ids of LoRAs that are active throughout and not trained."""
+    """The same, of LoRAs that are active throughout and not trained."""
 
 
 class Optimizer(Section):
@@ -97,7 +98,10 @@ class Distributed(Section):
     """Several processes."""
 
     fsdp: Flag = False
-    """Shard weights, gradients and optimiser over the processes (FSDP2); for full fine-tuning."""
+    """Shard the model over the processes (FSDP2): with adapters its frozen weights, else weights, gradients and
+    optimiser state."""
+    shard: Literal["all", "node"] = "all"
+    """With fsdp: over all processes, or over those of each machine, which holds the model once."""
     timeout_s: Positive = 600.0
     """Seconds without progress after which a stuck run is stopped."""
 

@@ -293,6 +293,11 @@ class VLAConfig(Section):
     output: Text = "runs/genrl"
     """Run folder; default runs/<name of the YAML file>, with its folders below `configs`."""
 
+    @property
+    def trains_shards(self) -> bool:
+        """Whether what is trained is in shards."""
+        return self.distributed.fsdp
+
     @model_validator(mode="after")
     def _possible(self) -> VLAConfig:
         refuse_impossible(self)

@@ -55,6 +55,11 @@ class Prompt:
     size: Mapping[str, int] = field(default_factory=dict)
     """Its own arguments of the pipeline's call (`genrl.data.sizes`): height, width, num_frames; empty = as for all."""
 
+    @property
+    def bucket(self) -> tuple[tuple[str, int], ...]:
+        """Its size, to be compared and counted."""
+        return tuple(self.size.items())
+
 
 @dataclass(frozen=True)
 class DirtyRow:
@@ -86,24 +91,25 @@ class PromptError(ValueError):
     """A source of prompts that cannot be used."""
 
 
-def load(source: str, column: str = "prompt") -> list[Prompt]:
+def load(source: str, column: str = "prompt", *, pictures: bool = True) -> list[Prompt]:
     """The clean rows of `source`; skipped ones are logged. Raises PromptError as `read` does."""
-    result = read(source, column)
+    result = read(source, column, pictures=pictures)
     if result.skipped:
         logger.warning("%s: %d rows skipped\n%s", source, len(result.skipped), _listed(result.skipped))
     return result.rows
 
 
-def read(source: str, column: str = "prompt") -> PromptRows:
+def read(source: str, column: str = "prompt", *, pictures: bool = True) -> PromptRows:
     """Rows of a prompt file or data set, clean ones and dirty ones apart.
 
+    pictures: False = without the picture columns of a data set, for those who read them by themselves.
     Dirty: bytes that are not UTF-8, control characters (NUL, ANSI escapes), no text, more than 10,000 characters,
     broken JSON, a missing or misnamed column, text of another type, a path that leaves the file's folder.
     PromptError: no such source, unknown format, no prompts at all, or more than 1 % dirty rows (listed).
     """
     rows: list[Prompt] = []
     skipped: list[DirtyRow] = []
-    for line, outcome in _outcomes(source, column):
+    for line, outcome in _outcomes(source, column, pictures):
         if isinstance(outcome, Prompt):
             rows.append(outcome)
         else:
@@ -148,7 +154,7 @@ def _listed(skipped: Sequence[DirtyRow]) -> str:
     return "\n".join([*map(str, skipped[:_LISTED]), *more])
 
 
-def _outcomes(source: str, column: str) -> Iterator[tuple[int, Prompt | str]]:
+def _outcomes(source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
     """(line, row or what is wrong with it) for every row."""
     path = Path(source)
     if path.suffix in FILES:
@@ -156,7 +162,7 @@ def _outcomes(source: str, column: str) -> Iterator[tuple[int, Prompt | str]]:
     elif path.is_file():
         raise PromptError(f"{source}: prompts are .txt (one per line), .jsonl (a column {column!r}) or id:split")
     elif is_data_set(source):
-        yield from _of_data_set(source, column)
+        yield from _of_data_set(source, column, pictures)
     elif path.is_dir():
         raise PromptError(f"{source} is a folder; name a .txt or .jsonl file, or a data set's split as {source}:train")
     else:
@@ -184,20 +190,21 @@ def _of_file(path: Path, column: str) -> Iterator[tuple[int, Prompt | str]]:
                 yield line, str(error)
 
 
-def _of_data_set(source: str, column: str) -> Iterator[tuple[int, Prompt | str]]:
+def _of_data_set(source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
     table = open_data_set(source)
     if column not in table.column_names:
         raise PromptError(f"{source}: {no_column(column, table.column_names)} (prompts.column names it)")
     from datasets import Image
 
-    pictures = [name for name, kind in table.features.items() if isinstance(kind, Image)]
-    for name in pictures:
+    drawn = [name for name, kind in table.features.items() if isinstance(kind, Image)]
+    for name in drawn:
         table = table.cast_column(name, Image(decode=False))
-    read_columns = [name for name in table.column_names if name == column or name in pictures or not is_path(name)]
-    for line, row in enumerate(table.select_columns(read_columns), start=1):
+    kept = drawn if pictures else []
+    plain = [name for name in table.column_names if name == column or (name not in drawn and not is_path(name))]
+    for line, row in enumerate(table.select_columns([*plain, *kept]), start=1):
         try:
-            text, columns = text_and_columns({n: v for n, v in row.items() if n not in pictures}, column, None)
-            yield line, Prompt(text, columns | {name: _written(name, row[name]) for name in pictures}, line)
+            text, columns = text_and_columns({name: row[name] for name in plain}, column, None)
+            yield line, Prompt(text, columns | {name: _written(name, row[name]) for name in kept}, line)
         except RowError as error:
             yield line, str(error)
 

@@ -127,7 +127,7 @@ def _of_rows(source: str) -> References:
 
 
 def _of_data_set(source: str) -> References:
-    rows, table = load_prompts(source), open_picture_table(source, COLUMN)
+    rows, table = load_prompts(source, pictures=False), open_picture_table(source, COLUMN)
     places: dict[str, list[int]] = {}
     for row in rows:
         places.setdefault(row.text, []).append(row.line - 1)

@@ -36,9 +36,14 @@ def sized(rows: Sequence[Prompt], buckets: Buckets, picture: str | None, source:
     return [replace(row, size=_nearest(row, sizes, picture, source)) for row in rows]
 
 
-def short_bucket(rows: Sequence[Prompt], together: int) -> str | None:
-    """What is wrong where a size has fewer rows than a micro-batch takes (`together`); None where none has."""
-    counts = Counter(tuple(row.size.items()) for row in rows)
+def short_bucket(
+    rows: Sequence[Prompt], together: int, buckets: Buckets = "rows", picture: str | None = None
+) -> str | None:
+    """What is wrong where a size has fewer rows than a micro-batch takes (`together`); None where none has. Of sizes
+    that rows are dealt to in turn, each is to have some."""
+    dealt = () if buckets == "rows" or picture else buckets
+    counts = Counter({tuple(zip(NAMES, size, strict=False)): 0 for size in dealt})
+    counts.update(row.bucket for row in rows)
     for size, count in sorted(counts.items()):
         if count < together:
             named = " x ".join(str(value) for _, value in size) or "the pipeline's own size"
@@ -47,11 +52,6 @@ def short_bucket(rows: Sequence[Prompt], together: int) -> str | None:
                 "be drawn; give it more prompts, leave the size out, or lower sampling.batch_size"
             )
     return None
-
-
-def prompts_together(batch_size: int, group_size: int) -> int:
-    """Prompts of one micro-batch of whole groups; 1 where a group has several micro-batches."""
-    return max(1, batch_size // group_size)
 
 
 def _written(row: Prompt, source: str) -> Mapping[str, int]:

@@ -96,9 +96,10 @@ def evaluate(
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
     """The rows in batches, each of one size of picture, in the order of the file within it."""
-    sizes = [tuple(prompt.size.items()) for prompt in prompts]
-    of_size = [[row for row, own in enumerate(sizes) if own == one] for one in dict.fromkeys(sizes)]
-    return [rows[first : first + size] for rows in of_size for first in range(0, len(rows), size)]
+    of_size: dict[object, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        of_size.setdefault(prompt.bucket, []).append(row)
+    return [rows[first : first + size] for rows in of_size.values() for first in range(0, len(rows), size)]
 
 
 def same_prompt(prompts: Sequence[Prompt]) -> list[int]:

@@ -6,6 +6,7 @@ Methods own the algorithm; nothing here knows one.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,12 +21,13 @@ from torch import Tensor
 
 from genrl.config import Config
 from genrl.config.method import Method
+from genrl.config.shares import waiting
 from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
 from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
-from genrl.diffusion.policy.export import probe_of, save_lora, write_card
+from genrl.diffusion.policy.export import accompany, probe_of, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw
@@ -38,6 +40,7 @@ from genrl.diffusion.rollout.rollout import (
     score_metrics,
 )
 from genrl.diffusion.rollout.scoring import Scorers
+from genrl.runtime import checkpoint
 from genrl.runtime.frame import say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.monitor import ended_at
@@ -105,6 +108,8 @@ class DiffusionRun:
     def begin(self, found: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
         settle(self)
+        if slower := waiting(self.config, self.accelerator.num_processes):
+            self.process.progress.say(slower)
         if self.config.kernels.compile:
             graphs = self.config.kernels.compile == "cuda_graphs"
             self.policy.singly, self.weights.by_copy = True, graphs
@@ -212,11 +217,15 @@ class DiffusionRun:
                 show(again, samples / "rewritten", log, iteration, name="samples/rewritten")
         return metrics
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path | None) -> None:
         """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""
-        if self.weights.is_lora:
-            with self.loop.averaged():
+        if not self.weights.is_lora:
+            return
+        with self.loop.averaged():
+            if folder is not None:
                 save_lora(self.policy, folder / "lora", self.probe)
+            elif self.weights.in_step:
+                accompany(self.policy, self.probe)
 
     @property
     def probe(self) -> Batch:
@@ -247,9 +256,9 @@ class DiffusionRun:
         monitor = config.evaluation.monitor
         if best is not None and monitor is not None and monitor.action == "roll_back":  # the weights are those of then
             rows = [row for row in rows if row["step"] <= best]
-        if self.weights.is_lora and loop.is_complete:
-            with loop.averaged():
-                save_lora(self.policy, run.lora, self.probe)
+        saved = checkpoint.latest(run.checkpoints)
+        if self.weights.is_lora and loop.is_complete and saved is not None:
+            shutil.copytree(saved / "lora", run.lora, dirs_exist_ok=True)
             write_card(run.lora, config, rows, list(dict.fromkeys(prompt.text for prompt in self.eval_prompts))[:5])
         picture = before_after(run.samples)
         if picture is not None:

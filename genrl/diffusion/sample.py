@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import Evaluated, evaluate
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom
 from genrl.diffusion.policy.adapters import activate_all, add_frozen, load_lora
+from genrl.diffusion.policy.decoding import spare_vae, tile_vae
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
@@ -32,6 +34,9 @@ from genrl.runtime.run import write_atomic
 def load(model: Model, lora: str | None) -> Pipeline:
     """A pipeline and, where given, its adapter (a folder or hub id), on the best device at hand."""
     pipe = load_pipeline(model)
+    if model.tile_vae:
+        tile_vae(pipe)
+    spare_vae(pipe, offload=False, sliced=model.slice_vae)
     if lora:
         load_lora(pipe, lora)
         if model.lora is not None and model.lora.frozen:
@@ -48,13 +53,15 @@ def sample(
     *,
     seed: int = 0,
     arguments: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     rewriter: Rewriter | None = None,
 ) -> list[Path]:
     """Draw one picture per prompt into `out` (00000.png, ..., prompts.json, grid.png); returns the pictures' paths.
 
     The pictures of an earlier call, which its prompts.json lists, are removed; no other files are. arguments: of the
-    pipeline call (num_inference_steps, guidance_scale, height, ...). rewriter: prompt k is drawn as this model rewrites
-    it, by the key (seed + k,). Raises ValueError for an argument that the pipeline does not take.
+    pipeline call (num_inference_steps, guidance_scale, height, ...); inputs: those with a value per prompt. rewriter:
+    prompt k is drawn as this model rewrites it, by the key (seed + k,). Raises ValueError for an argument that the
+    pipeline does not take.
     """
     check_call_arguments(pipe, arguments or (), section=None)
     texts = list(prompts)
@@ -72,7 +79,8 @@ def sample(
     paths, pictures = [], []
     for k, prompt in enumerate(texts):
         generator = torch.Generator().manual_seed(seed + k)
-        made = pipe(prompt=prompt, generator=generator, output_type="pt", return_dict=False, **(arguments or {}))[0][0]
+        call = {**(arguments or {}), **{name: values[k] for name, values in inputs.items()}}
+        made = pipe(prompt=prompt, generator=generator, output_type="pt", return_dict=False, **call)[0][0]
         picture = to_pil(made.cpu())
         paths.append(save_png(picture, out / f"{k:05d}.png"))
         pictures.append(picture)
@@ -89,12 +97,15 @@ def evaluate_pipeline(
     seed: int = 1234,
     num_pictures: int = 16,
     arguments: Mapping[str, Any],
+    inputs: Mapping[str, str] = MappingProxyType({}),
 ) -> Evaluated:
-    """Score one picture per prompt by every reward: the evaluation of training, on any pipeline.
+    """Score one picture per prompt, in the prompt's own size where it has one, by every reward: the evaluation of
+    training, on any pipeline.
 
     arguments: of the pipeline call; the number of steps, where it is not among them, is the pipeline's own default.
+    inputs: those that are pictures, with the columns that name the files, which the caller has checked.
     """
-    check_call_arguments(pipe, arguments, section=None)
+    check_call_arguments(pipe, [*arguments, *inputs, *(name for row in prompts for name in row.size)], section=None)
     if "num_inference_steps" not in arguments:
         arguments = {**arguments, "num_inference_steps": _default_steps(pipe)}
     for label, scorer in scorers.rewards.items():
@@ -107,6 +118,7 @@ def evaluate_pipeline(
         batch_size=batch_size,
         seed=seed,
         num_pictures=num_pictures,
+        inputs=inputs,
     )
 
 

@@ -11,11 +11,13 @@ from accelerate import Accelerator
 
 import rewards
 from genrl.config import Config, Kernels
+from genrl.config.memory_rules import experts_problem
 from genrl.config.method import code_of
 from genrl.config.pipeline_classes import strength_problem
 from genrl.config.schema import Offload
+from genrl.config.shares import remedy
 from genrl.data import prompts as prompt_files
-from genrl.data.sizes import prompts_together, short_bucket, sized
+from genrl.data.sizes import short_bucket, sized
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
@@ -39,6 +41,7 @@ from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.replay import Reopened
+from genrl.runtime.sharding import Sharding
 from genrl.runtime.weights import REFERENCE, Weights
 
 Rows = tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]
@@ -53,19 +56,28 @@ def train(config: Config, resume: Path | None = None) -> Path:
 
 def check_processes(config: Config, num_processes: int) -> None:
     """ValueError where the configuration does not fit the number of processes. Only sharding asks for anything: its
-    forward passes are collectives, so every process must have as many micro-batches in every update."""
-    if not config.distributed.fsdp:
+    passes are collectives, so every process must have as many micro-batches in every update."""
+    key = config.sharded_by
+    if config.distributed.fsdp and num_processes == 1:
+        raise ValueError(f"{key}: there is one process, nothing to shard over; use --nproc or set it to false")
+    if num_processes == 1 or not config.in_step:
         return
-    if num_processes == 1:
+    if not config.distributed.fsdp:
         raise ValueError(
-            "distributed.fsdp: there is one process, nothing to shard over; use --nproc or set it to false"
+            f"{key}: gradients of all weights that wait on the CPU are not summed over processes; use fsdp"
+        )
+    images, size = config.sampling.images_per_iteration, config.sampling.batch_size
+    if images % size:
+        raise ValueError(
+            f"{key}: {images} samples in micro-batches of {size} leave a smaller one, and all processes make as many "
+            "model calls; change sampling.batch_size"
         )
     per_update = config.sampling.micro_batches / config.trainer.updates
     if per_update % num_processes:
         raise ValueError(
-            f"distributed.fsdp: {config.sampling.micro_batches} micro-batches in "
+            f"{key}: {config.sampling.micro_batches} micro-batches in "
             f"{config.trainer.updates} updates cannot be shared out evenly to {num_processes} "
-            "processes; change sampling.batch_size or sampling.prompts_per_iteration"
+            f"processes; write {remedy(config, num_processes)}"
         )
 
 
@@ -86,9 +98,9 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     said = use_kernels(policy, config.kernels)
     if said:
         process.progress.say(said)
-    weights = trainable_weights(config, policy, sharded=config.distributed.fsdp)
-    if weights.refers_to_snapshot and config.uses_reference:
-        weights.snapshot(REFERENCE)
+    if problem := experts_problem(config, len(policy.denoisers)):
+        raise ValueError(f"{config.sharded_by}: {problem}")
+    weights = trainable_weights(config, policy, sharding_of(config, device))
     run = DiffusionRun(process, policy, prompts, eval_prompts, scorers)
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)
@@ -98,21 +110,22 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
 
 def read_prompts(config: Config) -> Rows:
     """Prompts to train on and held-out ones, checked for the pictures that the pipeline is given with them."""
-    prompts = _sized(config, prompt_files.load(config.prompts.train, config.prompts.column), config.prompts.train)
     sampling = config.sampling
-    if problem := short_bucket(prompts, prompts_together(sampling.batch_size, sampling.group_size)):
-        if sampling.buckets:
-            raise ValueError(f"sampling.buckets: {problem}")
+    prompts = _read(config, config.prompts.train)
+    given = sampling.prompts_together, sampling.buckets, sampling.picture_column
+    if sampling.buckets and (problem := short_bucket(prompts, *given)):
+        raise ValueError(f"sampling.buckets: {problem}")
     held_out = []
     if config.prompts.eval:
-        held_out = prompt_files.load(config.prompts.eval, config.prompts.column)[: config.evaluation.num_prompts]
-        held_out = _sized(config, held_out, config.prompts.eval)
+        held_out = _read(config, config.prompts.eval, config.evaluation.num_prompts)
         held_out = [row for row in held_out for _ in range(config.evaluation.group_size)]
     return prompts, held_out
 
 
-def _sized(config: Config, rows: list[prompt_files.Prompt], source: str) -> list[prompt_files.Prompt]:
-    return sized(rows, config.sampling.buckets, next(iter(config.sampling.inputs.values()), None), source)
+def _read(config: Config, source: str, count: int | None = None) -> list[prompt_files.Prompt]:
+    """The first rows of a source, with the sizes of their samples."""
+    rows = prompt_files.load(source, config.prompts.column, pictures=not config.trainer.reads_pictures)[:count]
+    return sized(rows, config.sampling.buckets, config.sampling.picture_column, source)
 
 
 def check_rewards(
@@ -152,8 +165,9 @@ def open_policy(
     spare_vae(pipe, offload=offload.vae is not None, sliced=config.model.slice_vae)
     if offload.text_encoders == "encode_then_free":
         encode_ahead(policy, config.model, batches(config, policy, *(rows or read_prompts(config))), tell)
-    if offload != Offload():  # nothing is placed that is to leave again
+    if not _all_placed(config):  # nothing is placed that is to leave again
         idle = [*(text_encoders(pipe) if offload.text_encoders else ()), *(["vae"] if offload.vae else ())]
+        idle += policy.denoisers if config.shards else ()
         place(pipe, home, stay=idle)
     return policy
 
@@ -161,15 +175,14 @@ def open_policy(
 def _unplaced(config: Config, home: torch.device) -> Policy:
     """The pipeline as a policy, on the device only where it is to stay there as it is; without its text encoders where
     all prompts are encoded ahead."""
-    offload = config.model.offload
-    ahead = offload.text_encoders == "encode_then_free"
+    ahead = config.model.offload.text_encoders == "encode_then_free"
     pipe = load_pipeline(config.model, text_encoders=False) if ahead else load_pipeline(config.model)
     check_call_arguments(pipe, call_arguments(config.sampling) | config.sampling.inputs)
     cut = strength_problem(type(pipe).__name__, config.sampling.pipeline_args)
     if cut is not None:
         raise ValueError(f"sampling.pipeline_args.strength: {cut}")
     check_call_arguments(pipe, evaluation_arguments(config), "evaluation")
-    if offload == Offload():
+    if _all_placed(config):
         pipe = pipe.to(home)
     else:
         keep_execution_device(pipe, home)
@@ -177,7 +190,7 @@ def _unplaced(config: Config, home: torch.device) -> Policy:
         pipe,
         autocast=getattr(torch, config.model.autocast) if config.model.autocast else None,
         reduction=config.trainer.reduction,
-        text_encoders=offload.text_encoders,
+        text_encoders=config.model.offload.text_encoders,
         encodings=open_store(config, home),
     )
 
@@ -206,17 +219,35 @@ def _tell(process: Process, done: int, count: int) -> None:
 
 def reopen(config: Config, device: str, iteration: int) -> Reopened:
     """The pipeline as a run trains it, but not compiled: modules are looked into."""
+    offload = config.model.offload.model_copy(update={"denoiser": None})
+    model = config.model.model_copy(update={"offload": offload})
+    apart = config.distributed.model_copy(update={"fsdp": False})
+    config = config.model_copy(update={"model": model, "distributed": apart})  # one process holds it whole
     policy = open_policy(config, device)
     use_kernels(policy, config.kernels)
     weights = trainable_weights(config, policy)
-    if weights.refers_to_snapshot and config.uses_reference:
-        weights.snapshot(REFERENCE)
     return Reopened(policy, weights, policy.denoisers, Batch.from_dump)
 
 
-def trainable_weights(config: Config, policy: Policy, *, sharded: bool = False) -> Weights:
-    """The denoisers made trainable as configured."""
-    weights = trainable(policy.denoisers, config.model.lora, seed=config.seed, sharded=sharded, pipe=policy.pipe)
+def _all_placed(config: Config) -> bool:
+    """Whether the whole pipeline stays on the device."""
+    return config.model.offload == Offload() and not config.shards
+
+
+def sharding_of(config: Config, device: torch.device) -> Sharding | None:
+    """How the denoisers are held in shards, in a run that asks for it."""
+    if not config.shards:
+        return None
+    processes = config.distributed.shard if config.distributed.fsdp else "one"
+    return Sharding.over(processes, device, offload=config.model.offload.denoiser == "blocks")
+
+
+def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None = None) -> Weights:
+    """The denoisers made trainable as configured, and the reference kept where it is a snapshot."""
+    weights = trainable(policy.denoisers, config.model.lora, seed=config.seed, sharding=sharding, pipe=policy.pipe)
+    policy.singly = weights.in_step
+    if weights.refers_to_snapshot and config.uses_reference:
+        weights.snapshot(REFERENCE)
     if config.model.gradient_checkpointing:
         for denoiser in policy.denoisers.values():
             if not isinstance(denoiser, Checkpointing):

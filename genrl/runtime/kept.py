@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from genrl.runtime import state
+from genrl.runtime.sharding import load_optimizer_state, whole_optimizer_state
 
 
 class Stateful(Protocol):
@@ -36,13 +38,14 @@ class Kept:
         if not changes:
             self.unchanging.add(name)
         if name in self.restored:
-            thing.load_state_dict(self.restored.pop(name))
+            _load(thing, self.restored.pop(name))
         elif before is not None and before is not thing:
             thing.load_state_dict(before.state_dict())
 
     def pack(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """(tensors, by file of a checkpoint; the rest, by name, as JSON)."""
-        packed = {name: state.pack(thing.state_dict()) for name, thing in self.things.items()}
+        """(tensors, by file of a checkpoint; the rest, by name, as JSON). As `whole_optimizer_state` where an
+        optimiser's parameters are sharded."""
+        packed = {name: state.pack(_state(thing)) for name, thing in self.things.items()}
         return {f"kept-{n}": tensors for n, (tensors, _) in packed.items()}, {
             n: tree for n, (_, tree) in packed.items()
         }
@@ -50,3 +53,14 @@ class Kept:
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], trees: Mapping[str, Any]) -> None:
         """What `pack` gave, for those that are kept from here on."""
         self.restored = {name: state.unpack(tensors.get(f"kept-{name}", {}), tree) for name, tree in trees.items()}
+
+
+def _state(thing: Stateful) -> dict[str, Any]:
+    return whole_optimizer_state(thing) if isinstance(thing, Optimizer) else thing.state_dict()
+
+
+def _load(thing: Stateful, tree: dict[str, Any]) -> None:
+    if isinstance(thing, Optimizer):
+        load_optimizer_state(thing, tree)
+    else:
+        thing.load_state_dict(tree)

@@ -69,8 +69,9 @@ class Trained(Protocol):
         """Metrics of the model after so many iterations, the same in all processes; writes its pictures. Empty where
         there is nothing to evaluate on."""
 
-    def export(self, folder: Path) -> None:
-        """Write it in its users' format into the folder of a checkpoint, where such a copy is kept."""
+    def export(self, folder: Path | None) -> None:
+        """Write it in its users' format into the folder of a checkpoint, where such a copy is kept. folder: None in
+        processes that write nothing, and only make those passes with the main one that all make together."""
 
     def micro_batch_sizes(self) -> list[int]:
         """The present size of micro-batches and the smaller ones that can be taken; one where it cannot shrink."""
@@ -117,6 +118,7 @@ class Loop:
     """When the running iteration began."""
     _undo: Undo | None = None
     _outdated: bool = False  # the checkpoint of this iteration: its evaluation, which may roll back, came after it
+    _saved: int | None = None  # the iteration of the newest checkpoint
     _evaluated: bool = False
 
     def __post_init__(self) -> None:
@@ -308,6 +310,8 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""
+        if self._saved == self.iteration and not self._outdated:
+            return
         self.process.watchdog.beat("saving", self.iteration)
         optimizer, packed = state.pack(whole_optimizer_state(self.optimizer))
         weights = self.weights.state()
@@ -328,7 +332,9 @@ class Loop:
                 extra=partial(_write_beside, self),
                 replace=self._outdated,
             )
-        self._outdated = False
+        else:
+            self.trained.export(None)
+        self._saved, self._outdated = self.iteration, False
         self.process.accelerator.wait_for_everyone()
         self.process.watchdog.beat("saving", self.iteration)
 
@@ -338,6 +344,7 @@ class Loop:
         self.weights.restore(loaded.tensors)
         load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
         self.optimization.steps, self.iteration = loaded.state["optimizer_steps"], loaded.step
+        self._saved = loaded.step
         self.unfinished_row, self.memory = loaded.state["unfinished_row"], loaded.state["memory"]
         self.kept.restore(loaded.tensors, loaded.state["kept"])
         if self.retries and "batch_size" in self.memory:

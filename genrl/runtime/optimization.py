@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from genrl.config.method import Method
 from genrl.config.sections import Optimizer
@@ -170,14 +171,14 @@ class Optimization:
     def _whole_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         gradients = _given(parameters)
         torch._foreach_div_(gradients, self.loss_scale)
-        if self.weights.is_sharded:  # FSDP has averaged them; losses are divided by the samples of all processes
-            return [g * self.accelerator.num_processes for g in gradients]
         return self._summed(gradients)
 
     def _summed(self, gradients: list[Tensor]) -> list[Tensor]:
         """Over the processes; one collective."""
         if self.accelerator.num_processes == 1:
             return gradients
+        if isinstance(gradients[0], DTensor):  # FSDP has averaged them; losses are divided by all processes' samples
+            return [g * self.accelerator.num_processes for g in gradients]
         flat = self.accelerator.reduce(torch.cat([g.flatten() for g in gradients]), reduction="sum")
         pieces = flat.split([g.numel() for g in gradients])
         return [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)]

@@ -29,6 +29,8 @@ from typing import IO, Any
 
 import yaml
 
+from genrl.config import ConfigError, dump, load
+
 EDITABLE = (
     *("iterations", "idle_iterations", "checkpoint.*", "evaluation.*", "trackers", "output"),
     *("rewards.*.remote", "rewards.*.isolate", "rewards.*.outage.*"),  # where a score comes from, not what it is
@@ -120,18 +122,23 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
     """Make the folder ready to go on after `step` finished iterations. Main process only; the lock is held.
 
     found: the checkpoint to go on from. Its own copy of the configuration says what may not be another: config.yaml
-    may have been damaged. Writes the (possibly edited) configuration, notes the resumption in run.json and cuts the
-    rows of metrics.jsonl after `step`. Returns the edits as lines to print.
+    may have been damaged. A key which it lacks, of an older version, has its default. Writes the (possibly edited)
+    configuration, notes the resumption in run.json and cuts the rows of metrics.jsonl after `step`. Returns the edits
+    as lines to print.
     Raises ValueError where a key was edited that may not be, or the folder holds no run.
     """
     run = Run(folder)
     if not run.config.is_file():
         raise ValueError(f"{folder} holds no run: there is no config.yaml in it. Runs are made by `genrl train FILE`.")
     kept = found / "config.yaml" if found is not None else run.config
+    before = kept if kept.is_file() else run.config
     try:
-        edits = config_edits((kept if kept.is_file() else run.config).read_text(encoding="utf-8"), config)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{run.config} cannot be read: {error}. Nothing was changed.") from None
+        edits = config_edits(dump(load(before)), config)
+    except ConfigError as error:
+        raise ValueError(
+            f"{before} is no configuration of this version of genrl: it was damaged, or another version wrote it "
+            f"(run.json says which). Nothing was changed. {error}"
+        ) from None
     forbidden = [key for key in edits if not any(fnmatchcase(key, pattern) for pattern in EDITABLE)]
     if forbidden:
         raise ValueError(

@@ -1,34 +1,75 @@
-"""Full fine-tuning over several processes: FSDP2, which shards in place and keeps every module's class.
+"""FSDP2, which shards in place and keeps every module's class: over several processes, or with blocks that wait on the
+CPU.
 
-Weights, gradients and optimiser state live as shards; a checkpoint holds whole tensors, so that a run may go on with
+With adapters the frozen weights are sharded, and adapters, their gradients and optimiser state are whole in every
+process. In full fine-tuning all of them live as shards; a checkpoint holds whole tensors, so that a run may go on with
 another number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def shard(denoiser: nn.Module) -> None:
-    """Shard every block of the denoiser, and then the rest of it, over all processes.
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is held.
 
-    Its backward pass leaves the mean over the processes of their gradients.
+    device: where it computes. mesh: [groups, processes of a group]; a group holds the model once, and its processes a
+    share each. offload: the shares wait on the CPU, and a block is on the device while it computes.
     """
-    blocks = [block for m in denoiser.children() if isinstance(m, nn.ModuleList) for block in m]
-    for module in (*blocks, denoiser):
+
+    device: torch.device
+    mesh: DeviceMesh
+    offload: bool
+
+    @classmethod
+    def over(cls, processes: Literal["all", "node", "one"], device: torch.device, *, offload: bool = False) -> Sharding:
+        """processes: of a group: all of the run, those of one machine, or each by itself."""
+        if not torch.distributed.is_initialized():  # a process that was started alone
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        world = torch.distributed.get_world_size()
+        size = {"all": world, "node": int(os.environ.get("LOCAL_WORLD_SIZE", world)), "one": 1}[processes]
+        if world % size:
+            raise ValueError(
+                f"distributed.shard: {world} processes are no multiple of this machine's {size}; write all"
+            )
+        mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+        return cls(device, mesh, offload)
+
+
+def shard(model: nn.Module, blocks: Collection[nn.Module], sharding: Sharding) -> None:
+    """Shard every block of the model, and then the rest of it, but for adapters: parameters that are trained where
+    others are not. Modules come to the device one at a time.
+
+    The backward pass leaves the mean over the processes of the gradients of what is sharded.
+    """
+    trained = {p for p in model.parameters() if p.requires_grad}
+    whole = trained if len(trained) < sum(1 for _ in model.parameters()) else set[nn.Parameter]()
+    for parameter in whole:
+        parameter.data = parameter.data.to(sharding.device)
+    pinned = sharding.device.type == "cuda"
+    waits = CPUOffloadPolicy(pin_memory=pinned) if sharding.offload else OffloadPolicy()
+    for module in (*blocks, model):
         # the root too: by default it keeps what it gathered, and a snapshot switched in after that would not be seen
-        fully_shard(module, reshard_after_forward=True)
+        fully_shard(module, mesh=sharding.mesh, reshard_after_forward=True, ignored_params=whole, offload_policy=waits)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether a forward pass of it is a collective."""
-    return isinstance(module, FSDPModule)
+def in_step(model: nn.Module) -> bool:
+    """Whether processes have to make their passes through it together: to gather its weights, or sum gradients."""
+    shares = [p for p in model.parameters() if isinstance(p, DTensor)]
+    return any(p.device_mesh.size() > 1 if p.requires_grad else p.device_mesh.size(-1) > 1 for p in shares)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -43,8 +84,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:
     """`tensor`, placed and sharded as `model` is."""
-    if isinstance(model, DTensor):
-        return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
+    if isinstance(model, DTensor):  # a share may wait on the CPU, away from its mesh
+        return distribute_tensor(tensor, model.device_mesh, model.placements).to(model.device)
     return tensor.to(model.device, copy=True)
 
 

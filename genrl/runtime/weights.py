@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from genrl.config.memory_estimate import LARGEST_COPY
 from genrl.runtime.sharding import gathered, like
@@ -36,8 +37,9 @@ def put_back(parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
 class Weights:
     """The trained parameters of a run by name, float32, and their snapshots.
 
-    is_lora: they are adapters. is_sharded: FSDP has sharded them. reference: context in which the model is the one
-    training began from; None = the snapshot `reference`, which has to be taken before the first update.
+    is_lora: they are adapters. in_step: all processes make their passes through the model together. reference: context
+    in which the model is the one training began from; None = the snapshot `reference`, which has to be taken before the
+    first update.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Weights:
         named: Mapping[str, nn.Parameter],
         *,
         is_lora: bool = False,
-        is_sharded: bool = False,
+        in_step: bool = False,
         reference: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.named = dict(named)
-        self.is_lora, self.is_sharded = is_lora, is_sharded
-        self.by_copy = is_sharded
+        self.is_lora, self.in_step = is_lora, in_step
+        self.is_sharded = any(isinstance(p, DTensor) for p in self.named.values())
+        """Whether each process holds a share of them (FSDP)."""
+        self.by_copy = self.is_sharded
         """Whether snapshots are exchanged by copies: FSDP gathers from memory of its own, and CUDA graphs read where
         they were recorded; a change of pointer reaches neither."""
         self.snapshots: dict[str, dict[str, Tensor]] = {}
@@ -123,6 +127,10 @@ class Weights:
         try:
             yield
         finally:
+            with torch.no_grad():
+                for key, p in self.named.items():
+                    if kept[key].dtype == p.dtype:  # what was trained within the block is the snapshot's
+                        kept[key].copy_(p)
             self._fill(present)
 
     @torch.no_grad()

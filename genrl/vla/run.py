@@ -242,7 +242,7 @@ class VLARun:
             joined = joined.joined(part)
         return joined
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path | None) -> None:
         """Checkpoints hold the trained weights alone."""
 
     def micro_batch_sizes(self) -> list[int]:

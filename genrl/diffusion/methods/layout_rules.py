@@ -131,9 +131,10 @@ def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Find
     if tree.credit == "mean" and tree.sharpness != type(tree).model_fields["sharpness"].default:
         text = "the mean of the leaves weighs them alike; remove it, or use path_softmax or level_softmax"
         yield ("trainer.tree.sharpness", "trainer.tree.credit"), text
-    if config.distributed.fsdp:
+    if config.in_step:
+        key = config.sharded_by
         text = "sharded processes must make their model calls together, trees make different ones; write false, or null"
-        yield ("distributed.fsdp", "trainer.tree"), text
+        yield (key, "trainer.tree"), text
 
 
 def _growth(settings: PolicyGradient, splits: int) -> Iterator[Finding]:

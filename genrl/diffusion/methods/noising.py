@@ -147,6 +147,6 @@ def update(
                     recorded = Recorded(*found)
                     results = loss(settings, run.policy, recorded)
                     run.backward(settings, results, recorded, divisor=divisor)
-                if "counts" not in recorded or bool(recorded["counts"]):
+                if "counts" not in recorded or bool(recorded["counts"].any()):
                     meter.add_all(results)
             meter.add("grad_norm", torch.tensor([run.step()]))

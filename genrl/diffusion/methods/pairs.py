@@ -59,10 +59,15 @@ def learn(run: DiffusionRun, settings: DPO | OfflineDPO, rollouts: Rollouts, sig
 
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors] | None:
         rows = pair_rows(sign[micro_batch.slots], rollouts.group[micro_batch.slots])
+        counts = torch.ones(len(rows))
+        if (
+            run.weights.in_step
+        ):  # as many passes as the other processes: a group without a pair gets one that is nothing
+            missing = len(micro_batch.slots) // run.config.sampling.group_size - len(rows)
+            rows = torch.cat([rows, rows.new_zeros(missing, 2)])
+            counts = torch.cat([counts, torch.zeros(missing)])
         if len(rows) == 0:
-            if not run.weights.is_sharded:
-                return None
-            rows = torch.zeros(1, 2, dtype=torch.long)  # the other processes evaluate theirs with us
+            return None
         both = rows.T.flatten().tolist()
         batch, clean = micro_batch.batch.take(both), micro_batch.final[both]
         batch = batch if settings.guidance_in_training else without_guidance(policy, batch)
@@ -77,7 +82,7 @@ def learn(run: DiffusionRun, settings: DPO | OfflineDPO, rollouts: Rollouts, sig
         level = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device).repeat(2)
         given = noised_by(policy, clean, noise, level)
         given["reference"] = under(run, reference, batch, given["noisy"], level)
-        given["counts"] = torch.tensor(bool((sign[micro_batch.slots] != 0).any()))
+        given["counts"] = counts.to(clean)
         return batch, given
 
     pairs = settings.timesteps_per_pair

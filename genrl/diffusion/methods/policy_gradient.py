@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.diffusion_method import AdvantageScale, Calls, Guided, Updating, no_true_cfg, too_few_steps
+from genrl.config.diffusion_method import (
+    AdvantageScale,
+    Calls,
+    Guided,
+    Updating,
+    in_pieces,
+    no_true_cfg,
+    too_few_steps,
+)
 from genrl.config.kernels import Kernel
 from genrl.config.method import Finding, MetricDoc
 from genrl.config.section import Flag, NonNegative, Positive
@@ -144,6 +153,7 @@ class PolicyGradient(Stochastic, Updating):
             ("trainer.guidance_in_training", not self.guidance_in_training, "training makes other model calls"),
             ("model.gradient_checkpointing", config.model.gradient_checkpointing, "activations are not kept at all"),
             ("distributed.fsdp", config.distributed.fsdp, "sharded weights are gathered for one pass at a time"),
+            ("model.offload.denoiser", config.model.offload.denoiser, "weights come to the device for one pass"),
         ):
             if value:
                 yield ("trainer.keep_graph", key), f"{text}; write trainer.keep_graph: false"
@@ -164,12 +174,17 @@ class PolicyGradient(Stochastic, Updating):
         if self.kl_weight > 0 and self.kl == "x_prediction" and self.kernel == "ddim":
             yield keys, "x_prediction is of a velocity; use mean_square or gaussian"
 
-    def micro_batches(self, config: Config) -> int:
-        """Micro-batches of an iteration on one process."""
+    def cut(self, config: Config, num_processes: int) -> list[list[int]]:
+        """Of each optimiser step the sizes of its micro-batches: of samples, or trees in the first iteration."""
         if self.layout.tree is None:
-            return config.sampling.micro_batches
+            return super().cut(config, num_processes)
         plan = self.rounds(config)[0].plan
-        return math.ceil(plan.roots * config.sampling.prompts_per_iteration / roots_together(config, plan, 1))
+        together, trees = (
+            roots_together(config, plan, num_processes),
+            plan.roots * config.sampling.prompts_per_iteration,
+        )
+        bounds = [trees * k // self.updates for k in range(self.updates + 1)]
+        return [in_pieces(last - first, together) for first, last in pairwise(bounds)]
 
     def most_micro_batches(self, config: Config) -> int:
         """What processes and updates can share: micro-batches, or the trees that these can be cut into."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from diffusers.utils import logging as diffusers_logging
@@ -17,6 +17,9 @@ from safetensors import safe_open
 from torch import nn
 
 from genrl.config import LoRA
+from genrl.config.estimate import fits, matches
+from genrl.config.folders import hub_file
+from genrl.config.memory_rules import DENOISERS
 from genrl.config.schema import ATTENTION_LAYERS
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
 
@@ -31,7 +34,7 @@ def add_adapters(denoisers: Mapping[str, nn.Module], lora: LoRA, seed: int) -> N
     unused = lora.ranks.keys() - denoisers.keys()
     for name, denoiser in denoisers.items():
         config, layers = _config(name, denoiser, lora, denoisers.keys())
-        unused -= {pattern for pattern in unused if any(_fits(pattern, layer) for layer in layers)}
+        unused -= {pattern for pattern in unused if any(fits(pattern, layer) for layer in layers)}
         # The adapter's initial values depend on the run's seed alone. peft draws them on the CPU, wherever the
         # model is; the generators of other devices are left alone.
         with torch.random.fork_rng(devices=[]):
@@ -130,12 +133,7 @@ def _targets(name: str, denoiser: nn.Module, lora: LoRA) -> tuple[list[str], lis
 
 def _ending(target: str, keys: set[str]) -> list[str]:
     """The modules that peft takes for this target."""
-    return sorted(key for key in keys if key == target or key.endswith(f".{target}"))
-
-
-def _fits(pattern: str, layer: str) -> bool:
-    """As peft matches `rank_pattern`."""
-    return re.match(rf"(.*\.)?({pattern})$", layer) is not None
+    return sorted(key for key in keys if matches(key, (target,)))
 
 
 def _adapted(pipe: Pipeline) -> dict[str, Any]:
@@ -153,7 +151,7 @@ def quiet_loading() -> Iterator[None]:
         diffusers_logging.set_verbosity(level)
 
 
-def loads_lora(pipe: object, denoisers: Iterable[str]) -> bool:
+def loads_lora(pipe: object, denoisers: Iterable[str]) -> TypeGuard[LoRALoader]:
     """Whether the pipeline itself reads and writes adapters of these components; else each does by itself."""
     if not isinstance(pipe, LoRALoader):
         return False
@@ -165,24 +163,18 @@ def load_lora(pipe: Pipeline, lora: str, adapter: str | None = None) -> None:
     """Put an adapter into a plain pipeline: a folder that `save_lora` wrote, with the second expert's where there are
     two, any other that diffusers reads, or a hub id. Raises ValueError where there is none to load. adapter: its name;
     None = diffusers finds one."""
-    folder, loads = Path(lora), loads_lora(pipe, denoisers_of(pipe))
-    if not loads and not folder.is_dir():
+    folder = Path(lora)
+    if not loads_lora(pipe, denoisers_of(pipe)) and not folder.is_dir():
         raise ValueError(f"{type(pipe).__name__} has no LoRA loader: give a folder that genrl or its denoiser wrote")
-    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", lora):
-        raise ValueError(f"the LoRA {lora!r} is not there: no such folder (a hub id is written org/name)")
+    if not folder.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w./-]+\.safetensors)?", lora):
+        text = "no such folder (a hub id is written org/name, or org/name:file.safetensors)"
+        raise ValueError(f"the LoRA {lora!r} is not there: {text}")
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise ValueError(f"the folder {lora} holds no LoRA: there is no .safetensors file in it")
     before = _names(pipe)
     try:
         with quiet_loading():  # it warns of every text encoder without an adapter, and only warns of no adapter at all
-            if not isinstance(pipe, LoRALoader) or not loads or (folder.is_dir() and _holds_lokr(folder)):
-                load_by_denoisers(pipe, folder, adapter)
-            else:
-                named = {} if adapter is None else {"adapter_name": adapter}
-                pipe.load_lora_weights(lora, **named)
-                if (folder / f"transformer{SECOND}").is_dir():
-                    second = str(folder / f"transformer{SECOND}")
-                    pipe.load_lora_weights(second, load_into_transformer_2=True, **named)
+            read_adapter(pipe, lora, adapter)
     except Exception as error:  # noqa: BLE001  whatever a file, the hub or peft may say; told with the adapter's name
         raise ValueError(f"the LoRA {lora!r} could not be loaded into {type(pipe).__name__}: {error}") from error
     loaded = _names(pipe) - before
@@ -210,8 +202,22 @@ def _require_all(name: str, part: Any, adapter: str, folder: Path) -> None:
         )
 
 
-def load_by_denoisers(pipe: Pipeline, folder: Path, adapter: str | None) -> None:
-    """Load what `save_lora_adapter` of the denoisers wrote: in the folder, a second one's in a folder of its name."""
+def read_adapter(pipe: Pipeline, lora: str, adapter: str | None) -> None:
+    """Have diffusers load an adapter, and a second expert's in the folder of its name; by the denoisers themselves
+    where the pipeline cannot. Raises what diffusers, peft or the hub may."""
+    folder, second = Path(lora), Path(lora) / f"transformer{SECOND}"
+    if not loads_lora(pipe, denoisers_of(pipe)) or (folder.is_dir() and _holds_lokr(folder)):
+        _read_by_denoisers(pipe, folder, adapter)
+        return
+    named = {} if adapter is None else {"adapter_name": adapter}
+    source, file = (lora, None) if folder.exists() else hub_file(lora)
+    pipe.load_lora_weights(source, **named, **({} if file is None else {"weight_name": file}))
+    if second.is_dir():
+        pipe.load_lora_weights(str(second), load_into_transformer_2=True, **named)
+
+
+def _read_by_denoisers(pipe: Pipeline, folder: Path, adapter: str | None) -> None:
+    """What `save_lora_adapter` of the denoisers wrote: in the folder, a second one's in a folder of its name."""
     for name in denoisers_of(pipe):
         part: Any = pipe.components[name]
         place = folder / name if name.endswith(SECOND) else folder
@@ -221,8 +227,7 @@ def load_by_denoisers(pipe: Pipeline, folder: Path, adapter: str | None) -> None
 
 def denoisers_of(pipe: Pipeline) -> list[str]:
     """Components that may have adapters, the first one first."""
-    names = ("transformer", "unet", f"transformer{SECOND}")
-    return [name for name in names if pipe.components.get(name) is not None]
+    return [name for name in DENOISERS if pipe.components.get(name) is not None]
 
 
 def denoiser_that_loads(folder: Path) -> str | None:

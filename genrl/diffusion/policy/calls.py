@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.diffusion.policy.interfaces import Decoder, Pipeline
-from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step
+from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, leading, leads
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.mdp.noise import derive_seed
 
@@ -26,8 +26,8 @@ class Leave(Exception):
 class PipelineCalls:
     """How a pipeline, whose scheduler is `head`, is called for a `Batch`."""
 
-    latents_shape: torch.Size
-    """Of the latents that the last call made."""
+    _made: Tensor
+    """Latents that the last call made."""
     blends: bool
     """Whether the pipeline puts the picture into the states between its steps, where a mask says (inpainting)."""
 
@@ -101,6 +101,11 @@ class PipelineCalls:
         said = f"{type(error).__name__}: {error}".rstrip(": ")
         return f"{type(self.pipe).__name__} cannot be called so; diffusers ends in {said} ({where})"
 
+    def state_shape(self, batch: Batch) -> torch.Size:
+        """[B, ...]: that of the latents, or of what the pipeline gives back of them where conditions stand behind."""
+        given: Tensor = self(batch, Request(empty=True))
+        return given.shape if leads(given.shape, self._made.shape) else self._made.shape
+
     def encode(self, batch: Batch) -> None:
         """The beginning of a call, in which prompts are encoded; it is left where latents are made."""
         self._only_encode = True
@@ -129,17 +134,21 @@ class PipelineCalls:
         stop = length if request.stop is None else request.stop
         if request.on_end is not None and done == stop:
             if "latents" in tensors:
-                request.on_end(self.head.true_state(tensors["latents"]))
+                request.on_end(self.head.denoised(tensors["latents"]))
             if stop < length:
                 raise Leave
         return {}
 
     def check_shape(self, step: Step) -> None:
         """Raise ValueError where the pipeline could not be resumed from the state of this step."""
-        if step.state.shape != self.latents_shape:
+        state, made = step.state, self._made
+        if state.shape == made.shape:
+            return
+        # In some (Kandinsky 5) states come first, conditions behind them, and each step is written into the whole.
+        if not leads(state.shape, made.shape) or not torch.equal(leading(made, state.shape), state.to(made.dtype)):
             raise ValueError(
-                f"{type(self.pipe).__name__} hands states of shape {tuple(step.state.shape)} to its scheduler and "
-                f"latents of shape {tuple(self.latents_shape)} to its loop: not all of them are denoised, or "
+                f"{type(self.pipe).__name__} hands states of shape {tuple(state.shape)} to its scheduler and "
+                f"latents of shape {tuple(made.shape)} to its loop: not all of them are denoised, or "
                 "they are packed in between; no state can be resumed"
             )
 
@@ -152,15 +161,18 @@ class PipelineCalls:
                 raise Leave
             made = original(*args, **kwargs)
             latents = made[0] if isinstance(made, tuple) else made
-            self.latents_shape, self.head.latents_dtype = latents.shape, latents.dtype
+            self._made, self.head.latents_dtype = latents, latents.dtype
             if self._injected is None:
                 return made
-            if latents.shape != self._injected.shape:
+            if not leads(self._injected.shape, latents.shape):
                 raise ValueError(
                     f"{type(self.pipe).__name__}.prepare_latents makes latents of shape {tuple(latents.shape)}, its "
                     f"loop runs on states of shape {tuple(self._injected.shape)}: no state can be resumed"
                 )
             given = self.head.hold(self._injected.to(latents.device))
+            if given.shape != latents.shape:
+                leading(latents, given.shape).copy_(given)
+                given = latents
             return (given, *made[1:]) if isinstance(made, tuple) else given
 
         self.pipe.prepare_latents = prepare_latents

@@ -23,10 +23,7 @@ def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
         if asked and not (isinstance(vae, nn.Module) and isinstance(vae, Decoder)):
             raise ValueError(f"model.{key}: {type(pipe).__name__} has no VAE (component vae); write {instead}")
     if sliced:
-        try:
-            vae.enable_slicing()
-        except (AttributeError, NotImplementedError) as error:
-            raise ValueError(f"model.slice_vae: {type(vae).__name__} does not decode in slices; write false") from error
+        _enable(vae, "enable_slicing", "slice_vae", "slices")
     if offload:
         keep_execution_device(pipe, home)
         vae.to("cpu")
@@ -40,10 +37,15 @@ def tile_vae(pipe: Any) -> None:
     vae = pipe.components.get("vae")
     if vae is None:
         raise ValueError(f"model.tile_vae: {type(pipe).__name__} has no VAE (component vae); write false")
+    _enable(vae, "enable_tiling", "tile_vae", "tiles")
+
+
+def _enable(vae: Any, method: str, key: str, parts: str) -> None:
+    """Have the VAE work in parts. Raises ValueError, naming the key, where it cannot."""
     try:
-        vae.enable_tiling()
+        getattr(vae, method)()
     except (AttributeError, NotImplementedError) as error:
-        raise ValueError(f"model.tile_vae: {type(vae).__name__} does not decode in tiles; write false") from error
+        raise ValueError(f"model.{key}: {type(vae).__name__} does not decode in {parts}; write false") from error
 
 
 def _fetched(vae: Any, original: Callable[..., Any], home: Any) -> Callable[..., Any]:

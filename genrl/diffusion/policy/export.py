@@ -6,16 +6,20 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
 from peft import get_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from genrl import __version__
 from genrl.config import Config, LoRA
 from genrl.config import load as load_config
+from genrl.config.folders import hub_file, is_gguf
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import NAMES
 from genrl.diffusion.evaluate import evaluation_arguments
@@ -23,17 +27,14 @@ from genrl.diffusion.policy.adapters import (
     ADAPTER,
     SECOND,
     activate,
-    activate_all,
-    add_frozen,
     denoiser_that_loads,
     is_lokr,
-    load_by_denoisers,
-    load_lora,
     loads_lora,
     quiet_loading,
+    read_adapter,
 )
-from genrl.diffusion.policy.formats import ExportError, Form, merged_is_alike, write_form
-from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
+from genrl.diffusion.policy.formats import ExportError, Form, adapt, merged_is_alike, unquantised, write_form
+from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, Pipeline
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.single_file import loading_code
@@ -57,8 +58,8 @@ def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     pipe = policy.pipe
     for name, denoiser in _adapted(policy).items():
         part = name.removesuffix(SECOND)
-        if not isinstance(pipe, LoRALoader) or not loads_lora(pipe, policy.denoisers) or is_lokr(denoiser):
-            denoiser.save_lora_adapter(str(folder if part == name else folder / name), adapter_name=ADAPTER)
+        if not loads_lora(pipe, policy.denoisers) or is_lokr(denoiser):
+            _save_adapter(denoiser, folder if part == name else folder / name)
             continue
         arguments = {
             f"{part}_lora_layers": get_peft_model_state_dict(denoiser, adapter_name=ADAPTER),
@@ -70,12 +71,24 @@ def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
         verify_lora(policy, folder, probe)
 
 
+def _save_adapter(denoiser: AdaptedDenoiser, folder: Path) -> None:
+    """As `denoiser.save_lora_adapter` does, which casts the model first; a quantised one cannot be cast."""
+    settings = {
+        key: sorted(v) if isinstance(v, set) else v for key, v in denoiser.peft_config[ADAPTER].to_dict().items()
+    }
+    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True)}
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        key: tensor.contiguous() for key, tensor in get_peft_model_state_dict(denoiser, adapter_name=ADAPTER).items()
+    }
+    save_file(state, folder / LORA_WEIGHT_NAME_SAFE, metadata)
+
+
 @torch.no_grad()
 def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Raise ExportError unless the adapter in `folder`, as diffusers loads it, acts like the one in memory."""
     denoisers = _adapted(policy)
-    stop = None if len(policy.denoisers) > 1 else 1  # each expert has its steps
-    wanted = policy.roll_out(probe, stop=stop).final
+    wanted = _denoised(policy, probe)
     try:
         with warnings.catch_warnings(), quiet_loading():  # a second adapter beside the first is what we want here
             warnings.simplefilter("ignore")
@@ -83,7 +96,7 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
         for denoiser in denoisers.values():
             _require_equal_adapters(denoiser, folder)
             activate(denoiser, _RELOADED)
-        found = policy.roll_out(probe, stop=stop).final
+        found = _denoised(policy, probe)
     finally:
         for denoiser in denoisers.values():
             activate(denoiser)
@@ -95,21 +108,28 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
         raise ExportError(f"the adapter in {folder} acts differently after reloading (by up to {difference:g})")
 
 
+@torch.no_grad()
+def accompany(policy: Policy, probe: Batch) -> None:
+    """The model calls of `save_lora`, in a process that makes them together with the one that saves."""
+    for _ in range(2):
+        _denoised(policy, probe)
+
+
+def _denoised(policy: Policy, probe: Batch) -> Tensor:
+    stop = None if len(policy.denoisers) > 1 else 1  # each expert has its steps
+    return policy.roll_out(probe, stop=stop).final
+
+
 def _load_again(policy: Policy, folder: Path) -> None:
     """Load the folder beside the adapter in training. Raises ExportError where diffusers cannot read it."""
-    pipe = policy.pipe
     try:
-        lokr = any(is_lokr(denoiser) for denoiser in _adapted(policy).values())
-        if not isinstance(pipe, LoRALoader) or not loads_lora(pipe, policy.denoisers) or lokr:
-            return load_by_denoisers(pipe, folder, _RELOADED)
-        for name in policy.denoisers:
-            if name.endswith(SECOND):
-                path = str(folder / name)
-                pipe.load_lora_weights(path, adapter_name=_RELOADED, load_into_transformer_2=True)
-            else:
-                pipe.load_lora_weights(str(folder), adapter_name=_RELOADED)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        read_adapter(policy.pipe, str(folder), _RELOADED)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ExportError(f"the adapter in {folder} cannot be loaded again: {error}") from error
+    for denoiser in _adapted(policy).values():  # peft puts it beside the weights it adapts, which may wait on the CPU
+        for key, parameter in denoiser.named_parameters():
+            if _RELOADED in key:
+                parameter.data = parameter.data.to(policy.device)
 
 
 def _adapted(policy: Policy) -> dict[str, AdaptedDenoiser]:
@@ -154,6 +174,9 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False,
         raise ValueError(f"{run} is no run of a diffusion pipeline")
     if form != "diffusers" and (full or config.model.lora is None):
         raise ValueError(f"--format {form}: is a form of LoRAs, and the whole pipeline is written; leave it out")
+    if full and is_gguf(config.model.path):
+        text = "a LoRA is not merged into quantised weights; export it alone, without --full"
+        raise ValueError(f"{config.model.path}: {text}, and merge it into the published ones")
     prompts = prompt_files.load(config.prompts.eval or config.prompts.train, config.prompts.column)[:5]
     probe = probe_of(config, prompts[0])
     if config.model.lora is not None and not full:
@@ -163,18 +186,17 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False,
             write_form(config, source / "lora", out, form, probe)
     else:
         # Adapters are merged into the weights as they were published, not into their rounded form.
-        pipe = load_pipeline(config.model.model_copy(update={"quantize": None}))
+        pipe = load_pipeline(unquantised(config.model))
         if config.model.lora is not None:
-            load_lora(pipe, str(source / "lora"), ADAPTER)
-            add_frozen(pipe, config.model.lora.frozen)
-            activate_all(pipe)
+            adapt(pipe, config.model.lora, source / "lora")
             adapted = [name for name, part in pipe.components.items() if isinstance(part, Adapted)]
-            if isinstance(pipe, LoRALoader) and loads_lora(pipe, adapted):
+            if loads_lora(pipe, adapted):
                 pipe.fuse_lora(components=adapted)  # by default not the second expert
                 pipe.unload_lora_weights()
-            for part in () if loads_lora(pipe, adapted) else map(pipe.components.__getitem__, adapted):
-                part.fuse_lora()
-                part.unload_lora()
+            else:
+                for name in adapted:
+                    pipe.components[name].fuse_lora()
+                    pipe.components[name].unload_lora()
         else:
             _fill(pipe, result(loaded.tensors))
         pipe.save_pretrained(out)
@@ -210,33 +232,11 @@ def write_card(
     the base model.
     """
     is_lora = config.model.lora is not None and not whole
-    base = json.dumps(config.model.path if is_lora else "THIS_FOLDER")
-    dtype = config.model.dtype
-    load = f"pipe = DiffusionPipeline.from_pretrained({base}{'' if dtype == 'float32' else f', dtype=torch.{dtype}'})"
-    load = f"{load}\n{_loading(config.model.lora, folder)}" if is_lora and config.model.lora is not None else load
-    imports = (
-        "from diffusers import DiffusionPipeline"
-        if dtype == "float32"
-        else "import torch\nfrom diffusers import DiffusionPipeline"
-    )
-    if is_lora and config.model.config is not None:
-        imports = "import diffusers\nimport torch\nimport transformers"
-        load = f'{loading_code(config.model)}\npipe.load_lora_weights("THIS_FOLDER")'
-    given = call_arguments(config.sampling) | evaluation_arguments(config)
-    if config.sampling.buckets and config.sampling.buckets != "rows":
-        given |= dict(zip(NAMES, config.sampling.buckets[0], strict=False))
-    call = [f"    prompt={json.dumps(prompts[0] if prompts else 'a prompt')},"]
-    call += [f"    {name}={value!r}," for name, value in given.items()]
-    call += [
-        f"    {name}=...,  # the picture of the row's column {column!r}"
-        for name, column in config.sampling.inputs.items()
-    ]
-    result = "images" if config.sampling.num_frames is None else "frames"
+    code = "\n".join(_card_code(config, folder, prompts[0] if prompts else "a prompt", is_lora=is_lora))
     table = _card_table(rows)
     examples = "\n".join(f"- {_code(json.dumps(prompt, ensure_ascii=False))}" for prompt in prompts)
     rewards = ", ".join(f"{_code(reward.name)} (weight {reward.weight:g})" for reward in config.rewards)
     name = config.model.config or config.model.path
-    newline = "\n"
     text = f"""---
 base_model: {json.dumps(name, ensure_ascii=False)}
 library_name: diffusers
@@ -250,12 +250,7 @@ Rewards: {rewards}. {config.iterations} iterations of {config.sampling.images_pe
 The licence of the base model applies.
 
 ```python
-{imports}
-
-{load}
-{result} = pipe(
-{newline.join(call)}
-).{result}
+{code}
 ```
 
 {table}
@@ -267,6 +262,34 @@ Prompts it was evaluated on, among others:
     write_atomic(folder / "README.md", text)
 
 
+def _card_code(config: Config, folder: Path, prompt: str, *, is_lora: bool) -> Iterator[str]:
+    """Lines of Python that load the model in `folder` and call it as it was evaluated."""
+    model, sampling = config.model, config.sampling
+    if is_lora and model.config is not None:
+        yield from ("import diffusers", "import torch", "import transformers", "", loading_code(model))
+    else:
+        base = json.dumps(model.path if is_lora else "THIS_FOLDER")
+        plain = model.dtype == "float32"
+        yield from () if plain else ("import torch",)
+        yield from ("from diffusers import DiffusionPipeline", "")
+        yield f"pipe = DiffusionPipeline.from_pretrained({base}{'' if plain else f', dtype=torch.{model.dtype}'})"
+    if is_lora and model.scheduler:
+        settings = "".join(f", {name}={value!r}" for name, value in model.scheduler.items())
+        yield f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config{settings})"
+    if is_lora and model.lora is not None:
+        yield _loading(model.lora, folder)
+    given = call_arguments(sampling) | evaluation_arguments(config)
+    if sampling.buckets and sampling.buckets != "rows":
+        given |= dict(zip(NAMES, sampling.buckets[0], strict=False))
+    result = "images" if sampling.num_frames is None else "frames"
+    yield f"{result} = pipe("
+    yield f"    prompt={json.dumps(prompt)},"
+    yield from (f"    {name}={value!r}," for name, value in given.items())
+    for name, column in sampling.inputs.items():
+        yield f"    {name}=...,  # the picture of the row's column {column!r}"
+    yield f").{result}"
+
+
 def _loading(lora: LoRA, folder: Path) -> str:
     """The lines that load the adapter in `folder`, with those that were frozen beside it."""
     if denoiser := denoiser_that_loads(folder):
@@ -274,7 +297,11 @@ def _loading(lora: LoRA, folder: Path) -> str:
     if not lora.frozen:
         return 'pipe.load_lora_weights("THIS_FOLDER")'
     named = {"trained": "THIS_FOLDER"} | {f"frozen_{number}": source for number, source in enumerate(lora.frozen)}
-    lines = [f"pipe.load_lora_weights({json.dumps(source)}, adapter_name={name!r})" for name, source in named.items()]
+    lines = []
+    for name, source in named.items():
+        place, file = (source, None) if Path(source).exists() else hub_file(source)
+        chosen = "" if file is None else f", weight_name={json.dumps(file)}"
+        lines.append(f"pipe.load_lora_weights({json.dumps(place)}{chosen}, adapter_name={name!r})")
     return "\n".join([*lines, f"pipe.set_adapters({list(named)!r})"])
 
 

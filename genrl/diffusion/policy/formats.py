@@ -20,7 +20,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from genrl.config import Config
+from genrl.config import Config, LoRA, Model
 from genrl.diffusion.policy.adapters import ADAPTER, activate_all, add_frozen, load_lora
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import load_pipeline
@@ -43,12 +43,24 @@ class ExportError(RuntimeError):
     """What was written does not give back the model it was made from."""
 
 
+def unquantised(model: Model) -> Model:
+    """The model as it was published: adapters belong to those weights."""
+    return model.model_copy(update={"quantize": None})
+
+
+def adapt(pipe: Pipeline, lora: LoRA, folder: Path) -> None:
+    """Put the trained adapter in `folder`, and the frozen ones, into a plain pipeline."""
+    load_lora(pipe, str(folder), ADAPTER)
+    add_frozen(pipe, lora.frozen)
+    activate_all(pipe)
+
+
 def write_form(config: Config, lora: Path, out: Path, form: Form, probe: Batch) -> None:
     """Write the adapter in the folder `lora` as `out/lora_<form>.safetensors`, load it again by diffusers, and compare
     a step of `probe`. Raises ValueError where the form has no names for this model or adapter, ExportError where the
     file acts differently."""
     assert config.model.lora is not None
-    model = config.model.model_copy(update={"quantize": None})
+    model = unquantised(config.model)
     pipe = load_pipeline(model)
     load_lora(pipe, str(lora), ADAPTER)
     denoisers: dict[str, Any] = {n: p for n, p in pipe.components.items() if getattr(p, "peft_config", None)}
@@ -103,13 +115,12 @@ def require_alike(
 
 def merged_is_alike(config: Config, lora: Path, out: Path, probe: Batch) -> None:
     """The same for a pipeline into which adapters were merged, beside the base model with them."""
-    model = config.model.model_copy(update={"quantize": None})
+    assert config.model.lora is not None
+    model, settings = unquantised(config.model), config.model.lora
 
     def unmerged() -> Pipeline:
         pipe = load_pipeline(model)
-        load_lora(pipe, str(lora), ADAPTER)
-        add_frozen(pipe, config.model.lora.frozen if config.model.lora else ())
-        activate_all(pipe)
+        adapt(pipe, settings, lora)
         return pipe
 
     whole = model.model_copy(update={"path": str(out), "revision": None, "variant": None, "config": None})

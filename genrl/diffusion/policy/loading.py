@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,20 +17,10 @@ from transformers.utils import logging as transformers_logging
 from genrl.config import Model, Sampling
 from genrl.config.combinations import OURS
 from genrl.config.memory_rules import is_text_encoder
+from genrl.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.quantization import quantization
 from genrl.diffusion.policy.single_file import load_single_file
-
-
-class _NoTorchvision(logging.Filter):
-    """Drops transformers' warning that it resizes pictures by PIL, as torchvision is not installed: nothing to act on,
-    and said of every image processor that its lazy modules make known."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "requires torchvision (not installed); falling back to" not in record.getMessage()
-
-
-_NO_TORCHVISION = _NoTorchvision()  # one object: a logger takes it once
 
 
 def load_pipeline(model: Model, *, text_encoders: bool = True) -> Pipeline:
@@ -41,7 +30,19 @@ def load_pipeline(model: Model, *, text_encoders: bool = True) -> Pipeline:
     if not text_encoders:
         index = DiffusionPipeline.load_config(model.path, revision=model.revision)
         left_out = {name: None for name in index if is_text_encoder(name)}
-    return _load(model, left_out)
+    pipe = _load(model, left_out)
+    if model.scheduler:
+        kind, held = type(pipe.scheduler), pipe.scheduler.config
+        is_flow = is_flow_scheduler({"_class_name": kind.__name__, **held, **model.scheduler})
+        for key, text in scheduler_problems(kind.__name__, model.scheduler, is_flow=is_flow):
+            raise ValueError(f"model.scheduler.{key}: {text}")
+        try:
+            pipe.scheduler = kind.from_config(held, **model.scheduler)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"model.scheduler: {kind.__name__} cannot be made of {model.scheduler}: {error}"
+            ) from error
+    return pipe
 
 
 def load_components(model: Model, pipe: Pipeline, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -52,7 +53,6 @@ def load_components(model: Model, pipe: Pipeline, names: Sequence[str]) -> dict[
 
 def _load(model: Model, given: Mapping[str, Any]) -> Pipeline:
     """given: components that are not to be loaded."""
-    logging.getLogger("transformers.utils.import_utils").addFilter(_NO_TORCHVISION)
     if not sys.stderr.isatty():  # bars are for people; in a log they are clutter
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()

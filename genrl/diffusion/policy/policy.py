@@ -21,6 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from genrl.config.memory_rules import DENOISERS
+from genrl.config.pipeline_classes import source_of
 from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.calls import PipelineCalls
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
@@ -31,9 +33,6 @@ from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_polic
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, Trajectory
 from genrl.kernels.backend import TooManyGraphs
 from genrl.mdp.gaussian import Reduction
-from genrl.runtime.sharding import is_sharded
-
-DENOISERS = ("transformer", "unet", "transformer_2")
 
 
 class Policy:
@@ -82,10 +81,13 @@ class Policy:
         )
         self.calls = PipelineCalls(pipe, self.head, self.denoiser, autocast)
         self.actions = Actions(self.head, reduction)
+        source = source_of(name)
+        self._writes = source is not None and source.loop is not None and source.loop.writes
         self.switches = Switches()
         self.singly = False
         """Whether samples of unequal noise levels are called one by one where they cannot be together: the groups of
-        equal levels have any size, and a compiled denoiser has a graph per size."""
+        equal levels have any size, a compiled denoiser has a graph per size, and processes that make their calls
+        together must make as many."""
         self._broadcasts_timesteps: dict[tuple[tuple[str, Any], ...], bool] = {}
         self.model_calls = 0
         """Denoiser evaluations so far, counted per sample: a batch of 8 with doubled guidance counts 16."""
@@ -174,14 +176,13 @@ class Policy:
 
         state: float32 [B, ...]; sigma: noise level in [0, 1], [] or one per sample [B] (diffusion parametrisation:
         the timestep itself). Where the pipeline does not broadcast one timestep per sample (guidance by doubling the
-        batch, for one), samples are called in groups of equal sigma; one by one with `singly`, and where the denoiser
-        is sharded, since every process has to make as many calls.
+        batch, for one), samples are called in groups of equal sigma; one by one with `singly`.
         """
         if sigma.numel() == 1:  # one sample says nothing about whether the pipeline takes one timestep per sample
             sigma = sigma.reshape(())
         if sigma.ndim == 0 or self._takes_timesteps(batch, state, sigma):
             return self.calls.leave_at(batch, Request(at=sigma), state).model_output
-        if self.singly or self._is_sharded:
+        if self.singly:
             groups = list(torch.arange(len(batch), device=sigma.device).split(1))
         else:
             groups = [(sigma == level).nonzero().flatten() for level in sigma.unique()]
@@ -226,8 +227,7 @@ class Policy:
 
     def state_shape(self, batch: Batch) -> torch.Size:
         """Shape of the states of a batch, [B, ...]. No model call."""
-        self.calls(batch, Request(empty=True))
-        return self.calls.latents_shape
+        return self.calls.state_shape(batch)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -237,10 +237,6 @@ class Policy:
             yield
         finally:
             self.model_calls = calls
-
-    @property
-    def _is_sharded(self) -> bool:
-        return any(is_sharded(denoiser) for denoiser in self.denoisers.values())
 
     def _takes_timesteps(self, batch: Batch, state: Tensor, sigma: Tensor) -> bool:
         """Whether the pipeline takes one timestep per sample under these settings: found once for each, by trying."""
@@ -257,6 +253,9 @@ class Policy:
                 self._broadcasts_timesteps[settings] = False
         return self._broadcasts_timesteps[settings]
 
-    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         states = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample", kwargs.get("x")))
         self.model_calls += len(states) if states is not None else 1
+        if self._writes and torch.is_grad_enabled():  # into what the graph holds (Kandinsky 5)
+            return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 import diffusers
@@ -12,7 +11,7 @@ from diffusers import DiffusionPipeline
 from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 
 from genrl.config import Model
-from genrl.config.memory_rules import missing_packages, quantized
+from genrl.config.memory_rules import missing_components, missing_packages, quantized
 
 
 def quantization(model: Model) -> PipelineQuantizationConfig | None:
@@ -26,18 +25,15 @@ def quantization(model: Model) -> PipelineQuantizationConfig | None:
     for key, problem in missing_packages(model):
         raise ValueError(f"{key}: {problem}")
     index = DiffusionPipeline.load_config(model.path, revision=model.revision)
+    for key, problem in missing_components(model, index):
+        raise ValueError(f"{key}: {problem}")
     libraries = {name: entry[0] for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0]}
     kinds = quantized(model, libraries)
-    for name, kind in kinds.items():
-        if name not in libraries:
-            near = get_close_matches(name, libraries, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"model.quantize.{name}: {index['_class_name']} has no such component{meant}")
-        if kind == "nf4" and not (torch.cuda.is_available() or torch.xpu.is_available()):
-            raise ValueError(
-                "model.quantize: nf4 is computed by bitsandbytes, for which diffusers asks for a GPU, and there is "
-                "none here; write int8 or fp8"
-            )
+    if "nf4" in kinds.values() and not (torch.cuda.is_available() or torch.xpu.is_available()):
+        raise ValueError(
+            "model.quantize: nf4 is computed by bitsandbytes, for which diffusers asks for a GPU, and there is none "
+            "here; write int8 or fp8"
+        )
     mapping = {name: _configuration(kind, libraries[name], model.dtype) for name, kind in kinds.items()}
     return PipelineQuantizationConfig(quant_mapping=mapping)
 

@@ -72,6 +72,16 @@ class Request:
     """Told the state (float32 [B, ...]) that the pipeline goes on with after the last step of the segment."""
 
 
+def leading(latents: Tensor, shape: torch.Size) -> Tensor:
+    """The first of `latents` in each dimension, of this shape: a view."""
+    return latents[tuple(slice(size) for size in shape)]
+
+
+def leads(shape: torch.Size, latents: torch.Size) -> bool:
+    """Whether states of this shape may come first in such latents, in the last dimension (channels)."""
+    return len(shape) == len(latents) and shape[:-1] == latents[:-1] and shape[-1] <= latents[-1]
+
+
 class _Unlooped(Tensor):
     """Timesteps that a pipeline may look at, with none of them to loop over.
 
@@ -137,7 +147,7 @@ class PolicyHead:
 
     def hold(self, state: Tensor) -> Tensor:
         """Keep `state` (float32) as the truth behind its copy rounded to the pipeline's dtype, which is returned."""
-        self._state, self._given = state, state.to(self.latents_dtype)
+        self._state, self._given = state, state.to(self.latents_dtype, copy=True)  # some pipelines write into it
         return self._given
 
     def true_state(self, sample: Tensor) -> Tensor:
@@ -146,7 +156,11 @@ class PolicyHead:
         given = self._given
         if given is not None and sample.shape == given.shape and torch.equal(sample.to(given.dtype), given):
             return self._state
-        return sample.float()
+        return sample.to(torch.float32, copy=True)
+
+    def denoised(self, latents: Tensor) -> Tensor:
+        """Of all that a pipeline's loop goes on with, what the last step led to: `true_state` of its leading part."""
+        return self.true_state(leading(latents, self._given.shape) if self._given is not None else latents)
 
     def expose(self, timesteps: Tensor) -> Tensor:
         """What the pipeline is to loop over of its schedule `timesteps`, which is the end of the uncut one."""

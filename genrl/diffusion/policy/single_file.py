@@ -1,7 +1,8 @@
-"""A checkpoint in one .safetensors file, as the loaders of diffusers read it, on the pipeline that it was made from.
+"""A checkpoint in one file, as the loaders of diffusers read it, on the pipeline that it was made from.
 
-A file that holds an autoencoder is a whole pipeline and read by its class; another one, as ComfyUI has them, is the
-denoiser alone. What a file lacks (text encoders, often) comes from the base pipeline of `model.config`.
+A .safetensors file that holds an autoencoder is a whole pipeline and read by its class; another one, as ComfyUI has
+them, and a .gguf file are the denoiser alone. What a file lacks (text encoders, often) comes from the base pipeline of
+`model.config`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, GGUFQuantizationConfig
 from diffusers.loaders.single_file import FromSingleFileMixin
 from diffusers.loaders.single_file_utils import (
     LDM_VAE_KEYS,
@@ -24,9 +25,9 @@ from diffusers.loaders.single_file_utils import (
 from safetensors import safe_open
 
 from genrl.config import Model
+from genrl.config.folders import is_gguf
+from genrl.config.memory_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.policy.interfaces import Pipeline
-
-DENOISERS = ("transformer", "unet")
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ def load_single_file(model: Model) -> Pipeline:
     """The pipeline of the file `model.path` on the base `model.config`. Raises ValueError, OSError or LookupError
     where diffusers reads no such file, or the file lacks weights that the base does not have."""
     parts, dtype, base = _parts(model), getattr(torch, model.dtype), model.config
+    held = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf(model.path) else {}
     try:
         given = {
-            name: kind.from_single_file(model.path, config=base, subfolder=name, torch_dtype=dtype)
+            name: kind.from_single_file(model.path, config=base, subfolder=name, torch_dtype=dtype, **held)
             for name, kind in parts.networks.items()
         }
         given |= {
@@ -72,6 +74,8 @@ def loading_code(model: Model) -> str:
     parts, file, base = _parts(model), json.dumps(model.path), json.dumps(model.config)
     plain = model.dtype == "float32"
     dtype, old = ("", "") if plain else (f", dtype=torch.{model.dtype}", f", torch_dtype=torch.{model.dtype}")
+    if is_gguf(model.path):
+        old += f", quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{model.dtype})"
     lines = [
         f"{name} = diffusers.{kind.__name__}.from_single_file({file}, config={base}, subfolder={json.dumps(name)}{old})"
         for name, kind in parts.networks.items()
@@ -91,15 +95,15 @@ def loading_code(model: Model) -> str:
 def _parts(model: Model) -> _Parts:
     index = DiffusionPipeline.load_config(model.config)
     kind = getattr(diffusers, str(index["_class_name"]))
-    with safe_open(model.path, framework="pt") as file:
-        names = dict.fromkeys(file.keys())
+    names: dict[str, Any] = {}
+    if not is_gguf(model.path):
+        with safe_open(model.path, framework="pt") as file:
+            names = dict.fromkeys(file.keys())
     held = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1]}
     if any(name.startswith(tuple(LDM_VAE_KEYS)) for name in names):
         if not issubclass(kind, FromSingleFileMixin):
             raise ValueError(f"diffusers reads no whole {kind.__name__} from one file; give that of its denoiser alone")
-        encoders = {
-            name: getattr(transformers, entry[1]) for name, entry in held.items() if name[:12] == "text_encoder"
-        }
+        encoders = {name: getattr(transformers, entry[1]) for name, entry in held.items() if is_text_encoder(name)}
         besides = {name: one for name, one in encoders.items() if not _has_encoder(names, one)}
         return _Parts(kind, besides, {})
     denoiser = next((name for name in DENOISERS if name in held), None)

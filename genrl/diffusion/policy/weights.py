@@ -1,4 +1,4 @@
-"""Making denoisers trainable: adapters added in place, or every parameter, sharded if asked."""
+"""Making denoisers trainable: adapters added in place, or every parameter; sharded if asked."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from diffusers.loaders.peft import PeftAdapterMixin
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from genrl.config import LoRA
 from genrl.diffusion.policy.adapters import activate, add_adapters, add_frozen, begin_with
 from genrl.diffusion.policy.interfaces import Pipeline
-from genrl.runtime.sharding import shard
+from genrl.runtime.sharding import Sharding, in_step, shard
 from genrl.runtime.weights import Weights
 
 
@@ -20,13 +22,13 @@ def trainable(
     lora: LoRA | None,
     *,
     seed: int = 0,
-    sharded: bool = False,
+    sharding: Sharding | None = None,
     pipe: Pipeline | None = None,
 ) -> Weights:
     """The trained parameters of one or more denoisers, by `component.parameter`.
 
-    denoisers: by component name; lora: the adapter to add in place, or None to train every parameter; pipe: theirs,
-    which loads the adapters that `lora` names.
+    denoisers: by component name; lora: the adapter to add in place, or None to train every parameter; sharding: how the
+    denoisers are held, None = whole, where they are; pipe: theirs, which loads the adapters that `lora` names.
     Trained parameters are float32 whatever the dtype of the frozen ones. Raises ValueError where no layer matches.
     """
     adapted: list[PeftAdapterMixin] = []
@@ -41,8 +43,8 @@ def trainable(
         for parameter in denoiser.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        if sharded:
-            shard(denoiser)
+        if sharding is not None:
+            shard(denoiser, _blocks(denoiser), sharding)
     named = {
         f"{name}.{key}": parameter
         for name, denoiser in denoisers.items()
@@ -60,7 +62,16 @@ def trainable(
 
     begins_as_base = lora is not None and lora.begin is None and not lora.frozen
     reference = without_adapters if begins_as_base else None
-    return Weights(named, is_lora=lora is not None, is_sharded=sharded, reference=reference)
+    together = any(in_step(denoiser) for denoiser in denoisers.values())
+    return Weights(named, is_lora=lora is not None, in_step=together, reference=reference)
+
+
+def _blocks(denoiser: nn.Module) -> list[nn.Module]:
+    """What is in shards by itself: the blocks of a transformer; of a UNet the parts of its levels."""
+    parts: list[nn.Module] = [m for m in denoiser.modules() if isinstance(m, (BasicTransformerBlock, ResnetBlock2D))]
+    if hasattr(denoiser, "down_blocks") and parts:
+        return parts
+    return [block for m in denoiser.children() if isinstance(m, nn.ModuleList) for block in m]
 
 
 def _adaptable(denoiser: nn.Module) -> PeftAdapterMixin:

@@ -26,7 +26,6 @@ from torch import Tensor
 import rewards
 from genrl.config import Config, Sampling
 from genrl.data.prompts import Prompt
-from genrl.data.sizes import prompts_together
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
@@ -160,9 +159,8 @@ def iteration_prompts(config: Config, prompts: Sequence[Prompt], iteration: int)
     """The prompts of an iteration, one for each group of samples, in slot order."""
     sampling, key = config.sampling, {"seed": config.seed, "iteration": iteration}
     if sampling.buckets:
-        together = prompts_together(sampling.batch_size, sampling.group_size)
-        sizes = [tuple(row.size.items()) for row in prompts]
-        return [prompts[row] for row in bucketed_indices(sizes, sampling.prompts_per_iteration, together, **key)]
+        buckets, count = [row.bucket for row in prompts], sampling.prompts_per_iteration
+        return [prompts[row] for row in bucketed_indices(buckets, count, sampling.prompts_together, **key)]
     return [prompts[row] for row in prompt_indices(len(prompts), sampling.prompts_per_iteration, **key)]
 
 

@@ -52,7 +52,7 @@ def learn(run: DiffusionRun, settings: D3PO, rollouts: Rollouts, *, num_steps: i
             for micro_batch in micro_batches:
                 # A group is whole within a micro-batch, so all its pairs are.
                 pairs = preference_pairs(rollouts.total[micro_batch.slots], rollouts.group[micro_batch.slots])
-                if len(pairs) == 0 and not weights.is_sharded:  # else the other processes evaluate theirs with us
+                if len(pairs) == 0 and not weights.in_step:  # else the other processes evaluate theirs with us
                     continue
                 trajectory = micro_batch.pieces[0].trajectory
                 for i in trajectory.log_probs:

@@ -81,9 +81,6 @@ class DiffInstruct(Differentiating):
                 yield (key, "trainer.algorithm"), f"{none}; write 1"
         if "true_cfg_scale" in sampling.pipeline_args:
             yield ("sampling.pipeline_args.true_cfg_scale", "trainer.algorithm"), f"{none}; remove it"
-        if config.distributed.fsdp:
-            text = "the assistant network is not sharded; write false, and train adapters (model.lora)"
-            yield ("distributed.fsdp", "trainer.algorithm"), text
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The assistant learning; both scores; the generator."""

@@ -22,6 +22,7 @@ class OfflineDPO(DiffusionDPO):
 
     one_size: ClassVar[str] = "trains on given pairs, which are resized to one size"
     title: ClassVar[str] = "Offline DPO"
+    reads_pictures: ClassVar[bool] = True
     checks_data: ClassVar[bool] = True
     samples_per_group: ClassVar[int | None] = 2  # a pair
 

@@ -71,7 +71,7 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
             for i in trajectory.log_probs:
                 coefficient = coefficients[i, micro_batch.slots].to(policy.device)
                 # A sharded model is evaluated by all processes together: each as often as the others.
-                if not weights.is_sharded and not bool(coefficient.any()):
+                if not weights.in_step and not bool(coefficient.any()):
                     continue
                 recorded = recorded_step(trajectory, i, {"coefficient": coefficient})
                 # The coefficients are of a mean over the pairs of all processes.

@@ -62,6 +62,11 @@ class SPO(Stochastic, Updating):
     """Passes over the pairs of one iteration."""
 
     @property
+    def branches(self) -> bool:
+        """Whether a state goes on in several ways."""
+        return True
+
+    @property
     def uses_reference(self) -> bool:
         """Whether training evaluates the model before training."""
         return True

@@ -73,7 +73,7 @@ def train(run: DiffusionRun, settings: SPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     config, policy = run.config, run.policy
     sampling = config.sampling
-    if run.weights.is_sharded and sampling.images_per_iteration % sampling.batch_size:
+    if run.weights.in_step and sampling.images_per_iteration % sampling.batch_size:
         raise ValueError(
             f"distributed.fsdp: {sampling.images_per_iteration} chains in micro-batches of {sampling.batch_size} leave "
             "a smaller one, which calls the model less often than the others; change sampling.batch_size"
@@ -111,7 +111,7 @@ def learn(
                 for column, (i, candidates) in enumerate(found[micro_batch.slots[0]].items()):
                     counts = pairs.valid[micro_batch.slots, column]
                     # A sharded model is evaluated by all processes together: each as often as the others.
-                    rows = torch.arange(len(counts)) if weights.is_sharded else counts.nonzero()[:, 0]
+                    rows = torch.arange(len(counts)) if weights.in_step else counts.nonzero()[:, 0]
                     if len(rows) == 0 or divisor == 0:
                         continue
                     chosen = torch.stack([table[micro_batch.slots, column] for table in (pairs.win, pairs.lose)], dim=1)
