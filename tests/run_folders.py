@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from genrl.config import load
+from genrl.config import AnyConfig, load
 from genrl.config.method import metrics_of
 from genrl.runtime import checkpoint
 from genrl.runtime.metrics import document
@@ -39,6 +40,17 @@ def last_state(run: Path) -> checkpoint.Loaded:
     path = checkpoint.latest(Run(run).checkpoints)
     assert path is not None
     return checkpoint.load(path)
+
+
+def assert_resumes(train: Callable[..., Path], config: AnyConfig, folder: Path) -> None:
+    """Two iterations, and the second again from the checkpoint of the first: equal to the bit, and both move weights.
+    config: of two iterations with a checkpoint after each; folder: where the second run goes."""
+    straight, again = train(config), folder / "again"
+    shutil.copytree(straight, again)
+    shutil.rmtree(again / "checkpoints" / "step-000002")
+    train(load(Run(again).config), again)
+    assert differences(straight, again) == []
+    assert all(row["updates"] > 0 for row in rows(straight)[1:])
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -84,12 +96,14 @@ def start(target: Callable[..., None], *arguments: Any, log: Path, environment: 
     return process
 
 
-def start_ranks(count: int, target: Callable[..., None], *arguments: Any, log: Path) -> list[BaseProcess]:
-    """The same in `count` processes that find each other as those of `torchrun` do (gloo)."""
+def start_ranks(
+    count: int, target: Callable[..., None], *arguments: Any, log: Path, machines: int = 1
+) -> list[BaseProcess]:
+    """The same in `count` processes that find each other as those of `torchrun` do (gloo), as if on `machines`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count // machines)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         start(

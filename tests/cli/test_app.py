@@ -148,7 +148,7 @@ class TestErrors:
             (["sample", "org/model", "x=[", "--prompt", "a"], "is not YAML"),
             (["eval", "org/model", "--reward", "shapes"], "--prompts"),
             (["eval", "org/model", "--prompts", "eval.txt"], "--reward"),
-            (["train", "small.yaml", "--nproc", "3"], "start 2 processes"),
+            (["train", "small.yaml", "--nproc", "3"], "micro-batches for 2 only"),
             (["train", "small.yaml", "--nproc", "0"], "--nproc"),
             (["train", "absent.yaml"], "no such file"),
             (["check"], "Missing argument"),

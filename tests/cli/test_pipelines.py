@@ -28,6 +28,38 @@ def test_a_run_is_called_as_its_evaluations_are(trained: Path) -> None:
     assert chosen.arguments == expected
 
 
+def test_a_run_is_drawn_in_the_size_of_its_evaluations(trained: Path) -> None:
+    file = trained / "runs" / "one" / "config.yaml"
+    file.write_text(file.read_text().replace("evaluation: {", "evaluation: {height: 32, "))
+    assert choose("runs/one", None, None, {}).arguments["height"] == 32
+    assert choose("runs/one", None, None, {"height": 16}).arguments["height"] == 16
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "sizes"),
+    [
+        ("org/model", [], [{"height": 16}, {}]),
+        ("org/model", ["--width", "32"], [{}, {}]),
+        ("runs/one", [], [{}, {}]),  # whose configuration reads no such column
+    ],
+)
+def test_the_sizes_of_rows(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: list[str], sizes: list[dict[str, int]]
+) -> None:
+    class Stop(Exception):
+        pass
+
+    def evaluate(pipe: Any, rows: Any, *_: Any, **__: Any) -> None:
+        raise Stop([dict(row.size) for row in rows])
+
+    (trained / "eval.jsonl").write_text('{"prompt": "a", "height": 16}\n{"prompt": "b"}\n')
+    monkeypatch.setattr("genrl.diffusion.sample.load", lambda model, lora: None)
+    monkeypatch.setattr("genrl.diffusion.sample.evaluate_pipeline", evaluate)
+    with pytest.raises(Stop) as stopped:
+        run("eval", model, "--prompts", "eval.jsonl", "--reward", "shapes", *options)
+    assert stopped.value.args == (sizes,)
+
+
 @pytest.mark.parametrize(("given", "loaded"), [(None, "bfloat16"), ("float32", "float32")])
 def test_the_precision_of_a_run_is_its_own(trained: Path, given: Dtype | None, loaded: str) -> None:
     assert choose("runs/one", None, given, {}).model.dtype == loaded

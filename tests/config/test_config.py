@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from genrl.config import Config, ConfigError, check_files, dump, json_schema, load, load_located
-from genrl.config.combinations import processes_problem
 from genrl.config.json_schemas import all_keys
 from genrl.config.loading import ROOTS
 from genrl.config.messages import OTHER_NAMES
@@ -386,12 +385,6 @@ def test_schema_accepts_the_shipped_configurations(path: Path) -> None:
     if "include" in document:
         document = parse(dump(load(path))).value
     assert list(validator.iter_errors(document)) == []
-
-
-def test_processes_that_would_have_nothing_to_do() -> None:
-    config = load(ROOT / "configs" / "ocr.yaml")  # 96 samples in batches of 32, one update
-    assert processes_problem(config, 3) is None
-    assert "start 3 processes or fewer" in str(processes_problem(config, 4))
 
 
 class TestFiles:

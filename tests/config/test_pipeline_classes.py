@@ -12,9 +12,9 @@ import pytest
 from diffusers import LCMScheduler
 
 from genrl.config import ConfigError, check_files, load
-from genrl.config.pipeline_classes import problems, source_of
+from genrl.config.pipeline_classes import loop_problems, problems, source_of
 from genrl.diffusion.policy.policy import Policy
-from tests.diffusion.families import FAMILIES
+from tests.diffusion.families import FAMILIES, REFUSED
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -34,10 +34,81 @@ def config(folder: Path, lora: str = "null", **sampling: int) -> Path:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_trains_passes(name: str, tmp_path: Path) -> None:
     """Every family that is tested as a policy, with a LoRA where diffusers has one."""
-    pipe = FAMILIES[name]().pipe
+    family = FAMILIES[name]()
+    pipe = family.pipe
     networks = {n: type(c).__name__ for n, c in pipe.components.items() if n in DENOISERS and c is not None}
-    found = list(problems(type(pipe).__name__, networks, lora=False))
-    assert found == []
+    kind = type(pipe).__name__
+    assert list(problems(kind, networks, lora=False)) == []
+    assert list(loop_problems(kind, is_flow=family.kind == "flow", branches=False)) == []
+
+
+LOOPS = {
+    "ltx_i2v": "LTXImageToVideoPipeline denoises only part of its latents",
+    "sd_latent_upscaler": "StableDiffusionLatentUpscalePipeline reads `sigmas` of its scheduler, which DDIM",
+    "chroma_inpaint": "ChromaInpaintPipeline fails in diffusers itself",
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_that_do_not_fit(name: str, tmp_path: Path) -> None:
+    pipe = REFUSED[name]().pipe
+    pipe.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"model.path: {LOOPS[name]}"):
+        check_files(load(config(tmp_path)))
+
+
+def test_later_frames_alone_are_part_of_the_latents() -> None:
+    ((_, text),) = loop_problems("Kandinsky5I2VPipeline", is_flow=True, branches=False)
+    assert "denoises only part of its latents" in text
+    assert list(loop_problems("Kandinsky5T2VPipeline", is_flow=True, branches=False)) == []
+
+
+def test_a_vae_that_decodes_one_video_at_a_time(tmp_path: Path) -> None:
+    FAMILIES["hunyuan_video15"]().pipe.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="model.slice_vae: AutoencoderKLHunyuanVideo15 decodes one video at a time"):
+        check_files(load(config(tmp_path)))
+    check_files(load(config(tmp_path), ["model.slice_vae=true"]))
+
+
+def test_a_vae_that_decodes_in_tiles_alone(tmp_path: Path) -> None:
+    FAMILIES["allegro"]().pipe.save_pretrained(tmp_path / "model")
+    ddim = ["trainer={algorithm: flow_grpo, kernel: ddim, noise_level: 1}"]
+    path, kept = config(tmp_path), [*ddim, "model.slice_vae=true", "model.tile_vae=true"]
+    check_files(load(path, kept))
+    check_files(load(path, [*kept, "sampling.height=144", "sampling.width=176", "sampling.num_frames=40"]))
+    with pytest.raises(ConfigError, match="model.tile_vae: AutoencoderKLAllegro decodes in tiles only"):
+        check_files(load(path, ddim))
+    with pytest.raises(ConfigError, match="sampling.width: its VAE decodes tiles of 128 .*; write 176 for 160"):
+        check_files(load(path, [*kept, "sampling.width=160"]))
+    with pytest.raises(ConfigError, match="sampling.num_frames: its VAE .*; write 24 for 8"):
+        check_files(load(path, [*kept, "sampling.num_frames=8"]))
+
+
+def test_the_upscaler_is_refused_for_its_scheduler_alone() -> None:
+    kind = "StableDiffusionLatentUpscalePipeline"
+    assert list(loop_problems(kind, is_flow=True, branches=False)) == []
+
+
+@pytest.mark.parametrize("kind", ["LTX2Pipeline", "SkyReelsV2DiffusionForcingPipeline"])
+def test_several_schedulers_are_refused(kind: str) -> None:
+    ((key, text),) = loop_problems(kind, is_flow=True, branches=False)
+    assert key == "model.path" and "only self.scheduler is the policy" in text
+
+
+@pytest.mark.parametrize("kind", ["Cosmos2TextToImagePipeline", "CosmosTextToWorldPipeline"])
+def test_noise_without_bounds_is_refused(kind: str) -> None:
+    ((key, text),) = loop_problems(kind, is_flow=True, branches=False)
+    assert key == "model.path" and "adds noise of any size to its latents" in text
+
+
+@pytest.mark.parametrize("trainer", ["{algorithm: flow_grpo, tree: {ways: 2, at: [0]}}", "{algorithm: spo, first: 1}"])
+def test_inpainting_does_not_branch(trainer: str, tmp_path: Path) -> None:
+    FAMILIES["flux_inpaint"]().pipe.save_pretrained(tmp_path / "model")
+    path = config(tmp_path, num_inference_steps=6)
+    strong = ["sampling.pipeline_args.strength=1"]
+    check_files(load(path, [*strong, "trainer={algorithm: flow_grpo}"]))
+    with pytest.raises(ConfigError, match="trainer: samples of a FluxInpaintPipeline cannot branch"):
+        check_files(load(path, [*strong, f"trainer={trainer}"]))
 
 
 def test_lora_where_only_the_network_loads_it() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.diffusion import editing_families as editing
 from tests.diffusion import further_families as further
+from tests.diffusion import further_video_families as further_video
 from tests.diffusion import image_families as image
 from tests.diffusion import starting_families as starting
 from tests.diffusion import video_families as video
@@ -92,6 +93,11 @@ FAMILIES = _table(
     video.mochi,
     video.cogvideox,
     video.ace_step,
+    further_video.allegro,
+    further_video.skyreels_v2,
+    further_video.sana_video,
+    further_video.kandinsky5_t2v,
+    further_video.hunyuan_video15,
 )
 
 REFUSED = _table(

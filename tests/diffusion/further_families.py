@@ -53,6 +53,32 @@ from tests.diffusion import tiny_parts as parts
 from tests.diffusion.image_families import SIZE, UNGUIDED
 from tests.diffusion.tiny_parts import Family
 
+BRIA = {
+    "patch_size": 1,
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 8,
+    "num_attention_heads": 2,
+    "pooled_projection_dim": None,
+    "axes_dims_rope": [0, 4, 4],
+}
+
+
+KANDINSKY5 = {
+    "in_visual_dim": 4,
+    "in_text_dim": 32,
+    "in_text_dim2": 32,
+    "time_dim": 16,
+    "out_visual_dim": 4,
+    "patch_size": (1, 2, 2),
+    "model_dim": 32,
+    "ff_dim": 32,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 1,
+    "axes_dims": (4, 4, 8),
+}
+
 
 def flux2_klein() -> Family:
     transformer = Flux2Transformer2DModel(
@@ -79,17 +105,7 @@ def flux2_klein() -> Family:
 
 
 def bria() -> Family:
-    transformer = BriaTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=None,
-        axes_dims_rope=[0, 4, 4],
-    )
+    transformer = BriaTransformer2DModel(**BRIA, joint_attention_dim=32)
     pipe = BriaPipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -102,18 +118,7 @@ def bria() -> Family:
 
 
 def bria_fibo() -> Family:
-    transformer = BriaFiboTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=64,
-        text_encoder_dim=32,
-        pooled_projection_dim=None,
-        axes_dims_rope=[0, 4, 4],
-    )
+    transformer = BriaFiboTransformer2DModel(**BRIA, joint_attention_dim=64, text_encoder_dim=32)
     pipe = BriaFiboPipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
@@ -240,17 +245,7 @@ def hunyuan_image() -> Family:
 
 def kandinsky5_t2i() -> Family:
     transformer = Kandinsky5Transformer3DModel(
-        in_visual_dim=4,
-        in_text_dim=32,
-        in_text_dim2=32,
-        time_dim=16,
-        out_visual_dim=4,
-        patch_size=(1, 2, 2),
-        model_dim=32,
-        ff_dim=32,
-        num_text_blocks=1,
-        num_visual_blocks=1,
-        axes_dims=(4, 4, 8),
+        **KANDINSKY5,
     )
     pipe = Kandinsky5T2IPipeline(
         transformer=parts.woken(transformer),

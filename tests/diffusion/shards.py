@@ -19,7 +19,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import use_kernels
-from genrl.runtime.sharding import whole, whole_optimizer_state
+from genrl.runtime.sharding import Sharding, whole, whole_optimizer_state
 from genrl.runtime.state import pack
 from genrl.runtime.weights import Weights
 from tests.diffusion.families import FAMILIES
@@ -38,7 +38,10 @@ def tiny(sharded: bool, kernels: Kernels | None = None, family: str = "sd3") -> 
     policy = Policy(FAMILIES[family]().pipe)
     if kernels is not None:
         use_kernels(policy, kernels)
-    return policy, trainable(policy.denoisers, None, sharded=sharded)
+    sharding = Sharding.over("all", torch.device("cpu")) if sharded else None
+    weights = trainable(policy.denoisers, None, sharding=sharding)
+    policy.singly = weights.in_step
+    return policy, weights
 
 
 @torch.no_grad()

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
-from genrl.config import Config
+from genrl.config import Config, dump
 from genrl.diffusion.rollout.rollout import Sheet
 from genrl.diffusion.train import train
-from tests.diffusion import runs
+from tests.cli import commands
+from tests.diffusion import ranks, runs
+from tests.diffusion.families import FAMILIES
 
 SIZES = [[16, 16], [16, 24]]
+TEXTS = {"train": runs.PROMPTS, "eval": [*runs.HELD_OUT, "a dog"]}
+CONTENT = '''\
+def content(images):
+    """The mean of a picture or video, and how many numbers it has."""
+    return images.flatten(1).mean(1).tolist(), {"numbers": [images[0].numel()] * len(images)}
+'''
 
 
 def settings(folder: Path, model: Path, **changes: Any) -> Config:
@@ -73,3 +84,82 @@ def test_a_size_with_too_few_prompts_is_refused_before_the_model_is_loaded(folde
         ValueError, match=r"sampling\.buckets: 16 x 24 has 1 of the 4 prompts, and a micro-batch is of 2"
     ):
         train(few)
+
+
+def wan(folder: Path) -> dict[str, Any]:
+    """A video pipeline in `folder/model`, and rows of 1 and 5 frames; its section `sampling`."""
+    FAMILIES["wan_t2v"]().pipe.save_pretrained(folder / "model")
+    for name, texts in TEXTS.items():
+        lines = [{"prompt": text, "num_frames": (5, 1)[k % 2]} for k, text in enumerate(texts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return {"buckets": "rows", "height": 16, "width": 16, "pipeline_args": {"max_sequence_length": 16}}
+
+
+def kontext(folder: Path) -> dict[str, Any]:
+    """The same of an editing pipeline; each row has the bucket of its picture's shape."""
+    FAMILIES["flux_kontext"]().pipe.save_pretrained(folder / "model")
+    for name, texts in TEXTS.items():
+        lines = []
+        for k, text in enumerate(texts):
+            size = (16, 24)[k % 2], 16
+            Image.new("RGB", size, (60 * k, 99, 0)).save(folder / f"{name}{k}.png")
+            lines.append({"prompt": text, "before_image": f"{name}{k}.png"})
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    arguments = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
+    return {"buckets": SIZES, "inputs": {"image": "before_image"}, "pipeline_args": arguments}
+
+
+NUMBERS = {wan: (5 * 768 + 768 + 5 * 768) / 3, kontext: (768 + 720 + 768) / 3}
+"""In the three pictures of an evaluation, on average. Kontext brings 16 x 24 to the area `max_area`: 12 x 20."""
+
+
+def sized(folder: Path, kind: Callable[[Path], dict[str, Any]], **changes: Any) -> Config:
+    """A run of these models, in `folder/tiny.yaml`."""
+    (folder / "content.py").write_text(CONTENT)
+    reward = [{"name": f"{folder / 'content.py'}:content"}]
+    evaluation = {"every": 1, "num_prompts": 3, "batch_size": 2}
+    common = {"rewards": reward, "evaluation": evaluation, "iterations": 1, "sampling": kind(folder)}
+    common["prompts"] = {name: str(folder / f"{name}.jsonl") for name in TEXTS}
+    config = settings(folder, folder / "model", **common, **changes)
+    (folder / "tiny.yaml").write_text(dump(config), encoding="utf-8")
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [wan, kontext])
+def test_evaluations_draw_each_prompt_in_its_size(folder: Path, kind: Callable[[Path], dict[str, Any]]) -> None:
+    """In training, and `genrl eval` of the run alike; one size for all where it is asked for."""
+    run = train(sized(folder, kind))
+    row = [row for row in runs.rows(run) if row["step"] == 1][0]
+    assert row["ratio/max_abs_dev"] == 0.0 and row["eval/content/numbers_mean"] == pytest.approx(NUMBERS[kind])
+
+    def scores(*options: str) -> dict[str, float]:
+        commands.run("eval", str(run), "--num-prompts", "3", "--out", str(folder / "scores.json"), *options)
+        found: dict[str, float] = json.loads((folder / "scores.json").read_text())["scores"]
+        return found
+
+    found = scores("--batch-size", "2")
+    assert found == pytest.approx({key: row[key] for key in found}, abs=1e-6) and "eval/content_mean" in found
+    one_size = ["--height", "16", "--width", "16", *(["num_frames=1"] if kind is wan else [])]
+    assert scores(*one_size)["eval/content/numbers_mean"] == 3 * 16 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [wan, kontext])
+def test_two_processes_draw_the_same_sizes(folder: Path, kind: Callable[[Path], dict[str, Any]]) -> None:
+    """Samples and held-out pictures to the bit."""
+    for count in (1, 2):
+        (folder / str(count)).mkdir()
+        sized(folder, kind, output=str(folder / f"run-{count}"))
+        arguments = (ranks.record, str(folder / "tiny.yaml"), str(folder / str(count)))
+        processes = runs.start_ranks(count, *arguments, log=folder / f"{count}.log")
+        assert runs.wait(processes, 300) == [0] * count, (folder / f"{count}-rank-0.log").read_text()[-3000:]
+    (alone,) = (load_file(path) for path in (folder / "1").glob("*.safetensors"))
+    drawn = [key for key in alone if key.startswith("position/")]
+    shared = [load_file(path) for path in sorted((folder / "2").glob("*.safetensors"))]
+    assert sorted(key for part in shared for key in part if key in drawn) == sorted(drawn)
+    assert all(torch.equal(alone[key], part[key]) for part in shared for key in part if "gradient" not in key)
+    one, two = (
+        {p.name: p.read_bytes() for p in (folder / f"run-{n}" / "samples" / "step-000000").iterdir()} for n in (1, 2)
+    )
+    assert one == two and len(one) == 4

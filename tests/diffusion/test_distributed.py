@@ -16,6 +16,7 @@ from torch import Tensor
 
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.train import check_processes
 from genrl.runtime.guards import read_dump
 from genrl.runtime.run import Run, read_metrics
 from tests.diffusion import ranks, runs
@@ -39,7 +40,9 @@ FINISHED: dict[str, dict[str, Any]] = {
 QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}, "optimizer": {"max_grad_norm": 1e9}}
 
 
-def start(folder: Path, model: Path, name: str, count: int, target: Any, *arguments: Any, **changes: Any) -> list[Any]:
+def start(
+    folder: Path, model: Path, name: str, count: int, target: Any, /, *arguments: Any, machines: int = 1, **changes: Any
+) -> list[Any]:
     """Processes of a run in `folder/name`."""
     (folder / name).mkdir()
     runs.config(folder, model, output=str(folder / name / "run"), **changes)
@@ -47,14 +50,14 @@ def start(folder: Path, model: Path, name: str, count: int, target: Any, *argume
     log = folder / f"{name}.log"
     if count == 1:
         return [runs.start(target, str(path), *arguments, log=log)]
-    return runs.start_ranks(count, target, str(path), *arguments, log=log)
+    return runs.start_ranks(count, target, str(path), *arguments, log=log, machines=machines)
 
 
 def logs(folder: Path, name: str) -> str:
     return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob(f"{name}*.log")))
 
 
-def recorded(folder: Path, model: Path, count: int, name: str = "world", **changes: Any) -> list[dict[str, Tensor]]:
+def recorded(folder: Path, model: Path, count: int, name: str = "world", /, **changes: Any) -> list[dict[str, Tensor]]:
     """What `ranks.record` wrote in the first iteration, by rank."""
     name = f"{name}-{count}"
     processes = start(folder, model, name, count, ranks.record, str(folder / name), **{**QUIET, **changes})
@@ -69,8 +72,8 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return math.sqrt(math.fsum(float((one[k] - other.get(k, zero)).double().square().sum()) for k in keys))
 
 
-def check_equal(parts: list[dict[str, Tensor]], alone: dict[str, Tensor]) -> None:
-    """Everything but the gradients to the bit, each sample drawn once; gradients to 1e-6 relative."""
+def check_equal(parts: list[dict[str, Tensor]], alone: dict[str, Tensor], within: float = 1e-6) -> None:
+    """Everything but the gradients to the bit, each sample drawn once; gradients to `within`, relative."""
     drawn = sorted(key for key in alone if key.startswith("position/"))
     assert sorted(key for part in parts for key in part if key.startswith("position/")) == drawn
     for part in parts:
@@ -79,7 +82,7 @@ def check_equal(parts: list[dict[str, Tensor]], alone: dict[str, Tensor]) -> Non
         assert {"scores", "group", "prompts"} <= set(same) and not part["scores"].isnan().any()
         gradients = [key for key in part if key.startswith("gradient/")]
         expected = {key: alone[key] for key in gradients}
-        assert 0 < distance(expected, {}) and distance(part, expected) < 1e-6 * distance(expected, {})
+        assert 0 < distance(expected, {}) and distance(part, expected) < within * distance(expected, {})
         assert all(torch.equal(part[key], parts[0][key]) for key in gradients)  # all take the same step
 
 
@@ -141,6 +144,125 @@ def test_sharded_full_fine_tuning_is_the_same(folder: Path, model: Path, trainer
     for stem in ("weights", "snapshot-average"):  # Adam makes a step of a rounding where a gradient is nearly 0
         moved = distance(one[stem], untrained)
         assert moved > 0 and distance(two[stem], one[stem]) < 0.1 * moved
+
+
+FSDP = {"distributed": {"fsdp": True}}
+BLOCKS = {"model": {"offload": {"denoiser": "blocks"}}}
+HELD: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "two": (2, 1, FSDP),
+    "two_offloaded": (2, 1, FSDP | BLOCKS),
+    "pairs_of_two": (4, 2, {"distributed": {"fsdp": True, "shard": "node"}}),
+    "one_offloaded": (1, 1, BLOCKS),
+    "each_offloaded": (2, 1, BLOCKS),
+}
+"""Processes, machines, and how the base is held."""
+
+
+@pytest.mark.parametrize("trainer", [GRPO, NFT], ids=["flow_grpo", "diffusion_nft"])
+@pytest.mark.parametrize("held", HELD)
+def test_adapters_on_shards_learn_the_same(folder: Path, model: Path, trainer: dict[str, Any], held: str) -> None:
+    """Beside one process that holds all."""
+    count, machines, changes = HELD[held]
+    sampling = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 2}
+    common: dict[str, Any] = {"trainer": {**trainer, "kl_weight": 1e-3}, "sampling": sampling, "iterations": 1}
+    (alone,) = recorded(folder, model, 1, **common)
+    check_equal(recorded(folder, model, count, "held", machines=machines, **common, **changes), alone)
+    row = runs.rows(folder / f"held-{count}" / "run")[-1]
+    assert row["updates"] == 1.0 and row.get("ratio/max_abs_dev", 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"), [(name, runs.LORA) for name in (*FINISHED, "draft", "diff_instruct")] + [("diff_instruct", None)]
+)
+def test_every_method_learns_on_shards(folder: Path, model: Path, name: str, lora: dict[str, Any] | None) -> None:
+    """A model in shards over two processes, beside one process that holds all."""
+    gradients: dict[str, dict[str, Any]] = {"draft": {"steps": 2}, "diff_instruct": {"assistant_lr": 1e-9}}
+    changes: dict[str, Any] = {"trainer": {"algorithm": name} | (FINISHED | gradients)[name], "iterations": 1}
+    changes |= {"lora": lora, "sampling": {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}}
+    if name in gradients:
+        changes["rewards"] = [runs.reward(folder, "warmth")]
+    if name == "diff_instruct":
+        changes["sampling"] |= {"num_inference_steps": 1}
+    (alone,) = recorded(folder, model, 1, **changes)
+    # the assistant of all weights has made steps of rounding
+    check_equal(recorded(folder, model, 2, "sharded", **changes, **FSDP), alone, 1e-6 if lora else 3e-6)
+
+
+@pytest.mark.parametrize("held", ["two", "two_offloaded", "one_offloaded"])
+def test_adapters_on_shards_are_saved_and_go_on(folder: Path, model: Path, held: str) -> None:
+    """The adapter is loaded again by all processes together; stopped and gone on with, the run is the same to the bit,
+    and that of one process which holds all up to the order of sums."""
+    count, _, changes = HELD[held]
+    common: dict[str, Any] = {"trainer": GRPO, "evaluation": {"every": 1}}
+    for name, iterations, how in (("straight", 3, changes), ("stopped", 1, changes), ("whole", 3, {})):
+        processes = start(
+            folder, model, name, count if how else 1, runs.train_file, iterations=iterations, **common, **how
+        )
+        assert set(runs.wait(processes, 300)) == {0}, logs(folder, name)
+    path = folder / "stopped.yaml"
+    path.write_text(path.read_text().replace("iterations: 1", "iterations: 3"))
+    again = [str(path), str(folder / "stopped" / "run")]
+    log = folder / "again.log"
+    go_on = (
+        runs.start_ranks(count, runs.train_file, *again, log=log)
+        if count > 1
+        else [runs.start(runs.train_file, *again, log=log)]
+    )
+    assert set(runs.wait(go_on, 300)) == {0}, logs(folder, "again")
+    straight, stopped, whole = (folder / name / "run" for name in ("straight", "stopped", "whole"))
+    assert runs.differences(straight, stopped) == []
+    one, other = (load_file(run / "lora" / "pytorch_lora_weights.safetensors") for run in (whole, straight))
+    assert distance(one, {}) > 0 and distance(other, one) < 1e-3 * distance(one, {})
+
+
+def test_the_assistant_of_all_weights_learns_in_shards(folder: Path, model: Path) -> None:
+    """Its steps are made while its weights stand in for the generator's, by copies: they are not lost."""
+    trainer = {"algorithm": "diff_instruct"}
+    common: dict[str, Any] = {"trainer": trainer, "lora": None, "rewards": [runs.reward(folder, "warmth")]}
+    common |= {"sampling": {"num_inference_steps": 1}, "iterations": 1, "evaluation": {"every": 0}}
+    found = []
+    for name, how in (("whole", {}), ("waiting", BLOCKS)):
+        assert runs.wait(start(folder, model, name, 1, runs.train_file, **common, **how), 300) == [0], logs(
+            folder, name
+        )
+        found.append(runs.last_state(folder / name / "run").tensors["snapshot-assistant"])
+    saved = load_file(model / "transformer" / "diffusion_pytorch_model.safetensors")
+    untrained = {key: saved[key.removeprefix("transformer.")] for key in found[0]}
+    moved = distance(found[0], untrained)
+    assert moved > 0 and distance(found[1], found[0]) < 0.1 * moved  # Adam makes a whole step of rounding
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_pairs_of_which_some_are_ties_learn_on_shards(folder: Path, model: Path, guided: bool) -> None:
+    """Only one process has a pair, and guided samples are called one by one: both make as many calls."""
+    (folder / "ties.py").write_text(
+        "def ties(images, prompts):\n"
+        "    return [float(images[i].mean()) if len(text) % 2 else 0.0 for i, text in enumerate(prompts)]\n"
+    )
+    trainer = {"algorithm": "dpo", "timesteps_per_pair": 2, "guidance_in_training": guided}
+    sampling = {"prompts_per_iteration": 4, "group_size": 2, "batch_size": 4, "guidance_scale": 4.0 if guided else 1.0}
+    changes: dict[str, Any] = {"trainer": trainer, "sampling": sampling, "iterations": 1}
+    changes["rewards"] = [{"name": f"{folder / 'ties.py'}:ties"}]
+    (alone,) = recorded(folder, model, 1, **changes)
+    check_equal(recorded(folder, model, 2, "sharded", **changes, **FSDP), alone, 3e-6 if guided else 1e-6)
+
+
+def test_micro_batches_of_unequal_size_are_refused_on_shards(folder: Path, model: Path) -> None:
+    uneven = runs.config(folder, model, sampling={"group_size": 3, "batch_size": 4, "prompts_per_iteration": 2}, **FSDP)
+    with pytest.raises(ValueError, match="leave a smaller one"):
+        check_processes(uneven, 2)
+    waiting = runs.config(folder, model, lora=None, **BLOCKS)
+    check_processes(waiting, 1)
+    with pytest.raises(ValueError, match="not summed over processes"):
+        check_processes(waiting, 2)
+
+
+def test_all_weights_are_trained_from_the_cpu(folder: Path, model: Path) -> None:
+    """Weights, gradients and optimiser state wait on the CPU."""
+    sampling = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 2}
+    common: dict[str, Any] = {"trainer": GRPO, "sampling": sampling, "lora": None, "iterations": 1}
+    (alone,) = recorded(folder, model, 1, **common)
+    check_equal(recorded(folder, model, 1, "waiting", **BLOCKS, **common), alone)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -60,6 +60,11 @@ def test_seed_decides(model: Path, tmp_path: Path) -> None:
     assert not np.array_equal(first("a", 1), first("c", 2))
 
 
+def test_the_vae_decodes_as_it_does_in_training(model: Path) -> None:
+    vae = load(Model(path=str(model), slice_vae=True, tile_vae=True), None).vae
+    assert vae.use_slicing and vae.use_tiling
+
+
 def test_loading_what_is_not_there(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.path: '.*nowhere' could not be loaded as a diffusers pipeline"):
         load(Model(path=str(tmp_path / "nowhere")), None)

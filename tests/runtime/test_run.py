@@ -8,16 +8,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+from genrl.config import dump, load
 from genrl.runtime import run as runs
 from genrl.runtime.run import Run, config_edits, json_line, read_metrics, truncate_metrics, write_atomic
 
-CONFIG = """
+WRITTEN = """
 model: {path: a/b, lora: {rank: 32, alpha: 64}}
+prompts: {train: a.txt, eval: b.txt}
 rewards: [{name: shapes, weight: 1.0}]
+trainer: {algorithm: flow_grpo}
 optimizer: {lr: 0.0003}
 evaluation: {every: 20}
 checkpoint: {every: 20, keep: 3}
@@ -25,6 +30,16 @@ trackers: [tensorboard]
 iterations: 10
 output: runs/x
 """
+
+
+def configured(*overrides: str) -> str:
+    """The whole configuration, as a run writes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder, "x.yaml")).write_text(WRITTEN)
+        return dump(load(file, overrides))
+
+
+CONFIG = configured()
 
 
 def start(folder: Path) -> Run:
@@ -71,39 +86,53 @@ def test_a_used_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "shown"),
+    ("override", "shown"),
     [
-        ("iterations: 10", "iterations: 20", "iterations: 10 -> 20"),
-        ("keep: 3", "keep: 1", "checkpoint.keep: 3 -> 1"),
-        ("evaluation: {every: 20}", "evaluation: {every: 5}", "evaluation.every: 20 -> 5"),
-        ("[tensorboard]", "[tensorboard, wandb]", 'trackers: ["tensorboard"] -> ["tensorboard", "wandb"]'),
-        ("output: runs/x", "output: moved", 'output: "runs/x" -> "moved"'),
-        ("weight: 1.0", "weight: 1.0, remote: 'http://b'", 'rewards.0.remote: (absent) -> "http://b"'),
+        ("iterations=20", "iterations: 10 -> 20"),
+        ("checkpoint.keep=1", "checkpoint.keep: 3 -> 1"),
+        ("evaluation.every=5", "evaluation.every: 20 -> 5"),
+        ("trackers=[tensorboard, wandb]", 'trackers: ["tensorboard"] -> ["tensorboard", "wandb"]'),
+        ("output=moved", 'output: "runs/x" -> "moved"'),
+        ("rewards.0.remote=http://b", 'rewards.0.remote: null -> "http://b"'),
     ],
 )
-def test_edits_that_a_resume_allows(tmp_path: Path, old: str, new: str, shown: str) -> None:
+def test_edits_that_a_resume_allows(tmp_path: Path, override: str, shown: str) -> None:
     run = start(tmp_path)
-    edited = CONFIG.replace(old, new)
+    edited = configured(override)
     assert runs.resume(tmp_path, edited, step=4, command=["genrl", "resume"]) == [shown]
     assert run.config.read_text() == edited
     assert json.loads(run.info.read_text())["resumed"][0]["step"] == 4
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "key"),
-    [
-        ("lr: 0.0003", "lr: 0.001", "optimizer.lr"),
-        ("rank: 32", "rank: 16", "model.lora.rank"),
-        ("lora: {rank: 32, alpha: 64}", "lora: null", "model.lora"),
-        ("weight: 1.0", "weight: 0.5", "rewards.0.weight"),
-        ("iterations: 10", "iterations: 10\nseed: 1", "seed"),
-    ],
+    "override", ["optimizer.lr=0.001", "model.lora.rank=16", "model.lora=null", "rewards.0.weight=0.5", "seed=1"]
 )
-def test_edits_that_a_resume_refuses(tmp_path: Path, old: str, new: str, key: str) -> None:
+def test_edits_that_a_resume_refuses(tmp_path: Path, override: str) -> None:
     run = start(tmp_path)
-    with pytest.raises(ValueError, match=f"another value of .*{key}.*Only iterations, "):
-        runs.resume(tmp_path, CONFIG.replace(old, new), step=1, command=[])
+    with pytest.raises(ValueError, match=f"another value of .*{override.partition('=')[0]}.*Only iterations, "):
+        runs.resume(tmp_path, configured(override), step=1, command=[])
     assert run.config.read_text() == CONFIG
+
+
+def test_keys_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    old = yaml.safe_load(CONFIG)
+    del old["idle_iterations"], old["model"]["quantize"], old["rewards"][0]["outage"], old["ema"]
+    run.config.write_text(yaml.safe_dump(old))
+    with pytest.raises(ValueError, match=r"another value of model\.quantize: model\.quantize: null -> \"int8\""):
+        runs.resume(tmp_path, configured("model.quantize=int8"), step=1, command=[])
+    assert runs.resume(tmp_path, CONFIG, step=1, command=[]) == []
+    assert run.config.read_text() == CONFIG
+
+
+def test_a_key_that_there_is_no_longer_is_named(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    written = CONFIG + "group_sise: 4\n"
+    run.config.write_text(written)
+    line = written.count("\n")
+    with pytest.raises(ValueError, match=rf"(?s)another version.*config\.yaml:{line}: group_sise: unknown key"):
+        runs.resume(tmp_path, CONFIG, step=1, command=[])
+    assert run.config.read_text() == written
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
@@ -126,7 +155,7 @@ def test_half_a_run_json_changes_nothing(tmp_path: Path, content: str) -> None:
     run.metrics.write_text(json_line({"step": 0}) + json_line({"step": 1}))
     run.info.write_text(content)
     with pytest.raises(ValueError, match=r"run.json cannot be read \(.*delete it to go on without"):
-        runs.resume(tmp_path, CONFIG.replace("iterations: 10", "iterations: 20"), step=0, command=[])
+        runs.resume(tmp_path, configured("iterations=20"), step=0, command=[])
     assert run.config.read_text() == CONFIG and len(read_metrics(run.metrics)) == 2
     assert run.info.read_text() == content
     with pytest.raises(ValueError, match="is not empty"):
@@ -137,7 +166,7 @@ def test_half_a_config_changes_nothing(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.config.write_text(CONFIG[:-4] + "\n}{")
     before = run.info.read_bytes()
-    with pytest.raises(ValueError, match="(?s)config.yaml cannot be read: .*Nothing was changed"):
+    with pytest.raises(ValueError, match="(?s)config.yaml is no .*damaged.*Nothing was changed.*not YAML"):
         runs.resume(tmp_path, CONFIG, step=0, command=[])
     assert run.info.read_bytes() == before
 
@@ -220,7 +249,7 @@ def test_a_damaged_config_is_seen_by_the_checkpoints_own(tmp_path: Path) -> None
     found = run.checkpoints / "step-000003"
     found.mkdir(parents=True)
     (found / "config.yaml").write_text(CONFIG)
-    other = CONFIG.replace("lr: 0.0003", "lr: 0.0001")
+    other = configured("optimizer.lr=0.0001")
     run.config.write_text(other)
     with pytest.raises(ValueError, match="with another value of optimizer.lr: .*0.0003 -> 0.0001"):
         runs.resume(tmp_path, other, step=3, command=[], found=found)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from genrl.config import load
-from genrl.runtime.run import Run
 from genrl.vla.train import train
-from tests.run_folders import differences, rows
+from tests.run_folders import assert_resumes
 from tests.vla import vla_runs
 
 
@@ -18,13 +15,7 @@ from tests.vla import vla_runs
 def test_resumed_to_the_bit(tmp_path: Path, name: str) -> None:
     """From the checkpoint of the first of two iterations."""
     config = vla_runs.config(tmp_path, optimizer={"name": name, "lr": 1e-4}, checkpoint={"every": 1}, iterations=2)
-    straight = train(config)
-    again = tmp_path / "again"
-    shutil.copytree(straight, again)
-    shutil.rmtree(again / "checkpoints" / "step-000002")
-    train(load(Run(again).config), again)
-    assert differences(straight, again) == []
-    assert all(row["updates"] > 0 for row in rows(straight)[1:])
+    assert_resumes(train, config, tmp_path)
 
 
 def test_one_step_size_does_not_fit_two_rates(tmp_path: Path) -> None:

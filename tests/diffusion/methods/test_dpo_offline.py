@@ -156,7 +156,7 @@ def test_pictures_are_scaled_to_cover_and_cut_around_the_centre() -> None:
 
 
 def test_a_data_set_folder_holds_the_pictures_itself() -> None:
-    rows = load_prompts(EMBEDDED)
+    rows = load_prompts(EMBEDDED, pictures=False)
     reader = open_set(EMBEDDED, rows)
-    assert len(rows) == 272 and rows[0].columns.keys() == {"image_win", "image_lose"}
+    assert len(rows) == 272 and rows[0].columns == {}
     assert all(image.size == (64, 64) for row in (rows[0], rows[-1]) for image in reader(row))

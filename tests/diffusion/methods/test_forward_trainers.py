@@ -90,7 +90,7 @@ def run(config: Config, *, sharded: bool = False) -> Watched:
     seen, pieces = Watched(), []
     with runs.opened(config) as run:
         weights = run.weights
-        weights.is_sharded = sharded
+        weights.in_step = sharded
         collect, backward, step, finish = run.collect, run.backward, run.step, run.finish
 
         def watched_collect(draw: Any, **shape: Any) -> Rollouts:

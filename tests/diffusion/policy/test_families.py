@@ -95,6 +95,10 @@ def test_rollout_records_each_stochastic_step(tried: Tried) -> None:
         assert (sigmas.diff() < 0).all()
 
 
+def test_shape_of_states(tried: Tried) -> None:
+    assert tried.policy.state_shape(tried.batch) == tried.recorded.final.shape
+
+
 def test_replay_equals_record(tried: Tried) -> None:
     for index, log_prob in tried.recorded.log_probs.items():
         replayed = tried.policy.replay(tried.recorded, index)
@@ -111,6 +115,18 @@ def test_gradient_reaches_the_denoiser(tried: Tried) -> None:
         parameter.grad = None
     # Some parameters never matter: the last block's text stream, experts that were not chosen.
     assert reached > 0.7 * len(parameters)
+
+
+def test_gradient_through_two_steps(tried: Tried) -> None:
+    """Loops go on after a step, and may write into what its graph holds."""
+    state = tried.recorded.initial
+    for index in (2, 3):
+        state = tried.policy.advance(tried.batch, state, index)
+    state.square().sum().backward()
+    parameters = [p for denoiser in tried.policy.denoisers.values() for p in denoiser.parameters()]
+    assert any(p.grad is not None and bool(p.grad.abs().max() > 0) for p in parameters)
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def test_others_get_no_gradient(tried: Tried) -> None:
@@ -170,8 +186,8 @@ def test_deterministic_rollout(tried: Tried) -> None:
 
 
 DEPENDS_ON_NEIGHBOURS = "the pipeline pads texts to the longest of the batch and lets the padding count"
-NEIGHBOURLY = ("ace_step", "kandinsky5_t2i")
-WITHOUT_ADAPTERS = ("pixart_alpha", "pixart_sigma", "cogview3plus", "hunyuan_dit", "prx")
+NEIGHBOURLY = ("ace_step", "kandinsky5_t2i", "kandinsky5_t2v")
+WITHOUT_ADAPTERS = ("pixart_alpha", "pixart_sigma", "cogview3plus", "hunyuan_dit", "prx", "allegro")
 """Diffusers' networks of these take none."""
 
 

@@ -14,6 +14,7 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from genrl.config import Config, Model
+from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.single_file import loading_code
 from genrl.diffusion.train import train
@@ -81,3 +82,67 @@ def test_what_cannot_be_read_says_why(trained_elsewhere: Any, model: Path, tmp_p
     save_file({name: value for name, value in lacking.items() if "diffusion_model" not in name}, file)
     with pytest.raises(ValueError, match=r"model\.path: .* could not be loaded"):
         load_pipeline(Model(path=str(file), config=str(model)))
+
+
+@pytest.fixture(scope="module")
+def quantised(trained_elsewhere: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its denoiser in llama.cpp's format: what is divisible by a block of 32 in eight bits, else float32."""
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path_factory.mktemp("gguf") / "sd3-Q8_0.gguf"
+    writer = gguf.GGUFWriter(str(file), "sd3")
+    for name, tensor in trained_elsewhere.transformer.state_dict().items():
+        value = tensor.numpy()
+        if tensor.dim() == 2 and tensor.shape[1] % 32 == 0 and name.endswith(".weight"):
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_adapters_are_trained_on_a_gguf_file(
+    quantised: Path, trained_elsewhere: Any, model: Path, folder: Path
+) -> None:
+    """The ratio of the first update is exactly 1, a run that is stopped goes on to the bit, the lines of the card load
+    the same model, and the adapter loads on weights that are not quantised."""
+    brief: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 1}}
+    tree = runs.settings(folder, quantised, **brief)
+    tree["model"] |= {"config": str(model), "gradient_checkpointing": True}
+    straight = train(Config.model_validate(tree))
+    assert [row["ratio/max_abs_dev"] for row in runs.rows(straight)] == [0.0, 0.0]
+    stopped = train(Config.model_validate(tree | {"iterations": 1, "output": str(folder / "stopped")}))
+    train(Config.model_validate(tree | {"output": str(stopped)}), stopped)
+    assert runs.differences(straight, stopped) == []
+    settings = Model.model_validate(tree["model"])
+    kinds = {type(parameter).__name__ for parameter in load_pipeline(settings).transformer.parameters()}
+    assert "GGUFParameter" in kinds
+    made: dict[str, Any] = {"diffusers": diffusers, "torch": torch, "transformers": transformers}
+    exec(loading_code(settings), made)
+    trained_elsewhere.load_lora_weights(straight / "lora", adapter_name="trained")
+    call = {"prompt": "a red star", "num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 4}
+    states = []  # the autoencoders differ
+    made["pipe"].load_lora_weights(straight / "lora")
+    for pipe in (made["pipe"], trained_elsewhere):
+        drawn = pipe(**call, guidance_scale=1.0, output_type="latent", generator=torch.Generator().manual_seed(0))
+        states.append(drawn.images)
+    trained_elsewhere.unload_lora_weights()
+    torch.testing.assert_close(*states, rtol=0, atol=0.05)  # eight bits
+
+
+def test_what_a_gguf_file_cannot_do_is_refused(quantised: Path, model: Path, folder: Path) -> None:
+    tree = runs.settings(folder, quantised, iterations=1, evaluation={"every": 0})
+    tree["model"]["config"] = str(model)
+    for change, says in (
+        ({"lora": None}, "only adapters on it are trained"),
+        ({"lora": {"type": "dora"}}, "write lora or rslora"),
+        ({"offload": {"denoiser": "blocks"}}, "cannot be divided"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Config.model_validate(tree | {"model": tree["model"] | change})
+    run = train(Config.model_validate(tree))
+    with pytest.raises(ValueError, match="not merged into quantised weights"):
+        export(run, folder / "merged", full=True)

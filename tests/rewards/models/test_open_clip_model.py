@@ -12,6 +12,7 @@ import torch
 import rewards
 from rewards.scorers.preference.aesthetic import HEAD_FILES, Head
 from tests.rewards import tiny_open_clip
+from tests.rewards.gradients import assert_gradients_agree
 from tests.rewards.tiny_open_clip import NAME, open_clip
 
 PROMPTS = ["a red circle", "two “blue” stars &amp; more"]
@@ -67,12 +68,7 @@ def test_gradients_reach_the_picture_through_the_same_preparation(
 ) -> None:
     model = tiny_open_clip.save_folder(tmp_path / mode, resize_mode=mode, mean=[0.5] * 3, std=[0.25] * 3)
     reward = rewards.load("clipscore", {"model": f"open_clip:{model}"})
-    plain = rewards.score(reward, images=images, prompts=PROMPTS).values
-    leaf = images.clone().requires_grad_()
-    scores = rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS)
-    scores.sum().backward()
-    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
-    assert scores.tolist() == pytest.approx(plain, abs=0.005)
+    assert_gradients_agree(reward, images, PROMPTS, within=0.005)
 
 
 def test_what_cannot_be_loaded_says_why(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

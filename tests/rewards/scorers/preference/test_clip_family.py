@@ -16,6 +16,7 @@ import rewards
 from rewards.models.clip_model import ClipScorer, cosine, projected
 from rewards.scorers.preference.clipscore import clipscore
 from rewards.scorers.preference.pickscore import pickscore
+from tests.rewards.gradients import assert_gradients_agree
 from tests.rewards.tiny_clip import SIDE, save_tiny_clip
 
 PROMPTS = ["a red circle", "two blue stars and a square", "a red circle"]
@@ -150,12 +151,7 @@ def test_an_unknown_scale_is_refused_before_anything_is_loaded(name: str) -> Non
 @pytest.mark.parametrize("name", ["clipscore", "pickscore"])
 def test_gradients_reach_the_picture_and_the_two_paths_agree(checkpoint: Path, images: torch.Tensor, name: str) -> None:
     reward = rewards.load(name, {"model": str(checkpoint), "processor": str(checkpoint)})
-    plain = rewards.score(reward, images=images, prompts=PROMPTS).values
-    leaf = images.clone().requires_grad_()
-    scores = rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS)
-    scores.sum().backward()
-    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
-    assert scores.tolist() == pytest.approx(plain, abs=0.005), "8-bit rounding of the resized picture only"
+    assert_gradients_agree(reward, images, PROMPTS, within=0.005)
 
 
 def test_a_checkpoint_of_another_architecture_or_without_weights_is_refused(checkpoint: Path, tmp_path: Path) -> None:
