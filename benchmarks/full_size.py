@@ -93,6 +93,8 @@ DC = {
 
 NO_FROZEN = ("model.lora.frozen=[]",)
 """A distilled LoRA is on the hub alone."""
+FEW_WORDS = ("sampling.pipeline_args={max_sequence_length: 32}",)
+"""Text tokens run through the blocks beside the few of a small picture."""
 NO_BINS = "sampling.pipeline_args={use_resolution_binning: false}"
 """Else a small picture is drawn at 1024 px and made smaller."""
 
@@ -193,6 +195,7 @@ MODELS: dict[str, Published] = {
         },
         "stabilityai/stable-diffusion-3.5-medium",
         ("sd35_medium_flow_grpo", "sd35_medium_flow_grpo_fast", "sd35_medium_diffusion_nft"),
+        changes=FEW_WORDS,
     ),
     "sd35_large": Published(
         image_families.sd3,
@@ -218,6 +221,7 @@ MODELS: dict[str, Published] = {
         },
         "stabilityai/stable-diffusion-3.5-large-turbo",
         ("sd35_large_turbo_diffusion_nft",),
+        changes=FEW_WORDS,
     ),
     "wan21_1_3b": Published(
         video_families.wan_t2v,
@@ -234,7 +238,7 @@ MODELS: dict[str, Published] = {
         (AutoencoderKLWan, {}),
         {"text_encoder": lambda: parts.umt5_encoder(4096)},
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-        ("wan21_t2v_1_3b_flow_grpo",),
+        ("wan21_t2v_1_3b_flow_grpo", "diffusion_nft"),
         frames=5,
     ),
     "lumina2": Published(
@@ -253,7 +257,7 @@ MODELS: dict[str, Published] = {
         (AutoencoderKL, KL16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
         {"text_encoder": lambda: parts.clip_encoder(768), "text_encoder_2": lambda: parts.t5_encoder(4096)},
         "black-forest-labs/FLUX.1-dev",
-        ("flux1_dev_flow_grpo", "flux1_dev_mix_grpo", "flux1_dev_24gb"),
+        ("flux1_dev_flow_grpo", "flux1_dev_mix_grpo", "flux1_dev_paco_grpo", "flux1_dev_24gb"),
         changes=("model.encodings=null",),
     ),
     "flux1_schnell": Published(

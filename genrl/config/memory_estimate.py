@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from genrl.config.estimate import Component, adapted_ranks, number, plan, sides, tokens, trained_parameters
 from genrl.config.folders import is_gguf
@@ -166,17 +167,23 @@ def _kept_numbers(config: Config, components: tuple[Component, ...]) -> int:
     if denoiser is None:
         return 0
     settings, model = denoiser.settings, config.model
-    heads, head_dim = settings.get("num_attention_heads"), settings.get("attention_head_dim")
-    layers = number(settings.get("num_layers")) + number(settings.get("num_single_layers"))
-    if not isinstance(heads, int) or not isinstance(head_dim, int) or not layers:
+    width = _width(settings)
+    layers = sum(number(settings.get(name)) for name in ("num_layers", "num_single_layers", "n_layers"))
+    if not width or not layers:
         return 0
-    each = (KEPT if model.lora is None else KEPT_WITH_LORA) * heads * head_dim
+    each = (KEPT if model.lora is None else KEPT_WITH_LORA) * width
     if model.lora is not None:  # what stands between the two matrices of an adapter
         each += adapted_ranks(denoiser, model.lora) // layers
-    numbers = each + layers * heads * head_dim if model.gradient_checkpointing else each * layers
+    numbers = each + layers * width if model.gradient_checkpointing else each * layers
     length = tokens(config, settings, vae.settings if vae else {}) + text_tokens(config, components)
     batch = config.sampling.batch_size * plan(config, components).guidance
     return int(batch * length * numbers * (2 if _half(config) else 4))
+
+
+def _width(settings: Mapping[str, Any]) -> int:
+    """Numbers per token between the blocks of a transformer; 0 where its settings do not tell (UNets)."""
+    heads = number(settings.get("num_attention_heads")) * number(settings.get("attention_head_dim"))
+    return heads or number(settings.get("hidden_size")) or number(settings.get("dim"))  # Lumina2; Z-Image
 
 
 def _first(components: tuple[Component, ...], *names: str) -> Component | None:
@@ -186,9 +193,10 @@ def _first(components: tuple[Component, ...], *names: str) -> Component | None:
 
 def text_tokens(config: Config, components: tuple[Component, ...]) -> int:
     """Tokens of the text that run through a denoiser's blocks beside those of the picture; 0 where it only looks at
-    them. As `max_sequence_length` says, or as the pipelines of SD3 (256, after CLIP's) and FLUX (512) have it."""
+    them. As `max_sequence_length` says, or as the pipelines of SD3 (256, after CLIP's), FLUX (512) and Lumina2 (at most
+    256) have it."""
     encoder, denoiser = _first(components, "text_encoder"), _first(components, *DENOISERS)
-    if denoiser is None or "joint_attention_dim" not in denoiser.settings:
+    if denoiser is None or denoiser.settings.keys().isdisjoint(("joint_attention_dim", "cap_feat_dim")):
         return 0
     given = config.sampling.pipeline_args.get("max_sequence_length")
     clip = 0

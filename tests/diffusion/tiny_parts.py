@@ -258,7 +258,9 @@ def qwen_vl_encoder(hidden: int = 32, layers: int = 1) -> Qwen2_5_VLForCondition
         "fullatt_block_indexes": [0],
     }
     config = Qwen2_5_VLConfig(
-        text_config=decoder_sizes(hidden, layers=layers) | {"rope_parameters": rope},
+        # its heads have the width of hidden / heads, whatever head_dim says, and rope's three parts are half of 8
+        text_config=decoder_sizes(hidden, layers=layers)
+        | {"num_attention_heads": hidden // 8, "num_key_value_heads": hidden // 16, "rope_parameters": rope},
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
