@@ -57,15 +57,17 @@ def check(
             raise typer.BadParameter("give one file: it lists the keys of one configuration", param_hint="--explain")
         raise typer.Exit(2 if _report(list(dict.fromkeys(files)), overrides) else 0)
 
+    from genrl.cli.diffusion import card_bytes
     from genrl.cli.tables import console, print_keys, safe
 
+    card = None if memory is None else card_bytes(memory)
     checked = examine(files[0], overrides)
     console.print("[green]valid[/green]")
     for note in checked.notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
     for part in checked.summary:
         console.print(part)
-    for part in _cards(files[0], overrides, checked, memory):
+    for part in _cards(files[0], overrides, checked, card):
         console.print(part)
     if explain:
         print_keys(checked.config)
@@ -80,7 +82,7 @@ class Checked:
     summary: Sequence[RenderableType]
 
 
-def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: str | None) -> Sequence[RenderableType]:
+def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: float | None) -> Sequence[RenderableType]:
     """On which cards the run fits, or what it takes to fit on this one; raises BadParameter for what is no card."""
     from genrl.config import Config
 

@@ -53,17 +53,16 @@ def summary(config: Config) -> list[RenderableType]:
     return parts
 
 
-def cards(file: Path, overrides: Sequence[str], config: Config, card: str | None) -> list[RenderableType]:
-    """Which cards the run fits on, with which changes; with `card` ("24GB") the changes one by one."""
+def cards(file: Path, overrides: Sequence[str], config: Config, card: float | None) -> list[RenderableType]:
+    """Which cards the run fits on, with which changes; with `card`, in bytes, the changes one by one."""
     from genrl.config.fitting import CARDS, fitting, steps
 
-    size_of_card = None if card is None else _card_bytes(card)
     components = components_of(config)
     if not components:
         return []
-    found = steps(file, overrides, components, size_of_card or CARDS[0] * 10**9)
-    if size_of_card is not None:
-        return _changes_table(found, fitting(found, size_of_card), card or "")
+    found = steps(file, overrides, components, card or CARDS[0] * 10**9)
+    if card is not None:
+        return _changes_table(found, fitting(found, card), size(round(card)))
     table = Table("card", "fits", title="cards", title_justify="left")
     for gigabytes in CARDS:
         enough = fitting(found, gigabytes * 10**9)
@@ -73,7 +72,8 @@ def cards(file: Path, overrides: Sequence[str], config: Config, card: str | None
     return [table]
 
 
-def _card_bytes(text: str) -> float:
+def card_bytes(text: str) -> float:
+    """Of a card's memory as `--memory` is written. Raises BadParameter for what is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:GB)?", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"{text!r} is no size of memory; write for example 24GB", param_hint="--memory")

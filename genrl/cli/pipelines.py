@@ -111,15 +111,19 @@ def evaluate(name: str, options: Options) -> None:
         raise typer.BadParameter("give --prompts FILE (a run with prompts.eval has its own)")
     if not options.reward and not config:
         raise typer.BadParameter("give --reward NAME; `genrl rewards` lists them")
+    rows = _rows(source, config, options)  # before torch is loaded
     chosen = choose(name, options.lora, options.dtype, options.call_arguments())
 
     from genrl.cli.tables import console, safe, scores_table, write_scores
+    from genrl.config.schema import Evaluation
     from genrl.diffusion.rollout.rollout import check_inputs
     from genrl.diffusion.sample import evaluate_pipeline, load
 
-    rows = _rows(source, config, options)
     check_inputs(chosen.inputs, rows, source)
-    seed = 1234 if options.seed is None else options.seed
+    own = Evaluation() if config is None else config.evaluation
+    seed = own.seed if options.seed is None else options.seed
+    num_prompts = len(rows)
+    rows = [row for row in rows for _ in range(own.group_size)]
     scorers = _named(options.reward) if options.reward or not config else _of_run(config, Path(name))
     with closing(scorers):
         metrics = evaluate_pipeline(
@@ -132,11 +136,11 @@ def evaluate(name: str, options: Options) -> None:
             arguments=chosen.arguments,
             inputs=chosen.inputs,
         ).metrics
-    table = scores_table(f"{name}, {len(rows)} prompts of {source}", "metric", "value")
+    table = scores_table(f"{name}, {num_prompts} prompts of {source}", "metric", "value")
     for metric, value in sorted(metrics.items()):
         table.add_row(safe(metric), f"{value:.4f}")
     console.print(table)
-    record = {"model": chosen.model.path, "lora": chosen.adapter, "prompts": source, "num_prompts": len(rows)}
+    record = {"model": chosen.model.path, "lora": chosen.adapter, "prompts": source, "num_prompts": num_prompts}
     write_scores(options.out, record | {"seed": seed, "arguments": chosen.arguments}, metrics)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import rewards
+from genrl.config.adapter_layers import layer_problems
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
-from genrl.config.estimate import side_step
+from genrl.config.estimate import read_components, side_step
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
 from genrl.config.loading import AnyConfig
 from genrl.config.memory_rules import DENOISERS, experts_problem, missing_components, missing_packages
@@ -113,6 +114,9 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         notes.append(f"model.{key[-1]}: {named} is not on this machine yet; training downloads it")
     if folder is not None:
         yield from _pipeline(config, folder)
+        if config.model.lora is not None and not is_single_file(config.model.path):
+            found = layer_problems(config.model.lora, read_components(folder, config.model.variant))
+            yield from (_Wrong(tuple(name.split(".", 3)), text) for name, text in found)
         yield from _scheduler(config, _scheduler_settings(config, folder))
 
 

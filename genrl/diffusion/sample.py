@@ -22,7 +22,7 @@ from genrl.data.prompts import Prompt
 from genrl.diffusion.evaluate import Evaluated, evaluate
 from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom
 from genrl.diffusion.policy.adapters import activate_all, add_frozen, load_lora
-from genrl.diffusion.policy.decoding import spare_vae, tile_vae
+from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
@@ -34,9 +34,7 @@ from genrl.runtime.run import write_atomic
 def load(model: Model, lora: str | None) -> Pipeline:
     """A pipeline and, where given, its adapter (a folder or hub id), on the best device at hand."""
     pipe = load_pipeline(model)
-    if model.tile_vae:
-        tile_vae(pipe)
-    spare_vae(pipe, offload=False, sliced=model.slice_vae)
+    spare_vae(pipe, sliced=model.slice_vae, tiled=model.tile_vae)
     if lora:
         load_lora(pipe, lora)
         if model.lora is not None and model.lora.frozen:

@@ -21,7 +21,7 @@ from genrl.data.sizes import short_bucket, sized
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
-from genrl.diffusion.policy.decoding import spare_vae, tile_vae
+from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.policy.encoding import keep_execution_device
 from genrl.diffusion.policy.encoding_store import open_store
@@ -160,9 +160,8 @@ def open_policy(
     offload, home = config.model.offload, torch.device(device)
     policy = _unplaced(config, home)
     pipe = policy.pipe
-    if config.model.tile_vae:
-        tile_vae(pipe)
-    spare_vae(pipe, offload=offload.vae is not None, sliced=config.model.slice_vae)
+    model = config.model
+    spare_vae(pipe, offload=offload.vae is not None, sliced=model.slice_vae, tiled=model.tile_vae)
     if offload.text_encoders == "encode_then_free":
         encode_ahead(policy, config.model, batches(config, policy, *(rows or read_prompts(config))), tell)
     if not _all_placed(config):  # nothing is placed that is to leave again

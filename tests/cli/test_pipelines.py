@@ -60,6 +60,28 @@ def test_the_sizes_of_rows(
     assert stopped.value.args == (sizes,)
 
 
+def test_a_run_is_evaluated_as_it_was(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its seed and with as many pictures of a prompt; a seed that is given wins."""
+    file = trained / "runs" / "one" / "config.yaml"
+    file.write_text(file.read_text().replace("evaluation: {", "evaluation: {group_size: 2, seed: 7, "))
+    (trained / "eval.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    asked: list[tuple[int, list[str]]] = []
+
+    class Stop(Exception):
+        pass
+
+    def evaluate(pipe: Any, rows: Any, *_: Any, seed: int, **__: Any) -> None:
+        asked.append((seed, [row.text for row in rows]))
+        raise Stop
+
+    monkeypatch.setattr("genrl.diffusion.sample.load", lambda model, lora: None)
+    monkeypatch.setattr("genrl.diffusion.sample.evaluate_pipeline", evaluate)
+    for options in ([], ["--seed", "3"]):
+        with pytest.raises(Stop):
+            run("eval", "runs/one", "--prompts", "eval.jsonl", "--reward", "shapes", *options)
+    assert asked == [(7, ["a", "a", "b", "b"]), (3, ["a", "a", "b", "b"])]
+
+
 @pytest.mark.parametrize(("given", "loaded"), [(None, "bfloat16"), ("float32", "float32")])
 def test_the_precision_of_a_run_is_its_own(trained: Path, given: Dtype | None, loaded: str) -> None:
     assert choose("runs/one", None, given, {}).model.dtype == loaded

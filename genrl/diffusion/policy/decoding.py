@@ -12,16 +12,20 @@ from genrl.diffusion.policy.encoding import keep_execution_device
 from genrl.diffusion.policy.interfaces import Autoencoder, Decoder
 
 
-def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
+def spare_vae(pipe: Any, *, offload: bool = False, sliced: bool = False, tiled: bool = False) -> None:
     """offload: the VAE waits on the CPU and is on the pipeline's device only while it encodes or decodes, without a
     backward pass through it. sliced: it decodes one picture after the other, which differs by rounding.
+    tiled: it encodes and decodes in tiles.
 
     Raises ValueError, naming the key, where the pipeline has no VAE, or none that can.
     """
     vae, home = pipe.components.get("vae"), pipe._execution_device
-    for key, asked, instead in (("offload.vae", offload, "null"), ("slice_vae", sliced, "false")):
+    keys = (("offload.vae", offload, "null"), ("slice_vae", sliced, "false"), ("tile_vae", tiled, "false"))
+    for key, asked, instead in keys:
         if asked and not (isinstance(vae, nn.Module) and isinstance(vae, Decoder)):
             raise ValueError(f"model.{key}: {type(pipe).__name__} has no VAE (component vae); write {instead}")
+    if tiled:
+        _enable(vae, "enable_tiling", "tile_vae", "tiles")
     if sliced:
         _enable(vae, "enable_slicing", "slice_vae", "slices")
     if offload:
@@ -30,14 +34,6 @@ def spare_vae(pipe: Any, *, offload: bool, sliced: bool) -> None:
         vae.decode = _fetched(vae, vae.decode, home)
         if isinstance(vae, Autoencoder):
             vae.encode = _fetched(vae, vae.encode, home)
-
-
-def tile_vae(pipe: Any) -> None:
-    """Have the VAE encode and decode in tiles. Raises ValueError, naming the key, where there is none that can."""
-    vae = pipe.components.get("vae")
-    if vae is None:
-        raise ValueError(f"model.tile_vae: {type(pipe).__name__} has no VAE (component vae); write false")
-    _enable(vae, "enable_tiling", "tile_vae", "tiles")
 
 
 def _enable(vae: Any, method: str, key: str, parts: str) -> None:

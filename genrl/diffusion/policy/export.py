@@ -204,8 +204,15 @@ def export(run: Path, out: Path, *, step: int | None = None, full: bool = False,
             del pipe
             merged_is_alike(config, source / "lora", out, probe)
     rows = [row for row in read_metrics(Run(run).metrics) if row["step"] <= loaded.step and "eval/total_mean" in row]
-    write_card(out, config, rows, [prompt.text for prompt in prompts], whole=full)
+    write_card(out, config, rows, [prompt.text for prompt in prompts], whole=full, form=form)
     return out
+
+
+FOR_OTHERS = {
+    "kohya": "The file has kohya's names: put it where A1111 or Forge look for LoRAs; diffusers reads it, too.\n",
+    "comfyui": "The file has ComfyUI's names: put it into its models/loras; diffusers reads it, too.\n",
+}
+"""What a card says of a LoRA in another form than diffusers'."""
 
 
 def probe_of(config: Config, prompt: prompt_files.Prompt) -> Batch:
@@ -224,7 +231,13 @@ def _fill(pipe: Pipeline, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_card(
-    folder: Path, config: Config, rows: Sequence[Mapping[str, float | None]], prompts: list[str], *, whole: bool = False
+    folder: Path,
+    config: Config,
+    rows: Sequence[Mapping[str, float | None]],
+    prompts: list[str],
+    *,
+    whole: bool = False,
+    form: Form = "diffusers",
 ) -> None:
     """README.md of an exported model: base model, method, held-out rewards, how to load and call it.
 
@@ -236,7 +249,7 @@ def write_card(
     table = _card_table(rows)
     examples = "\n".join(f"- {_code(json.dumps(prompt, ensure_ascii=False))}" for prompt in prompts)
     rewards = ", ".join(f"{_code(reward.name)} (weight {reward.weight:g})" for reward in config.rewards)
-    name = config.model.config or config.model.path
+    name, others = config.model.config or config.model.path, FOR_OTHERS.get(form, "")
     text = f"""---
 base_model: {json.dumps(name, ensure_ascii=False)}
 library_name: diffusers
@@ -246,7 +259,7 @@ tags: [{"lora, " if is_lora else ""}reinforcement-learning, genrl, {json.dumps(c
 # {_code(name)} fine-tuned by {_code(config.trainer.algorithm)}
 
 {"LoRA adapter" if is_lora else "Pipeline"} trained by reinforcement learning with genrl {__version__}.
-Rewards: {rewards}. {config.iterations} iterations of {config.sampling.images_per_iteration} samples.
+{others}Rewards: {rewards}. {config.iterations} iterations of {config.sampling.images_per_iteration} samples.
 The licence of the base model applies.
 
 ```python

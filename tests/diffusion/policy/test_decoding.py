@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from genrl.config.schema import Offload
-from genrl.diffusion.policy.decoding import spare_vae, tile_vae
+from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import train
@@ -50,7 +49,7 @@ def test_it_is_on_its_device_only_while_it_decodes() -> None:
         wanted = policy.decode(BATCH, state)
     seen: list[str] = []
     watched(family.pipe.vae, seen)
-    spare_vae(family.pipe, offload=True, sliced=False)
+    spare_vae(family.pipe, offload=True)
     assert seen == ["to the CPU"]
     with torch.no_grad():
         policy.roll_out(BATCH)
@@ -63,7 +62,7 @@ def test_pipelines_keep_their_device() -> None:
     """diffusers takes it from the first module, which may be the VAE that is away."""
     pipe = FAMILIES["sd3"]().pipe
     home = pipe._execution_device
-    spare_vae(pipe, offload=True, sliced=False)
+    spare_vae(pipe, offload=True)
     pipe.vae.to("meta")
     assert pipe._execution_device == home and type(pipe).__name__ == "StableDiffusion3Pipeline"
 
@@ -74,7 +73,7 @@ def test_slices_are_the_whole_up_to_rounding() -> None:
     state = torch.randn(policy.state_shape(BATCH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = policy.decode(BATCH, state)
-        spare_vae(family.pipe, offload=False, sliced=True)
+        spare_vae(family.pipe, sliced=True)
         sizes: list[int] = []
         family.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
         torch.testing.assert_close(policy.decode(BATCH, state), wanted, atol=1e-5, rtol=0)
@@ -92,16 +91,16 @@ def test_a_pipeline_without_a_vae_is_refused() -> None:
     pipe = FAMILIES["sd3"]().pipe
     pipe.register_modules(vae=None)
     with pytest.raises(ValueError, match=r"model.offload.vae: StableDiffusion3Pipeline has no VAE"):
-        spare_vae(pipe, offload=True, sliced=False)
+        spare_vae(pipe, offload=True)
     with pytest.raises(ValueError, match=r"model.slice_vae: StableDiffusion3Pipeline has no VAE"):
-        spare_vae(pipe, offload=False, sliced=True)
+        spare_vae(pipe, sliced=True)
 
 
 def test_a_vae_without_slices_is_refused() -> None:
     pipe = FAMILIES["sd3"]().pipe
     del pipe.vae.use_slicing
     with pytest.raises(ValueError, match=r"model.slice_vae: AutoencoderKL does not decode in slices"):
-        spare_vae(pipe, offload=False, sliced=True)
+        spare_vae(pipe, sliced=True)
 
 
 def test_tiles() -> None:
@@ -110,10 +109,12 @@ def test_tiles() -> None:
     with torch.no_grad():
         final = policy.roll_out(BATCH).final
         whole = policy.decode(BATCH, final)
-        tile_vae(policy.pipe)
+        spare_vae(policy.pipe, tiled=True)
         assert torch.equal(policy.decode(BATCH, final), whole)
         policy.pipe.vae.tile_sample_min_size, policy.pipe.vae.tile_latent_min_size = 8, 4
         tiled = policy.decode(BATCH, final)
     assert tiled.shape == whole.shape and not torch.equal(tiled, whole)
-    with pytest.raises(ValueError, match=r"model.tile_vae: Linear does not decode in tiles; write false"):
-        tile_vae(SimpleNamespace(components={"vae": nn.Linear(1, 1)}))
+    pipe = FAMILIES["sd3"]().pipe
+    del pipe.vae.use_tiling
+    with pytest.raises(ValueError, match=r"model.tile_vae: AutoencoderKL does not decode in tiles; write false"):
+        spare_vae(pipe, tiled=True)

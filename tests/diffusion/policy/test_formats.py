@@ -75,7 +75,9 @@ def test_loads_anywhere_as_it_was_trained(folder: Path, family: str, form: Any, 
     base, wanted, found = (picture(folder, lora) for lora in (None, plain, out))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert float((wanted - base).abs().max()) > 1e-3
-    assert "load_lora_weights" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "load_lora_weights" in card and {"kohya": "kohya's names", "comfyui": "ComfyUI's names"}[form] in card
+    assert "names" not in (plain / "README.md").read_text()
 
 
 def test_what_acts_differently_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
