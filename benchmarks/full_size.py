@@ -347,6 +347,7 @@ def configured(model: Published, recipe: str, pipeline: Path, output: Path, pixe
     assert isinstance(config, Config)
     changes = [*SMALL, f"model.path={pipeline}", f"output={output}"]
     changes += [f"sampling.height={pixels}", f"sampling.width={pixels}", f"sampling.num_inference_steps={STEPS}"]
+    changes += [f"evaluation.num_inference_steps={STEPS}"]  # `genrl sample` takes it
     changes += [f"sampling.prompts_per_iteration={config.trainer.updates}"]  # a micro-batch for each update
     changes += [] if model.frames is None else [f"sampling.num_frames={model.frames}"]
     if (getattr(config.trainer, "timesteps_per_sample", None) or 0) > STEPS:
