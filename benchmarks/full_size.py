@@ -11,8 +11,8 @@ alone, and with the weights held in float32 (bfloat16 arithmetic is slow on most
 - `genrl train` for one iteration: the ratio of the first update, model calls, seconds, and the peak of the process's
   own memory without what its libraries held before the model was loaded, beside the estimate of `genrl check`; the C
   library is told to give back what is freed;
-- `genrl resume` for a second iteration;
-- `genrl sample` with the LoRA, which is plain diffusers.
+- of the first recipe, `genrl resume` for a second iteration;
+- and `genrl sample` with its LoRA, which is plain diffusers.
 
 A LoRA that is saved has been loaded again and compared by the run itself. Writes full_size.json after every model.
 """
@@ -355,7 +355,7 @@ def configured(model: Published, recipe: str, pipeline: Path, output: Path, pixe
     if getattr(config.trainer, "window", None) is not None:
         changes += ["trainer.window={size: 2, low: 0, high: 3}"]
     if recipe in EMBEDDED:
-        changes += ["sampling.pipeline_args={}"]
+        changes += ["sampling.pipeline_args={}", "model.lora.targets=null"]  # theirs are of the embedded model
     changes += model.changes
     if recipe == "flow_grpo":
         changes += ["sampling.guidance_scale=4.5", *_kernel(pipeline)]
@@ -414,8 +414,10 @@ def last_line(*command: str) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-def rehearse(model: Published, recipe: str, pipeline: Path, output: Path, pixels: int) -> dict[str, Any]:
-    """The row of one model and recipe."""
+def rehearse(
+    model: Published, recipe: str, pipeline: Path, output: Path, pixels: int, *, goes_on: bool
+) -> dict[str, Any]:
+    """The row of one model and recipe. goes_on: resume it, and draw with it."""
     try:
         config = configured(model, recipe, pipeline, output, pixels)
     except ConfigError as error:
@@ -427,6 +429,8 @@ def rehearse(model: Published, recipe: str, pipeline: Path, output: Path, pixels
     first = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     wanted = ("ratio/", "model_calls/", "updates", "grad_norm")
     found["metrics"] = {key: value for key, value in first.items() if key.startswith(wanted)}
+    if not goes_on:
+        return found
     started = time.perf_counter()
     last_line("-m", "genrl", "resume", str(output), "iterations=2")
     rows = (output / "metrics.jsonl").read_text().splitlines()
@@ -439,6 +443,7 @@ def rehearse(model: Published, recipe: str, pipeline: Path, output: Path, pixels
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments.add_argument("--recipes", nargs="+", help="of these models; default: each one's own")
     arguments.add_argument("--pixels", type=int, default=64, help="side of the pictures; a multiple of 64")
     arguments.add_argument("--folder", type=Path, help="where models and runs go; default: a temporary folder")
     given = arguments.parse_args()
@@ -447,8 +452,10 @@ def main() -> None:
     for name in given.models:
         model, pipeline = MODELS[name], folder / name
         row = found[name] = {"source": model.source, "denoiser_weights": build(model, pipeline), "pixels": given.pixels}
-        for recipe in model.recipes:
-            row[recipe] = rehearse(model, recipe, pipeline, folder / f"{name}-{recipe}", given.pixels)
+        for recipe in given.recipes or model.recipes:
+            first = recipe == model.recipes[0]
+            output = folder / f"{name}-{recipe}"
+            row[recipe] = rehearse(model, recipe, pipeline, output, given.pixels, goes_on=first)
             print(name, recipe, json.dumps(row[recipe]), flush=True)
         save(given.out, "full_size", found)
         shutil.rmtree(pipeline)

@@ -30,4 +30,9 @@ def opened(config: AnyConfig, kind: Kind) -> Iterator[Any]:
         stack.callback(log.finish)
         prepared = kind.prepare(config, accelerator)
         watchdog = stack.enter_context(Watchdog(run, 600, rank=accelerator.process_index))
-        yield kind.open(config, Process(accelerator, run, log, progress, watchdog, stop), prepared, stack)
+        yield kind.open(
+            config,
+            Process(accelerator, run, log, progress, watchdog, stop, config.distributed.context),
+            prepared,
+            stack,
+        )

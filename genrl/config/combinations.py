@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from genrl.config.context_rules import context_rules
 from genrl.config.folders import looks_local
 from genrl.config.kernel_rules import kernel_rules
 from genrl.config.memory_rules import memory_rules
@@ -72,6 +73,7 @@ def refuse_impossible(config: Config) -> None:
         _precision,
         kernel_rules,
         memory_rules,
+        context_rules,
         model_rules,
         _optimizer,
         optimizer_problems,

@@ -62,6 +62,8 @@ class DiffusionMethod(Method):
     """Why its loss is not a mean of terms of order 1, for which float16's loss scale takes it; empty = it is."""
     not_fitted: ClassVar[str] = ""
     """Why the memory of a batch cannot be tried before training (`sampling.fit_batch`); empty = it can."""
+    not_divided: ClassVar[str] = ""
+    """Why several processes cannot compute a sample together (`distributed.context`); empty = they can."""
     one_size: ClassVar[str] = ""
     """Why all samples of a run have one size (no `sampling.buckets`); empty = they may differ."""
     one_call_at_a_time: ClassVar[bool] = False

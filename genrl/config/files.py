@@ -10,6 +10,7 @@ from typing import Any
 
 import rewards
 from genrl.config.adapter_layers import layer_problems
+from genrl.config.context_rules import context_problems
 from genrl.config.errors import ConfigError, Origins, Problem, dotted, origin_of
 from genrl.config.estimate import read_components, side_step
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
@@ -117,6 +118,9 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         if config.model.lora is not None and not is_single_file(config.model.path):
             found = layer_problems(config.model.lora, read_components(folder, config.model.variant))
             yield from (_Wrong(tuple(name.split(".", 3)), text) for name, text in found)
+        if config.distributed.context > 1:
+            parts = read_components(folder, config.model.variant)
+            yield from (_Wrong(("distributed", "context"), text) for text in context_problems(config, parts))
         yield from _scheduler(config, _scheduler_settings(config, folder))
 
 

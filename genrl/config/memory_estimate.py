@@ -177,7 +177,7 @@ def _kept_numbers(config: Config, components: tuple[Component, ...]) -> int:
     numbers = each + layers * width if model.gradient_checkpointing else each * layers
     length = tokens(config, settings, vae.settings if vae else {}) + text_tokens(config, components)
     batch = config.sampling.batch_size * plan(config, components).guidance
-    return int(batch * length * numbers * (2 if _half(config) else 4))
+    return int(batch * length * numbers * (2 if _half(config) else 4) / config.distributed.context)
 
 
 def _width(settings: Mapping[str, Any]) -> int:

@@ -102,6 +102,8 @@ class Distributed(Section):
     optimiser state."""
     shard: Literal["all", "node"] = "all"
     """With fsdp: over all processes, or over those of each machine, which holds the model once."""
+    context: Count = 1
+    """Processes that compute each sample of a pipeline together: its tokens are divided over them (Ulysses)."""
     timeout_s: Positive = 600.0
     """Seconds without progress after which a stuck run is stopped."""
 

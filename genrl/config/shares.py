@@ -21,12 +21,13 @@ WORTH_SAYING = 0.95
 
 def processes_problem(config: Config, num_processes: int) -> str | None:
     """Why `num_processes` are more than this run can use, in words; None if it can use them."""
-    per_update = config.trainer.most_micro_batches(config) // config.trainer.updates
-    if num_processes <= per_update:
+    context = config.distributed.context
+    most = config.trainer.most_micro_batches(config) // config.trainer.updates * context
+    if num_processes <= most:
         return None
     return (
-        f"{num_processes} processes, but an optimiser step has micro-batches for {per_update} only; start no more, or "
-        f"write {remedy(config, num_processes)}"
+        f"{num_processes} processes, but an optimiser step has micro-batches for {most} only; start no more, or "
+        f"write {remedy(config, num_processes // context)}"
     )
 
 

@@ -66,3 +66,5 @@ def _rest(config: VLAConfig) -> Iterator[Finding]:
         yield ("environment.num_envs", "environment.group_size"), "the groups must be complete: a multiple"
     if config.distributed.fsdp:
         yield ("distributed.fsdp",), "policies are not sharded; write false"
+    if config.distributed.context > 1:
+        yield ("distributed.context",), "is for pipelines: a policy's contexts are short; write 1"

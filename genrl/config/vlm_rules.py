@@ -102,6 +102,9 @@ def _generation(config: VLMConfig) -> Iterator[Finding]:
         yield ("generation.batch_size", "generation.group_size"), text
     if config.distributed.fsdp:
         yield ("distributed.fsdp",), "vision-language models are not sharded; write false"
+    if config.distributed.context > 1:
+        text = "is for pipelines, by diffusers; transformers divides no context of vision-language models; write 1"
+        yield ("distributed.context",), text
 
 
 def _strategies(config: VLMConfig) -> Iterator[Finding]:

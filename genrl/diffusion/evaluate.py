@@ -82,7 +82,7 @@ def evaluate(
             inputs=batch_inputs(inputs, [prompts[r] for r in rows]),
         )
         images = policy.decode(batch, policy.generate(batch)).cpu()
-        if counts:
+        if counts and worker.leads:
             pieces.append((rows, images))
         worker.advance(len(rows) * worker.num_processes)
     scored = score(scorers, pieces, prompts, same_prompt(prompts), worker.beat)

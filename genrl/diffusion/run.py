@@ -108,7 +108,7 @@ class DiffusionRun:
     def begin(self, found: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
         settle(self)
-        if slower := waiting(self.config, self.accelerator.num_processes):
+        if slower := waiting(self.config, self.process.replicas):
             self.process.progress.say(slower)
         if self.config.kernels.compile:
             graphs = self.config.kernels.compile == "cuda_graphs"
@@ -135,8 +135,16 @@ class DiffusionRun:
     @property
     def worker(self) -> Worker:
         """This process, as sampling and evaluating know it."""
-        loop, processes = self.loop, self.accelerator.num_processes
-        return Worker(self.process.rank, processes, self.advance_together, loop.alive, loop.timed, loop.fitting)
+        loop, process = self.loop, self.process
+        return Worker(
+            process.replica,
+            process.replicas,
+            process.leads,
+            self.advance_together,
+            loop.alive,
+            loop.timed,
+            loop.fitting,
+        )
 
     def advance_together(self, images: int) -> None:
         """Images done in sampling or evaluating; all processes call it alike, and agree here on an asked-for end."""
@@ -187,8 +195,8 @@ class DiffusionRun:
         row |= {
             "lr": loop.lr,
             "images_per_s": config.sampling.images_per_iteration / elapsed,
-            "model_calls/sample": float(sum(gather_object([self._sample_calls]))),
-            "model_calls/train": float(sum(gather_object([train_calls]))),
+            "model_calls/sample": sum(gather_object([self._sample_calls])) / self.process.context,
+            "model_calls/train": sum(gather_object([train_calls])) / self.process.context,
         }
         if loop.evaluates_at(self.iteration + 1) and self.is_main:
             draw_best_and_worst(self.rollouts, self.process.run, self.process.log, self.iteration + 1)
@@ -224,7 +232,7 @@ class DiffusionRun:
         with self.loop.averaged():
             if folder is not None:
                 save_lora(self.policy, folder / "lora", self.probe)
-            elif self.weights.in_step:
+            elif self.weights.in_step or self.process.context > 1:
                 accompany(self.policy, self.probe)
 
     @property

@@ -21,6 +21,7 @@ from genrl.data.sizes import short_bucket, sized
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.blocks import install
+from genrl.diffusion.policy.context import divide
 from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.policy.encoding import keep_execution_device
@@ -60,7 +61,11 @@ def check_processes(config: Config, num_processes: int) -> None:
     key = config.sharded_by
     if config.distributed.fsdp and num_processes == 1:
         raise ValueError(f"{key}: there is one process, nothing to shard over; use --nproc or set it to false")
-    if num_processes == 1 or not config.in_step:
+    context = config.distributed.context
+    if num_processes % context:
+        raise ValueError(f"distributed.context: {num_processes} processes cannot be put in groups of {context}")
+    replicas = num_processes // context
+    if replicas == 1 or not config.in_step:
         return
     if not config.distributed.fsdp:
         raise ValueError(
@@ -73,11 +78,11 @@ def check_processes(config: Config, num_processes: int) -> None:
             "model calls; change sampling.batch_size"
         )
     per_update = config.sampling.micro_batches / config.trainer.updates
-    if per_update % num_processes:
+    if per_update % replicas:
         raise ValueError(
             f"{key}: {config.sampling.micro_batches} micro-batches in "
-            f"{config.trainer.updates} updates cannot be shared out evenly to {num_processes} "
-            f"processes; write {remedy(config, num_processes)}"
+            f"{config.trainer.updates} updates cannot be shared out evenly to {replicas} "
+            f"processes; write {remedy(config, replicas)}"
         )
 
 
@@ -101,6 +106,8 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if problem := experts_problem(config, len(policy.denoisers)):
         raise ValueError(f"{config.sharded_by}: {problem}")
     weights = trainable_weights(config, policy, sharding_of(config, device))
+    if process.context > 1:
+        divide(policy.denoisers, process.replicas, device)
     run = DiffusionRun(process, policy, prompts, eval_prompts, scorers)
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)

@@ -181,7 +181,7 @@ class Loop:
     def _seed_globals(self, phase: str) -> None:
         """Nothing here draws from the global generators, but a user's reward, simulator or pipeline may: they start
         from the same numbers whether the run was stopped before or not."""
-        set_seed(derive_seed(self.config.seed, phase, self.iteration, self.process.rank) % 2**32)
+        set_seed(derive_seed(self.config.seed, phase, self.iteration, self.process.replica) % 2**32)
 
     def phase(self, name: str, total: int = 0) -> None:
         """A phase begins, with so much to do."""

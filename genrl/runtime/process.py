@@ -45,6 +45,8 @@ class Process:
     progress: Progress
     watchdog: Watchdog
     stop: Stop
+    context: int = 1
+    """Processes, one after the other, that compute each sample together."""
 
     @property
     def is_main(self) -> bool:
@@ -53,6 +55,21 @@ class Process:
     @property
     def rank(self) -> int:
         return int(self.accelerator.process_index)
+
+    @property
+    def replica(self) -> int:
+        """Which of the processes, or groups that compute together, among which samples are shared out."""
+        return self.rank // self.context
+
+    @property
+    def replicas(self) -> int:
+        """How many of them there are."""
+        return int(self.accelerator.num_processes) // self.context
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process stands for its group."""
+        return self.rank % self.context == 0
 
 
 def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accelerator) -> Claim:
@@ -95,7 +112,7 @@ def begin(stack: ExitStack, claimed: Claim, config: AnyConfig, accelerator: Acce
         own=metrics_of(type(config.trainer)),
     )
     stack.callback(log.finish)
-    return Process(accelerator, claimed.run, log, shown, watchdog, stop)
+    return Process(accelerator, claimed.run, log, shown, watchdog, stop, config.distributed.context)
 
 
 def make_accelerator(timeout_s: float) -> Accelerator:

@@ -96,7 +96,7 @@ def train_policy_gradient(
 
 def collect(run: DiffusionRun, plan: SamplingPlan, draw: Draw) -> Rollouts:
     """The scored samples of one iteration; trees that share a root are kept in one micro-batch."""
-    together = roots_together(run.config, plan, run.accelerator.num_processes) if plan.splits else None
+    together = roots_together(run.config, plan, run.process.replicas) if plan.splits else None
     return run.collect(draw, leaves=plan.leaves // plan.roots, roots_together=together)
 
 

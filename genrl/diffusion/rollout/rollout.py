@@ -42,6 +42,8 @@ class Worker:
 
     process: int = 0
     num_processes: int = 1
+    leads: bool = True
+    """Whether it hands on what it drew, of the processes that draw it together."""
     advance: Callable[[int], None] = lambda images: None
     """So many samples are finished, by all processes together; all of them call it as often."""
     beat: Callable[[], None] = lambda: None
@@ -262,7 +264,8 @@ def collect(
             mine[position] = MicroBatch(
                 drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)
             )
-            scoring.add(drawn.slots, images)
+            if worker.leads:
+                scoring.add(drawn.slots, images)
             worker.advance(len(drawn.slots) * processes)
         with worker.timed("score"), worker.fitting():
             scored = scoring.result()

@@ -68,6 +68,7 @@ class Adversary(Section):
 class AdvGRPO(Windowed):
     """Flow-GRPO with a reward that is trained beside the model (arXiv 2511.20256)."""
 
+    not_divided: ClassVar[str] = "trains a judge beside the model, which each process computes whole"
     one_size: ClassVar[str] = "judges the samples beside references of one size"
     title: ClassVar[str] = "Adv-GRPO"
     checks_data: ClassVar[bool] = True

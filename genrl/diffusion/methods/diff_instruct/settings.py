@@ -39,6 +39,7 @@ class DiffInstruct(Differentiating):
     """Diff-Instruct*: a one-step generator from a multi-step teacher, by scores and rewards (arXiv 2410.20898)."""
 
     title: ClassVar[str] = "Diff-Instruct"
+    not_divided: ClassVar[str] = "trains another model beside this one, which each process computes whole"
     checks_data: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
     needs_flow: ClassVar[bool] = True

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class OfflineDPO(DiffusionDPO):
     """Diffusion-DPO from a preference data set in prompts.train, with the columns image_win and image_lose."""
 
+    not_divided: ClassVar[str] = "trains on given pairs, shared out by process"
     one_size: ClassVar[str] = "trains on given pairs, which are resized to one size"
     title: ClassVar[str] = "Offline DPO"
     reads_pictures: ClassVar[bool] = True

@@ -129,6 +129,7 @@ class Rewriter(Section):
 class PromptRL(Windowed):
     """Flow-GRPO with a language model that rewrites the prompts, both trained (arXiv 2602.01382)."""
 
+    not_divided: ClassVar[str] = "trains a language model beside the pipeline, which each process computes whole"
     one_size: ClassVar[str] = "lays out the samples of a prompt by its own rewritings"
     title: ClassVar[str] = "PromptRL"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS

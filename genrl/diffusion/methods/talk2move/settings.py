@@ -30,6 +30,7 @@ class StepEvaluation(Section):
 class Talk2Move(GroupRelative):
     """Flow-GRPO for an editing model (arXiv 2601.02356): the steps before an exit step are trained, then a shortcut."""
 
+    not_divided: ClassVar[str] = "draws trial edits beside the samples, shared out by process"
     one_size: ClassVar[str] = "draws trial edits beside the samples, all of one size"
     title: ClassVar[str] = "Talk2Move"
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
