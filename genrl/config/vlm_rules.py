@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def refuse_impossible(config: VLMConfig) -> None:
     """Raise ImpossibleConfig with everything that cannot work together."""
     asked = _questions(config) if config.environment is None else _episodes(config)
-    shared = [*asked, *_outputs(config), *_generation(config), *_strategies(config)]
+    shared = [*asked, *_outputs(config), *_generation(config), *_strategies(config), *_shards(config)]
     found = [*shared, *config.trainer.problems(config), *optimizer_problems(config)]
     watchable = (*config.reward_labels, "accuracy") if config.environment is None else ("success",)
     found += monitor_problems(config, watchable, "held-out figure")
@@ -100,11 +100,34 @@ def _generation(config: VLMConfig) -> Iterator[Finding]:
     if generation.batch_size is not None and generation.batch_size < generation.group_size:
         text = "answers to a question are sampled together; write group_size or more"
         yield ("generation.batch_size", "generation.group_size"), text
-    if config.distributed.fsdp:
-        yield ("distributed.fsdp",), "vision-language models are not sharded; write false"
     if config.distributed.context > 1:
         text = "is for pipelines, by diffusers; transformers divides no context of vision-language models; write 1"
         yield ("distributed.context",), text
+
+
+def _shards(config: VLMConfig) -> Iterator[Finding]:
+    key, trainer = "distributed.fsdp", config.trainer
+    if not config.distributed.fsdp:
+        if config.distributed.shard != "all":
+            yield ("distributed.shard", key), "nothing is sharded; write fsdp: true, or leave it out"
+        return
+    if config.vlm.output != "text":
+        yield (key, "vlm.output"), "only the vision-language models built in are held in shards; write false"
+    if config.vlm.prefix_attention is not None:
+        text = "a model in shards computes a prompt once for each answer; write null, or fsdp: false"
+        yield ("vlm.prefix_attention", key), text
+    if trainer.fit_batch:
+        text = "a process that leaves a pass for want of memory leaves the others waiting; find micro_batch by hand"
+        yield ("trainer.fit_batch", key), text
+    if trainer.with_heads:
+        yield (key, "trainer.algorithm"), f"{trainer.name} trains modules beside the model; write false"
+    if config.trains_shards and any(part.trainer.average is not None for part in config.parts):
+        text = f"{trainer.name} reads a moving average, which of all weights is not held in shards; give vlm.lora"
+        yield (key, "vlm.lora"), text
+    if config.generation.engine == "vllm":
+        yield (key, "generation.engine"), "vLLM samples for one process, shards are of several; write transformers"
+    if config.synthesis is not None:
+        yield (key, "synthesis"), "descriptions are kept by one process, shards are of several; write null"
 
 
 def _strategies(config: VLMConfig) -> Iterator[Finding]:

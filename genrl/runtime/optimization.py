@@ -177,11 +177,14 @@ class Optimization:
         """Over the processes; one collective."""
         if self.accelerator.num_processes == 1:
             return gradients
-        if isinstance(gradients[0], DTensor):  # FSDP has averaged them; losses are divided by all processes' samples
-            return [g * self.accelerator.num_processes for g in gradients]
-        flat = self.accelerator.reduce(torch.cat([g.flatten() for g in gradients]), reduction="sum")
-        pieces = flat.split([g.numel() for g in gradients])
-        return [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)]
+        # FSDP has averaged those of shards; losses are divided by all processes' samples
+        found = [g * self.accelerator.num_processes if isinstance(g, DTensor) else g for g in gradients]
+        own = [k for k, g in enumerate(found) if not isinstance(g, DTensor)]
+        if own:
+            flat = self.accelerator.reduce(torch.cat([found[k].flatten() for k in own]), reduction="sum")
+            for k, piece in zip(own, flat.split([found[k].numel() for k in own]), strict=True):
+                found[k] = piece.view_as(found[k])
+        return found
 
     def _require_finite(self, norms: Mapping[str, Tensor]) -> None:
         """Of what is stepped: that a group which is not has no finite gradient is no reason to stop."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -49,11 +49,14 @@ class Sharding:
         return cls(device, mesh, offload)
 
 
-def shard(model: nn.Module, blocks: Collection[nn.Module], sharding: Sharding) -> None:
+def shard(
+    model: nn.Module, blocks: Collection[nn.Module], sharding: Sharding, *, compute: torch.dtype | None = None
+) -> None:
     """Shard every block of the model, and then the rest of it, but for adapters: parameters that are trained where
     others are not. Modules come to the device one at a time.
 
-    The backward pass leaves the mean over the processes of the gradients of what is sharded.
+    The backward pass leaves the mean over the processes of the gradients of what is sharded. compute: the dtype of
+    weights that are gathered, None = that of the shares; gradients are summed in float32 then.
     """
     trained = {p for p in model.parameters() if p.requires_grad}
     whole = trained if len(trained) < sum(1 for _ in model.parameters()) else set[nn.Parameter]()
@@ -61,9 +64,18 @@ def shard(model: nn.Module, blocks: Collection[nn.Module], sharding: Sharding) -
         parameter.data = parameter.data.to(sharding.device)
     pinned = sharding.device.type == "cuda"
     waits = CPUOffloadPolicy(pin_memory=pinned) if sharding.offload else OffloadPolicy()
+    reduced = None if compute is None else torch.float32
+    precision = MixedPrecisionPolicy(compute, reduced, cast_forward_inputs=False)
     for module in (*blocks, model):
         # the root too: by default it keeps what it gathered, and a snapshot switched in after that would not be seen
-        fully_shard(module, mesh=sharding.mesh, reshard_after_forward=True, ignored_params=whole, offload_policy=waits)
+        fully_shard(
+            module,
+            mesh=sharding.mesh,
+            reshard_after_forward=True,
+            mp_policy=precision,
+            ignored_params=whole,
+            offload_policy=waits,
+        )
 
 
 def in_step(model: nn.Module) -> bool:

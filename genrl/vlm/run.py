@@ -23,8 +23,9 @@ from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, show
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
 from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
-from genrl.vlm.policies.folder import save_model
+from genrl.vlm.policies.folder import load_trained, save_model
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout.augment import augmented, gaps
@@ -132,7 +133,7 @@ class AnswersRun:
             rows = [self.questions[number] for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
-            with loop.timed("rollout"):
+            with loop.timed("rollout"), gathered(self.policy):
                 found = self._ask(rows, "answers", loop.iteration, first)
                 drawn.append(found)
                 if config.augmentation is not None:
@@ -233,7 +234,8 @@ class AnswersRun:
         mine = share_of(self.process, len(self.held_out))
         asked, watch = (self.policy, whole, self.opened, self.held_out, mine), self.loop.advance_or_leave
         self.shown = Shown()
-        own = judge(*asked, shown=self.shown, blind=blind, advance=watch)
+        with gathered(self.policy):
+            own = judge(*asked, shown=self.shown, blind=blind, advance=watch)
         every: list[Judged] = gather_object([own])
         return reduce(Judged.joined, every)
 
@@ -297,8 +299,11 @@ def resized(config: VLMConfig, size: int) -> VLMConfig:
 def save_result(loop: Loop, policy: Policy, metric: str, *, pictures: str) -> None:
     """The model's folder, its average's weights where the run keeps one, and what is said at the end."""
     folder = loop.process.run.folder / "model"
-    with loop.averaged():
-        save_model(policy, loop.config.vlm.path, folder)
+    if loop.weights.is_sharded:  # this process has a share; the checkpoint just written has the whole
+        save_model(load_trained(loop.config, loop.process.run.folder), loop.config.vlm.path, folder)
+    else:
+        with loop.averaged():
+            save_model(policy, loop.config.vlm.path, folder)
     rows = read_metrics(loop.process.run.metrics)
     result = f"the model, as transformers saves it: {folder}"
     say_result(loop, rows, metric, label=metric, pictures=pictures, result=result)

@@ -19,6 +19,7 @@ from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.replay import Reopened
+from genrl.runtime.sharding import in_step
 from genrl.runtime.weights import Weights
 from genrl.vlm.engines.vllm import open_sampler
 from genrl.vlm.episodes import opening as episodes
@@ -26,6 +27,7 @@ from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.shards import hold
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
@@ -42,6 +44,8 @@ def train(config: VLMConfig, resume: Path | None = None) -> Path:
 
 def check_processes(config: VLMConfig, num_processes: int) -> None:
     """ValueError where questions cannot be shared out to the processes."""
+    if config.distributed.fsdp and num_processes == 1:
+        raise ValueError("distributed.fsdp: there is one process, nothing to shard over; use --nproc or write false")
     key, number = config.trainer.shared(config)
     if number % num_processes:
         raise ValueError(f"{key}: {number} cannot be shared out evenly to {num_processes} processes")
@@ -86,6 +90,7 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     if any(part.trainer.reference for part in config.parts) and policy.peft is None:
         reference = open_policy(config, process.accelerator.device)
         reference.model.requires_grad_(False)
+    hold(config, policy, *([] if reference is None else [reference]))
     averages = [part.trainer.average for part in config.parts if part.trainer.average is not None]
     average = Average(policy.model, *averages[0]) if averages else None
     questions = Questions(config, "train")
@@ -129,7 +134,8 @@ def reopen(config: VLMConfig, device: str, iteration: int) -> Reopened:
 def trained_weights(policy: Policy, heads: Mapping[str, nn.Module]) -> Weights:
     """The parameters that are trained, of the model and of what is trained beside it."""
     model: Any = nn.ModuleDict({"policy": policy.model, **heads}) if heads else policy.model
-    return Weights({name: p for name, p in model.named_parameters() if p.requires_grad})
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return Weights(named, in_step=in_step(model))
 
 
 KIND = frame.Kind("answers", check_processes, prepare, open_run, reopen, MEMORY_HINT)

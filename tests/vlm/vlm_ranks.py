@@ -2,14 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from genrl.config import VLMConfig, load
-from genrl.vlm.train import train
+from genrl.runtime.process import Process
+from genrl.runtime.sharding import whole
+from genrl.vlm import train as kind
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.run import AnswersRun
 
 
-def run(file: str) -> None:
+def run(file: str, resume: str | None = None) -> None:
     """Train as a file says."""
     config = load(Path(file))
     assert isinstance(config, VLMConfig)
-    train(config)
+    kind.train(config, None if resume is None else Path(resume))
+
+
+def record(file: str, out: str) -> None:
+    """`run`, and of every optimiser step, to `out`/rank-<r>-<step>.safetensors: this process's answers, all
+    log-probabilities before the update, those of its passes, and the whole gradient."""
+
+    def opened(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> Any:
+        made = kind.open_run(config, process, policy, stack)
+        kept: dict[str, Tensor] = {}
+        estimate, backward, step = made.estimate, made.loop.backward, made.loop.optimizer.step
+
+        def watched_estimate(drawn: Any) -> Any:
+            answers = drawn if isinstance(made, AnswersRun) else drawn.rows
+            kept.update(tokens=answers.tokens, mask=answers.mask)
+            found = estimate(drawn)
+            ready = found if isinstance(made, AnswersRun) else found[0]
+            kept["old"] = ready.batch.old_log_prob
+            kept.update({"reference": ready.batch.ref_log_prob} if ready.batch.ref_log_prob is not None else {})
+            return found
+
+        def watched_backward(settings: Any, results: Mapping[str, Tensor], recorded: Any, **how: Any) -> None:
+            passes = sum(name.startswith("pass-") for name in kept)
+            kept[f"pass-{passes}"] = results.get("log_prob", torch.zeros(0)).detach()
+            backward(settings, results, recorded, **how)
+
+        def watched_step() -> None:
+            gradients = {k: p.grad for k, p in made.loop.weights.named.items() if p.grad is not None}
+            tensors = kept | {f"gradient/{k}": whole(gradient) for k, gradient in gradients.items()}
+            file = Path(out) / f"rank-{process.rank}-{made.loop.optimizer_steps}.safetensors"
+            save_file({k: tensor.contiguous().clone() for k, tensor in tensors.items()}, file)
+            for name in [name for name in kept if name.startswith("pass-")]:
+                del kept[name]
+            step()
+
+        made.estimate, made.loop.backward = watched_estimate, watched_backward
+        made.loop.optimizer.step = watched_step
+        return made
+
+    kind.KIND = kind.KIND._replace(open=opened)
+    run(file)

@@ -104,7 +104,8 @@ def _generate(model: Any, settings: GenerationConfig, draw: _Draw, inputs: dict[
     """`model.generate` without its makers' defaults (repetition penalty, top-p), which would fill the gaps."""
     makers, model.generation_config = model.generation_config, settings
     try:
-        found: Tensor = model.generate(**inputs, logits_processor=LogitsProcessorList([draw]))
+        # what other processes do does not matter: in shards, each has gathered the weights before
+        found: Tensor = model.generate(**inputs, logits_processor=LogitsProcessorList([draw]), synced_gpus=False)
     finally:
         model.generation_config = makers
     return found

@@ -13,6 +13,7 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
+from genrl.runtime.sharding import in_step
 from genrl.runtime.weights import Weights
 from genrl.vlm.environments.hosts import open_host
 from genrl.vlm.episodes.critic import ValueHead
@@ -21,6 +22,7 @@ from genrl.vlm.episodes.run import EpisodesRun
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.shards import hold
 
 
 def settings_of(config: VLMConfig) -> Environment:
@@ -64,6 +66,7 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
     if method.reference and policy.peft is None:
         reference = open_policy(config, device)
         reference.model.requires_grad_(False)
+    hold(config, policy, *([] if reference is None else [reference]))
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "name": "policy"}]
     rates = {"policy": config.optimizer.lr}
     critic = critic_of(config, policy)
@@ -77,7 +80,8 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
         tables.append(Table(settings, host))
     recipe = method.recipe(config)
     run = EpisodesRun(process, config, settings, recipe, policy, reference, critic, tables[0], tables[1])
-    weights = Weights({name: p for name, p in policy.model.named_parameters() if p.requires_grad})
+    named = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    weights = Weights(named, in_step=in_step(policy.model))
     optimizer = make_optimizer(groups, config.optimizer)
     schedule = Schedule(config.optimizer, rates, config.iterations)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.fit_batch)

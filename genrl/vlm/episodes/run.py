@@ -28,6 +28,7 @@ from genrl.vlm.methods.episodes.settings import Episodes
 from genrl.vlm.methods.estimate import estimate
 from genrl.vlm.methods.sharing import batch_of_all, ours, updates_of
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.run import Estimated, check_gap, pass_sizes, resized, save_result, share_of, warn_blind
@@ -129,7 +130,7 @@ class EpisodesRun:
         sampling = Sampling(config.generation.max_new_tokens, config.generation.temperature)
         keys, critic = (config.seed, "act"), self.critic is not None
         loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
-        with loop.timed("rollout"):
+        with loop.timed("rollout"), gathered(self.policy):
             if critic:
                 steps, watch = self.environment.steps, loop.advance_or_leave
                 done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)
@@ -183,7 +184,7 @@ class EpisodesRun:
             whole_groups=self.preset.group_loss is not None,
         )
         loop.phase("estimating", 0)
-        with loop.timed("estimate"), loop.fitting():
+        with loop.timed("estimate"), loop.fitting(), gathered(self.policy), gathered(self.reference):
             mine = self._computed(acted, [part for update in updates for part in update.parts])
         loop.check_stop()
         counts = gather_object([len(mask)])
@@ -250,15 +251,16 @@ class EpisodesRun:
     def _acted(self, *, blind: bool) -> Judged:
         number = self.config.evaluation.questions
         self.loop.phase("evaluating", number)
-        mine = judge(
-            self.policy,
-            self.config,
-            self.held_out,
-            share_of(self.process, number),
-            blind=blind,
-            films=6 if self.process.is_main and not blind else 0,
-            advance=self.loop.advance_or_leave,
-        )
+        with gathered(self.policy):
+            mine = judge(
+                self.policy,
+                self.config,
+                self.held_out,
+                share_of(self.process, number),
+                blind=blind,
+                films=6 if self.process.is_main and not blind else 0,
+                advance=self.loop.advance_or_leave,
+            )
         every: list[Judged] = gather_object([mine])
         return reduce(Judged.joined, every)
 

@@ -16,6 +16,7 @@ from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.shards import gathered
 from genrl.vlm.rollout.rollout import Answers, totals
 from rewards.scorers.texts.verifiable import answer_in, number_in
 
@@ -85,18 +86,19 @@ def replayed(
     width = policy.samples or answers.tokens.shape[1]
     found = torch.zeros(len(answers.tokens), width)
     entropies = torch.zeros(found.shape) if entropy else None
-    for rows in parts:
-        one = policy.log_probs(
-            prompts,
-            answers.tokens[rows],
-            answers.mask[rows],
-            group=answers.group[rows],
-            temperature=temperature,
-            entropy=entropy,
-        )
-        found[rows] = one.log_prob.float().cpu()
-        if entropies is not None and one.entropy is not None:
-            entropies[rows] = one.entropy.float().cpu()
+    with gathered(policy):
+        for rows in parts:
+            one = policy.log_probs(
+                prompts,
+                answers.tokens[rows],
+                answers.mask[rows],
+                group=answers.group[rows],
+                temperature=temperature,
+                entropy=entropy,
+            )
+            found[rows] = one.log_prob.float().cpu()
+            if entropies is not None and one.entropy is not None:
+                entropies[rows] = one.entropy.float().cpu()
     return found, entropies
 
 
@@ -133,8 +135,9 @@ def computed(
         found["answer_mask"] = torch.stack([answer_tokens(policy, *row) for row in tokens])
         found["accuracy"] = answers.scores[config.reward_labels[0]].nan_to_num(nan=0.0)
     if "divergence" in reads:
-        rows = [policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, temperature)]
-        found["divergence"] = torch.cat(rows)[answers.group]
+        with gathered(policy):
+            rows = policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, temperature)
+        found["divergence"] = rows[answers.group]
     if "scores" in reads:
         numbers = [number_in(answer_in(text) or "") for text in answers.texts]
         found["scores"] = torch.tensor([math.nan if n is None else n for n in numbers], dtype=torch.float64)

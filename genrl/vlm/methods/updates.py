@@ -57,11 +57,12 @@ def update(
     *,
     dtype: torch.dtype,
     groups: Sequence[str] = ("policy",),
+    idle: Callable[[], Tensor] | None = None,
 ) -> dict[str, float]:
     """One optimiser step. The loss is the sum of those of the micro-batches of all processes.
 
     recorded: what the loss of some of this process's rows is made of. policy: what the loss is called with. groups: of
-    parameters that are stepped.
+    parameters that are stepped. idle: the loss of a pass without rows, where processes make their passes together.
     """
     fresh = loop.updates == 0
     sums: dict[str, float] = defaultdict(float)
@@ -87,6 +88,8 @@ def update(
                         sums[name] += value * (1 if name.startswith("loss/") else number)
                 seen += number
                 sums["loss"] += float(results["loss"].detach())
+            elif idle is not None:
+                results = {"loss": idle()}
             loop.backward(settings, results, given)
         loop.advance(0 if k >= len(one.parts) else len(one.parts[k]))
     loop.check_stop()

@@ -34,6 +34,7 @@ from genrl.vlm.policies.processor import (
     placeholder_ids,
     tokenize,
 )
+from genrl.vlm.policies.shards import Body
 from rewards.models.checkpoints import pretrained
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
@@ -109,6 +110,7 @@ class Policy:
         """The model in `path` as a run trains it."""
         made = cls(path, lora=lora_of(config), dtype=dtype_of(config), device=device, seed=config.seed)
         made.prefix_attention = config.vlm.prefix_attention
+        made.shares_prompts = not config.distributed.fsdp
         if config.vlm.gradient_checkpointing:
             made.checkpoint_blocks()
         return made
@@ -141,7 +143,8 @@ class Policy:
         else:
             self.peft = _with_lora(self.model, lora, seed)
         self.model.to(device).eval()
-        self.device = torch.device(device)
+        self.body = Body(self.model)
+        self.device, self.dtype = torch.device(device), dtype
         self.forbidden = torch.tensor(placeholder_ids(config, self.processor), dtype=torch.int64, device=self.device)
         """Ids that stand for images: impossible for the sampler, left out of the trainer's normalisation."""
         self.stop_ids = _stop_ids(self.model, self.tokenizer, path)
@@ -149,6 +152,9 @@ class Policy:
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
         self.prefix_attention: PrefixBackend | None = None
         """Back-end by which answers attend to one copy of their prompts (`prefix_sharing`); None: to a copy each."""
+        self.shares_prompts = True
+        """Whether a prompt may be computed once for all its answers. A block that is computed again would add to their
+        cache twice, and one in shards has gone when the gradients of the cache come."""
         self.checkpointed: list[torch.nn.Module] = []
         """Blocks whose activations are computed again in the backward pass."""
         self._per_token = [name for name in PER_TOKEN if name in inspect.signature(self.model.forward).parameters]
@@ -166,7 +172,7 @@ class Policy:
             text = "has no blocks that can be computed again; write false"
             raise ValueError(f"vlm.gradient_checkpointing: {type(self.model).__name__} {text}")
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.checkpointed = layers
+        self.checkpointed, self.shares_prompts = layers, False
 
     @contextmanager
     def _recomputed(self) -> Iterator[None]:
@@ -245,13 +251,12 @@ class Policy:
             if any(name in p.tokens.kinds for p in prompts):
                 made[name] = torch.cat([left(kinds, 0), torch.zeros_like(answers)], 1)
         made |= join_pixels([p.tokens for p in prompts]) if pixels else {}
-        floats = self.model.dtype
-        return {k: v.to(self.device, floats if v.is_floating_point() else None) for k, v in made.items()}
+        return {k: v.to(self.device, self.dtype if v.is_floating_point() else None) for k, v in made.items()}
 
     def prefix(self, prompts: Sequence[Encoded]) -> tuple[Any, Tensor]:
         """Cache of the prompts' keys and values, with gradients, and the states [N, H] that predict the first token."""
         cache = transformers.DynamicCache(config=self.model.config.get_text_config())
-        found = self.model.base_model(**self.inputs(prompts), past_key_values=cache, use_cache=True)
+        found = self.body(**self.inputs(prompts), past_key_values=cache, use_cache=True)
         return found.past_key_values, found.last_hidden_state[:, -1]
 
     def log_probs(
@@ -279,12 +284,12 @@ class Policy:
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         # what stands after an answer's end is scored by nobody; a placeholder there would ask for an image
         tokens = torch.where(mask.bool(), tokens, self.pad_id)
-        if share_prefix and not self.checkpointed:  # a block that is computed again would add to the cache twice
+        if share_prefix and self.shares_prompts:
             hidden, positions, images = self._shared(prompts, rows, tokens, group)
         else:
             inputs = self.inputs(rows, tokens[:, :-1])
             with self._recomputed():
-                hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, -tokens.shape[1] :]
+                hidden = self.body(**inputs, use_cache=False).last_hidden_state[:, -tokens.shape[1] :]
             positions, images = inputs["input_ids"].numel(), len(rows)
         head = self.model.get_output_embeddings()
         scores = completion_log_probs(
@@ -347,11 +352,11 @@ class Policy:
         new = {name: value[..., longest:] for name, value in whole.items()}
         if self.prefix_attention is None:
             cache.batch_select_indices(row_of)
-            found = self.model.base_model(**new, attention_mask=mask, past_key_values=cache, use_cache=True)
+            found = self.body(**new, attention_mask=mask, past_key_values=cache, use_cache=True)
         else:
             lengths = torch.tensor([prompt.length for prompt in used], device=self.device)
             with prefix_shared(self.model, cache, present(lengths), row_of, self.prefix_attention) as kept:
-                found = self.model.base_model(**new, past_key_values=kept, use_cache=True)
+                found = self.body(**new, past_key_values=kept, use_cache=True)
         return torch.cat([first, found.last_hidden_state], 1), positions + new["input_ids"].numel(), len(used)
 
 

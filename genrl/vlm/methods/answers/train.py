@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -16,7 +17,8 @@ from genrl.vlm.methods.extras import degraded_prompts
 from genrl.vlm.methods.sharing import Update
 from genrl.vlm.methods.updates import recipe_loss, update
 from genrl.vlm.policies.contract import Estimating
-from genrl.vlm.policies.policy import Encoded, Policy, Replay
+from genrl.vlm.policies.policy import Encoded, Policy, Replay, dtype_of
+from genrl.vlm.policies.shards import idle_pass
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.regularisers import Perception
@@ -48,6 +50,7 @@ def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, floa
     preset = annealed(run.preset, loop.iteration, run.config.iterations)
     changed = degraded_prompts(run.policy, answers, run.config, loop.iteration) if "degraded" in run.reads else None
 
+    idle = partial(idle_pass, run.policy, 0 if changed is None else 1) if loop.weights.in_step else None
     drawn = run.policy.round if isinstance(run.policy, Estimating) else ()
 
     def recorded(one: Update, rows: Tensor) -> Recorded:
@@ -60,8 +63,8 @@ def learn(run: AnswersRun, answers: Answers, ready: Estimated) -> dict[str, floa
     with loop.timed("train"):
         for _ in range(settings.epochs):
             for one in ready.updates:
-                dtype = run.policy.model.dtype
-                found = update(loop, settings, run.policy, one, recorded, loss, dtype=dtype)
+                dtype = dtype_of(run.config)
+                found = update(loop, settings, run.policy, one, recorded, loss, dtype=dtype, idle=idle)
                 if run.average is not None:
                     run.average.step()
                 for name, value in found.items():

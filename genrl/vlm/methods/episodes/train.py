@@ -4,6 +4,7 @@ GRPO and its family over groups of episodes that begin alike."""
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.methods.sharing import Update
 from genrl.vlm.methods.updates import recipe_loss, update
+from genrl.vlm.policies.policy import dtype_of
+from genrl.vlm.policies.shards import idle_pass
 from genrl.vlm.rollout.recorded import Asked, token_tensors
 from genrl.vlm.run import Estimated
 
@@ -55,11 +58,11 @@ def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
         return Recorded(asked, tensors | {"answers": rows.tokens[turns], "answered": rows.mask[turns]})
 
     figures: dict[str, list[float]] = defaultdict(list)
-    dtype: torch.dtype = run.policy.model.dtype
+    dtype, idle = dtype_of(run.config), partial(idle_pass, run.policy) if loop.weights.in_step else None
     loop.phase("training", settings.epochs * len(rows.place))
     with loop.timed("train"):
         for one in [one for _ in range(settings.epochs) for one in ready.updates]:
-            found = update(loop, settings, run.actor, one, recorded, loss, dtype=dtype, groups=groups)
+            found = update(loop, settings, run.actor, one, recorded, loss, dtype=dtype, groups=groups, idle=idle)
             for name, value in found.items():
                 figures[name].append(value)
             if kl_stop is not None and found["ratio/drift"] > kl_stop:

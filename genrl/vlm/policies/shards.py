@@ -1,0 +1,109 @@
+"""A vision-language model in shards (FSDP2), over several processes.
+
+In the passes of an update each process holds a share of the weights, and a block's are whole while it computes. Of
+gradients and optimiser state it holds a share at all times, where all weights are trained; adapters are whole. While
+processes answer, estimate log-probabilities and evaluate, each makes as many passes as it needs, so each holds all
+weights beside its share (`gathered`): the most memory that these phases take is not reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from genrl.config.vlm import VLMConfig
+from genrl.runtime.sharding import Sharding, shard
+from genrl.vlm.policies.processor import Prompt
+
+if TYPE_CHECKING:
+    from genrl.vlm.policies.policy import Policy
+
+
+class Body(nn.Module):
+    """A model without its output layer; where it is in shards, what the passes of an update begin with."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        """The states of the base model, as it returns them."""
+        return self.model.base_model(**inputs)
+
+
+def hold(config: VLMConfig, *policies: Policy) -> None:
+    """Hold policies in shards from here on, where the run asks for it.
+
+    The decoder's layers are gathered one by one; all else, the output layer and the vision tower too, once for a pass:
+    some have no pictures. Weights that are trained in half precision are float32 as shares, and rounded when gathered.
+    Raises ValueError where this torch cannot.
+    """
+    if not config.distributed.fsdp:
+        return
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"distributed.fsdp: torch {torch.__version__} cannot hold vision-language models in shards; take 2.13, or "
+            "write false"
+        )
+    sharding = Sharding.over(config.distributed.shard, policies[0].device)
+    for policy in policies:
+        model, compute = policy.model.to("cpu"), None  # modules come to the device again one at a time
+        if all(p.requires_grad for p in model.parameters()) and policy.dtype != torch.float32:
+            compute = policy.dtype
+            for parameter in model.parameters():
+                parameter.data = parameter.data.float()
+        layers: list[Any] = [
+            layer for m in model.get_decoder().children() if isinstance(m, nn.ModuleList) for layer in m
+        ]
+        shard(policy.body, layers, sharding, compute=compute)
+        body: Any = policy.body  # FSDP has changed its class
+        _reshard(body, after_forward=True)
+        body.set_reduce_scatter_unused_params(True)
+        # by default the backward pass goes by the last passes, which may have been some process's own
+        for layer, before in zip(layers, [body, *layers], strict=False):
+            layer.set_modules_to_backward_prefetch([before])
+
+
+def _reshard(body: FSDPModule, *, after_forward: bool) -> None:
+    """Whether layers drop what they gathered after their forward pass. The rest, whose output layer is read after it,
+    does so after the backward pass."""
+    body.set_reshard_after_forward(after_forward)
+    body.set_reshard_after_forward(False, recurse=False)
+
+
+@contextmanager
+def gathered(policy: Any) -> Iterator[None]:
+    """Within the block this process has all weights, where the policy is in shards, and passes without gradient are its
+    own business. All processes enter it together."""
+    body = getattr(policy, "body", None)
+    if not isinstance(body, FSDPModule):
+        yield
+        return
+    held = [module for module in policy.body.modules() if isinstance(module, FSDPModule)]
+    _reshard(body, after_forward=False)
+    for module in held:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in held:
+            module.reshard()
+        _reshard(body, after_forward=True)
+
+
+def idle_pass(policy: Policy, further: int = 0) -> Tensor:
+    """The loss of a pass that teaches nothing, 0: for a process without answers while others make a pass with theirs.
+    further: passes without gradient after it."""
+    question = policy.encode(Prompt(("-",)))
+    tokens = torch.tensor([policy.stop_ids[:1]])
+    answer = [question], tokens, torch.ones_like(tokens)
+    loss = 0.0 * policy.log_probs(*answer, group=torch.tensor([0])).log_prob.sum()
+    with torch.no_grad():
+        for _ in range(further):
+            policy.log_probs(*answer, group=torch.tensor([0]))
+    return loss
