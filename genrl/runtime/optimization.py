@@ -170,7 +170,7 @@ class Optimization:
 
     def _whole_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         gradients = _given(parameters)
-        torch._foreach_div_(gradients, self.loss_scale)
+        torch._foreach_div_([local(g) for g in gradients], self.loss_scale)  # in place; some may be shares
         return self._summed(gradients)
 
     def _summed(self, gradients: list[Tensor]) -> list[Tensor]:

@@ -139,6 +139,7 @@ class TestNames:
 
 HELPERS = ("answer_in", "number_in", "numbers_in", "letters_in", "iou_of", "ndcg_of")
 
+FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"task": {}}, "task.name, task.train", "write one of them"),
     ({"task": {"train": "a.jsonl"}}, "task.eval, evaluation.every", "held-out data is needed"),
@@ -185,6 +186,20 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"augmentation": {"truth": "{question} {anser}"}}, "augmentation.truth", "and no others"),
     ({"task": {"name": "shapes", "passes": 1}}, "task.passes", "allowed"),
+    ({"distributed": {"shard": "node"}}, "distributed.shard, distributed.fsdp", "nothing is sharded"),
+    ({"vlm": {"path": "x", "output": "audio"}, **FSDP}, "distributed.fsdp, vlm.output", "built in"),
+    (
+        {"vlm": {"path": "x", "prefix_attention": "sdpa"}, **FSDP},
+        *("vlm.prefix_attention, distributed.fsdp", "once for each answer"),
+    ),
+    ({"trainer": {"fit_batch": True}, **FSDP}, "trainer.fit_batch, distributed.fsdp", "find micro_batch by hand"),
+    ({"trainer": {"preset": "grpo_care"}, **FSDP}, "distributed.fsdp, vlm.lora", "give vlm.lora"),
+    ({"generation": {"engine": "vllm"}, **FSDP}, "distributed.fsdp, generation.engine", "write transformers"),
+    (
+        {"synthesis": {"pipeline": "p/p", "ask": "?", "check": "exact"}, **FSDP},
+        *("distributed.fsdp, synthesis", "write null"),
+    ),
+    ({"optimizer": {"name": "muon"}, **FSDP}, "optimizer.name, distributed.fsdp", "adamw or lion"),
 ]
 
 

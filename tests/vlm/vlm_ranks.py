@@ -28,7 +28,8 @@ def run(file: str, resume: str | None = None) -> None:
 
 def record(file: str, out: str) -> None:
     """`run`, and of every optimiser step, to `out`/rank-<r>-<step>.safetensors: this process's answers, all
-    log-probabilities before the update, those of its passes, and the whole gradient."""
+    log-probabilities before the update and of the reference, those of its passes (empty: an idle one) and the most that
+    they are apart from those before, and the whole gradient."""
 
     def opened(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> Any:
         made = kind.open_run(config, process, policy, stack)
@@ -47,6 +48,9 @@ def record(file: str, out: str) -> None:
         def watched_backward(settings: Any, results: Mapping[str, Tensor], recorded: Any, **how: Any) -> None:
             passes = sum(name.startswith("pass-") for name in kept)
             kept[f"pass-{passes}"] = results.get("log_prob", torch.zeros(0)).detach()
+            if "log_prob" in results:
+                apart = (results["log_prob"].detach() - recorded["old_log_prob"])[recorded["mask"].bool()]
+                kept[f"apart-{passes}"] = apart.abs().max()
             backward(settings, results, recorded, **how)
 
         def watched_step() -> None:
@@ -54,7 +58,7 @@ def record(file: str, out: str) -> None:
             tensors = kept | {f"gradient/{k}": whole(gradient) for k, gradient in gradients.items()}
             file = Path(out) / f"rank-{process.rank}-{made.loop.optimizer_steps}.safetensors"
             save_file({k: tensor.contiguous().clone() for k, tensor in tensors.items()}, file)
-            for name in [name for name in kept if name.startswith("pass-")]:
+            for name in [name for name in kept if name.startswith(("pass-", "apart-"))]:
                 del kept[name]
             step()
 

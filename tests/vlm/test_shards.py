@@ -1,0 +1,221 @@
+"""Vision-language models in shards (FSDP2) over several processes (gloo), beside the same processes that hold all."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from genrl.runtime import checkpoint
+from genrl.vlm.policies.folder import load_trained
+from genrl.vlm.policies.policy import Policy
+from genrl.vlm.train import check_processes
+from tests.run_folders import differences, last_state, rows, start_ranks, wait
+from tests.vlm import tiny_checkpoints, vlm_ranks, vlm_runs
+from tests.vlm.methods.episodes import agent_runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
+LORA = {"rank": 2}
+KL = [{"name": "kl"}]
+ROUNDING = 2e-6
+"""Norm of the difference of two gradients over that of one: shards are summed process by process, and the same weights
+are then Adam's steps apart. Largest seen: 9.1e-7."""
+
+
+def finish(place: Path, count: int, *resume: Path, machines: int = 1) -> None:
+    """Train place/tiny.yaml in so many processes."""
+    files = [str(place / "tiny.yaml"), *map(str, resume)]
+    processes = start_ranks(count, vlm_ranks.run, *files, log=place / "log.txt", machines=machines)
+    assert wait(processes, 300) == [0] * count, logs(place)
+
+
+def recorded(place: Path, make: Any = vlm_runs.config, *given: Any, count: int = 2, **changes: Any) -> Path:
+    """The folder with what `vlm_ranks.record` wrote of a run."""
+    place.mkdir()
+    make(place, *given, **changes)
+    machines = 2 if changes.get("distributed", {}).get("shard") == "node" else 1
+    target, file = vlm_ranks.record, str(place / "tiny.yaml")
+    processes = start_ranks(count, target, file, str(place), log=place / "log.txt", machines=machines)
+    assert wait(processes, 300) == [0] * count, logs(place)
+    return place
+
+
+def logs(place: Path) -> str:
+    return "\n".join(path.read_text()[-2000:] for path in sorted(place.glob("log*")))
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Norm of the difference, relative to `other`."""
+    apart, size = (
+        math.sqrt(math.fsum(float((one[k].double() * sign - other[k].double()).square().sum()) for k in other))
+        for sign in (1, 0)
+    )
+    return apart / size
+
+
+def check_equal(shards: Path, whole: Path, *, exact: bool) -> list[int]:
+    """Of the first update answers and all log-probabilities are equal to the bit, and each process's log-probabilities
+    are those before it. Gradients of all updates are equal within rounding, or exactly. Returns idle passes by file."""
+    files = sorted(path.name for path in whole.glob("rank-*.safetensors"))
+    assert files and files == sorted(path.name for path in shards.glob("rank-*.safetensors"))
+    idle = []
+    for name in files:
+        ours, theirs = load_file(shards / name), load_file(whole / name)
+        assert ours.keys() == theirs.keys()
+        first = name.endswith("-0.safetensors")
+        gradients = [key for key in ours if key.startswith("gradient/")]
+        same = [key for key in ours if key not in gradients and not key.startswith("apart-")]
+        for key in same if first or exact else ("tokens", "mask"):
+            assert torch.equal(ours[key], theirs[key]), (name, key)
+        for key in [key for key in ours if first and key.startswith("apart-")]:
+            assert float(ours[key]) == 0.0
+        mine, others = ({key: tensors[key] for key in gradients} for tensors in (ours, theirs))
+        assert distance(mine, others) <= (0.0 if exact else ROUNDING), name
+        idle.append(sum(key.startswith("pass-") and not ours[key].numel() for key in ours))
+    return idle
+
+
+@pytest.mark.parametrize(("family", "lora"), [(None, LORA), (None, None), ("qwen2_5_vl", None), ("smolvlm", LORA)])
+def test_shards_learn_what_whole_models_do(family: str | None, lora: Any, tmp_path: Path) -> None:
+    """With a reference, black patches in pictures, two updates of several passes. Prompts are computed for each answer
+    in both."""
+    model = vlm_runs.MODEL if family is None else tiny_checkpoints.save(family, tmp_path / "model")
+    low = tmp_path / "low.py"  # random weights are never right
+    low.write_text("def low(completions):\n    return [sum(c < 'P' for c in t) / 12 for t in completions]\n")
+    common: dict[str, Any] = {
+        "rewards": [{"name": f"{low}:low"}],
+        "trainer": {"preset": "vppo", "regularisers": KL, "updates": 2, "micro_batch": 3},
+        "evaluation": {"every": 1, "questions": 1, "blind": False},  # one process has nothing to ask
+        "iterations": 2,
+    }
+    vlm = {"path": str(model), "lora": lora}
+    whole = recorded(tmp_path / "whole", vlm={**vlm, "gradient_checkpointing": True}, **common)
+    shards = recorded(tmp_path / "shards", vlm=vlm, **common, **FSDP)
+    check_equal(shards, whole, exact=lora is not None)
+    if family is None:  # blocks that are computed again: the same to the bit
+        again = recorded(tmp_path / "again", vlm={**vlm, "gradient_checkpointing": True}, **common, **FSDP)
+        assert differences(shards / "run", again / "run") == []
+    assert all(row["updates"] == 2 and row["grad_norm"] > 0 for row in rows(shards / "run")[1:])
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+def test_a_process_without_answers_makes_the_passes_of_the_others(lora: Any, tmp_path: Path) -> None:
+    """Three updates of six groups, a row to a pass, with a second pass for spoilt pictures."""
+    common: dict[str, Any] = {
+        "vlm": {"lora": lora, "gradient_checkpointing": True},
+        "generation": {"prompts_per_iteration": 6, "group_size": 2},
+        "trainer": {"preset": "q_hawkeye", "updates": 3, "micro_batch": 1},
+    }
+    whole, shards = recorded(tmp_path / "whole", **common), recorded(tmp_path / "shards", **common, **FSDP)
+    assert max(check_equal(shards, whole, exact=lora is not None)) == 4
+
+
+def test_a_process_without_any_group_learns_along(tmp_path: Path) -> None:
+    """The groups of the second one are all worth the same, and left out."""
+    reward = tmp_path / "first.py"
+    reward.write_text(
+        "import os\ndef first(completions):\n"
+        "    return [len(c) % 5 / 4 * (os.environ['RANK'] == '0') for c in completions]\n"
+    )
+    common = {"rewards": [{"name": f"{reward}:first"}], "trainer": {"filter": "spread", "micro_batch": 4}}
+    vlm = {"vlm": {"gradient_checkpointing": True}}
+    whole, shards = (
+        recorded(tmp_path / "whole", **common, **vlm),
+        recorded(tmp_path / "shards", **common, **vlm, **FSDP),
+    )
+    idle = check_equal(shards, whole, exact=False)
+    assert idle[0] == 0 and idle[1] > 0
+    assert rows(shards / "run")[0]["updates"] == 1
+
+
+@pytest.mark.parametrize(("preset", "lora"), [("vl_dac", None), ("grpo", None), ("poad", LORA)])
+def test_agents_learn_in_shards(preset: str, lora: Any, tmp_path: Path) -> None:
+    """Turns of episodes, and a critic beside the model, which is whole."""
+    path = str(agent_runs.CROP if preset == "grpo" else agent_runs.MODEL)
+    common = {"vlm": {"path": path, "lora": lora}, "evaluation": {"every": 2, "questions": 2}, "iterations": 2}
+    whole = recorded(tmp_path / "whole", agent_runs.config, preset, **common)
+    shards = recorded(tmp_path / "shards", agent_runs.config, preset, **common, **FSDP)
+    check_equal(shards, whole, exact=lora is not None)
+
+
+def test_machines_hold_a_copy_each(tmp_path: Path) -> None:
+    """Four processes as two machines."""
+    common: dict[str, Any] = {"vlm": {"gradient_checkpointing": True}, "trainer": {"micro_batch": 4}}
+    whole = recorded(tmp_path / "whole", count=4, **common)
+    node = {"fsdp": True, "shard": "node"}
+    check_equal(recorded(tmp_path / "shards", count=4, distributed=node, **common), whole, exact=False)
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "lora": {"vlm": {"lora": LORA}, "ema": {"decay": 0.5}},
+    "full": {"ema": {"decay": 0.5}},
+    "bfloat16": {"vlm": {"dtype": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_in_shards_goes_on_and_is_handed_over(name: str, tmp_path: Path) -> None:
+    """Stopped and gone on with, the run is the same to the bit; with three processes it takes the same course. What is
+    written is a model of transformers', or an adapter of PEFT's, with the weights of the checkpoint."""
+    common = {**RESUMED[name], "trainer": {"regularisers": KL, "updates": 2, "micro_batch": 3}, **FSDP}
+    common |= {"generation": {"prompts_per_iteration": 6, "group_size": 4}, "optimizer": {"lr": 1e-3}}
+    common["evaluation"] = {"every": 1, "questions": 4, "blind": False}
+    for place, iterations in (("straight", 2), ("stopped", 1)):
+        (tmp_path / place).mkdir()
+        vlm_runs.config(tmp_path / place, iterations=iterations, **common)
+        finish(tmp_path / place, 2)
+    straight, stopped = tmp_path / "straight" / "run", tmp_path / "stopped" / "run"
+    shutil.copytree(tmp_path / "stopped", tmp_path / "more")
+    for place, count in (("stopped", 2), ("more", 3)):
+        vlm_runs.config(tmp_path / place, iterations=2, **common)
+        finish(tmp_path / place, count, tmp_path / place / "run")
+    assert differences(straight, stopped) == []
+    more = tmp_path / "more" / "run"
+    assert [row["step"] for row in rows(more)] == [0, 1, 2]
+    last, other = rows(straight)[-1], rows(more)[-1]
+    exact = 2e-2 if "bfloat16" in name else 1e-3
+    assert all(other[key] == pytest.approx(last[key], rel=exact, abs=1e-3) for key in ("reward/total_mean", "kl"))
+
+    config = vlm_runs.config(tmp_path / "straight", iterations=2, **common)
+    written, trained = straight / "model", load_trained(config, straight)
+    dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
+    load = transformers.AutoModelForImageTextToText.from_pretrained
+    if "lora" in name:
+        plain: Any = PeftModel.from_pretrained(load(vlm_runs.MODEL, dtype=dtype), written, autocast_adapter_dtype=True)
+    else:
+        plain = load(written, dtype=dtype)
+    inputs = trained.inputs([trained.encode(vlm_runs.first_question(config))])
+    with torch.no_grad():
+        found, want = plain(**inputs).logits, trained.model(**inputs).logits
+        before = Policy(str(vlm_runs.MODEL), dtype=dtype).model(**inputs).logits
+    assert torch.equal(found, want) and not torch.equal(found, before)
+
+
+def test_the_best_weights_come_back(tmp_path: Path) -> None:
+    """Training that ruins the model is rolled back to its beginning."""
+    monitor = {"reward": "accuracy", "tolerance": 0.05, "patience": 1}
+    common: dict[str, Any] = {"evaluation": {"every": 1, "questions": 16, "blind": False, "monitor": monitor}}
+    vlm_runs.config(tmp_path, optimizer={"lr": 0.05}, iterations=3, **common, **FSDP)
+    finish(tmp_path, 2)
+    assert last_state(tmp_path / "run").step == 1
+    before, after = Policy(str(vlm_runs.MODEL)), Policy(str(tmp_path / "run" / "model"))
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters, after.parameters, strict=True))
+    snapshot = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-000001").tensors
+    assert all(torch.equal(snapshot["weights"][name], best) for name, best in snapshot["snapshot-best"].items())
+
+
+def test_one_process_has_nothing_to_shard_over(tmp_path: Path) -> None:
+    config = vlm_runs.config(tmp_path, **FSDP)
+    check_processes(config, 2)
+    with pytest.raises(ValueError, match="nothing to shard over"):
+        check_processes(config, 1)
