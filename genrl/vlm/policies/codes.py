@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils.hub import cached_file
 
 from genrl.config.vlm import VLMConfig
+from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
-from genrl.vlm.policies.policy import Encoded, Lora, _with_lora, dtype_of, lora_of
+from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.sampling import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from rewards.models.checkpoints import pretrained
@@ -113,7 +114,7 @@ class CodePolicy:
         if lora is None:
             self.model.requires_grad_(True)
         else:
-            self.peft = _with_lora(self.model, lora, seed)
+            self.peft = with_lora(self.model, lora, seed)
         self.model.to(device).eval()
         self.device = torch.device(device)
         self.room: int = self.model.config.max_position_embeddings

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genrl.config.vlm import VLMConfig
+from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
-from genrl.vlm.policies.policy import Encoded, Lora, _with_lora, dtype_of, lora_of
+from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt, Tokens, load_processor
 from genrl.vlm.policies.sampling import Sampled, chosen, left_padded, uniforms
 from rewards.models.checkpoints import pretrained
@@ -74,7 +75,7 @@ class ImagePolicy:
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(name.split(".")[1] in TRAINED)
         else:
-            self.peft = _with_lora(self.model, lora, seed)
+            self.peft = with_lora(self.model, lora, seed)
         self.model.to(device).eval()
         self.device = torch.device(device)
         settings = self.model.generation_config

@@ -16,13 +16,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from genrl.config.vlm import VLMConfig
 from genrl.kernels.prefix_attention import PrefixBackend
 from genrl.objectives.tokens.token_weights import group_divergence
+from genrl.vlm.policies.adapters import Lora, lora_of, with_lora
 from genrl.vlm.policies.log_probs import completion_log_probs
 from genrl.vlm.policies.prefix_sharing import prefix_shared, present
 from genrl.vlm.policies.processor import (
@@ -37,24 +38,8 @@ from genrl.vlm.policies.processor import (
 from genrl.vlm.policies.shards import Body
 from rewards.models.checkpoints import pretrained
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 """Settings of models whose logits are not just the output layer of the last hidden state."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Low-rank adapters on linear layers of the language model, found by the last part of their names."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] = ATTENTION
-
-
-def lora_of(config: VLMConfig) -> Lora | None:
-    """The adapters that a run trains."""
-    settings = config.vlm.lora
-    return None if settings is None else Lora(settings.rank, settings.alpha, settings.targets or ATTENTION)
 
 
 def dtype_of(config: VLMConfig) -> torch.dtype:
@@ -141,7 +126,7 @@ class Policy:
         if lora is None:
             self.model.requires_grad_(True)
         else:
-            self.peft = _with_lora(self.model, lora, seed)
+            self.peft = with_lora(self.model, lora, seed)
         self.model.to(device).eval()
         self.body = Body(self.model)
         self.device, self.dtype = torch.device(device), dtype
@@ -386,26 +371,3 @@ def _stop_ids(model: Any, tokenizer: Any, path: str) -> tuple[int, ...]:
     if not stop:
         raise ValueError(f"{path!r} has no eos_token, so no answer would ever end: set tokenizer.eos_token, save it")
     return tuple(sorted(stop))
-
-
-def _with_lora(model: Any, lora: Lora, seed: int) -> PeftModel:
-    """Adapters inside `model`, on the layers of its language model alone, in float32."""
-    language = model.get_decoder()
-    linear = {n for n, m in language.named_modules() if isinstance(m, torch.nn.Linear)}
-    chosen = {name for name in linear if name.rsplit(".", 1)[-1] in lora.targets}
-    if not chosen:
-        held = sorted({name.rsplit(".", 1)[-1] for name in linear})
-        raise ValueError(f"no linear layer of the language model is named {list(lora.targets)}. There are {held}")
-    prefix = next(name for name, module in model.named_modules() if module is language)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
-        target_modules=sorted(f"{prefix}.{name}" for name in chosen),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # the adapters' initial values depend on the seed alone
-        made = get_peft_model(model, config)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return made

@@ -21,7 +21,8 @@ from genrl.config import ConfigError
 from genrl.config.files import check_files
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.vllm import Drawn, InProcess, Reply, Sampler, Server
-from genrl.vlm.policies.policy import Lora, Policy
+from genrl.vlm.policies.adapters import Lora
+from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.weights import checkpoint_weights
 from genrl.vlm.recipe.weights import EngineMismatch

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import rewards
 from genrl.vlm.policies import codes
+from genrl.vlm.policies.adapters import Lora
 from genrl.vlm.policies.codes import BEGIN, CODE, DONE, END, WORD, CodePolicy
 from genrl.vlm.policies.image_tokens import TRAINED, ImagePolicy
 from genrl.vlm.policies.masked_text import MaskedPolicy
-from genrl.vlm.policies.policy import Lora
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.tasks import bodies, row, tunes
 from rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE

@@ -1,0 +1,51 @@
+"""The adapters of a policy over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from genrl.config.vlm import VLMConfig
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters on linear layers of the language model, found by the last part of their names."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ATTENTION
+
+
+def lora_of(config: VLMConfig) -> Lora | None:
+    """The adapters that a run trains."""
+    settings = config.vlm.lora
+    return None if settings is None else Lora(settings.rank, settings.alpha, settings.targets or ATTENTION)
+
+
+def with_lora(model: Any, lora: Lora, seed: int) -> PeftModel:
+    """Adapters inside `model`, on the layers of its language model alone, in float32."""
+    language = model.get_decoder()
+    linear = {n for n, m in language.named_modules() if isinstance(m, torch.nn.Linear)}
+    chosen = {name for name in linear if name.rsplit(".", 1)[-1] in lora.targets}
+    if not chosen:
+        held = sorted({name.rsplit(".", 1)[-1] for name in linear})
+        raise ValueError(f"no linear layer of the language model is named {list(lora.targets)}. There are {held}")
+    prefix = next(name for name, module in model.named_modules() if module is language)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=sorted(f"{prefix}.{name}" for name in chosen),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # the adapters' initial values depend on the seed alone
+        made = get_peft_model(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return made
