@@ -128,7 +128,7 @@ class Policy:
         else:
             self.peft = with_lora(self.model, lora, seed)
         self.model.to(device).eval()
-        self.body = Body(self.model)
+        self.sharded: Body | None = None
         self.device, self.dtype = torch.device(device), dtype
         self.forbidden = torch.tensor(placeholder_ids(config, self.processor), dtype=torch.int64, device=self.device)
         """Ids that stand for images: impossible for the sampler, left out of the trainer's normalisation."""
@@ -143,6 +143,11 @@ class Policy:
         self.checkpointed: list[torch.nn.Module] = []
         """Blocks whose activations are computed again in the backward pass."""
         self._per_token = [name for name in PER_TOKEN if name in inspect.signature(self.model.forward).parameters]
+
+    @property
+    def body(self) -> Any:
+        """The model without its output layer."""
+        return self.model.base_model if self.sharded is None else self.sharded
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Body(nn.Module):
-    """A model without its output layer; where it is in shards, what the passes of an update begin with."""
+    """A model without its output layer: what its passes begin with where it is in shards, the output layer too."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ def hold(config: VLMConfig, *policies: Policy) -> None:
         layers: list[Any] = [
             layer for m in model.get_decoder().children() if isinstance(m, nn.ModuleList) for layer in m
         ]
-        shard(policy.body, layers, sharding, compute=compute)
-        body: Any = policy.body  # FSDP has changed its class
+        policy.sharded = body = cast(Any, Body(model))
+        shard(body, layers, sharding, compute=compute)
         _reshard(body, after_forward=True)
         body.set_reduce_scatter_unused_params(True)
         # by default the backward pass goes by the last passes, which may have been some process's own
@@ -69,7 +69,7 @@ def hold(config: VLMConfig, *policies: Policy) -> None:
             layer.set_modules_to_backward_prefetch([before])
 
 
-def _reshard(body: FSDPModule, *, after_forward: bool) -> None:
+def _reshard(body: Any, *, after_forward: bool) -> None:
     """Whether layers drop what they gathered after their forward pass. The rest, whose output layer is read after it,
     does so after the backward pass."""
     body.set_reshard_after_forward(after_forward)
@@ -80,11 +80,11 @@ def _reshard(body: FSDPModule, *, after_forward: bool) -> None:
 def gathered(policy: Any) -> Iterator[None]:
     """Within the block this process has all weights, where the policy is in shards, and passes without gradient are its
     own business. All processes enter it together."""
-    body = getattr(policy, "body", None)
-    if not isinstance(body, FSDPModule):
+    body: Any = getattr(policy, "sharded", None)
+    if body is None:
         yield
         return
-    held = [module for module in policy.body.modules() if isinstance(module, FSDPModule)]
+    held = [module for module in body.modules() if isinstance(module, FSDPModule)]
     _reshard(body, after_forward=False)
     for module in held:
         module.unshard()
