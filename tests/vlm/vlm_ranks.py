@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from genrl.config import VLMConfig, load
 from genrl.runtime.process import Process
@@ -29,11 +30,11 @@ def run(file: str, resume: str | None = None) -> None:
 def record(file: str, out: str) -> None:
     """`run`, and of every optimiser step, to `out`/rank-<r>-<step>.safetensors: this process's answers, all
     log-probabilities before the update and of the reference, those of its passes (empty: an idle one) and the most that
-    they are apart from those before, and the whole gradient."""
+    they are apart from those before, the whole gradient, and how many layers were whole at a time."""
 
     def opened(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> Any:
         made = kind.open_run(config, process, policy, stack)
-        kept: dict[str, Tensor] = {}
+        kept = {"whole": torch.tensor(0)}
         estimate, backward, step = made.estimate, made.loop.backward, made.loop.optimizer.step
 
         def watched_estimate(drawn: Any) -> Any:
@@ -53,6 +54,14 @@ def record(file: str, out: str) -> None:
                 kept[f"apart-{passes}"] = apart.abs().max()
             backward(settings, results, recorded, **how)
 
+        layers = policy.model.get_decoder().layers
+
+        def watched_layer(*_: object) -> None:
+            if torch.is_grad_enabled():
+                held = [next(layer.parameters()) for layer in layers]
+                found = torch.tensor(sum(not isinstance(parameter, DTensor) for parameter in held))
+                kept["whole"] = torch.maximum(found, kept["whole"])
+
         def watched_step() -> None:
             gradients = {k: p.grad for k, p in made.loop.weights.named.items() if p.grad is not None}
             tensors = kept | {f"gradient/{k}": whole(gradient) for k, gradient in gradients.items()}
@@ -62,6 +71,8 @@ def record(file: str, out: str) -> None:
                 del kept[name]
             step()
 
+        for layer in layers:
+            layer.register_forward_pre_hook(watched_layer)
         made.estimate, made.loop.backward = watched_estimate, watched_backward
         made.loop.optimizer.step = watched_step
         return made
