@@ -15,9 +15,8 @@ from genrl.config.diffusion_method import Updating
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
 from genrl.diffusion.methods.metering import Meter
-from genrl.diffusion.methods.noising import noised, own_noise, require_flow, update
+from genrl.diffusion.methods.noising import noised, own_noise, require_flow, solved, update
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.rollout.forest import independent
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
@@ -42,7 +41,7 @@ def train(run: DiffusionRun, settings: RewardWeighted) -> None:
     require_flow(run)
     size = run.config.sampling.group_size
     for _ in run.iterations():
-        rollouts = run.collect(lambda batch, slots: independent(run.policy.roll_out(batch), slots))
+        rollouts = run.collect(solved)
         advantages = group_advantages(rollouts.total, rollouts.group, scale="global").view(-1, size)
         weights = (size * torch.softmax(advantages / settings.temperature, 1) - 1) * (advantages != 0)  # 0: no score
 

@@ -61,7 +61,7 @@ from genrl.objectives.forward.forward_process import matching_error
 
 def train(run, settings):
     for _ in run.iterations():
-        rollouts = run.collect(lambda batch, slots: independent(run.policy.roll_out(batch), slots))
+        rollouts = run.collect(lambda policy, batch, slots, beat: independent(policy.roll_out(batch), slots))
 
         def prepare(samples, epoch, k):
             given = noised(samples.final, own_noise(samples, epoch, k), samples.sigmas[1].to(samples.final))

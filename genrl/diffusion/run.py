@@ -9,6 +9,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from genrl.diffusion.rollout.rollout import (
     Sheet,
     Worker,
     collect,
+    drawn_here,
     iteration_prompts,
     score_metrics,
 )
@@ -123,14 +125,18 @@ class DiffusionRun:
             self._calls = self.policy.model_calls
             yield iteration
 
-    def collect(self, draw: Draw, *, leaves: int = 1, roots_together: int | None = None) -> Rollouts:
-        """Samples of this iteration, made by micro-batches with `draw`, and their scores; leaves, roots_together: of
-        trees (`Sheet`)."""
+    def collect(
+        self, draw: Draw, *, under: str | None = None, leaves: int = 1, roots_together: int | None = None
+    ) -> Rollouts:
+        """Samples of this iteration, made by micro-batches with `draw`, and their scores. under: the snapshot of the
+        weights that draws, None = the present ones. leaves, roots_together: of trees (`Sheet`)."""
         self.loop.phase("sampling", self.config.sampling.images_per_iteration)
         sheet = Sheet.of(self.config, self.prompts, self.iteration, leaves=leaves, roots_together=roots_together)
         running = {label: Running(**found) for label, found in self.loop.memory.get("scores", {}).items()}
-        rollouts = collect(self.config, self.policy, self.scorers, sheet, draw, self.worker, running=running)
-        return self.take(rollouts)
+        drawing = nullcontext if under is None else partial(self.weights.use, under)
+        beat = partial(self.loop.advance_or_leave, 0)
+        source = drawn_here(self.config, self.policy, draw, self.worker, under=drawing, beat=beat)
+        return self.take(collect(self.config, self.scorers, sheet, source, self.worker, running=running))
 
     @property
     def worker(self) -> Worker:

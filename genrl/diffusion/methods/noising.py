@@ -7,7 +7,6 @@ Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -20,7 +19,7 @@ from genrl.diffusion.methods.matching import Matching
 from genrl.diffusion.methods.metering import Meter
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Draw, Drawn, independent
+from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.forward import flow_sample, flow_target
@@ -93,14 +92,9 @@ def check_reference_guidance(run: DiffusionRun, scale: float | None) -> None:
         )
 
 
-def sampler(run: DiffusionRun, snapshot: str | None = None) -> Draw:
-    """How samples are made by the deterministic solver: of the present policy, or under a snapshot of it."""
-
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        with nullcontext() if snapshot is None else run.weights.use(snapshot):
-            return independent(run.policy.roll_out(batch), slots)
-
-    return draw
+def solved(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
+    """Samples by the deterministic solver."""
+    return independent(policy.roll_out(batch), slots)
 
 
 def estimate(settings: Matching, rollouts: Rollouts) -> tuple[Tensor, Meter]:

@@ -6,6 +6,9 @@ number is in `layout`. `choose_kernel` asks the loaded model too whether the tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from genrl.config import Config
 from genrl.diffusion.methods.layout import (
     fixed_window,
@@ -16,6 +19,7 @@ from genrl.diffusion.methods.layout import (
 )
 from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.methods.stochastic import EveryStep, Stochastic
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent
 from genrl.diffusion.run import DiffusionRun
@@ -79,9 +83,11 @@ def every_step(run: DiffusionRun, settings: EveryStep) -> tuple[range, Draw]:
     sampling = run.config.sampling
     steps = range(sampling.num_inference_steps - 1)
     plan = make_plan(len(steps) + 1, noise=dict.fromkeys(steps, settings.noise_level or 0.0), roots=sampling.group_size)
-    kernel = choose_kernel(run, settings, plan)
+    return steps, partial(chains, kernel=choose_kernel(run, settings, plan), steps=steps)
 
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        return independent(run.policy.roll_out(batch, kernel, steps), slots)
 
-    return steps, draw
+def chains(
+    policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None], kernel: Kernel, steps: range
+) -> Drawn:
+    """Samples whose steps `steps` are drawn from the kernel."""
+    return independent(policy.roll_out(batch, kernel, steps), slots)

@@ -68,14 +68,12 @@ Further = Callable[[Action], Mapping[str, Tensor]]
 
 
 def sampler(run: DiffusionRun, settings: PolicyGradient, plan: SamplingPlan) -> Draw:
-    """How the samples of a batch of prompts are made under the present policy."""
+    """How the samples of a batch of prompts are made."""
     return partial(
         roll_out,
-        run.policy,
         plan=plan,
         kernel=choose_kernel(run, settings, plan),
         batch_size=run.config.sampling.batch_size,
-        beat=partial(run.loop.advance_or_leave, 0),
         keep=kept_steps(run.config, settings, run.iteration),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,8 +46,12 @@ class Drawn:
     pieces: list[Piece]
 
 
-Draw = Callable[[Batch, list[int]], Drawn]
-"""(prompts and conditions, slots) -> samples."""
+class Draw(Protocol):
+    """How samples are made: a function of the policy and of what it is given, which other processes may call."""
+
+    def __call__(self, policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
+        """The samples of these slots, of these prompts and conditions; `beat` is called now and then."""
+        ...
 
 
 def independent(trajectory: Trajectory, slots: list[int]) -> Drawn:

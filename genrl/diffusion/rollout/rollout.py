@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from PIL import Image
@@ -233,40 +233,88 @@ class Sheet:
         )
 
 
-def collect(
+class Job(NamedTuple):
+    """A micro-batch that is to be drawn."""
+
+    position: int
+    """In the plan of its iteration."""
+    slots: list[int]
+    batch: Batch
+
+
+class Finished(NamedTuple):
+    """A micro-batch that was drawn."""
+
+    drawn: Drawn
+    images: Tensor
+    """Float on the CPU, [B, 3, H, W] or [B, F, 3, H, W]."""
+
+
+Source = Callable[[Iterable[Job]], Iterator[tuple[int, Finished]]]
+"""Who draws: micro-batches by their positions, in the order of the jobs."""
+
+
+def jobs_of(config: Config, sheet: Sheet, worker: Worker) -> Iterator[Job]:
+    """What this process has to draw."""
+    for position in range(worker.process, len(sheet.plan), worker.num_processes):
+        slots = sheet.plan[position]
+        yield Job(position, slots, sheet.batch(config, slots))
+
+
+@torch.no_grad()
+def finish(policy: Policy, drawn: Drawn, size: int) -> Finished:
+    """With the pictures of the final states, decoded `size` at a time."""
+    rows = _chunks(len(drawn.slots), size)
+    images = [policy.decode(drawn.batch.take(some), drawn.final[some]).cpu() for some in rows]
+    return Finished(drawn, torch.cat(images))
+
+
+def drawn_here(
     config: Config,
     policy: Policy,
+    draw: Draw,
+    worker: Worker,
+    *,
+    under: Callable[[], AbstractContextManager[None]],
+    beat: Callable[[], None],
+) -> Source:
+    """Micro-batches that this process draws one after the other. under: context with the weights that draw; beat: is
+    called while a micro-batch is drawn."""
+
+    def source(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
+        for job in jobs:
+            with torch.no_grad(), worker.fitting():
+                with worker.timed("sample"), under():
+                    drawn = draw(policy, job.batch, job.slots, beat=beat)
+                with worker.timed("decode"):
+                    finished = finish(policy, drawn, config.sampling.batch_size)
+            yield job.position, finished
+
+    return source
+
+
+def collect(
+    config: Config,
     scorers: Scorers,
     sheet: Sheet,
-    draw: Draw,
+    source: Source,
     worker: Worker,
     *,
     running: Mapping[str, Running],
 ) -> Rollouts:
-    """Draw, decode and score one iteration. `draw` samples from roots, given with their slots. running: statistics of
-    the scores of the iterations before.
-    """
-    size, background = config.sampling.batch_size, config.sampling.score_in_background
-    process, processes = worker.process, worker.num_processes
+    """Score one iteration as it is drawn. running: statistics of the scores of the iterations before."""
+    background = config.sampling.score_in_background
     mine: dict[int, MicroBatch] = {}
     with Scoring(scorers, sheet.rows, sheet.group.tolist(), background=background, beat=worker.beat) as scoring:
-        for position in range(process, -(-len(sheet.plan) // processes) * processes, processes):
-            if position >= len(sheet.plan):  # another process has one more: meet it where the end is agreed
-                worker.advance(0)
-                continue
-            slots = sheet.plan[position]
-            batch = sheet.batch(config, slots)
-            with torch.no_grad(), worker.fitting():
-                with worker.timed("sample"):
-                    drawn = draw(batch, slots)
-                with worker.timed("decode"):
-                    images = _decoded(policy, drawn, size)
+        for position, (drawn, images) in source(jobs_of(config, sheet, worker)):
             mine[position] = MicroBatch(
                 drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)
             )
             if worker.leads:
                 scoring.add(drawn.slots, images)
-            worker.advance(len(drawn.slots) * processes)
+            worker.advance(len(drawn.slots) * worker.num_processes)
+        if len(mine) < -(-len(sheet.plan) // worker.num_processes):
+            worker.advance(0)  # another process has one more: meet it where the end is agreed
         with worker.timed("score"), worker.fitting():
             scored = scoring.result()
     combined = compose.combine(
@@ -286,12 +334,6 @@ def collect(
         parts=combined.values,
         weights=combined.weights,
     )
-
-
-def _decoded(policy: Policy, drawn: Drawn, size: int) -> Tensor:
-    """Pictures of the final states, `size` of them at a time, on the CPU."""
-    rows = _chunks(len(drawn.slots), size)
-    return torch.cat([policy.decode(drawn.batch.take(some), drawn.final[some]).cpu() for some in rows])
 
 
 def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:

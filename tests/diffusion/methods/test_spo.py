@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,9 +255,7 @@ def test_scores_are_the_rewards_of_predicted_pictures(folder: Path, sd: Path) ->
     with runs.opened(config) as run:
         plan = config.trainer.plan(config.sampling, last=True)  # type: ignore[attr-defined]
         kernel, found = Kernel("ddim", 1.0), Found()
-        draw = lambda batch, slots: spo.draw(  # noqa: E731
-            run.policy, batch, slots, plan=plan, kernel=kernel, batch_size=3, found=found
-        )
+        draw = partial(spo.draw, plan=plan, kernel=kernel, batch_size=3, found=found)
         rollouts = next(run.collect(draw) for _ in run.iterations())
         scores = spo.judge(run, rollouts, found, plan)
         assert scores.shape == (4, 3, WAYS) and not scores.isnan().any() and len(scores.unique()) > 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,14 @@ from genrl.config import Config
 from genrl.data.prompts import Prompt
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Drawn, independent
+from genrl.diffusion.rollout.forest import Draw, Drawn, independent
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
     Worker,
     call_arguments,
     collect,
+    drawn_here,
     micro_batches,
     score_metrics,
     tree_micro_batches,
@@ -65,7 +67,7 @@ def tiny_config(**sampling: Any) -> Config:
 ROWS = [Prompt(text, {"wanted": k}) for k, text in enumerate(["a star", "a dog", "a cat", "a tree"])]
 
 
-def painted(batch: Batch, slots: list[int]) -> Drawn:
+def painted(policy: Any, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
     """A stand-in for a model: one number per sample, from its key."""
     final = torch.tensor([[derive_seed(*key) % 1000 / 1000] for key in batch.keys])
     return Drawn(slots, batch, final, torch.ones(3), [])
@@ -89,19 +91,20 @@ def gather(
     scorers: Mapping[str, Callable[..., Any]] | None = None,
     weights: Mapping[str, float] | None = None,
     policy: Any = None,
-    draw: Callable[[Batch, list[int]], Drawn] = painted,
+    draw: Draw = painted,
     done: list[int] | None = None,
 ) -> Rollouts:
     """`collect` as one process of several would call it; scores of the other processes stay NaN."""
     scorers = scorers or {"pixel": first_pixel}
     components = {label: Component(1.0 if weights is None else weights[label]) for label in scorers}
+    policy = policy or SimpleNamespace(decode=lambda batch, final: plain(final))
+    worker = Worker(process, num_processes, (done if done is not None else []).append)
     return collect(
         config,
-        policy or SimpleNamespace(decode=lambda batch, final: plain(final)),
         Scorers(dict(scorers), components),
         Sheet.of(config, rows, iteration, leaves=1, roots_together=None),
-        draw,
-        Worker(process, num_processes, (done if done is not None else []).append),
+        drawn_here(config, policy, draw, worker, under=nullcontext, beat=lambda: None),
+        worker,
         running={},
     )
 
@@ -160,7 +163,7 @@ def test_pictures_are_bit_identical_for_any_number_of_processes() -> None:
     policy = Policy(FAMILIES["sd3"]().pipe)
     config = tiny_config()
 
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
+    def draw(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
         return independent(policy.roll_out(batch, Kernel("flow_sde", 0.7), (0,)), slots)
 
     alone = gather(config, policy=policy, draw=draw)

@@ -44,7 +44,7 @@ def train(run: DiffusionRun, settings: AWM) -> None:
 
     for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = run.collect(noising.sampler(run))
+        rollouts = run.collect(noising.solved)
         if settings.updates * settings.epochs > 1:
             weights.snapshot(OLD)
         metrics = learn(run, settings, rollouts)

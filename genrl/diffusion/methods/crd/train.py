@@ -51,7 +51,7 @@ def train(run: DiffusionRun, settings: CRD) -> None:
 
     for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = run.collect(noising.sampler(run, SAMPLING))
+        rollouts = run.collect(noising.solved, under=SAMPLING)
         metrics = learn(run, settings, rollouts)
         del rollouts
         # 5. The old policy and the one that samples follow the one that is trained.

@@ -44,7 +44,7 @@ def train(run: DiffusionRun, settings: DGPO) -> None:
     for _ in run.iterations():
         # 1, 2. Collect and score.
         late = run.loop.optimizer_steps > settings.switch_after
-        rollouts = run.collect(noising.sampler(run, EMA if late else None))
+        rollouts = run.collect(noising.solved, under=EMA if late else None)
         metrics = learn(run, settings, rollouts)
         del rollouts
         # 5. The slow average follows.

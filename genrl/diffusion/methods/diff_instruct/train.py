@@ -19,7 +19,7 @@ metrics and figures.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -60,17 +60,13 @@ __all__ = ["check", "loss", "train"]
 
 def train(run: DiffusionRun, settings: DiffInstruct) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, weights = run.policy, run.weights
+    weights = run.weights
     require_flow(run)
     if ASSISTANT not in weights.snapshots:  # a resumed run has it
         weights.snapshot(ASSISTANT)
     groups = [{"params": weights.parameters}]
     optimizer = make_optimizer(groups, run.config.optimizer, lr=settings.assistant_lr)
     run.loop.keep(OPTIMIZER, optimizer)
-
-    def draw(batch: Batch, slots: list[int]) -> Drawn:
-        made = policy.roll_out(batch)
-        return Drawn(slots, batch, made.final, made.sigmas, [Piece(made, {})])
 
     for _ in run.iterations():
         rollouts = run.collect(draw)
@@ -81,6 +77,12 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
         update(run, settings, rollouts, meter)
         del rollouts
         run.finish(meter.result())
+
+
+def draw(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
+    """Step 1: samples, whose piece begins with their noise."""
+    made = policy.roll_out(batch)
+    return Drawn(slots, batch, made.final, made.sigmas, [Piece(made, {})])
 
 
 def follow(run: DiffusionRun, rollouts: Rollouts, optimizer: torch.optim.Optimizer, k: int, meter: Meter) -> None:

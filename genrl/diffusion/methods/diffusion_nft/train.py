@@ -42,7 +42,7 @@ def train(run: DiffusionRun, settings: DiffusionNFT) -> None:
 
     for _ in run.iterations():
         # 1, 2. Collect and score.
-        rollouts = run.collect(noising.sampler(run, OLD))
+        rollouts = run.collect(noising.solved, under=OLD)
         # Until the first update after a decay of 0 the old policy is the present one: its pass is saved.
         metrics = learn(run, settings, rollouts, on_policy=decay == 0.0)
         del rollouts

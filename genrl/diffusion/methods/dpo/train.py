@@ -16,7 +16,7 @@ metrics and figures.
 from __future__ import annotations
 
 from genrl.diffusion.methods.dpo.settings import DPO
-from genrl.diffusion.methods.noising import sampler
+from genrl.diffusion.methods.noising import solved
 from genrl.diffusion.methods.pairs import loss, train_on
 from genrl.diffusion.run import DiffusionRun
 
@@ -25,4 +25,4 @@ __all__ = ["loss", "train"]
 
 def train(run: DiffusionRun, settings: DPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    train_on(run, settings, lambda: run.collect(sampler(run)))
+    train_on(run, settings, lambda: run.collect(solved))

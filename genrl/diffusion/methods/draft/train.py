@@ -18,6 +18,7 @@ steps take the memory of one. docs/draft.md has metrics and figures.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -43,7 +44,7 @@ def train(run: DiffusionRun, settings: Draft) -> None:
     for iteration in run.iterations():
         steps = trained_steps(settings, run.config.sampling.num_inference_steps, run.config.seed, iteration)
         # 1. Collect and score; the scores of rewards without gradients are for the log.
-        rollouts = run.collect(partial(draw, run.policy, settings, steps))
+        rollouts = run.collect(partial(draw, settings=settings, steps=steps))
         # 2, 3. Differentiate and update.
         metrics = learn(run, settings, rollouts, steps)
         del rollouts
@@ -61,7 +62,9 @@ def trained_steps(settings: Draft, num_steps: int, seed: int, iteration: int) ->
     return last_steps(num_steps, most)
 
 
-def draw(policy: Policy, settings: Draft, steps: range, batch: Batch, slots: list[int]) -> Drawn:
+def draw(
+    policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None], settings: Draft, steps: range
+) -> Drawn:
     """Samples without gradients; their piece begins with the state before the first trained step."""
     state = policy.roll_out(batch, stop=steps.start).final if steps.start > 0 else None
     clean = settings.truncation == "refl"

@@ -15,7 +15,7 @@ samples keep the flow model good at prompts that nobody rewrote. docs/prompt_rl.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -32,6 +32,7 @@ from genrl.diffusion.methods.prompt_rl.rewriter import Rewriter, TextRoom, Writt
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.transitions import clipped_loss as loss
 from genrl.diffusion.methods.transitions import flow_grpo_update, sampler
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import Rollouts, call_arguments
@@ -63,8 +64,8 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         groups = [prompt_group(p.text, texts, retained) for p, (texts, _) in zip(prompts, answers, strict=True)]
         # 2, 3. Collect and score.
         plan = sampling_plan(config, settings, iteration)
-        draw = from_texts([text for group in groups for text in group], sampler(run, settings, plan))
-        rollouts = run.collect(draw)
+        texts = [text for group in groups for text in group]
+        rollouts = run.collect(partial(from_texts, texts=texts, draw=sampler(run, settings, plan)))
         first = not run.replays
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         generation = judged(settings, rollouts, prompts).view(-1, size)
@@ -83,13 +84,11 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         rewriter.save_pretrained(run.process.run.folder / "rewriter")
 
 
-def from_texts(texts: Sequence[str], draw: Draw) -> Draw:
+def from_texts(
+    policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None], texts: Sequence[str], draw: Draw
+) -> Drawn:
     """`draw`, with each slot's own text in place of its prompt. Scores are of the prompts all the same."""
-
-    def drawn(batch: Batch, slots: list[int]) -> Drawn:
-        return draw(replace(batch, prompts=[texts[slot] for slot in slots]), slots)
-
-    return drawn
+    return draw(policy, replace(batch, prompts=[texts[slot] for slot in slots]), slots, beat=beat)
 
 
 def write(

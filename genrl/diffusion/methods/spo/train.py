@@ -17,6 +17,7 @@ there. Model calls of sampling, per chain of T steps: d + 1 + k (T - d - 1). doc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,9 +84,7 @@ def train(run: DiffusionRun, settings: SPO) -> None:
         kernel = choose_kernel(run, settings, plan)
         # 1. Crawl. The chains' ends are scored too: they are the samples that a run reports.
         found: Found = {}
-        rollouts = run.collect(
-            partial(draw, policy, plan=plan, kernel=kernel, batch_size=sampling.batch_size, found=found)
-        )
+        rollouts = run.collect(partial(draw, plan=plan, kernel=kernel, batch_size=sampling.batch_size, found=found))
         # 2, 3. Score and compare.
         pairs = compare(judge(run, rollouts, found, plan), threshold=settings.threshold)
         # 4. Update.
@@ -139,7 +138,15 @@ def last_step_is_drawn(policy: Policy) -> bool:
 
 
 def draw(
-    policy: Policy, batch: Batch, slots: list[int], *, plan: SamplingPlan, kernel: Kernel, batch_size: int, found: Found
+    policy: Policy,
+    batch: Batch,
+    slots: list[int],
+    *,
+    beat: Callable[[], None],
+    plan: SamplingPlan,
+    kernel: Kernel,
+    batch_size: int,
+    found: Found,
 ) -> Drawn:
     """The chains of one micro-batch, from noise to sample; their candidates go into `found`, by the first slot.
 

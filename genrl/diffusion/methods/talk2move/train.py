@@ -14,6 +14,7 @@ the picture, and divides by zero where no step is drawn. docs/talk2move.md has t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -49,7 +50,7 @@ def train(run: DiffusionRun, settings: Talk2Move) -> None:
         # 1. Off-policy step evaluation.
         exit_at = choose_exit(run, settings, kernel, iteration)
         # 2. Active step sampling.
-        rollouts = run.collect(partial(draw, run, settings, kernel, exit_at))
+        rollouts = run.collect(partial(draw, settings=settings, kernel=kernel, exit_at=exit_at))
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         # 3. Flow-GRPO on the steps before the exit.
         trained = settings.leaving_at(exit_at)
@@ -62,13 +63,22 @@ def train(run: DiffusionRun, settings: Talk2Move) -> None:
         run.finish(metrics | spread)
 
 
-def draw(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, exit_at: int, batch: Batch, slots: list[int]) -> Drawn:
+def draw(
+    policy: Policy,
+    batch: Batch,
+    slots: list[int],
+    *,
+    beat: Callable[[], None],
+    settings: Talk2Move,
+    kernel: Kernel,
+    exit_at: int,
+) -> Drawn:
     """Edits whose steps before `exit_at` are drawn and recorded, and whose end is a shortcut."""
     drawn = range(exit_at)
     keep = drawn if settings.keep_graph else ()
-    trajectory = run.policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=keep)
-    run.loop.advance_or_leave(0)
-    final = take_shortcut(run.policy, batch, trajectory.final, trajectory.sigmas, exit_at, settings.shortcut)
+    trajectory = policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=keep)
+    beat()
+    final = take_shortcut(policy, batch, trajectory.final, trajectory.sigmas, exit_at, settings.shortcut)
     return independent(replace(trajectory, final=final), slots)
 
 
