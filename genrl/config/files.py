@@ -89,6 +89,8 @@ def model_folder(config: Config) -> Path | None:
 
 def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     yield from (_Wrong(tuple(key.split(".")), text) for key, text in missing_packages(config.model))
+    if config.engine is not None and importlib.util.find_spec("ray") is None:
+        yield _Wrong(("engine", "kind"), "the package ray is not installed: pip install 'genrl[ray]'")
     key: KeyPath = ("model", "config" if config.model.config else "path")
     named = config.model.config or config.model.path
     path = Path(named).expanduser()

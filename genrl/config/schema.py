@@ -268,6 +268,18 @@ class Evaluation(Section):
     """End training when a held-out scorer falls; null = never."""
 
 
+class Engine(Section):
+    """Where samples are drawn, if not in the processes that train (docs/ray.md)."""
+
+    kind: Literal["ray"]
+    """ray = by Ray actors, each with a copy of the pipeline."""
+    rollout_workers: Count
+    """Actors, over all processes; at most one per CPU of the cluster."""
+    address: Text | None = None
+    """HOST:PORT of a Ray cluster that this machine has joined; null = RAY_ADDRESS, or a cluster of this machine, or one
+    that is started here and ends with the run."""
+
+
 class Config(Section):
     """One training run."""
 
@@ -293,6 +305,8 @@ class Config(Section):
     """When the state is saved."""
     distributed: Distributed = Distributed()
     """Several processes."""
+    engine: Engine | None = None
+    """Where samples are drawn; null = in the processes that train."""
     kernels: Kernels = Kernels()
     """Fused kernels, attention back-ends, compilation."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)

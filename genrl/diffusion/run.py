@@ -32,6 +32,7 @@ from genrl.diffusion.policy.export import accompany, probe_of, save_lora, write_
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw
+from genrl.diffusion.rollout.ray_rollouts import RayRollouts
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
@@ -63,6 +64,8 @@ class DiffusionRun:
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     scorers: Scorers
+    far: RayRollouts | None = None
+    """Where samples are drawn, if not in this process."""
     loop: Loop = field(init=False, repr=False)
     rollouts: Rollouts | None = None
     """Samples of the running iteration."""
@@ -134,8 +137,12 @@ class DiffusionRun:
         sheet = Sheet.of(self.config, self.prompts, self.iteration, leaves=leaves, roots_together=roots_together)
         running = {label: Running(**found) for label, found in self.loop.memory.get("scores", {}).items()}
         drawing = nullcontext if under is None else partial(self.weights.use, under)
-        beat = partial(self.loop.advance_or_leave, 0)
-        source = drawn_here(self.config, self.policy, draw, self.worker, under=drawing, beat=beat)
+        if self.far is not None:
+            with drawing():
+                source = self.far.source(self.policy, self.weights.named, draw, self.worker)
+        else:
+            beat = partial(self.loop.advance_or_leave, 0)
+            source = drawn_here(self.config, self.policy, draw, self.worker, under=drawing, beat=beat)
         return self.take(collect(self.config, self.scorers, sheet, source, self.worker, running=running))
 
     @property
@@ -195,7 +202,7 @@ class DiffusionRun:
             loop.memory["scores"] = {label: asdict(found) for label, found in self.rollouts.running.items()}
         elapsed = time.perf_counter() - loop.started
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
-        row = dict(metrics) | self.rollouts.used
+        row = dict(metrics) | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
         if self.rollouts.scored.values:  # given samples have none
             row |= score_metrics(self.rollouts.scored, self.rollouts.total)
         row |= {

@@ -31,6 +31,7 @@ from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
+from genrl.diffusion.rollout.ray_rollouts import RayRollouts
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, open_scorers
 from genrl.diffusion.run import DiffusionRun
@@ -41,6 +42,7 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
+from genrl.runtime.ray_cluster import cluster
 from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import Sharding
 from genrl.runtime.weights import REFERENCE, Weights
@@ -59,6 +61,11 @@ def check_processes(config: Config, num_processes: int) -> None:
     """ValueError where the configuration does not fit the number of processes. Only sharding asks for anything: its
     passes are collectives, so every process must have as many micro-batches in every update."""
     key = config.sharded_by
+    if config.engine is not None and (workers := config.engine.rollout_workers) % num_processes:
+        raise ValueError(
+            f"engine.rollout_workers: {num_processes} processes have as many each, and {workers} cannot be divided so; "
+            f"write {-(-workers // num_processes) * num_processes}"
+        )
     if config.distributed.fsdp and num_processes == 1:
         raise ValueError(f"{key}: there is one process, nothing to shard over; use --nproc or set it to false")
     context = config.distributed.context
@@ -98,6 +105,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     stack.callback(scorers.close)
     check_rewards(config, scorers, prompts, eval_prompts)
     process.progress.phase("loading")
+    far = open_workers(config, process, stack)
     policy = open_policy(config, device, (prompts, eval_prompts), tell=partial(_tell, process))
     check_call_arguments(policy.pipe, {name for row in (*prompts, *eval_prompts) for name in row.size})
     said = use_kernels(policy, config.kernels)
@@ -108,11 +116,25 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     weights = trainable_weights(config, policy, sharding_of(config, device))
     if process.context > 1:
         divide(policy.denoisers, process.replicas, device)
-    run = DiffusionRun(process, policy, prompts, eval_prompts, scorers)
+    run = DiffusionRun(process, policy, prompts, eval_prompts, scorers, far)
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.sampling.fit_batch)
+    if far is not None:
+        far.ready()
     return run
+
+
+def open_workers(config: Config, process: Process, stack: ExitStack) -> RayRollouts | None:
+    """The rollout workers of this process, that begin to load the pipeline; None without any."""
+    if config.engine is None:
+        return None
+    accelerator = process.accelerator
+    stack.enter_context(cluster(config.engine.address, accelerator))
+    count = config.engine.rollout_workers // accelerator.num_processes
+    far = RayRollouts(config, count, accelerator.device)
+    stack.callback(far.close)
+    return far
 
 
 def read_prompts(config: Config) -> Rows:

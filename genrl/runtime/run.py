@@ -35,6 +35,7 @@ EDITABLE = (
     *("iterations", "idle_iterations", "checkpoint.*", "evaluation.*", "trackers", "output"),
     *("rewards.*.remote", "rewards.*.isolate", "rewards.*.outage.*"),  # where a score comes from, not what it is
     *("environment.workers", "environment.timeout_s"),  # where simulators run
+    *("engine", "engine.*"),  # where samples are drawn
 )
 _PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ not in this rollout, and their episodes are counted as dropped.
 from __future__ import annotations
 
 import copy
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from genrl.runtime import ray_cluster
+from genrl.runtime.ray_cluster import connected
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, joined
 from genrl.vla.simulators.contract import Description, Fault, Frames, Render, Simulation
 from genrl.vla.simulators.crew import Crew, Link
 from genrl.vla.simulators.environments import open_environment
-from genrl.vla.simulators.ray_workers import Actor, connected
+from genrl.vla.simulators.ray_workers import Actor
 from genrl.vla.simulators.ray_workers import actors as room
 from genrl.vla.simulators.tables import FAILURES
 from genrl.vla.simulators.workers import WorkerLost
@@ -224,11 +225,10 @@ class RayRollouts:
 
 def gpu_share(actors: int) -> float:
     """Of a GPU for each actor, of those that the cluster has. Raises ValueError where it has none."""
-    gpus = connected().cluster_resources().get("GPU", 0.0)
-    if not gpus:
+    share = ray_cluster.gpu_share(actors)
+    if not share:
         raise ValueError(
             "environment.workers: ray acts with copies of the policy, which is on a GPU here, and the Ray cluster has "
             "none: it would round differently from the one that trains. Write ray_simulators: it stays here"
         )
-    share = float(gpus) / actors / int(os.environ.get("WORLD_SIZE", "1"))
-    return share if share < 1.0 else float(int(share))
+    return share

@@ -10,19 +10,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from genrl.vla.simulators.contract import Description, Host, Message, Misuse
+from genrl.runtime.ray_cluster import connected
+from genrl.vla.simulators.contract import Description, Host, Message
 from genrl.vla.simulators.workers import Work, WorkerLost, messages, report
-
-
-def connected() -> Any:
-    """The ray module, connected: to RAY_ADDRESS or a cluster of this machine, else to one that is started here."""
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise Misuse("workers: ray needs Ray: pip install 'genrl[ray]'") from error
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
-    return ray
 
 
 def actors(wanted: int) -> int:

@@ -1,0 +1,273 @@
+"""Samples drawn by Ray actors: each holds the pipeline and draws and decodes the micro-batches that it is handed.
+
+A sample is a function of its key and the weights (`rollout`), so it does not matter who draws it: an actor that is slow
+gets fewer micro-batches, those of one that dies are drawn by another with the same bits, and the iteration is that of
+the process that trains alone. What the trainer sends before each iteration, how samples are drawn and the trained
+weights, has a version, which comes back with every micro-batch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor
+
+from genrl.config import Config
+from genrl.config.method import code_of
+from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.rollout.forest import Draw
+from genrl.diffusion.rollout.rollout import Finished, Job, Source, Worker, finish
+from genrl.runtime.frame import kind_of
+from genrl.runtime.ray_cluster import check_versions, connected, gpu_share, versions
+from genrl.runtime.weights import put_back
+
+FAILURES = 3
+"""Actors lost in a row, for each seat, after which the run ends."""
+START_S = 300.0
+"""How long the first actors may take to be placed and to import genrl."""
+
+
+class Work(NamedTuple):
+    """A micro-batch to draw."""
+
+    version: int
+    orders: Any
+    """Reference to (draw, trained weights by name) of this version."""
+    job: Job
+
+
+class Part(NamedTuple):
+    """A micro-batch that was drawn, by the weights of this version."""
+
+    finished: Finished
+    version: int
+    model_calls: int
+    seconds: float
+
+
+class RolloutActor:
+    """The pipeline in another process."""
+
+    version = 0
+
+    def versions(self) -> dict[str, str]:
+        """Of what computes here."""
+        return versions()
+
+    def open(self, config: str, folder: str, threads: int) -> dict[str, str]:
+        """Load the pipeline of this configuration (JSON), as in the run that works in `folder` with so many threads;
+        returns `versions`."""
+        os.chdir(folder)  # paths in a configuration are relative
+        torch.set_num_threads(threads)  # rounding depends on it
+        self.config = Config.model_validate_json(config)
+        code_of(self.config.trainer)  # a method in a file of its own is found by name when draws arrive
+        set_seed(self.config.seed)
+        device = "cuda" if connected().get_gpu_ids() else "cpu"
+        opened = kind_of(self.config).reopen(self.config, device, 0)
+        self.policy, self.weights = opened.policy, opened.weights
+        return versions()
+
+    @torch.no_grad()
+    def draw(self, work: Work) -> Part:
+        """Draw and decode a micro-batch."""
+        started, calls = time.perf_counter(), self.policy.model_calls
+        if work.version != self.version:
+            self.drawing, values = connected().get(work.orders)
+            put_back(self.weights.named, values, "the trainer")
+            self.version = work.version
+        drawn = self.drawing(self.policy, work.job.batch, work.job.slots, beat=lambda: None)
+        finished = packed(finish(self.policy, drawn, self.config.sampling.batch_size))
+        return Part(finished, self.version, self.policy.model_calls - calls, time.perf_counter() - started)
+
+
+@dataclass
+class Seat:
+    """An actor, and what it is doing."""
+
+    actor: Any
+    awaited: Any = None
+    """Reference to what it will answer; None: it has nothing to do."""
+    job: Job | None = None
+    """What it draws; None: it loads the pipeline, or nobody waits for its answer any more."""
+    since: float = 0.0
+
+
+class RayRollouts:
+    """`count` actors that draw for this process, on GPUs if `device` is one.
+
+    Raises ValueError where the cluster has no room for them, or their versions are not those of this process.
+    """
+
+    def __init__(self, config: Config, count: int, device: torch.device) -> None:
+        self.config, self.version, self.lost, self.idle = config, 0, 0, 0.0
+        self._ray, self._timeout_s = connected(), config.distributed.timeout_s / 2  # before the watchdog's end
+        self._options = {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        if device.type == "cuda":
+            self._options["num_gpus"] = gpu_share(count)
+            if not self._options["num_gpus"]:
+                raise ValueError("engine: this process computes on a GPU, and the Ray cluster has none: it would round")
+        room = int(self._ray.cluster_resources().get("CPU", 0)) // int(os.environ.get("WORLD_SIZE", "1"))
+        if count > room:
+            raise ValueError(
+                f"engine.rollout_workers: {count} actors of one CPU each for a process, and the Ray cluster has "
+                f"{room}; write fewer, or let more nodes join"
+            )
+        self.seats = [Seat(self._actor()) for _ in range(count)]
+        try:
+            for found in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
+                check_versions(found)
+        except self._ray.exceptions.RayError as error:
+            raise ValueError(f"engine: no rollout worker could be started in {START_S:g} s: {error}") from error
+        for seat in self.seats:
+            self._open(seat)
+
+    def ready(self) -> None:
+        """Wait until all have loaded the pipeline."""
+        self._ray.get([seat.awaited for seat in self.seats])
+        for seat in self.seats:
+            seat.since = time.monotonic()
+
+    def source(self, policy: Policy, weights: Mapping[str, Tensor], draw: Draw, worker: Worker) -> Source:
+        """Micro-batches that the actors draw by these weights. policy: this process's, which counts the model calls and
+        whose device is that of the samples."""
+        with worker.timed("push"):
+            self.version += 1
+            try:
+                orders = self._ray.put((draw, {name: value.detach().cpu() for name, value in weights.items()}))
+            except (TypeError, AttributeError, pickle.PicklingError) as error:
+                raise ValueError(
+                    f"trainer.algorithm: how {self.config.trainer.algorithm} draws cannot be sent to rollout workers "
+                    f"({error}); draw by a function in the method's file (docs/extending.md), or leave engine out"
+                ) from error
+
+        def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
+            waiting, found = deque(jobs), dict[int, Part]()
+            order, started, busy, losses = [job.position for job in waiting], time.perf_counter(), 0.0, 0
+            for seat in self.seats:
+                seat.job = None  # of an iteration that was left
+            for position in order:
+                with worker.timed("sample"):
+                    while position not in found:
+                        self._hand_out(waiting, orders)
+                        job, part = self._hear()
+                        worker.beat()
+                        if isinstance(part, Exception):
+                            losses += 1
+                            self._check_losses(losses, part)
+                            waiting.extendleft([] if job is None else [job])
+                        elif job is not None and part is not None:
+                            self._check_version(part.version)
+                            found[job.position], losses, busy = part, 0, busy + part.seconds
+                            policy.model_calls += part.model_calls
+                    self._hand_out(waiting, orders)
+                    self.idle = max(0.0, 1.0 - busy / (time.perf_counter() - started) / len(self.seats))
+                yield position, unpacked(found.pop(position).finished, policy.device)
+
+        return drawn
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest iteration, and of the run so far."""
+        return {"workers/idle": self.idle, "workers/lost": float(self.lost)}
+
+    def close(self) -> None:
+        """End the actors."""
+        for seat in self.seats:
+            self._ray.kill(seat.actor)
+
+    def _actor(self) -> Any:
+        return self._ray.remote(RolloutActor).options(**self._options).remote()
+
+    def _open(self, seat: Seat) -> None:
+        config = self.config.model_dump_json()
+        seat.awaited = seat.actor.open.remote(config, os.getcwd(), torch.get_num_threads())
+        seat.job, seat.since = None, time.monotonic()
+
+    def _hand_out(self, waiting: deque[Job], orders: Any) -> None:
+        """A micro-batch for each actor that has nothing to do."""
+        for seat in self.seats:
+            if seat.awaited is None and waiting:
+                seat.job, seat.since = waiting.popleft(), time.monotonic()
+                seat.awaited = seat.actor.draw.remote(Work(self.version, orders, seat.job))
+
+    def _hear(self) -> tuple[Job | None, Part | Exception | None]:
+        """Wait for an actor: what it was to draw, and its answer; or why it is lost, and was replaced."""
+        busy = {seat.awaited: seat for seat in self.seats if seat.awaited is not None}
+        oldest = min(busy.values(), key=lambda seat: seat.since)
+        left = max(0.0, oldest.since + self._timeout_s - time.monotonic())
+        done, _ = self._ray.wait(list(busy), num_returns=1, timeout=left)
+        seat = busy[done[0]] if done else oldest
+        job, seat.job, awaited, seat.awaited = seat.job, None, seat.awaited, None
+        lost: Exception = TimeoutError(f"nothing was heard of it for {self._timeout_s:g} s")
+        try:
+            if done:
+                answer = self._ray.get(awaited)
+                if isinstance(answer, dict):
+                    check_versions(answer)
+                return job, answer if isinstance(answer, Part) else None
+        except self._ray.exceptions.RayTaskError:
+            raise  # of what it did
+        except self._ray.exceptions.RayError as error:
+            lost = error
+        self._ray.kill(seat.actor)
+        self.lost += 1
+        seat.actor = self._actor()
+        self._open(seat)
+        return job, lost
+
+    def _check_losses(self, losses: int, last: Exception) -> None:
+        if losses >= FAILURES * len(self.seats):
+            raise RuntimeError(
+                f"{losses} rollout workers were lost in a row, the last one since: {last}. Where they are slow to load "
+                "the pipeline or to draw a micro-batch, raise distributed.timeout_s"
+            ) from last
+
+    def _check_version(self, version: int) -> None:
+        if version != self.version:
+            raise RuntimeError(f"a rollout worker drew by the weights of version {version}, not of {self.version}")
+
+
+class OnDevice(NamedTuple):
+    """What was on the accelerator of the process that sends it."""
+
+    tensor: Tensor
+
+
+def packed(thing: Any) -> Any:
+    """With all tensors on the CPU, and none a view of a larger one, which would be sent whole."""
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.device.type != "cpu":
+            return OnDevice(tensor.cpu())
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+    return _mapped(thing, Tensor, pack, {})
+
+
+def unpacked(thing: Any, device: torch.device) -> Any:
+    """The reverse of `packed`, on the device of this process."""
+    return _mapped(thing, OnDevice, lambda found: found.tensor.to(device), {})
+
+
+def _mapped(thing: Any, kind: type, change: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
+    """With all of this kind within changed, each once. known: id -> the thing, kept so that its id stays its own, and
+    what became of it."""
+    if isinstance(thing, kind):
+        if id(thing) not in known:
+            known[id(thing)] = thing, change(thing)
+        return known[id(thing)][1]
+    if isinstance(thing, tuple | list):
+        changed = [_mapped(value, kind, change, known) for value in thing]
+        return type(thing)(*changed) if hasattr(thing, "_fields") else type(thing)(changed)
+    if isinstance(thing, dict):
+        return {key: _mapped(value, kind, change, known) for key, value in thing.items()}
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return replace(thing, **{f.name: _mapped(getattr(thing, f.name), kind, change, known) for f in fields(thing)})
+    return thing

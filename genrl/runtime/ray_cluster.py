@@ -1,0 +1,108 @@
+"""A Ray cluster, that runs already or is started on this machine for the length of a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+PATIENCE_S = 60.0
+"""How long a cluster may take to answer."""
+
+
+def connected(address: str | None = None) -> Any:
+    """The ray module, connected: to HOST:PORT, or to RAY_ADDRESS, or to a cluster of this machine that `ray start` has
+    started; else to one that is started here and ends with this process.
+
+    Raises ValueError where Ray is not installed, and for an address that does not answer, or of another version.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ValueError("Ray is not installed: pip install 'genrl[ray]'") from error
+    if ray.is_initialized():
+        return ray
+    key, asked = ("engine.address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
+    if asked is not None and ":" in asked and "://" not in asked:
+        _must_answer(key, asked)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of clusters that are started here: nothing is sent anywhere
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=asked, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError) as error:  # of another version of Ray or Python: it names both
+        raise ValueError(f"{key}: {asked or 'no cluster could be started on this machine'}: {error}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray's own would end the run without saving
+    return ray
+
+
+def _must_answer(key: str, address: str) -> None:
+    """Raise ValueError where no cluster answers; in another process, since Ray waits for long and then ends its own."""
+    host, _, port = address.rpartition(":")
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+    problem = ""
+    try:
+        socket.create_connection((host, int(port)), timeout=10.0).close()
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        problem = asked.stderr.strip().rpartition("\n")[2] if asked.returncode else ""
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    except subprocess.TimeoutExpired:
+        problem = f"silent for {PATIENCE_S:g} s"
+    if problem:
+        raise ValueError(
+            f"{key}: no Ray cluster answers at {address} ({problem}); start one there by `ray start --head --port "
+            f"{port}`, and join it on this machine by `ray start --address {address}`; or write null: one is started"
+        )
+
+
+@contextmanager
+def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
+    """Within the block all processes of a run are connected to one cluster (`connected`); one that the main process
+    started ends with it."""
+    if accelerator.is_main_process:
+        address = connected(address).get_runtime_context().gcs_address
+    if accelerator.num_processes > 1:
+        address = broadcast_object_list([address])[0]
+    ray = connected(address)
+    try:
+        yield ray
+        accelerator.wait_for_everyone()  # the cluster may be this process's
+    finally:
+        ray.shutdown()
+
+
+def gpu_share(actors: int) -> float:
+    """Of a GPU for each of so many actors of every process of the run; 0 where the cluster has none."""
+    gpus = float(connected().cluster_resources().get("GPU", 0.0))
+    share = gpus / actors / int(os.environ.get("WORLD_SIZE", "1"))
+    return share if share < 1.0 else float(int(share))
+
+
+def versions() -> dict[str, str]:
+    """What has to be the same wherever numbers are to be the same."""
+    packages = ("genrl", "torch", "diffusers", "transformers", "peft")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+def check_versions(theirs: Mapping[str, str]) -> None:
+    """Raise ValueError where a worker's versions are not those of this process."""
+    ours = versions()
+    if odd := [name for name in ours if theirs.get(name) != ours[name]]:
+        found = ", ".join(f"{name} {theirs.get(name)} there and {ours[name]} here" for name in odd)
+        raise ValueError(
+            f"engine: a Ray worker has other versions: {found}; install the same on all nodes, or its samples "
+            "would be others"
+        )
