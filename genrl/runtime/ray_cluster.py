@@ -31,7 +31,7 @@ def connected(address: str | None = None) -> Any:
         import ray
     except ModuleNotFoundError as error:
         raise ValueError("Ray is not installed: pip install 'genrl[ray]'") from error
-    if ray.is_initialized():
+    if is_connected():
         return ray
     key, asked = ("engine.address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
     if asked is not None and ":" in asked and "://" not in asked:
@@ -46,6 +46,11 @@ def connected(address: str | None = None) -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's own would end the run without saving
     return ray
+
+
+def is_connected() -> bool:
+    """Whether this process is."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def _must_answer(key: str, address: str) -> None:
@@ -71,7 +76,8 @@ def _must_answer(key: str, address: str) -> None:
 @contextmanager
 def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
     """Within the block all processes of a run are connected to one cluster (`connected`); one that the main process
-    started ends with it."""
+    started ends with it. Who is connected before stays it."""
+    leaves = not is_connected()
     if accelerator.is_main_process:
         address = connected(address).get_runtime_context().gcs_address
     if accelerator.num_processes > 1:
@@ -81,7 +87,8 @@ def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
         yield ray
         accelerator.wait_for_everyone()  # the cluster may be this process's
     finally:
-        ray.shutdown()
+        if leaves:
+            ray.shutdown()
 
 
 def gpu_share(actors: int) -> float:

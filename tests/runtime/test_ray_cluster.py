@@ -1,0 +1,61 @@
+"""Addresses at which no Ray cluster answers, and versions that differ: told in a bounded time, with what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import threading
+
+import pytest
+
+from genrl.runtime import ray_cluster
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["address", "environment"])
+def test_nobody_there(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    if not named:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    key = "engine.address" if named else "RAY_ADDRESS"
+    with pytest.raises(ValueError, match=rf"^{key}: no Ray cluster answers at {address} .*ray start --head"):
+        ray_cluster.connected(address if named else None)
+
+
+def test_somebody_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "PATIENCE_S", 3.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(ValueError, match="silent for 3 s"):
+            ray_cluster.connected(f"127.0.0.1:{port}")
+
+
+def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_cluster.check_versions(ray_cluster.versions())
+    theirs = ray_cluster.versions() | {"torch": "1.0", "python": "3.0"}
+    with pytest.raises(ValueError, match="python 3.0 there and 3.*, torch 1.0 there and 2"):
+        ray_cluster.check_versions(theirs)
+
+
+@pytest.mark.slow
+def test_signals_stay_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has a handler of its own for SIGTERM, which would end a run without saving."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    heard = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.set())
+    try:
+        ray = ray_cluster.connected()
+        assert ray.cluster_resources()["CPU"] >= 1 and ray_cluster.gpu_share(2) >= 0.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.wait(5.0)
+        assert ray_cluster.connected("127.0.0.1:1") is ray  # who is connected stays it
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if ray_cluster.is_connected():
+            ray.shutdown()
