@@ -25,7 +25,7 @@ from safetensors import deserialize
 
 Entries = dict[str, str]
 
-VARYING_METRICS = ("timing/*", "memory/*", "*_per_s")
+VARYING_METRICS = ("timing/*", "memory/*", "*_per_s", "workers/*")
 """Metrics that differ between equal runs: those that the catalogue does not call reproducible (a test compares)."""
 IGNORED_FILES = (
     *("config.yaml", "*/config.yaml", "run.json", "run.lock"),  # paths, times, versions

@@ -138,15 +138,16 @@ class RayRollouts:
     def source(self, policy: Policy, weights: Mapping[str, Tensor], draw: Draw, worker: Worker) -> Source:
         """Micro-batches that the actors draw by these weights. policy: this process's, which counts the model calls and
         whose device is that of the samples."""
+        try:
+            self._ray.cloudpickle.dumps(draw)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ValueError(
+                f"trainer.algorithm: how {self.config.trainer.algorithm} draws cannot be sent to rollout workers "
+                f"({error}); draw by a function in the method's file (docs/extending.md), or leave engine out"
+            ) from error
         with worker.timed("push"):
             self.version += 1
-            try:
-                orders = self._ray.put((draw, {name: value.detach().cpu() for name, value in weights.items()}))
-            except (TypeError, AttributeError, pickle.PicklingError) as error:
-                raise ValueError(
-                    f"trainer.algorithm: how {self.config.trainer.algorithm} draws cannot be sent to rollout workers "
-                    f"({error}); draw by a function in the method's file (docs/extending.md), or leave engine out"
-                ) from error
+            orders = self._ray.put((draw, {name: value.detach().cpu() for name, value in weights.items()}))
 
         def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
             waiting, found = deque(jobs), dict[int, Part]()
