@@ -276,8 +276,8 @@ class Engine(Section):
     rollout_workers: Count
     """Actors, over all processes; at most one per CPU of the cluster."""
     address: Text | None = None
-    """HOST:PORT of a Ray cluster that this machine has joined; null = RAY_ADDRESS, or a cluster of this machine, or one
-    that is started here and ends with the run."""
+    """HOST:PORT of a Ray cluster that this machine has joined; null = RAY_ADDRESS, or one that is started
+    here and ends with the run."""
 
 
 class Config(Section):

@@ -40,7 +40,7 @@ def connected(address: str | None = None) -> Any:
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=asked, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError) as error:  # of another version of Ray or Python: it names both
+    except Exception as error:  # of no kind of its own; of another version of Ray or Python it names both
         raise ValueError(f"{key}: {asked or 'no cluster could be started on this machine'}: {error}") from error
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -75,9 +75,11 @@ def _must_answer(key: str, address: str) -> None:
 
 @contextmanager
 def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
-    """Within the block all processes of a run are connected to one cluster (`connected`); one that the main process
-    started ends with it. Who is connected before stays it."""
+    """Within the block all processes of a run are connected to one cluster: at HOST:PORT, or RAY_ADDRESS, or one that
+    the main process starts and ends. Who is connected before stays it."""
     leaves = not is_connected()
+    if address is None and "RAY_ADDRESS" not in os.environ:
+        address = "local"  # a new one, whatever else runs on this machine
     if accelerator.is_main_process:
         address = connected(address).get_runtime_context().gcs_address
     if accelerator.num_processes > 1:

@@ -146,7 +146,7 @@ def test_a_cluster_of_the_run_ends_with_it(folder: Path, model: Path) -> None:
     train(runs.config(folder, model, output=str(folder / "here"), **common))
     runs.config(folder, model, output=str(folder / "far"), engine=WORKERS, **common)
     log, file, run = folder / "far.log", str(folder / "tiny.yaml"), Run(folder / "far")
-    where = {"RAY_ADDRESS": "local", "RAY_agent_register_timeout_ms": "300000"}
+    where = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "300000"}
     process = runs.start(runs.train_file, file, log=log, environment=where)
     while process.is_alive() and not (run.metrics.exists() and len(read_metrics(run.metrics)) > 1):
         time.sleep(0.05)
