@@ -83,7 +83,9 @@ def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
     if accelerator.is_main_process:
         address = connected(address).get_runtime_context().gcs_address
     if accelerator.num_processes > 1:
-        address = broadcast_object_list([address])[0]
+        address, mode = broadcast_object_list([address, os.environ.get("RAY_AUTH_MODE")])
+        if mode is not None:  # Ray sets it where it starts a cluster, and its children alone have it
+            os.environ["RAY_AUTH_MODE"] = mode
     ray = connected(address)
     try:
         yield ray
