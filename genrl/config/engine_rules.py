@@ -27,6 +27,8 @@ def engine_rules(config: Config) -> Iterator[Finding]:
     if config.shards:
         text = "is for models that one process cannot hold, and every rollout worker holds the whole one; leave one out"
         yield (config.sharded_by, at), text
+    if config.distributed.context > 1:
+        yield ("distributed.context", at), "a rollout worker draws its samples alone; write 1, or leave engine out"
     if config.kernels.compile:
         yield ("kernels.compile", at), "a graph compiled elsewhere may round differently; write false"
     if config.sampling.fit_batch:
