@@ -98,7 +98,7 @@ def gather(
     scorers = scorers or {"pixel": first_pixel}
     components = {label: Component(1.0 if weights is None else weights[label]) for label in scorers}
     policy = policy or SimpleNamespace(decode=lambda batch, final: plain(final))
-    worker = Worker(process, num_processes, (done if done is not None else []).append)
+    worker = Worker(process, num_processes, advance=(done if done is not None else []).append)
     return collect(
         config,
         Scorers(dict(scorers), components),
