@@ -103,7 +103,7 @@ def _plan_table(config: Config, cost: Plan) -> Table:
     table = Table(title="one iteration", title_justify="left", show_header=False)
     prompts = f"{sampling.prompts_per_iteration} prompts x {sampling.group_size} each"
     table.add_row("samples", f"{cost.images:,}", prompts)
-    shares = [str(count) for count in islice(even(config), SHOWN + 1)]
+    shares = [str(count * config.distributed.context) for count in islice(even(config), SHOWN + 1)]
     more = ", ..." if len(shares) > SHOWN else ""
     equal = f"; equal work for {', '.join(shares[:SHOWN])}{more} processes" if len(shares) > 1 else ""
     table.add_row("micro-batches", f"{cost.micro_batches:,}", f"of {sampling.batch_size} samples{equal}")

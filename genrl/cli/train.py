@@ -15,7 +15,8 @@ from genrl.cli.folders import run_config
 Changes = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE", help="Changes: iterations, checkpoint, evaluation, trackers, output, where rewards run."
+        metavar="KEY=VALUE",
+        help="Changes: iterations, checkpoint, evaluation, trackers, output, where rewards run and samples are drawn.",
     ),
 ]
 Processes = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine, one per device.")]

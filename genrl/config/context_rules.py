@@ -30,6 +30,9 @@ def context_rules(config: Config) -> Iterator[Finding]:
     for key in ("fused", "attention", "evaluation_attention", "compile"):
         if getattr(kernels, key):
             yield (f"kernels.{key}", KEY), "a sample is divided for diffusers' own attention alone; leave it out"
+    if config.sampling.fit_batch:
+        text = "a process that leaves a call for want of memory leaves the others waiting; find batch_size by hand"
+        yield ("sampling.fit_batch", KEY), text
     if config.model.offload.denoiser is not None and not config.distributed.fsdp:
         text = "blocks that wait on the CPU are fetched by each process alone; write fsdp: true beside it"
         yield (KEY, "model.offload.denoiser"), text
@@ -37,7 +40,7 @@ def context_rules(config: Config) -> Iterator[Finding]:
 
 def context_problems(config: Config, components: tuple[Component, ...]) -> Iterator[str]:
     """Why the tokens of this pipeline's samples cannot be divided as `distributed.context` says."""
-    from genrl.config.estimate import tokens
+    from genrl.config.estimate import token_counts
     from genrl.config.memory_estimate import text_tokens
     from genrl.config.memory_rules import DENOISERS
 
@@ -48,11 +51,14 @@ def context_problems(config: Config, components: tuple[Component, ...]) -> Itera
             yield f"diffusers divides no tokens of a {denoiser.kind}, or none that was tested; write 1"
             continue
         heads = denoiser.settings.get("num_attention_heads")
-        numbers = {
-            "heads of its attention": heads if isinstance(heads, int) else 0,
-            "tokens of a picture or video": tokens(config, denoiser.settings, vae),
-            "tokens of its text": 0 if denoiser.kind.startswith("Wan") else text_tokens(config, components),
-        }
-        for what, number in numbers.items():
+        text = 0 if denoiser.kind.startswith("Wan") else text_tokens(config, components)
+        numbers = [("heads of its attention", heads if isinstance(heads, int) else 0), ("tokens of its text", text)]
+        own = config.evaluation
+        judged = {name: side for name in ("height", "width") if (side := getattr(own, name)) is not None}
+        evaluated = config.model_copy(update={"sampling": config.sampling.model_copy(update=judged)})
+        for drawn in (config, evaluated):
+            counts = token_counts(drawn, denoiser.settings, vae)
+            numbers += [("tokens of a picture or video", number) for number in counts]
+        for what, number in dict.fromkeys(numbers):
             if number % count:
                 yield f"{denoiser.name} has {number} {what}, which {count} processes cannot share evenly"

@@ -33,7 +33,7 @@ def engine_rules(config: Config) -> Iterator[Finding]:
         yield ("kernels.compile", at), "a graph compiled elsewhere may round differently; write false"
     if config.sampling.fit_batch:
         yield ("sampling.fit_batch", at), "what fits here need not fit there; find batch_size by hand"
-    workers, pieces = engine.rollout_workers, trainer.most_micro_batches(config)
+    workers, pieces = engine.rollout_workers, sum(map(len, trainer.cut(config, 1)))
     if workers > pieces:
         text = f"{workers} workers for the {pieces} micro-batches of an iteration, of which each draws one at a time"
         yield ("engine.rollout_workers", "sampling.batch_size"), f"{text}; use {pieces} or less, or a smaller batch"

@@ -232,7 +232,12 @@ def side_step(denoiser: Mapping[str, Any], vae: Mapping[str, Any]) -> int | None
 
 
 def tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
-    """Latent tokens of one sample; text tokens are left out."""
+    """Latent tokens of one sample, the largest of them; text tokens are left out."""
+    return max(token_counts(config, settings, vae))
+
+
+def token_counts(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) -> list[int]:
+    """Latent tokens of a sample of each size that the configuration names."""
     channels = vae.get("block_out_channels")
     scale = 2 ** (len(channels) - 1) if isinstance(channels, list) else 8
     patch = _patch(settings)
@@ -242,8 +247,9 @@ def tokens(config: Config, settings: Mapping[str, Any], vae: Mapping[str, Any]) 
     listed = () if sampling.buckets == "rows" else sampling.buckets
     sizes = [(*bucket, *plain[len(bucket) :]) for bucket in listed] or [plain]
     unit: int = scale * packed
-    tokens = [(1 + (frames - 1) // 4) * (height // unit) * (width // unit) for height, width, frames in sizes]
-    return max([1, *map(int, tokens)])
+    return [
+        max(1, int((1 + (frames - 1) // 4) * (height // unit) * (width // unit))) for height, width, frames in sizes
+    ]
 
 
 def sides(config: Config, denoiser: Mapping[str, Any], scale: int) -> tuple[int, int]:

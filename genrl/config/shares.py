@@ -22,6 +22,8 @@ WORTH_SAYING = 0.95
 def processes_problem(config: Config, num_processes: int) -> str | None:
     """Why `num_processes` are more than this run can use, in words; None if it can use them."""
     context = config.distributed.context
+    if num_processes % context:
+        return f"{num_processes} processes, and distributed.context asks for groups of {context}"
     most = config.trainer.most_micro_batches(config) // config.trainer.updates * context
     if num_processes <= most:
         return None

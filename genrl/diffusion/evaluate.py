@@ -74,7 +74,8 @@ def evaluate(
     The pictures of `num_pictures` prompts are kept (see `spread`). All processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
-    for rows, counts in turns(_batches(prompts, batch_size), worker.process, worker.num_processes):
+    batches = turns(_batches(prompts, batch_size), worker.process, worker.num_processes)
+    for number, (rows, counts) in enumerate(batches):
         batch = Batch(
             [prompts[r].text if texts is None else texts[r] for r in rows],
             [("evaluation", seed, r) for r in rows],
@@ -82,7 +83,7 @@ def evaluate(
             inputs=batch_inputs(inputs, [prompts[r] for r in rows]),
         )
         images = policy.decode(batch, policy.generate(batch)).cpu()
-        if counts and worker.leads:
+        if counts and worker.scores(number):
             pieces.append((rows, images))
         worker.advance(len(rows) * worker.num_processes)
     scored = score(scorers, pieces, prompts, same_prompt(prompts), worker.beat)

@@ -152,7 +152,8 @@ class DiffusionRun:
         return Worker(
             process.replica,
             process.replicas,
-            process.leads,
+            process.member,
+            process.context,
             self.advance_together,
             loop.alive,
             loop.timed,

@@ -67,9 +67,9 @@ class Process:
         return int(self.accelerator.num_processes) // self.context
 
     @property
-    def leads(self) -> bool:
-        """Whether this process stands for its group."""
-        return self.rank % self.context == 0
+    def member(self) -> int:
+        """Which one of its group this process is."""
+        return self.rank % self.context
 
 
 def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accelerator) -> Claim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import signal
@@ -97,9 +98,11 @@ def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
 
 def gpu_share(actors: int) -> float:
     """Of a GPU for each of so many actors of every process of the run; 0 where the cluster has none."""
-    gpus = float(connected().cluster_resources().get("GPU", 0.0))
-    share = gpus / actors / int(os.environ.get("WORLD_SIZE", "1"))
-    return share if share < 1.0 else float(int(share))
+    gpus = int(connected().cluster_resources().get("GPU", 0.0))
+    if not gpus:
+        return 0.0
+    each = math.ceil(actors * int(os.environ.get("WORLD_SIZE", "1")) / gpus)  # on a GPU, so that all find room
+    return math.floor(10_000 / each) / 10_000
 
 
 def versions() -> dict[str, str]:

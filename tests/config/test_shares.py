@@ -23,6 +23,13 @@ def test_processes_that_would_have_nothing_to_do() -> None:
     )
 
 
+def test_groups_of_processes_that_compute_together() -> None:
+    config = load(UNEVEN, ["distributed.context=2"])
+    assert processes_problem(config, 6) is None
+    assert "asks for groups of 2" in str(processes_problem(config, 3))
+    assert "micro-batches for 6 only" in str(processes_problem(config, 8))
+
+
 def test_waiting_is_said_with_the_batch_that_ends_it() -> None:
     text = waiting(load(UNEVEN), 2)
     assert "3 micro-batches of 32 samples" in str(text) and "about 1.50 times as fast as one process" in str(text)

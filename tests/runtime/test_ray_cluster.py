@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,3 +60,14 @@ def test_signals_stay_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         signal.signal(signal.SIGTERM, before)
         if ray_cluster.is_connected():
             ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "actors", "share"), [(0, 2, 0.0), (4, 2, 1.0), (1, 3, 0.3333), (2, 3, 0.5), (4, 6, 0.5), (1, 6, 0.1666)]
+)
+def test_every_actor_finds_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, actors: int, share: float) -> None:
+    """One at most, and as many on each as its share allows."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(ray_cluster, "connected", lambda: SimpleNamespace(cluster_resources=lambda: {"GPU": gpus}))
+    assert ray_cluster.gpu_share(actors) == share
+    assert not share or gpus * int(1 / share) >= actors

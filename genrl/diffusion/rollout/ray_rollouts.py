@@ -73,6 +73,7 @@ class RolloutActor:
         device = "cuda" if connected().get_gpu_ids() else "cpu"
         opened = kind_of(self.config).reopen(self.config, device, 0)
         self.policy, self.weights = opened.policy, opened.weights
+        self.weights.snapshots.clear()  # draws read none: those of a copy are sent as its weights
         return versions()
 
     @torch.no_grad()

@@ -42,8 +42,10 @@ class Worker:
 
     process: int = 0
     num_processes: int = 1
-    leads: bool = True
-    """Whether it hands on what it drew, of the processes that draw it together."""
+    member: int = 0
+    """Which one it is of the processes that draw each sample together."""
+    members: int = 1
+    """How many these are."""
     advance: Callable[[int], None] = lambda images: None
     """So many samples are finished, by all processes together; all of them call it as often."""
     beat: Callable[[], None] = lambda: None
@@ -52,6 +54,10 @@ class Worker:
     """Context in which this phase runs."""
     fitting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context in which memory may run out; it may leave then."""
+
+    def scores(self, number: int) -> bool:
+        """Whether it hands on the micro-batch of this number, of those that it drew: members take turns."""
+        return number % self.members == self.member
 
 
 @dataclass(frozen=True)
@@ -310,7 +316,7 @@ def collect(
             mine[position] = MicroBatch(
                 drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)
             )
-            if worker.leads:
+            if worker.scores(len(mine)):
                 scoring.add(drawn.slots, images)
             worker.advance(len(drawn.slots) * worker.num_processes)
         if len(mine) < -(-len(sheet.plan) // worker.num_processes):

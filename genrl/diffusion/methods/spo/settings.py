@@ -42,6 +42,7 @@ METRICS = {
 class SPO(Stochastic, Updating):
     """Preferences between candidates for one next state (arXiv 2406.04314), judged by the configured rewards."""
 
+    not_divided: ClassVar[str] = "decodes and scores the candidates of each step in every process"
     one_size: ClassVar[str] = "scores candidates of a whole iteration together"
     title: ClassVar[str] = "SPO"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
