@@ -155,7 +155,13 @@ MODELS: dict[str, Published] = {
         image_families.pixart_sigma,
         (
             PixArtTransformer2DModel,
-            {"sample_size": 128, "num_layers": 28, "caption_channels": 4096, "interpolation_scale": 2},
+            {
+                "sample_size": 128,
+                "num_layers": 28,
+                "caption_channels": 4096,
+                "interpolation_scale": 2,
+                "use_additional_conditions": False,
+            },
         ),
         (AutoencoderKL, KL | {"latent_channels": 4, "scaling_factor": 0.13025}),
         {"text_encoder": lambda: parts.t5_encoder(4096)},
