@@ -149,26 +149,6 @@ _EVALUATION = {
 _TIMING_READING = "Where an iteration's time goes. Measured on the main process; phases do not overlap."
 _COST = {
     "timing/sample_s": MetricDoc("wall time of the rollouts, without decoding", _TIMING_READING, "s", False),
-    "timing/push_s": MetricDoc(
-        "wall time of handing the trained weights to rollout workers; only with `engine`",
-        "With LoRA next to nothing. `timing/sample_s` is then the time until all samples were there, decoded.",
-        "s",
-        False,
-    ),
-    "workers/idle": MetricDoc(
-        "1 - seconds that rollout workers drew / (workers * seconds until all samples were there); of the main "
-        "process's workers",
-        "Large: too few micro-batches for so many workers, or one of them is slow.",
-        "share",
-        False,
-    ),
-    "workers/lost": MetricDoc(
-        "rollout workers that died or hung and were replaced, since the run was started or resumed; of the main "
-        "process's workers",
-        "Samples are the same; it only took longer.",
-        "workers",
-        False,
-    ),
     "timing/decode_s": MetricDoc("wall time of decoding latents to pixels", _TIMING_READING, "s", False),
     "timing/score_s": MetricDoc("wall time of all rewards", _TIMING_READING, "s", False),
     "timing/train_s": MetricDoc("wall time of replay, backward passes and updates", _TIMING_READING, "s", False),
@@ -212,6 +192,29 @@ def _of_methods(kind: Kind) -> dict[str, dict[str, MetricDoc]]:
     return found
 
 
+_WORKERS = {
+    "timing/push_s": MetricDoc(
+        "wall time of handing the trained weights to rollout workers",
+        "With LoRA next to nothing. `timing/sample_s` is then the time until all samples were there, decoded.",
+        "s",
+        False,
+    ),
+    "workers/idle": MetricDoc(
+        "1 - seconds that rollout workers drew / (workers * seconds until all samples were there); of the main "
+        "process's workers",
+        "Large: too few micro-batches for so many workers, or one of them is slow.",
+        "share",
+        False,
+    ),
+    "workers/lost": MetricDoc(
+        "rollout workers that died or hung and were replaced, since the run was started or resumed; of the main "
+        "process's workers",
+        "Samples are the same; it only took longer.",
+        "workers",
+        False,
+    ),
+}
+
 SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Rewards": _REWARDS,
     "Rewards as used": _USED,
@@ -225,6 +228,7 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     "Vision-language models": vlm_metrics.LANGUAGE,
     **_of_methods("vlm"),
     "Time, memory and cost": _COST,
+    "Rollout workers": _WORKERS,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}
 
