@@ -67,7 +67,7 @@ def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int
     if inside and nproc > 1:
         raise typer.BadParameter("--nproc starts processes, but this already is one of several: leave it out")
     notes = check_files(config, origins)
-    if isinstance(config, Config) and (problem := processes_problem(config, nproc)):
+    if isinstance(config, Config) and not inside and (problem := processes_problem(config, nproc)):
         raise typer.BadParameter(problem, param_hint="--nproc")
     if int(os.environ.get("RANK", "0")) == 0:
         for note in notes:

@@ -35,7 +35,7 @@ def engine_rules(config: Config) -> Iterator[Finding]:
         yield ("sampling.fit_batch", at), "what fits here need not fit there; find batch_size by hand"
     workers, pieces = engine.rollout_workers, sum(map(len, trainer.cut(config, 1)))
     if workers > pieces:
-        text = f"{workers} workers for the {pieces} micro-batches of an iteration, of which each draws one at a time"
+        text = f"{workers} workers, but micro-batches for {pieces} only in an iteration: each draws one at a time"
         yield ("engine.rollout_workers", "sampling.batch_size"), f"{text}; use {pieces} or less, or a smaller batch"
     address = engine.address
     if address is not None and not address.rpartition(":")[2].isdecimal() or "://" in (address or ""):

@@ -117,13 +117,21 @@ def _model(config: Config, notes: list[str]) -> Iterator[_Wrong]:
         notes.append(f"model.{key[-1]}: {named} is not on this machine yet; training downloads it")
     if folder is not None:
         yield from _pipeline(config, folder)
-        if config.model.lora is not None and not is_single_file(config.model.path):
-            found = layer_problems(config.model.lora, read_components(folder, config.model.variant))
-            yield from (_Wrong(tuple(name.split(".", 3)), text) for name, text in found)
-        if config.distributed.context > 1:
-            parts = read_components(folder, config.model.variant)
-            yield from (_Wrong(("distributed", "context"), text) for text in context_problems(config, parts))
+        yield from _layers(config, folder)
         yield from _scheduler(config, _scheduler_settings(config, folder))
+
+
+def _layers(config: Config, folder: Path) -> Iterator[_Wrong]:
+    """What the names and shapes of the weights tell, whose files are opened only where a setting asks for it."""
+    lora = None if is_single_file(config.model.path) else config.model.lora
+    names_layers = lora is not None and bool(lora.targets or lora.ranks)
+    if not names_layers and config.distributed.context == 1:
+        return
+    components = read_components(folder, config.model.variant)
+    if lora is not None:
+        found = layer_problems(lora, components)
+        yield from (_Wrong(tuple(name.split(".", 3)), text) for name, text in found)
+    yield from (_Wrong(("distributed", "context"), text) for text in context_problems(config, components))
 
 
 def _pipeline(config: Config, folder: Path) -> Iterator[_Wrong]:

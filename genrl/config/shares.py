@@ -20,30 +20,58 @@ WORTH_SAYING = 0.95
 
 
 def processes_problem(config: Config, num_processes: int) -> str | None:
-    """Why `num_processes` are more than this run can use, in words; None if it can use them."""
-    context = config.distributed.context
+    """Why `num_processes` do not fit this run, in words; None if they do."""
+    context, updates = config.distributed.context, config.trainer.updates
     if num_processes % context:
-        return f"{num_processes} processes, and distributed.context asks for groups of {context}"
-    most = config.trainer.most_micro_batches(config) // config.trainer.updates * context
-    if num_processes <= most:
+        return f"distributed.context: {num_processes} processes cannot be put in groups of {context}"
+    groups, unit = num_processes // context, _unit(config)
+    most = config.trainer.most_micro_batches(config) // updates
+    if groups > most:
+        return (
+            f"{groups} {unit}, but an optimiser step has micro-batches for {most} only; start no more, or write "
+            f"{remedy(config, groups)}"
+        )
+    if config.engine is not None and (workers := config.engine.rollout_workers) % num_processes:
+        return (
+            f"engine.rollout_workers: {num_processes} processes have as many each, and {workers} cannot be divided so; "
+            f"write {-(-workers // num_processes) * num_processes}"
+        )
+    if config.distributed.fsdp and num_processes == 1:
+        return f"{config.sharded_by}: there is one process, nothing to shard over; use --nproc or set it to false"
+    if groups == 1 or not config.in_step:
         return None
-    return (
-        f"{num_processes} processes, but an optimiser step has micro-batches for {most} only; start no more, or "
-        f"write {remedy(config, num_processes // context)}"
-    )
+    return _uneven(config, groups, unit)
 
 
-def waiting(config: Config, num_processes: int) -> str | None:
-    """What it costs that processes wait for those which have more micro-batches, and what mends it; None where it costs
-    next to nothing."""
-    times = _speedup(config, num_processes)
-    if times >= WORTH_SAYING * num_processes:
+def _uneven(config: Config, groups: int, unit: str) -> str | None:
+    """Where every model call is a collective, all processes must make as many in every update."""
+    key, sampling, updates = config.sharded_by, config.sampling, config.trainer.updates
+    if not config.distributed.fsdp:
+        return f"{key}: gradients of all weights that wait on the CPU are not summed over processes; use fsdp"
+    if sampling.images_per_iteration % sampling.batch_size:
+        return (
+            f"{key}: {sampling.images_per_iteration} samples in micro-batches of {sampling.batch_size} leave a smaller "
+            "one, and all processes make as many model calls; change sampling.batch_size"
+        )
+    if sampling.micro_batches / updates % groups:
+        return (
+            f"{key}: {sampling.micro_batches} micro-batches in {updates} updates cannot be shared out evenly to "
+            f"{groups} {unit}; write {remedy(config, groups)}"
+        )
+    return None
+
+
+def waiting(config: Config, groups: int) -> str | None:
+    """What it costs that processes (or groups of them, `distributed.context`) wait for those which have more
+    micro-batches, and what mends it; None where it costs next to nothing."""
+    times = _speedup(config, groups)
+    if times >= WORTH_SAYING * groups:
         return None
-    step = config.trainer.cut(config, num_processes)[0]
-    unit = "trees" if config.trainer.grows_trees else "samples"
+    step = config.trainer.cut(config, groups)[0]
+    samples = "trees" if config.trainer.grows_trees else "samples"
     return (
-        f"{num_processes} processes share {len(step)} micro-batches of {max(step)} {unit} in an optimiser step, and "
-        f"some wait: about {times:.2f} times as fast as one process; with {remedy(config, num_processes)} none does"
+        f"{groups} {_unit(config)} share {len(step)} micro-batches of {max(step)} {samples} in an optimiser step, and "
+        f"some wait: about {times:.2f} times as fast as one; with {remedy(config, groups)} none does"
     )
 
 
@@ -73,6 +101,11 @@ def _speedup(config: Config, num_processes: int) -> float:
     """Samples (or trees) of an iteration over those of the process that has most of them, step by step."""
     steps = config.trainer.cut(config, num_processes)
     return sum(map(sum, steps)) / sum(math.ceil(len(step) / num_processes) * max(step) for step in steps)
+
+
+def _unit(config: Config) -> str:
+    context = config.distributed.context
+    return "processes" if context == 1 else f"groups of {context} processes"
 
 
 def _is_possible(config: Config) -> bool:

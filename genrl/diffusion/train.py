@@ -15,7 +15,7 @@ from genrl.config.memory_rules import experts_problem
 from genrl.config.method import code_of
 from genrl.config.pipeline_classes import strength_problem
 from genrl.config.schema import Offload
-from genrl.config.shares import remedy
+from genrl.config.shares import processes_problem
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import short_bucket, sized
 from genrl.diffusion.evaluate import evaluation_arguments
@@ -58,39 +58,9 @@ def train(config: Config, resume: Path | None = None) -> Path:
 
 
 def check_processes(config: Config, num_processes: int) -> None:
-    """ValueError where the configuration does not fit the number of processes. Only sharding asks for anything: its
-    passes are collectives, so every process must have as many micro-batches in every update."""
-    key = config.sharded_by
-    if config.engine is not None and (workers := config.engine.rollout_workers) % num_processes:
-        raise ValueError(
-            f"engine.rollout_workers: {num_processes} processes have as many each, and {workers} cannot be divided so; "
-            f"write {-(-workers // num_processes) * num_processes}"
-        )
-    if config.distributed.fsdp and num_processes == 1:
-        raise ValueError(f"{key}: there is one process, nothing to shard over; use --nproc or set it to false")
-    context = config.distributed.context
-    if num_processes % context:
-        raise ValueError(f"distributed.context: {num_processes} processes cannot be put in groups of {context}")
-    replicas = num_processes // context
-    if replicas == 1 or not config.in_step:
-        return
-    if not config.distributed.fsdp:
-        raise ValueError(
-            f"{key}: gradients of all weights that wait on the CPU are not summed over processes; use fsdp"
-        )
-    images, size = config.sampling.images_per_iteration, config.sampling.batch_size
-    if images % size:
-        raise ValueError(
-            f"{key}: {images} samples in micro-batches of {size} leave a smaller one, and all processes make as many "
-            "model calls; change sampling.batch_size"
-        )
-    per_update = config.sampling.micro_batches / config.trainer.updates
-    if per_update % replicas:
-        raise ValueError(
-            f"{key}: {config.sampling.micro_batches} micro-batches in "
-            f"{config.trainer.updates} updates cannot be shared out evenly to {replicas} "
-            f"processes; write {remedy(config, replicas)}"
-        )
+    """ValueError where the configuration does not fit the number of processes."""
+    if problem := processes_problem(config, num_processes):
+        raise ValueError(problem)
 
 
 def prepare(config: Config, accelerator: Accelerator) -> None:

@@ -26,13 +26,15 @@ def test_processes_that_would_have_nothing_to_do() -> None:
 def test_groups_of_processes_that_compute_together() -> None:
     config = load(UNEVEN, ["distributed.context=2"])
     assert processes_problem(config, 6) is None
-    assert "asks for groups of 2" in str(processes_problem(config, 3))
-    assert "micro-batches for 6 only" in str(processes_problem(config, 8))
+    assert "cannot be put in groups of 2" in str(processes_problem(config, 3))
+    assert "4 groups of 2 processes, but an optimiser step has micro-batches for 3 only" in str(
+        processes_problem(config, 8)
+    )
 
 
 def test_waiting_is_said_with_the_batch_that_ends_it() -> None:
     text = waiting(load(UNEVEN), 2)
-    assert "3 micro-batches of 32 samples" in str(text) and "about 1.50 times as fast as one process" in str(text)
+    assert "3 micro-batches of 32 samples" in str(text) and "about 1.50 times as fast as one;" in str(text)
     assert "; with sampling.batch_size=24 none does" in str(text)
     for count, size in ((1, 32), (3, 32), (2, 24), (4, 24)):
         assert waiting(load(UNEVEN, [f"sampling.batch_size={size}"]), count) is None
