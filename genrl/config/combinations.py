@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from genrl.config.context_rules import context_rules
-from genrl.config.engine_rules import engine_rules
+from genrl.config.engine_rules import engine_rules, staleness_rules
 from genrl.config.folders import looks_local
 from genrl.config.kernel_rules import kernel_rules
 from genrl.config.memory_rules import memory_rules
@@ -73,6 +73,7 @@ def refuse_impossible(config: Config) -> None:
         _monitor,
         _precision,
         engine_rules,
+        staleness_rules,
         kernel_rules,
         memory_rules,
         context_rules,

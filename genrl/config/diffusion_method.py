@@ -64,6 +64,8 @@ class DiffusionMethod(Method):
     """Why the memory of a batch cannot be tried before training (`sampling.fit_batch`); empty = it can."""
     not_divided: ClassVar[str] = ""
     """Why several processes cannot compute a sample together (`distributed.context`); empty = they can."""
+    takes_older_samples: ClassVar[bool] = False
+    """Whether samples may have been drawn by the weights of earlier iterations (`sampling.staleness`)."""
     one_size: ClassVar[str] = ""
     """Why all samples of a run have one size (no `sampling.buckets`); empty = they may differ."""
     one_call_at_a_time: ClassVar[bool] = False

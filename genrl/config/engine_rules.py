@@ -1,4 +1,4 @@
-"""Runs whose samples cannot be drawn by rollout workers."""
+"""Runs whose samples cannot be drawn by rollout workers, or by earlier weights."""
 
 from __future__ import annotations
 
@@ -40,3 +40,27 @@ def engine_rules(config: Config) -> Iterator[Finding]:
     address = engine.address
     if address is not None and not address.rpartition(":")[2].isdecimal() or "://" in (address or ""):
         yield ("engine.address",), f"{address!r} is no HOST:PORT of a cluster that this machine has joined; write one"
+
+
+def staleness_rules(config: Config) -> Iterator[Finding]:
+    """What cannot learn from samples that earlier weights drew."""
+    at, trainer, staleness = "sampling.staleness", config.trainer, config.sampling.staleness
+    if not staleness:
+        return
+    if not trainer.takes_older_samples:
+        yield (at, "trainer.algorithm"), f"{trainer.algorithm} learns from samples of the present weights; write 0"
+    if trainer.grows_trees:
+        yield (at, "trainer.tree"), "trees were not tried with it; write 0"
+    if trainer.keeps_graphs:
+        yield ("trainer.keep_graph", at), "kept graphs are of the weights that drew; write false"
+    if not getattr(trainer, "guidance_in_training", True):
+        text = "samples are weighted by how likely they still are, and another policy is trained than draws; write 0"
+        yield (at, "trainer.guidance_in_training"), text
+    if config.shards:
+        yield (config.sharded_by, at), "weights in shards are not kept for later; write 0"
+    for number, reward in enumerate(config.rewards):
+        if reward.offload and config.engine is not None:
+            text = "pictures are scored while the model is trained, so neither makes room for the other; write false"
+            yield (f"rewards.{number}.offload", at), text
+    if staleness >= config.iterations:
+        yield (at, "iterations"), f"all {config.iterations} iterations would be drawn before training; write less"

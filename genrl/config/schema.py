@@ -213,6 +213,9 @@ class Sampling(Section):
     inputs: dict[str, Text] = {}
     """Pictures that the pipeline is given with each prompt: argument of its call -> column that names the file, for
     example {image: source_image} to train an editing model."""
+    staleness: Whole = 0
+    """Draw each iteration by the weights of so many iterations before: 0 = by the newest; 1 or more = rollout workers
+    (`engine`) draw while the model is trained. Flow-GRPO, PaCo-GRPO, GRPO-Guard, DDPO, DiffusionNFT (docs/ray.md)."""
     score_in_background: Flag = False
     """Score a micro-batch in a second thread while the next one is drawn; the results are the same."""
 

@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from genrl.diffusion.policy.compiling import compile_denoisers, start_over
 from genrl.diffusion.policy.export import accompany, probe_of, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout.ahead import Ahead, Versions
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts
 from genrl.diffusion.rollout.rollout import (
@@ -66,6 +67,10 @@ class DiffusionRun:
     scorers: Scorers
     far: RayRollouts | None = None
     """Where samples are drawn, if not in this process."""
+    versions: Versions | None = None
+    """The weights that draw, where they are not the newest."""
+    ahead: Ahead | None = None
+    """The iterations that are drawn while another one is trained."""
     loop: Loop = field(init=False, repr=False)
     rollouts: Rollouts | None = None
     """Samples of the running iteration."""
@@ -110,8 +115,19 @@ class DiffusionRun:
         """The prompts of the running iteration, one for each group of samples, in slot order."""
         return iteration_prompts(self.config, self.prompts, self.iteration)
 
+    @property
+    def age(self) -> int:
+        """How many iterations the weights are behind that draw the running one."""
+        return 0 if self.versions is None else self.versions.age(self.iteration)
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Context with the weights that drew the running iteration, where these are older than the present ones."""
+        return self.weights.lent(self.versions.of(self.iteration)) if self.versions and self.age else nullcontext()
+
     def begin(self, found: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
+        if self.versions is not None:
+            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
         settle(self)
         if slower := waiting(self.config, self.process.replicas):
             self.process.progress.say(slower)
@@ -129,21 +145,54 @@ class DiffusionRun:
             yield iteration
 
     def collect(
-        self, draw: Draw, *, under: str | None = None, leaves: int = 1, roots_together: int | None = None
+        self,
+        draw: Draw,
+        *,
+        draws: Callable[[int], Draw] | None = None,
+        under: str | None = None,
+        leaves: int = 1,
+        roots_together: int | None = None,
     ) -> Rollouts:
-        """Samples of this iteration, made by micro-batches with `draw`, and their scores. under: the snapshot of the
-        weights that draws, None = the present ones. leaves, roots_together: of trees (`Sheet`)."""
+        """Samples of this iteration, made by micro-batches with `draw`, and their scores. draws: how another iteration
+        is drawn, None = as this one. under: the snapshot of the weights that draws, None = the present ones. leaves,
+        roots_together: of trees (`Sheet`)."""
         self.loop.phase("sampling", self.config.sampling.images_per_iteration)
-        sheet = Sheet.of(self.config, self.prompts, self.iteration, leaves=leaves, roots_together=roots_together)
+        config, worker = self.config, self.worker
+        sheet_of = partial(Sheet.of, config, self.prompts, leaves=leaves, roots_together=roots_together)
         running = {label: Running(**found) for label, found in self.loop.memory.get("scores", {}).items()}
-        drawing = nullcontext if under is None else partial(self.weights.use, under)
+        drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+        if under is not None:
+            drawing = partial(self.weights.use, under)
+        if self.versions is not None:
+            with drawing():
+                self.versions.note(self.iteration, self.weights.named)
+            drawing = self.drawing if self.age else drawing
+        if self.ahead is not None:
+            self._begin(draws or (lambda _: draw), sheet_of)
+            rollouts, calls = self.ahead.take(self.iteration, worker, running=running)
+            self._count(calls)
+            return self.take(rollouts)
         if self.far is not None:
             with drawing():
-                source = self.far.source(self.policy, self.weights.named, draw, self.worker)
+                order = self.far.order(draw, self.weights.named, worker)
+            source = self.far.source(order, worker, self.policy.device, self._count)
         else:
             beat = partial(self.loop.advance_or_leave, 0)
-            source = drawn_here(self.config, self.policy, draw, self.worker, under=drawing, beat=beat)
-        return self.take(collect(self.config, self.scorers, sheet, source, self.worker, running=running))
+            source = drawn_here(config, self.policy, draw, worker, under=drawing, beat=beat)
+        return self.take(collect(config, self.scorers, sheet_of(self.iteration), source, worker, running=running))
+
+    def _begin(self, draws: Callable[[int], Draw], sheet_of: Callable[[int], Sheet]) -> None:
+        """Let all iterations be drawn whose weights are there, from the running one on."""
+        assert self.ahead is not None and self.far is not None and self.versions is not None
+        last = min(self.iteration + self.versions.staleness, self.config.iterations - 1)
+        for iteration in range(self.iteration, last + 1):
+            if iteration not in self.ahead.underway:
+                order = self.far.order(draws(iteration), self.versions.of(iteration), self.worker)
+                self.ahead.begin(self.config, self.policy.device, sheet_of(iteration), order, self.worker)
+
+    def _count(self, calls: int) -> None:
+        """Model calls that were made elsewhere."""
+        self.policy.model_calls += calls
 
     @property
     def worker(self) -> Worker:
@@ -204,6 +253,8 @@ class DiffusionRun:
         elapsed = time.perf_counter() - loop.started
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
         row = dict(metrics) | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
+        if self.versions is not None:
+            row["staleness"] = float(self.age)
         if self.rollouts.scored.values:  # given samples have none
             row |= score_metrics(self.rollouts.scored, self.rollouts.total)
         row |= {

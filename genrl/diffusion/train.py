@@ -31,6 +31,7 @@ from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
+from genrl.diffusion.rollout.ahead import Ahead, Versions
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, open_scorers
@@ -87,6 +88,11 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if process.context > 1:
         divide(policy.denoisers, process.replicas, device)
     run = DiffusionRun(process, policy, prompts, eval_prompts, scorers, far)
+    if config.sampling.staleness:
+        run.versions = Versions(config.sampling.staleness)
+    if far is not None and run.versions is not None:
+        run.ahead = Ahead(far, scorers)
+        stack.callback(run.ahead.close)
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.sampling.fit_batch)

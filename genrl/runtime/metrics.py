@@ -195,14 +195,14 @@ def _of_methods(kind: Kind) -> dict[str, dict[str, MetricDoc]]:
 _WORKERS = {
     "timing/push_s": MetricDoc(
         "wall time of handing the trained weights to rollout workers",
-        "With LoRA next to nothing. `timing/sample_s` is then the time until all samples were there, decoded.",
+        "With LoRA next to nothing. `timing/sample_s` is then the time waited until all samples were there, decoded.",
         "s",
         False,
     ),
     "workers/idle": MetricDoc(
-        "1 - seconds that rollout workers drew / (workers * seconds until all samples were there); of the main "
-        "process's workers",
-        "Large: too few micro-batches for so many workers, or one of them is slow.",
+        "1 - seconds that rollout workers drew / (workers * seconds of the iteration, from the end of the one before); "
+        "of the main process's workers",
+        "Without `sampling.staleness` they wait while the model is trained. Else large: more workers than are needed.",
         "share",
         False,
     ),
@@ -213,6 +213,20 @@ _WORKERS = {
         "workers",
         False,
     ),
+}
+
+_OLDER = {
+    "staleness": MetricDoc(
+        "iterations by which the weights that drew this one were behind",
+        "`sampling.staleness`, but for the first iterations.",
+        "iterations",
+    ),
+    "importance/mean": MetricDoc(
+        "mean over samples and trained steps of w = exp(log-prob before the first update - log-prob when sampled); 0 "
+        "where it is above 5. Policy gradients only",
+        "About 1. Far from it, samples are too old for the learning rate.",
+    ),
+    "importance/max_abs_dev": MetricDoc("max of |w - 1| over samples and trained steps", "As `importance/mean`."),
 }
 
 SECTIONS: dict[str, dict[str, MetricDoc]] = {
@@ -229,6 +243,7 @@ SECTIONS: dict[str, dict[str, MetricDoc]] = {
     **_of_methods("vlm"),
     "Time, memory and cost": _COST,
     "Rollout workers": _WORKERS,
+    "Samples of earlier weights": _OLDER,
 }
 METRICS: dict[str, MetricDoc] = {key: doc for section in SECTIONS.values() for key, doc in section.items()}
 

@@ -18,6 +18,7 @@ from genrl.runtime.sharding import gathered, like
 
 AVERAGE = "average"
 REFERENCE = "reference"
+LENT = "lent"
 
 
 def result(saved: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
@@ -119,6 +120,16 @@ class Weights:
                 if kept[key].dtype == p.dtype:
                     kept[key] = p.data
                 p.data = present[key]
+
+    @contextmanager
+    def lent(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within the block the models run with these values, wherever they are."""
+        self.snapshots[LENT] = {key: values[key].to(p.device, p.dtype) for key, p in self.named.items()}
+        try:
+            with self.use(LENT):
+                yield
+        finally:
+            del self.snapshots[LENT]
 
     @contextmanager
     def _exchanged(self, kept: Mapping[str, Tensor]) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""Every method, from its own YAML on the embedded models: ended after one iteration and gone on with is never ended.
+"""Every method, from its own YAML on the embedded models: ended after one iteration and gone on with is never ended;
+drawn by a rollout worker that has a pipeline of its own is drawn here, or refused.
 
 Weights, snapshots, optimisers, what a trainer keeps beside them, and metrics, to the bit. A new method is tested as
 soon as its file is in configs/diffusion.
@@ -13,13 +14,14 @@ import pytest
 from diffusers import DiffusionPipeline
 
 import genrl.diffusion.train as train_module
-from genrl.config import Config, Model, load
+from genrl.config import Config, ConfigError, Model, load
 from genrl.diffusion.train import train
 from genrl.runtime import checkpoint
 from genrl.runtime.kept import Stateful
 from genrl.runtime.loop import Loop
 from genrl.runtime.run import Run
 from tests.diffusion import runs
+from tests.diffusion.rollout import far_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # deprecations within diffusers
 
@@ -33,6 +35,7 @@ FURTHER = {
     "adv_grpo": ["trainer.adversary.warmup=1"],  # the judge in the first iteration, the model in the second
     "talk2move": ["trainer.exit_step=null", "trainer.step_evaluation={prompts: 1, samples: 2}"],
 }
+NOT_ELSEWHERE = {"spo": "candidates", "dpo_offline": "nothing to draw"}
 
 
 def shrunken(path: Path, output: Path) -> Config:
@@ -57,7 +60,7 @@ def shrunken(path: Path, output: Path) -> Config:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_resume_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_and_drawn_elsewhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     kept: set[str] = set()
     keep = Loop.keep
@@ -93,3 +96,14 @@ def test_resume_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert tensors.keys() == one.tensors["weights"].keys()
             assert config.model.lora is None or all(".lora_" in key for key in tensors)
     assert {stem.removeprefix("kept-") for stem in two.tensors if stem.startswith("kept-")} == kept
+    if name not in NOT_ELSEWHERE:
+        far_here.install(monkeypatch)
+        config = shrunken(FILES[name], tmp_path / "there")
+        there = train(Config.model_validate(config.model_dump(mode="json") | {"engine": far_here.ENGINE}))
+        assert runs.differences(straight, there) == []
+
+
+@pytest.mark.parametrize("name", NOT_ELSEWHERE)
+def test_not_drawn_elsewhere(name: str) -> None:
+    with pytest.raises(ConfigError, match=NOT_ELSEWHERE[name]):
+        load(FILES[name], ["engine.kind=ray", "engine.rollout_workers=1"])

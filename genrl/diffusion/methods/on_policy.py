@@ -13,7 +13,8 @@ from genrl.diffusion.run import DiffusionRun
 
 @torch.no_grad()
 def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scaled: bool = False) -> None:
-    """Replay the first micro-batch before any update: the ratio must be 1. Once per process, later calls do nothing.
+    """Replay the first micro-batch before any update, by the weights that drew it: the ratio must be 1. Once per
+    process, later calls do nothing.
 
     An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
     raises RuntimeError in all processes, since the clip would cut numerical noise; so does any where the denoiser is
@@ -24,7 +25,7 @@ def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scale
     deviations = [torch.zeros(1)]
     first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
     if first is not None:
-        with run.policy.uncounted():
+        with run.policy.uncounted(), run.drawing():
             for piece in first.pieces:
                 for i, old in piece.trajectory.log_probs.items():
                     new = run.policy.replay(piece.trajectory, i)

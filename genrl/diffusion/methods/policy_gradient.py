@@ -201,6 +201,8 @@ class PolicyGradient(Stochastic, Updating):
         replayed = mean_of(config, rounds, lambda one: one.plan.training_calls(one.trained))
         learned = replayed * self.replays_per_state(guidance)
         learned += self.further_replays(config, rounds, replayed) * train_guidance
+        if config.sampling.staleness:  # log-probabilities before the first update
+            learned += replayed * train_guidance
         return Calls(drawn * guidance, learned, replayed * self.epochs * train_guidance, trained)
 
     def further_samples(self, config: Config) -> float:

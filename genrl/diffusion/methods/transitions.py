@@ -37,6 +37,7 @@ from genrl.objectives.surrogates.policy_losses import (
     kl_mean_square,
     kl_velocity,
     kl_x_prediction,
+    staleness_weight,
 )
 from genrl.runtime.recorded import Recorded
 
@@ -51,12 +52,16 @@ OWN = ("loss", "unweighted", "surrogate", "ratio", "clipped")
 
 class Action(NamedTuple):
     """A trained transition of one piece of a micro-batch: its number among those of this process, the step, and log
-    p_old of each sample [B]."""
+    p_old of each sample [B].
+
+    importance: of samples that older weights drew, p_old over the policy that drew them [B]; None: it is that policy.
+    """
 
     number: int
     piece: Piece
     step: int
     old_log_prob: Tensor
+    importance: Tensor | None = None
 
 
 Settings = TypeVar("Settings", bound=PolicyGradient)
@@ -85,17 +90,22 @@ def train_policy_gradient(
     samples of each, and `learn` from them. scaled: as `check_on_policy` has it."""
     for iteration in run.iterations():
         plan = sampling_plan(run.config, settings, iteration)
-        rollouts = collect(run, plan, sampler(run, settings, plan))
+        rollouts = collect(run, plan, partial(sampler, run, settings))
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds), scaled=scaled)
         metrics = learn(run, settings, rollouts, plan)
         del rollouts
         run.finish(metrics)
 
 
-def collect(run: DiffusionRun, plan: SamplingPlan, draw: Draw) -> Rollouts:
+def collect(run: DiffusionRun, plan: SamplingPlan, draw_by: Callable[[SamplingPlan], Draw]) -> Rollouts:
     """The scored samples of one iteration; trees that share a root are kept in one micro-batch."""
     together = roots_together(run.config, plan, run.process.replicas) if plan.splits else None
-    return run.collect(draw, leaves=plan.leaves // plan.roots, roots_together=together)
+
+    def another(iteration: int) -> Draw:
+        return draw_by(sampling_plan(run.config, run.settings, iteration))
+
+    leaves = plan.leaves // plan.roots
+    return run.collect(draw_by(plan), draws=another, leaves=leaves, roots_together=together)
 
 
 @torch.no_grad()
@@ -103,8 +113,8 @@ def actions_of(
     run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, edges: Edges
 ) -> dict[int, list[Action]]:
     """First slot of a micro-batch -> its trained transitions. log p_old is as recorded; or, where the trained policy
-    goes without the guidance that sampled, evaluated now, before the first update, under the conditions it is trained
-    in. Steps of which no sample is trained are left out."""
+    goes without the guidance that sampled, or older weights drew, evaluated now, before the first update, under the
+    conditions it is trained in. Steps of which no sample is trained are left out."""
     found: dict[int, list[Action]] = {}
     number = 0
     for micro_batch in rollouts.mine.values():
@@ -112,11 +122,13 @@ def actions_of(
         for piece in micro_batch.pieces:
             trajectory = piece.trajectory
             logs = {i: p for i, p in trajectory.log_probs.items() if bool(edges.weight[i, piece.slots[i]].any())}
-            if not settings.guidance_in_training:
+            importance: dict[int, Tensor] = {}
+            if run.age or not settings.guidance_in_training:
                 batch = trained_under(run.policy, settings, trajectory.batch)
-                logs = {i: run.policy.replay(trajectory, i, batch).log_prob for i in logs}
+                drawn, logs = logs, {i: run.policy.replay(trajectory, i, batch).log_prob for i in logs}
+                importance = {i: staleness_weight(logs[i], drawn[i]) for i in logs} if run.age else {}
             for i, log_prob in logs.items():
-                actions.append(Action(number, piece, i, log_prob))
+                actions.append(Action(number, piece, i, log_prob, importance.get(i)))
                 number += 1
     return found
 
@@ -163,6 +175,8 @@ def record(
     tables = {"advantage": edges.advantage, "weight": edges.weight, "moves": edges.moves}
     given = {name: table[i, slots].to(policy.device) for name, table in tables.items()}
     given |= {"old_log_prob": action.old_log_prob, **further}
+    if action.importance is not None:  # surrogates are linear in it where they are not clipped
+        given |= {"importance": action.importance, "advantage": given["advantage"] * action.importance}
     if settings.kl_weight > 0:
         with torch.no_grad(), run.weights.reference():
             found = policy.replay(trajectory, i, batch)
@@ -233,6 +247,10 @@ def measure(meter: Meter, results: Results, given: Recorded) -> None:
     meter.add("loss", results["unweighted"], weight)
     surrogate = SurrogateOutput(results["surrogate"], results["ratio"], results["clipped"])
     meter.add_surrogate(surrogate, advantage, weight)
+    if "importance" in given:
+        trained = weight > 0
+        meter.add("importance/mean", given["importance"], trained)
+        meter.add("importance/max_abs_dev", (given["importance"] - 1.0).abs(), trained)
 
 
 def reference_kl(kind: str, new: Replayed, reference: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from genrl.config import Config
 from genrl.config.method import code_of
-from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.rollout import Finished, Job, Source, Worker, finish
 from genrl.runtime.frame import kind_of
@@ -39,9 +38,17 @@ class Work(NamedTuple):
     """A micro-batch to draw."""
 
     version: int
-    orders: Any
+    order: Any
     """Reference to (draw, trained weights by name) of this version."""
     job: Job
+
+
+class Order(NamedTuple):
+    """How the samples of an iteration are drawn."""
+
+    version: int
+    sent: Any
+    """Reference to (draw, trained weights by name)."""
 
 
 class Part(NamedTuple):
@@ -81,7 +88,7 @@ class RolloutActor:
         """Draw and decode a micro-batch."""
         started, calls = time.perf_counter(), self.policy.model_calls
         if work.version != self.version:
-            self.drawing, values = connected().get(work.orders)
+            self.drawing, values = connected().get(work.order)
             put_back(self.weights.named, values, "the trainer")
             self.version = work.version
         drawn = self.drawing(self.policy, work.job.batch, work.job.slots, beat=lambda: None)
@@ -108,7 +115,8 @@ class RayRollouts:
     """
 
     def __init__(self, config: Config, count: int, device: torch.device) -> None:
-        self.config, self.version, self.lost, self.idle = config, 0, 0, 0.0
+        self.config, self.version, self.lost = config, 0, 0
+        self._busy, self._since, self._closed = 0.0, time.perf_counter(), False
         self._ray, self._timeout_s = connected(), config.distributed.timeout_s / 2  # before the watchdog's end
         self._options = {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         if device.type == "cuda":
@@ -135,10 +143,10 @@ class RayRollouts:
         self._ray.get([seat.awaited for seat in self.seats])
         for seat in self.seats:
             seat.since = time.monotonic()
+        self._since = time.perf_counter()
 
-    def source(self, policy: Policy, weights: Mapping[str, Tensor], draw: Draw, worker: Worker) -> Source:
-        """Micro-batches that the actors draw by these weights. policy: this process's, which counts the model calls and
-        whose device is that of the samples."""
+    def order(self, draw: Draw, weights: Mapping[str, Tensor], worker: Worker) -> Order:
+        """Hand the weights that draw to the actors."""
         try:
             self._ray.cloudpickle.dumps(draw)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -148,17 +156,22 @@ class RayRollouts:
             ) from error
         with worker.timed("push"):
             self.version += 1
-            orders = self._ray.put((draw, {name: value.detach().cpu() for name, value in weights.items()}))
+            sent = self._ray.put((draw, {name: value.detach().cpu() for name, value in weights.items()}))
+        return Order(self.version, sent)
+
+    def source(self, order: Order, worker: Worker, device: torch.device, counted: Callable[[int], None]) -> Source:
+        """Micro-batches that the actors draw by this order. device: of the samples; counted: is told the model calls of
+        each micro-batch."""
 
         def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
             waiting, found = deque(jobs), dict[int, Part]()
-            order, started, busy, losses = [job.position for job in waiting], time.perf_counter(), 0.0, 0
+            positions, losses = [job.position for job in waiting], 0
             for seat in self.seats:
                 seat.job = None  # of an iteration that was left
-            for position in order:
+            for position in positions:
                 with worker.timed("sample"):
                     while position not in found:
-                        self._hand_out(waiting, orders)
+                        self._hand_out(waiting, order)
                         job, part = self._hear()
                         worker.beat()
                         if isinstance(part, Exception):
@@ -166,21 +179,25 @@ class RayRollouts:
                             self._check_losses(losses, part)
                             waiting.extendleft([] if job is None else [job])
                         elif job is not None and part is not None:
-                            self._check_version(part.version)
-                            found[job.position], losses, busy = part, 0, busy + part.seconds
-                            policy.model_calls += part.model_calls
-                    self._hand_out(waiting, orders)
-                    self.idle = max(0.0, 1.0 - busy / (time.perf_counter() - started) / len(self.seats))
-                yield position, unpacked(found.pop(position).finished, policy.device)
+                            self._check_version(part.version, order.version)
+                            found[job.position], losses = part, 0
+                            self._busy += part.seconds
+                            counted(part.model_calls)
+                    self._hand_out(waiting, order)
+                yield position, unpacked(found.pop(position).finished, device)
 
         return drawn
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest iteration, and of the run so far."""
-        return {"workers/idle": self.idle, "workers/lost": float(self.lost)}
+        """Since it was asked the last time, and of the run so far."""
+        now = time.perf_counter()
+        idle = max(0.0, 1.0 - self._busy / (now - self._since) / len(self.seats))
+        self._busy, self._since = 0.0, now
+        return {"workers/idle": idle, "workers/lost": float(self.lost)}
 
     def close(self) -> None:
         """End the actors."""
+        self._closed = True
         for seat in self.seats:
             self._ray.kill(seat.actor)
 
@@ -192,12 +209,12 @@ class RayRollouts:
         seat.awaited = seat.actor.open.remote(config, os.getcwd(), torch.get_num_threads())
         seat.job, seat.since = None, time.monotonic()
 
-    def _hand_out(self, waiting: deque[Job], orders: Any) -> None:
+    def _hand_out(self, waiting: deque[Job], order: Order) -> None:
         """A micro-batch for each actor that has nothing to do."""
         for seat in self.seats:
             if seat.awaited is None and waiting:
                 seat.job, seat.since = waiting.popleft(), time.monotonic()
-                seat.awaited = seat.actor.draw.remote(Work(self.version, orders, seat.job))
+                seat.awaited = seat.actor.draw.remote(Work(order.version, order.sent, seat.job))
 
     def _hear(self) -> tuple[Job | None, Part | Exception | None]:
         """Wait for an actor: what it was to draw, and its answer; or why it is lost, and was replaced."""
@@ -218,6 +235,8 @@ class RayRollouts:
             raise  # of what it did
         except self._ray.exceptions.RayError as error:
             lost = error
+        if self._closed:
+            raise lost
         self._ray.kill(seat.actor)
         self.lost += 1
         seat.actor = self._actor()
@@ -231,9 +250,9 @@ class RayRollouts:
                 "the pipeline or to draw a micro-batch, raise distributed.timeout_s"
             ) from last
 
-    def _check_version(self, version: int) -> None:
-        if version != self.version:
-            raise RuntimeError(f"a rollout worker drew by the weights of version {version}, not of {self.version}")
+    def _check_version(self, version: int, wanted: int) -> None:
+        if version != wanted:
+            raise RuntimeError(f"a rollout worker drew by the weights of version {version}, not of {wanted}")
 
 
 class OnDevice(NamedTuple):

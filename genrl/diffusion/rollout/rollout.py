@@ -310,22 +310,44 @@ def collect(
 ) -> Rollouts:
     """Score one iteration as it is drawn. running: statistics of the scores of the iterations before."""
     background = config.sampling.score_in_background
-    mine: dict[int, MicroBatch] = {}
     with Scoring(scorers, sheet.rows, sheet.group.tolist(), background=background, beat=worker.beat) as scoring:
-        for position, (drawn, images) in source(jobs_of(config, sheet, worker)):
-            mine[position] = MicroBatch(
-                drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)
-            )
-            if worker.scores(len(mine)):
-                scoring.add(drawn.slots, images)
-            worker.advance(len(drawn.slots) * worker.num_processes)
-        if len(mine) < -(-len(sheet.plan) // worker.num_processes):
-            worker.advance(0)  # another process has one more: meet it where the end is agreed
-        with worker.timed("score"), worker.fitting():
-            scored = scoring.result()
-    combined = compose.combine(
-        scored.values, scorers.components, sheet.group, iteration=sheet.iteration, running=running
-    )
+        drawn = drawn_and_scored(config, sheet, source, scoring, worker)
+        return gathered(sheet, drawn, scoring, worker, running=running)
+
+
+def drawn_and_scored(
+    config: Config, sheet: Sheet, source: Source, scoring: Scoring, worker: Worker
+) -> Iterator[tuple[int, MicroBatch]]:
+    """What this process has to draw, by position, handed on to be scored."""
+    jobs = jobs_of(config, sheet, worker)
+    for number, (position, (drawn, images)) in enumerate(source(jobs), start=1):
+        if worker.scores(number):
+            scoring.add(drawn.slots, images)
+        yield (
+            position,
+            MicroBatch(drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)),
+        )
+
+
+def gathered(
+    sheet: Sheet,
+    drawn: Iterable[tuple[int, MicroBatch]],
+    scoring: Scoring,
+    worker: Worker,
+    *,
+    running: Mapping[str, Running],
+) -> Rollouts:
+    """The iteration, once all of it is drawn and scored, in all processes."""
+    mine: dict[int, MicroBatch] = {}
+    for position, micro_batch in drawn:
+        mine[position] = micro_batch
+        worker.advance(len(micro_batch.slots) * worker.num_processes)
+    if len(mine) < -(-len(sheet.plan) // worker.num_processes):
+        worker.advance(0)  # another process has one more: meet it where the end is agreed
+    with worker.timed("score"), worker.fitting():
+        scored = scoring.result()
+    components = scoring.scorers.components
+    combined = compose.combine(scored.values, components, sheet.group, iteration=sheet.iteration, running=running)
     return Rollouts(
         mine=mine,
         num_micro_batches=len(sheet.plan),
@@ -335,7 +357,7 @@ def collect(
         total=combined.total,
         bounds=sheet.bounds,
         slots=[[leaf for slot in slots for leaf in range(slot, slot + sheet.leaves)] for slots in sheet.plan],
-        used=compose.metrics(combined, scorers.components),
+        used=compose.metrics(combined, components),
         running=combined.running,
         parts=combined.values,
         weights=combined.weights,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 
 import torch
 from accelerate import PartialState
@@ -26,7 +27,7 @@ from rewards.calls import inner
 from rewards.compose import Component, Gate
 from rewards.contract import Movable
 from rewards.placing import open_reward
-from rewards.service.remote import Outage
+from rewards.service.remote import Outage, Remote
 
 Found = tuple[str, list[int], rewards.Scores]  # label, slots, their scores
 
@@ -50,6 +51,8 @@ class Scorers:
     """How each enters the total."""
     offloaded: dict[str, str] = field(default_factory=dict)
     """Labels of those whose models are off their device between scorings, and that device."""
+    alone: dict[str, Lock] = field(default_factory=dict)
+    """Labels of those that serve one thread at a time; of servers any number may ask."""
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -81,6 +84,7 @@ def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lamb
     """
     opened: dict[str, rewards.Reward] = {}
     offloaded: dict[str, str] = {}
+    alone: dict[str, Lock] = {}
     with ExitStack() as undo:
         for index, (label, settings) in enumerate(zip(config.reward_labels, config.rewards, strict=True)):
             where = str(settings.args.get("device", device))
@@ -97,6 +101,8 @@ def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lamb
             )
             undo.callback(rewards.close, reward)
             opened[label] = reward
+            if not isinstance(reward, Remote):
+                alone[label] = Lock()
             if settings.offload:
                 if not isinstance(inner(reward), Movable):
                     raise ValueError(
@@ -106,7 +112,7 @@ def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lamb
                 offloaded[label] = where
                 rewards.move(reward, "cpu")
         undo.pop_all()
-    return Scorers(opened, components(config), offloaded)
+    return Scorers(opened, components(config), offloaded, alone)
 
 
 def components(config: Config) -> dict[str, Component]:
@@ -220,14 +226,15 @@ class Scoring:
         found: list[Found] = []
         for label, reward in scorers.items():
             columns = {c: [self.rows[s].columns[c] for s in slots] for c in rewards.needs(reward).columns}
-            scores = rewards.score(
-                reward,
-                images=images,
-                prompts=[self.rows[s].text for s in slots],
-                columns=columns,
-                group=[self.group[s] for s in slots],
-                name=label,
-            )
+            with self.scorers.alone.get(label, nullcontext()):
+                scores = rewards.score(
+                    reward,
+                    images=images,
+                    prompts=[self.rows[s].text for s in slots],
+                    columns=columns,
+                    group=[self.group[s] for s in slots],
+                    name=label,
+                )
             found.append((label, slots, scores))
         return found
 

@@ -106,22 +106,20 @@ def test_what_is_wrong_is_told(cluster: Any, folder: Path, model: Path, monkeypa
         assert run.far is not None
         sheet = Sheet.of(run.config, run.prompts, 0, leaves=1, roots_together=None)
         jobs = list(jobs_of(run.config, sheet, Worker()))
-        start = (run.policy, run.weights.named)
+        named, rest = run.weights.named, (Worker(), torch.device("cpu"), lambda calls: None)
         with pytest.raises(
             ValueError,
             match=r"how diffusion_nft draws cannot be sent to rollout workers \(.{1,200}\); draw by a function",
         ):
-            run.far.source(*start, lambda *_, beat, run=run: run, Worker())
+            run.far.order(lambda *_, beat, run=run: run, named, Worker())
         with pytest.raises(ArithmeticError, match="slots"):
-            next(run.far.source(*start, broken, Worker())(jobs))
+            next(run.far.source(run.far.order(broken, named, Worker()), *rest)(jobs))
         from genrl.diffusion.methods.noising import solved
 
-        source = run.far.source(*start, solved, Worker())(jobs)
-        position, finished = next(source)
-        assert position == 0 and finished.drawn.slots == sheet.plan[0]
-        run.far.version += 1  # an actor that missed an update
+        order = run.far.order(solved, named, Worker())
+        assert [position for position, _ in run.far.source(order, *rest)(jobs)] == [job.position for job in jobs]
         with pytest.raises(RuntimeError, match=r"by the weights of version 2, not of 3"):
-            list(source)
+            run.far._check_version(order.version, order.version + 1)  # of an actor that missed an update
     with pytest.raises(ValueError, match="99 actors of one CPU each for a process, and the Ray cluster has 2"):
         RayRollouts(settings, 99, torch.device("cpu"))
     monkeypatch.setattr("genrl.runtime.ray_cluster.version", lambda name: "9.9")
@@ -134,9 +132,9 @@ def test_actors_that_are_lost_again_and_again(cluster: Any, folder: Path, model:
     settings = runs.config(folder, model, engine={**WORKERS, "rollout_workers": 1}, **changes("diffusion_nft"))
     far = RayRollouts(settings, 1, torch.device("cpu"))
     far._timeout_s = 0.01
-    policy: Any = None
+    source = far.source(far.order(broken, {}, Worker()), Worker(), torch.device("cpu"), lambda calls: None)
     with pytest.raises(RuntimeError, match="3 rollout workers were lost in a row.*distributed.timeout_s"):
-        list(far.source(policy, {}, broken, Worker())([ray_rollouts.Job(0, [0], Batch([], [], {}))]))
+        list(source([ray_rollouts.Job(0, [0], Batch([], [], {}))]))
     far.close()
 
 

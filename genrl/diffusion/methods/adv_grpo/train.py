@@ -16,6 +16,7 @@ both (`together`). All processes decide alike, and sum their gradients. docs/adv
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -83,7 +84,7 @@ def train(run: DiffusionRun, settings: AdvGRPO) -> None:
         plan = sampling_plan(run.config, settings, iteration)
         keeps = settings.keep_graph and settings.trains_model(iteration)  # else no update would go back through them
         drawn = settings.model_copy(update={"keep_graph": keeps})
-        rollouts = collect(run, plan, sampler(run, drawn, plan))
+        rollouts = collect(run, plan, partial(sampler, run, drawn))
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         with run.scorers.placed():
             pairs = paired(run, references, rollouts)

@@ -28,6 +28,7 @@ class DDPO(PolicyGradient):
 
     title: ClassVar[str] = "DDPO"
     one_call_at_a_time: ClassVar[bool] = True
+    takes_older_samples: ClassVar[bool] = True
 
     algorithm: Literal["ddpo"] = "ddpo"
     """Which trainer."""

@@ -33,6 +33,7 @@ class DiffusionNFT(Matching):
     title: ClassVar[str] = "DiffusionNFT"
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS
     one_call_at_a_time: ClassVar[bool] = True
+    takes_older_samples: ClassVar[bool] = True
 
     algorithm: Literal["diffusion_nft"] = "diffusion_nft"
     """Which trainer."""

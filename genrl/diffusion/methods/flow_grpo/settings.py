@@ -38,6 +38,7 @@ class FlowGRPO(Windowed):
         "aggregate: log_tame": _PACO,
         "aggregate: log_tame_released": _PACO,
     }
+    takes_older_samples: ClassVar[bool] = True
 
     algorithm: Literal["flow_grpo"] = "flow_grpo"
     """Which trainer."""

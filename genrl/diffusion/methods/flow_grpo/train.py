@@ -13,6 +13,8 @@ Settings make it Dance-GRPO (`kernel: dance_sde`), Flow-CPS (`flow_cps`), or Flo
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def train(run: DiffusionRun, settings: FlowGRPO) -> None:
     for iteration in run.iterations():
         # 1, 2. Collect and score.
         plan = sampling_plan(run.config, settings, iteration)
-        rollouts = collect(run, plan, sampler(run, settings, plan))
+        rollouts = collect(run, plan, partial(sampler, run, settings))
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         # 3. Estimate.
         meter = Meter()

@@ -1,0 +1,127 @@
+"""Samples of earlier weights: iterations that are drawn and scored while an earlier one is trained.
+
+Iteration i is drawn by the weights after i - staleness iterations, the first ones by those before training: always by
+these and by no others, whoever is slow. So a run is reproducible to the bit, wherever it was stopped; a checkpoint
+holds the weights of the iterations that were on their way, and a resumed run draws these anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from genrl.config import Config
+from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, Sheet, Worker, drawn_and_scored, gathered
+from genrl.diffusion.rollout.scoring import Scorers, Scoring
+from rewards.compose import Running
+
+POLL_S = 0.2
+"""How long this thread sleeps without looking at signals."""
+
+
+@dataclass
+class Underway:
+    """An iteration that the second thread draws, and the third one scores."""
+
+    sheet: Sheet
+    scoring: Scoring
+    count: int
+    """Micro-batches that this process has of it."""
+    drawn: SimpleQueue[tuple[int, MicroBatch]] = field(default_factory=SimpleQueue)
+    calls: int = 0
+    """Model calls of what was drawn."""
+    work: Future[None] | None = None
+
+
+class Versions:
+    """The weights that draw, after each of the last iterations; on the CPU."""
+
+    def __init__(self, staleness: int) -> None:
+        self.staleness = staleness
+        self.weights: dict[int, dict[str, Tensor]] = {}
+        """Number of finished iterations -> weights by name."""
+
+    def age(self, iteration: int) -> int:
+        """How many iterations the weights were behind that drew this one."""
+        return min(iteration, self.staleness)
+
+    def of(self, iteration: int) -> dict[str, Tensor]:
+        """The weights that draw this iteration."""
+        return self.weights[iteration - self.age(iteration)]
+
+    def note(self, iteration: int, weights: Mapping[str, Tensor]) -> None:
+        """These are the weights after so many iterations."""
+        self.weights[iteration] = {name: value.detach().cpu().clone() for name, value in weights.items()}
+        for old in [number for number in self.weights if number < iteration - self.staleness]:
+            del self.weights[old]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): named for number, named in self.weights.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = {int(number): dict(named) for number, named in state.items()}
+
+
+class Ahead:
+    """The iterations on their way. It ends the workers that draw them when it is closed."""
+
+    def __init__(self, far: RayRollouts, scorers: Scorers) -> None:
+        self.far, self.scorers = far, scorers
+        self.underway: dict[int, Underway] = {}
+        self._thread = ThreadPoolExecutor(1, "drawing", torch.set_num_threads, (torch.get_num_threads(),))
+
+    def begin(self, config: Config, device: torch.device, sheet: Sheet, order: Order, worker: Worker) -> None:
+        """Draw and score an iteration, after those that are on their way already. device: of the samples."""
+        scoring = Scoring(self.scorers, sheet.rows, sheet.group.tolist(), background=True, beat=worker.beat)
+        count = len(range(worker.process, len(sheet.plan), worker.num_processes))
+        underway = self.underway[sheet.iteration] = Underway(sheet, scoring.__enter__(), count)
+        here = Worker(worker.process, worker.num_processes, worker.member, worker.members)  # tells nobody of its work
+
+        def counted(calls: int) -> None:
+            underway.calls += calls
+
+        source = self.far.source(order, here, device, counted)
+
+        def work() -> None:
+            for item in drawn_and_scored(config, sheet, source, scoring, here):
+                underway.drawn.put(item)
+
+        underway.work = self._thread.submit(work)
+
+    def take(self, iteration: int, worker: Worker, *, running: Mapping[str, Running]) -> tuple[Rollouts, int]:
+        """The samples of this iteration, once all are there, and the model calls that they took."""
+        underway = self.underway[iteration]
+        rollouts = gathered(underway.sheet, _heard(underway, worker), underway.scoring, worker, running=running)
+        del self.underway[iteration]
+        underway.scoring.__exit__()
+        return rollouts, underway.calls
+
+    def close(self) -> None:
+        """End the workers, and what is on its way."""
+        self.far.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        for underway in self.underway.values():
+            underway.scoring.__exit__()
+
+
+def _heard(underway: Underway, worker: Worker) -> Iterator[tuple[int, MicroBatch]]:
+    """What the second thread draws, as it comes. Raises what went wrong there."""
+    assert underway.work is not None
+    for _ in range(underway.count):
+        with worker.timed("sample"):
+            while True:
+                try:
+                    item = underway.drawn.get(timeout=POLL_S)
+                    break
+                except Empty:
+                    if underway.work.done():
+                        underway.work.result()
+        worker.beat()
+        yield item

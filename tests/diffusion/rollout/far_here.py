@@ -1,0 +1,60 @@
+"""Rollout workers without Ray: the worker is called in this process, and what would cross the network is pickled."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from genrl.config import Config
+from genrl.diffusion.rollout import ray_rollouts
+from genrl.diffusion.rollout.forest import Draw
+from genrl.diffusion.rollout.ray_rollouts import Order, RolloutActor, Work, unpacked
+from genrl.diffusion.rollout.rollout import Finished, Job, Source, Worker
+
+ENGINE = {"kind": "ray", "rollout_workers": 1}
+
+
+class Near:
+    """In the place of `RayRollouts`."""
+
+    def __init__(self, config: Config, count: int, device: object) -> None:
+        self.actor, self.version = RolloutActor(), 0
+        self.actor.open(config.model_dump_json(), os.getcwd(), 1)
+
+    def ready(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def order(self, draw: Draw, weights: Mapping[str, Tensor], worker: Worker) -> Order:
+        self.version += 1
+        return Order(self.version, pickle.dumps((draw, dict(weights))))
+
+    def source(self, order: Order, worker: Worker, device: torch.device, counted: Callable[[int], None]) -> Source:
+        def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
+            for job in jobs:
+                work = pickle.loads(pickle.dumps(Work(order.version, order.sent, job)))  # noqa: S301
+                part = pickle.loads(pickle.dumps(self.actor.draw(work)))  # noqa: S301
+                assert part.version == order.version
+                counted(part.model_calls)
+                yield job.position, unpacked(part.finished, device)
+
+        return drawn
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs with `ENGINE` draw by it."""
+    ray: Any = SimpleNamespace(get_gpu_ids=list, get=pickle.loads)
+    monkeypatch.setattr(ray_rollouts, "connected", lambda: ray)
+    monkeypatch.setattr("genrl.diffusion.train.cluster", lambda address, accelerator: nullcontext())
+    monkeypatch.setattr("genrl.diffusion.train.RayRollouts", Near)

@@ -1,0 +1,153 @@
+"""Samples that earlier weights drew: which, what is learned from them; and that it is one run, whoever draws them."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrl.config import ConfigError
+from genrl.diffusion.methods import transitions
+from genrl.diffusion.train import train
+from genrl.objectives.surrogates.actor_critic import decoupled_surrogate
+from genrl.objectives.surrogates.policy_losses import clipped_surrogate, staleness_weight
+from genrl.runtime import checkpoint
+from genrl.runtime.run import Run
+from tests.diffusion import runs
+from tests.diffusion.rollout import far_here
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+SAMPLING = {"num_inference_steps": 4, "guidance_scale": 2.0, "prompts_per_iteration": 3, "group_size": 4}
+GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-2, "kl_weight": 0.01, "updates_per_iteration": 2}
+METHODS: dict[str, dict[str, Any]] = {
+    "window": {**GRPO, "window": {"size": 2, "low": 0, "high": 3, "schedule": "random"}},
+    "grpo_guard": {"algorithm": "grpo_guard", "updates_per_iteration": 2},
+    "diffusion_nft": {"algorithm": "diffusion_nft", "old_policy_decay": "ramp", "updates_per_iteration": 2},
+}
+
+
+def changes(name: str, staleness: int = 1, **further: Any) -> dict[str, Any]:
+    sampling = SAMPLING | {"staleness": staleness}
+    return {"trainer": METHODS[name], "sampling": sampling, "iterations": 4, "evaluation": {"every": 0}, **further}
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_one_run_whoever_draws_and_wherever_it_stops(
+    folder: Path, model: Path, name: str, staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn here when it is needed, and there ahead of time, in one go and resumed after the second iteration."""
+    here = train(runs.config(folder, model, output=str(folder / "here"), **changes(name, staleness)))
+    far_here.install(monkeypatch)
+    config = runs.config(folder, model, output=str(folder / "far"), engine=far_here.ENGINE, **changes(name, staleness))
+    far = train(config)
+    assert runs.differences(here, far) == []
+    rows = runs.rows(far)[1:] if runs.rows(far)[0]["step"] == 0 else runs.rows(far)
+    assert [row["staleness"] for row in rows] == [float(min(k, staleness)) for k in range(4)]
+    again = folder / "again"
+    shutil.copytree(far, again)
+    for step in (3, 4):
+        shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
+    train(config.model_copy(update={"output": str(again)}), again)
+    assert runs.differences(far, again) == []
+    kept = checkpoint.load(checkpoint.latest(Run(far).checkpoints) or far).tensors["kept-drawing"]
+    assert {key.split("/")[0] for key in kept} == {str(k) for k in range(3 - staleness, 4)}
+    if name != "diffusion_nft":  # what was drawn by the present weights has no weight; later ones are near 1
+        assert "importance/mean" not in rows[0]
+        assert all(0 < row["importance/max_abs_dev"] < 0.5 for row in rows[1:])
+
+
+@pytest.mark.parametrize("name", ["window", "diffusion_nft"])
+def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
+    """At a rate of 0 all versions are one: the run without staleness, and every weight exactly 1."""
+    still = {"optimizer": {"lr": 1e-30}}
+    new = train(runs.config(folder, model, output=str(folder / "new"), **changes(name, 0, **still)))
+    old = train(runs.config(folder, model, output=str(folder / "old"), **changes(name, 2, **still)))
+    for ours, theirs in zip(runs.rows(new), runs.rows(old), strict=True):
+        assert {key: value for key, value in theirs.items() if key in ours and "calls" not in key} == {
+            key: value for key, value in ours.items() if "calls" not in key
+        }
+    if name == "window":
+        assert [row["importance/max_abs_dev"] for row in runs.rows(old)[-3:]] == [0.0] * 3
+
+
+def test_the_samples_are_those_of_the_earlier_weights(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replayed by the weights of the checkpoint before, the recorded log-probabilities come back to the bit; by the
+    present ones they do not."""
+    seen: list[float] = []
+    collect = transitions.collect
+
+    def watched(run: Any, plan: Any, draw_by: Callable[..., Any]) -> Any:
+        rollouts = collect(run, plan, draw_by)
+        trajectory = next(iter(rollouts.mine.values())).pieces[0].trajectory
+        step, recorded = next(iter(trajectory.log_probs.items()))
+        apart: Callable[[], float] = lambda: float(  # noqa: E731
+            (run.policy.replay(trajectory, step).log_prob - recorded).abs().max()
+        )
+        with torch.no_grad(), run.policy.uncounted():
+            if run.iteration:
+                before = checkpoint.load(run.process.run.checkpoints / f"step-{run.iteration:06d}")
+                values = before.tensors["kept-drawing"]
+                number = run.iteration - 1
+                named = {key: values[f"{number}/{key}"] for key in run.weights.named}
+                with run.weights.lent(named):
+                    seen.append(apart())
+                assert apart() > 0
+        return rollouts
+
+    monkeypatch.setattr("genrl.diffusion.methods.flow_grpo.train.collect", watched)
+    train(runs.config(folder, model, **changes("window", 1)))
+    assert seen == [0.0] * 3
+
+
+def test_decoupled_surrogate() -> None:
+    """The clipped surrogate of the weighted advantage is decoupled PPO; weights above the largest are 0."""
+    generator = torch.Generator().manual_seed(0)
+    new, near, far = (torch.randn(200, generator=generator, dtype=torch.float64) * s for s in (0.2, 0.2, 2.0))
+    advantage = torch.randn(200, generator=generator, dtype=torch.float64)
+    weight = staleness_weight(near, far)
+    ours = clipped_surrogate(new, near, weight * advantage, 0.2, 0.2).loss
+    theirs = decoupled_surrogate(new, near, far, advantage, 0.2, largest_weight=5.0)
+    assert 0 < int(theirs.kept.sum()) < 200
+    torch.testing.assert_close(ours[theirs.kept], theirs.loss[theirs.kept])
+    assert ours[~theirs.kept].abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"trainer": {"algorithm": "awm"}}, "awm learns from samples of the present weights; write 0"),
+        ({"trainer": {**GRPO, "tree": {"ways": 2, "at": "window"}, "window": {"size": 1}}}, "trees were not tried"),
+        ({"trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "of the weights that drew; write false"),
+        ({"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}}, "another policy is trained"),
+        ({"iterations": 1}, "all 1 iterations would be drawn before training"),
+        ({"distributed": {"fsdp": True}}, "in shards are not kept"),
+    ],
+)
+def test_refused(folder: Path, model: Path, change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        runs.config(folder, model, **(changes("window") | change))
+
+
+def test_offloaded_rewards_are_refused(folder: Path, model: Path) -> None:
+    rewards = [runs.reward(folder, "redness", offload=True)]
+    runs.config(folder, model, rewards=rewards, **changes("window"))
+    with pytest.raises(ConfigError, match="scored while the model is trained"):
+        runs.config(folder, model, rewards=rewards, engine=far_here.ENGINE, **changes("window"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genrl[ray]'")
+def test_on_ray(folder: Path, model: Path) -> None:
+    """Two real workers, to the bit."""
+    here = train(runs.config(folder, model, output=str(folder / "here"), **changes("window")))
+    engine = {"kind": "ray", "rollout_workers": 2}
+    far = train(runs.config(folder, model, output=str(folder / "far"), engine=engine, **changes("window")))
+    assert runs.differences(here, far) == []
