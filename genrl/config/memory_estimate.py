@@ -113,12 +113,14 @@ def _by_block(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
 
 def _unpacked(config: Config, components: tuple[Component, ...]) -> int:
     """torchao and diffusers' GGUF layers unpack a weight to multiply by it, and the graph keeps that copy: of all
-    blocks, or of the one that is computed again. bitsandbytes unpacks it once more in the backward pass."""
+    blocks, or of the one that is computed again, but for layers that scale and shift by the timestep (`norm1.linear`),
+    through which no gradient of an adapter runs. bitsandbytes unpacks it once more in the backward pass."""
     model, total = config.model, 0
     for component in components:
         kind = quantized(model, [component.name]).get(component.name)
         if component.name in DENOISERS and (kind in ("int8", "fp8") or is_gguf(model.path)):
-            blocks = _by_block({name: shape for name, shape in component.shapes.items() if _is_linear(name, shape)})
+            linear = {name: shape for name, shape in component.shapes.items() if _is_linear(name, shape)}
+            blocks = _by_block({name: shape for name, shape in linear.items() if ".norm" not in name})
             count = max(blocks.values()) if model.gradient_checkpointing else sum(blocks.values())
             total += count * (2 if _half(config) else 4)
     return total
