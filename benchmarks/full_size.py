@@ -310,9 +310,9 @@ MODELS: dict[str, Published] = {
     ),
 }
 EMBEDDED = {"flow_grpo": "configs/flow_grpo.yaml", "diffusion_nft": "configs/quickstart.yaml"}
-WORDS = "{train: assets/prompts/words_train.txt, eval: assets/prompts/words_eval.txt}"
+PROMPTS = ("a red cube", "two blue dogs", "a cat under a table", "the word genrl")
+"""Few: encodings that are made ahead are kept in the memory of the host, which is that of the device here."""
 SMALL = (
-    f"prompts={WORDS}",
     "rewards=[{name: jpeg}]",
     "sampling.group_size=2",
     "sampling.batch_size=2",
@@ -351,7 +351,8 @@ def configured(model: Published, recipe: str, pipeline: Path, output: Path, pixe
     file = EMBEDDED.get(recipe, f"configs/diffusion/{recipe}.yaml")
     config = load(file)
     assert isinstance(config, Config)
-    changes = [*SMALL, f"model.path={pipeline}", f"output={output}"]
+    (prompts := output.with_suffix(".txt")).write_text("\n".join(PROMPTS))
+    changes = [*SMALL, f"prompts={{train: {prompts}, eval: {prompts}}}", f"model.path={pipeline}", f"output={output}"]
     changes += [f"sampling.height={pixels}", f"sampling.width={pixels}", f"sampling.num_inference_steps={STEPS}"]
     changes += [f"evaluation.num_inference_steps={STEPS}"]  # `genrl sample` takes it
     changes += [f"sampling.prompts_per_iteration={config.trainer.updates}"]  # a micro-batch for each update
