@@ -22,15 +22,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import brief_runs
 from benchmarks.common import parser, save
-from benchmarks.drill import Row
+from benchmarks.drill import ROOT, Row, begun, config_of, newest, train_file
+from benchmarks.ray_drills import killed_on_ray
 from benchmarks.server_drills import broken_servers, mutated_bodies, slow_strangers
 from genrl.config import AnyConfig, dump, load
 from genrl.runtime import checkpoint, frame
@@ -39,32 +38,12 @@ from genrl.runtime.run import Run, read_metrics
 from tests import run_folders
 from tests.planted import replayed
 
-ROOT = Path(__file__).resolve().parents[1]
 KINDS = {"pipeline": "flow_grpo.yaml", "policy in simulation": "vla/flow_sde.yaml", "token model": "vlm/grpo.yaml"}
 PLANTED = [
     *("flow_grpo.yaml", "diffusion/diffusion_nft.yaml", "diffusion/tree_rpo.yaml", "diffusion/dpo.yaml"),
     *("vla/flow_sde.yaml", "vla/dppo.yaml", "vla/sft.yaml"),
     *("vlm/grpo.yaml", "vlm/bgpo.yaml", "vlm/grid_grpo.yaml"),
 ]
-
-
-def config_of(name: str, folder: Path, iterations: int, **more: object) -> AnyConfig:
-    """A brief run of an embedded configuration."""
-    small = brief_runs.overrides(brief_runs.load(ROOT / "configs" / name), iterations)
-    small |= {"evaluation.every": 0, **more}
-    changes = [f"{key}={value}" for key, value in small.items()]
-    return load(ROOT / "configs" / name, [*changes, f"output={folder}", "trackers=[]"])
-
-
-def train_file(path: str, resume: str | None) -> None:
-    """Child: train the YAML file, or go on in the folder `resume`."""
-    os.chdir(ROOT)
-    frame.train(load(Path(path)), Path(resume) if resume else None)
-
-
-def begun(path: Path, run: Path, log: Path) -> BaseProcess:
-    resume = str(run) if Run(run).config.is_file() else None
-    return run_folders.start(train_file, str(path), resume, log=log)
 
 
 # -- processes that end ----------------------------------------------------------------------------------------------
@@ -86,7 +65,7 @@ def _killed(kind: str, name: str, folder: Path, kills: int, chance: random.Rando
     for number in range(kills):
         started, process = time.monotonic(), begun(path, run, folder / "log")
         if number == 0:  # how long it takes until the first save
-            while _newest(run) < 1 and process.exitcode is None:
+            while newest(run) < 1 and process.exitcode is None:
                 time.sleep(0.01)
             startup = time.monotonic() - started
         else:
@@ -95,7 +74,7 @@ def _killed(kind: str, name: str, folder: Path, kills: int, chance: random.Rando
             notes.append(f"{kind}, before kill {number + 1}: ended by itself: {(folder / 'log').read_text()[-300:]}")
         process.kill()
         process.join()
-        now = _newest(run)
+        now = newest(run)
         if now < least:
             notes.append(f"{kind}, kill {number + 1}: a checkpoint was lost")
         least = max(least, now)
@@ -106,18 +85,13 @@ def _killed(kind: str, name: str, folder: Path, kills: int, chance: random.Rando
     return Row(f"killed at random: {kind}", kills, 0 if notes else kills, lost, tuple(notes[:20]))
 
 
-def _newest(run: Path) -> int:
-    found = checkpoint.latest(Run(run).checkpoints) if Run(run).checkpoints.is_dir() else None
-    return int(found.name.removeprefix("step-")) if found else -1
-
-
 def stopped_and_continued(tries: int, chance: random.Random) -> Iterator[Row]:
     """SIGSTOP for longer than `distributed.timeout_s`, then SIGCONT."""
     with tempfile.TemporaryDirectory() as place:
         run, path = Path(place) / "run", Path(place) / "run.yaml"
         path.write_text(dump(config_of("vla/flow_sde.yaml", run, 1000, **{"distributed.timeout_s": 3})))
         process, survived = begun(path, run, Path(place) / "log"), 0
-        while _newest(run) < 1 and process.exitcode is None:
+        while newest(run) < 1 and process.exitcode is None:
             time.sleep(0.01)
         for _ in range(tries):
             if process.exitcode is not None or process.pid is None:
@@ -125,10 +99,10 @@ def stopped_and_continued(tries: int, chance: random.Random) -> Iterator[Row]:
             os.kill(process.pid, signal.SIGSTOP)
             time.sleep(4.0 + chance.random())
             os.kill(process.pid, signal.SIGCONT)
-            before, until = _newest(run), time.monotonic() + 60
-            while process.exitcode is None and _newest(run) <= before and time.monotonic() < until:
+            before, until = newest(run), time.monotonic() + 60
+            while process.exitcode is None and newest(run) <= before and time.monotonic() < until:
                 process.join(0.2)
-            survived += process.exitcode is None and _newest(run) > before
+            survived += process.exitcode is None and newest(run) > before
         process.kill()
         process.join()
     yield Row("stopped for longer than timeout_s", tries, survived, "nothing" if survived == tries else "the run ended")
@@ -321,6 +295,7 @@ def planted_nan(tries: int, _: random.Random) -> Iterator[Row]:
 
 DRILLS: dict[str, tuple[Callable[[int, random.Random], Iterator[Row]], int]] = {
     "killed at random": (killed_at_random, 100),
+    "killed on Ray": (killed_on_ray, 50),
     "files damaged": (damaged_files, 0),
     "bits of a manifest flipped": (flipped_manifests, 3000),
     "disk full": (full_disk, 0),
@@ -344,11 +319,16 @@ def run_drill(name: str, tries: int | None = None, seed: int = 0) -> list[Row]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--kills", type=int, default=100, help="over all kinds of run; default: 100")
+    arguments.add_argument("--ray-kills", type=int, default=50, help="of a run on a Ray cluster; default: 50")
     arguments.add_argument("--flips", type=int, default=3000, help="of bits of a manifest; default: 3000")
     arguments.add_argument("--only", nargs="+", choices=DRILLS, default=list(DRILLS), metavar="DRILL")
     given = arguments.parse_args()
     os.chdir(ROOT)
-    tries = {"killed at random": given.kills, "bits of a manifest flipped": given.flips}
+    tries = {
+        "killed at random": given.kills,
+        "killed on Ray": given.ray_kills,
+        "bits of a manifest flipped": given.flips,
+    }
     found: list[Row] = []
     print("| drill | tries | survived | lost |\n| --- | --- | --- | --- |", flush=True)
     for name in given.only:

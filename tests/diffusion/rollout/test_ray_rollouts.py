@@ -43,14 +43,18 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two CPUs."""
+    """Two nodes of one CPU."""
     os.environ.update({"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"})  # when busy
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
+    from ray.cluster_utils import Cluster
 
-    ray.init("local", num_cpus=2, object_store_memory=2**27, log_to_driver=False, include_dashboard=False)
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    nodes.add_node(num_cpus=1)
+    ray.init(address=nodes.address, log_to_driver=False, include_dashboard=False)
     yield ray
     ray.shutdown()
+    nodes.shutdown()
 
 
 def process_of(actor: Any) -> int:

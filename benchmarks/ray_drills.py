@@ -1,0 +1,105 @@
+"""Kills at random moments in a run whose samples are drawn on a Ray cluster of two nodes (`benchmarks.drills`)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drill import Row, begun, config_of, newest
+from genrl.config import dump, load
+from genrl.runtime import frame
+from genrl.runtime.run import Run, read_metrics
+from tests import run_folders
+
+STRIKES = ("rollout worker", "node", "trainer")
+LONG_S = 300.0
+"""Without a new iteration for so long, a run hangs."""
+
+
+def killed_on_ray(kills: int, chance: random.Random) -> Iterator[Row]:
+    """SIGKILL to a rollout worker, to all that runs on a node (which comes back), or to the process that trains (which
+    is started again), at random moments; then the run goes on to its end. With samples drawn ahead of training."""
+    os.environ.update({"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"})  # when busy
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            yield _killed(nodes, Path(place), kills, chance)
+    finally:
+        nodes.shutdown()
+
+
+def _killed(nodes: Any, folder: Path, kills: int, chance: random.Random) -> Row:
+    run, path, log = folder / "cut", folder / "run.yaml", folder / "log"
+    more = {"optimizer.schedule": "constant", "sampling.staleness": 1, "sampling.batch_size": 8}
+    alone = config_of("flow_grpo.yaml", run, 10**6, **more)
+    there = {"engine.kind": "ray", "engine.rollout_workers": 2, "engine.address": nodes.address}
+    path.write_text(dump(config_of("flow_grpo.yaml", run, 10**6, **more, **there)))
+    node, process = nodes.add_node(num_cpus=2), begun(path, run, log)
+    counts, notes = dict.fromkeys(STRIKES, 0), list[str]()
+    for number in range(kills):
+        if not _goes_on(process, run):
+            notes.append(f"kill {number + 1}: the run ended or hung: {log.read_text()[-300:]}")
+            process.kill()
+            process.join()
+            process = begun(path, run, log)
+            continue
+        time.sleep(chance.uniform(0.0, 3.0))
+        what = chance.choice(STRIKES)
+        counts[what] += 1
+        if what == "trainer":
+            process.kill()
+            process.join()
+            process = begun(path, run, log)
+        elif what == "node":
+            nodes.remove_node(node, allow_graceful=False)
+            node = nodes.add_node(num_cpus=2)
+        elif workers := _rollout_workers():
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(chance.choice(workers), signal.SIGKILL)
+    if not _goes_on(process, run):
+        notes.append(f"after the last kill the run ended or hung: {log.read_text()[-300:]}")
+    process.kill()
+    process.join()
+    last = newest(run) + 2
+    (folder / "alone.yaml").write_text(dump(alone))
+    straight = frame.train(load(folder / "alone.yaml", [f"iterations={last}", f"output={folder / 'whole'}"]))
+    notes += run_folders.differences(straight, frame.train(load(path, [f"iterations={last}"]), run))
+    lost = "work since the last save" if not notes else "; ".join(notes)[:200]
+    named = ", ".join(f"{count} x {what}" for what, count in counts.items())
+    return Row(f"killed on Ray ({named})", kills, kills - len(notes), lost, tuple(notes[:20]))
+
+
+def _goes_on(process: Any, run: Path) -> bool:
+    """Wait for one more iteration."""
+    before, until = _rows(run), time.monotonic() + LONG_S
+    while process.exitcode is None and time.monotonic() < until:
+        if _rows(run) > before:
+            return True
+        process.join(0.1)
+    return False
+
+
+def _rows(run: Path) -> int:
+    """Finished iterations."""
+    rows = read_metrics(Run(run).metrics) if Run(run).metrics.is_file() else []
+    return int(rows[-1]["step"]) if rows else -1
+
+
+def _rollout_workers() -> list[int]:
+    """Processes that draw, on any node of this machine."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(b"ray::RolloutActor"):
+                found.append(int(folder.name))
+    return found
