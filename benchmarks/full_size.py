@@ -414,9 +414,9 @@ def child(file: str) -> None:
 
 
 def last_line(*command: str) -> str:
-    """Of what it prints. Raises RuntimeError with all of it where it fails."""
+    """Of what it prints. Raises RuntimeError with all of it where it fails, or says that the first ratio is not 1."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=os.environ | GIVES_BACK)
-    if done.returncode:
+    if done.returncode or "is off 1 by" in done.stdout + done.stderr:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout.strip().rpartition("\n")[2]
 
