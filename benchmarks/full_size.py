@@ -310,7 +310,7 @@ MODELS: dict[str, Published] = {
     ),
 }
 EMBEDDED = {"flow_grpo": "configs/flow_grpo.yaml", "diffusion_nft": "configs/quickstart.yaml"}
-PROMPTS = ("a red cube", "two blue dogs", "a cat under a table", "the word genrl")
+PROMPTS = ("a red cube", "two blue dogs", "a cat under a table", "a green star", "the word genrl")
 """Few: encodings that are made ahead are kept in the memory of the host, which is that of the device here."""
 SMALL = (
     "rewards=[{name: jpeg}]",
@@ -351,8 +351,10 @@ def configured(model: Published, recipe: str, pipeline: Path, output: Path, pixe
     file = EMBEDDED.get(recipe, f"configs/diffusion/{recipe}.yaml")
     config = load(file)
     assert isinstance(config, Config)
-    (prompts := output.with_suffix(".txt")).write_text("\n".join(PROMPTS))
-    changes = [*SMALL, f"prompts={{train: {prompts}, eval: {prompts}}}", f"model.path={pipeline}", f"output={output}"]
+    train, held_out = output.with_suffix(".train.txt"), output.with_suffix(".eval.txt")
+    train.write_text("\n".join(PROMPTS[:-1]))
+    held_out.write_text(PROMPTS[-1])
+    changes = [*SMALL, f"prompts={{train: {train}, eval: {held_out}}}", f"model.path={pipeline}", f"output={output}"]
     changes += [f"sampling.height={pixels}", f"sampling.width={pixels}", f"sampling.num_inference_steps={STEPS}"]
     changes += [f"evaluation.num_inference_steps={STEPS}"]  # `genrl sample` takes it
     changes += [f"sampling.prompts_per_iteration={config.trainer.updates}"]  # a micro-batch for each update

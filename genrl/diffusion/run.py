@@ -252,6 +252,7 @@ class DiffusionRun:
             loop.memory["scores"] = {label: asdict(found) for label, found in self.rollouts.running.items()}
         elapsed = time.perf_counter() - loop.started
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
+        calls = gather_object([(self._sample_calls, train_calls)])
         row = dict(metrics) | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
         if self.versions is not None:
             row["staleness"] = float(self.age)
@@ -260,8 +261,8 @@ class DiffusionRun:
         row |= {
             "lr": loop.lr,
             "images_per_s": config.sampling.images_per_iteration / elapsed,
-            "model_calls/sample": sum(gather_object([self._sample_calls])) / self.process.context,
-            "model_calls/train": sum(gather_object([train_calls])) / self.process.context,
+            "model_calls/sample": sum(sample for sample, _ in calls) / self.process.context,
+            "model_calls/train": sum(train for _, train in calls) / self.process.context,
         }
         if loop.evaluates_at(self.iteration + 1) and self.is_main:
             draw_best_and_worst(self.rollouts, self.process.run, self.process.log, self.iteration + 1)

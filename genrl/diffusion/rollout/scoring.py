@@ -8,7 +8,7 @@ in the background or not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -192,9 +192,12 @@ class Scoring:
                         found += self._ask(self._single, slots, images)
                         self.beat()
             found += self._of_groups()
-        if any(gather_object([self._short is not None])):
+        everything = gather_object([(self._short is not None, found, self._broken)])
+        if any(short for short, _, _ in everything):
             raise self._short or torch.OutOfMemoryError("memory ran out while another process scored")
-        return _gathered(list(self.scorers.rewards), found, self._broken, len(self.rows))
+        scores = [item for _, items, _ in everything for item in items]
+        broken = {slot for _, _, slots in everything for slot in slots}
+        return _gathered(list(self.scorers.rewards), scores, broken, len(self.rows))
 
     @contextmanager
     def _until_all_are_there(self) -> Iterator[None]:
@@ -253,13 +256,12 @@ def score(
         return scoring.result()
 
 
-def _gathered(labels: Sequence[str], found: list[Found], broken: list[int], count: int) -> Scored:
-    everything: list[Found] = gather_object(found)
-    without = set(gather_object(broken))
+def _gathered(labels: Sequence[str], found: Sequence[Found], without: Collection[int], count: int) -> Scored:
+    """Scores of `count` samples, by label; those of the slots `without` one are NaN."""
     values = {label: torch.full((count,), math.nan, dtype=torch.float64) for label in labels}
     parts: dict[str, Tensor] = {}
     failures: dict[str, list[rewards.Failure]] = {label: [] for label in labels}
-    for label, slots, scores in everything:
+    for label, slots, scores in found:
         values[label][slots] = torch.tensor(scores.values, dtype=torch.float64)
         values[label][[slot for slot in slots if slot in without]] = math.nan
         failures[label] += scores.failures

@@ -88,7 +88,7 @@ def test_memory_that_runs_out_is_told_to_all_processes(background: bool, monkeyp
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
             scored_by({"b": brightness, "full": reward}, background=background)
     everyone = "genrl.diffusion.rollout.scoring.gather_object"
-    monkeypatch.setattr(everyone, lambda mine: [*mine, True] if mine == [False] else mine)
+    monkeypatch.setattr(everyone, lambda mine: [*mine, (True, [], [])] if mine[0][0] is False else mine)
     with pytest.raises(torch.OutOfMemoryError, match="another process"):
         scored_by({"b": brightness}, background=background)
 
