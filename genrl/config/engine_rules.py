@@ -56,6 +56,8 @@ def staleness_rules(config: Config) -> Iterator[Finding]:
     if not getattr(trainer, "guidance_in_training", True):
         text = "samples are weighted by how likely they still are, and another policy is trained than draws; write 0"
         yield (at, "trainer.guidance_in_training"), text
+    if config.distributed.context > 1:
+        yield ("distributed.context", at), "was not tried with it; write 1"
     if config.shards:
         yield (config.sharded_by, at), "weights in shards are not kept for later; write 0"
     for number, reward in enumerate(config.rewards):

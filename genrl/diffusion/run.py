@@ -33,10 +33,11 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.ahead import Ahead, Versions
 from genrl.diffusion.rollout.forest import Draw
-from genrl.diffusion.rollout.ray_rollouts import RayRollouts
+from genrl.diffusion.rollout.ray_rollouts import RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
+    Source,
     Worker,
     collect,
     drawn_here,
@@ -175,7 +176,7 @@ class DiffusionRun:
         if self.far is not None:
             with drawing():
                 order = self.far.order(draw, self.weights.named, worker)
-            source = self.far.source(order, worker, self.policy.device, self._count)
+            source = self._unpacked(self.far.source(order, worker, self._count))
         else:
             beat = partial(self.loop.advance_or_leave, 0)
             source = drawn_here(config, self.policy, draw, worker, under=drawing, beat=beat)
@@ -188,7 +189,11 @@ class DiffusionRun:
         for iteration in range(self.iteration, last + 1):
             if iteration not in self.ahead.underway:
                 order = self.far.order(draws(iteration), self.versions.of(iteration), self.worker)
-                self.ahead.begin(self.config, self.policy.device, sheet_of(iteration), order, self.worker)
+                self.ahead.begin(self.config, sheet_of(iteration), order, self.worker)
+
+    def _unpacked(self, source: Source) -> Source:
+        """With what was on the device of a worker on this process's."""
+        return lambda jobs: ((position, unpacked(found, self.policy.device)) for position, found in source(jobs))
 
     def _count(self, calls: int) -> None:
         """Model calls that were made elsewhere."""

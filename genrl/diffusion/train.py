@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import torch
 from accelerate import Accelerator
@@ -72,7 +73,8 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     """Load prompts, rewards and the pipeline, and make its parameters trainable."""
     device, stop = process.accelerator.device, process.stop
     prompts, eval_prompts = read_prompts(config)
-    scorers = open_scorers(config, str(device), stopped=lambda: stop.requested)
+    closing = Event()
+    scorers = open_scorers(config, str(device), stopped=lambda: stop.requested or closing.is_set())
     stack.callback(scorers.close)
     check_rewards(config, scorers, prompts, eval_prompts)
     process.progress.phase("loading")
@@ -91,7 +93,7 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if config.sampling.staleness:
         run.versions = Versions(config.sampling.staleness)
     if far is not None and run.versions is not None:
-        run.ahead = Ahead(far, scorers)
+        run.ahead = Ahead(far, scorers, policy.device, closing)
         stack.callback(run.ahead.close)
     optimizer = make_optimizer([{"params": weights.parameters, "name": "policy"}], config.optimizer)
     schedule = Schedule(config.optimizer, {"policy": config.optimizer.lr}, config.iterations, config.optimizer_steps)

@@ -31,6 +31,11 @@ class Kept:
     restored: dict[str, dict[str, Any]] = field(default_factory=dict)
     """States from a checkpoint of what is not kept yet."""
 
+    @property
+    def changing(self) -> dict[str, Stateful]:
+        """Those that iterations change."""
+        return {name: thing for name, thing in self.things.items() if name not in self.unchanging}
+
     def keep(self, name: str, thing: Stateful, *, changes: bool) -> None:
         """Keep it from here on. It gets the state that was restored under its name, or that of the one before it."""
         before = self.things.get(name)

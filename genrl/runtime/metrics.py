@@ -224,7 +224,13 @@ _OLDER = {
     "importance/mean": MetricDoc(
         "mean over samples and trained steps of w = exp(log-prob before the first update - log-prob when sampled); 0 "
         "where it is above 5. Policy gradients only",
-        "About 1. Far from it, samples are too old for the learning rate.",
+        "About 1. Far from it, samples are too old for the learning rate. Of log-probabilities that are means over D "
+        "numbers it is a D-th root, so small deviations say much.",
+    ),
+    "importance/left_out": MetricDoc(
+        "share of samples and trained steps whose w was above 5: 0, not learned from",
+        "Above 0: samples are too old.",
+        "share 0..1",
     ),
     "importance/max_abs_dev": MetricDoc("max of |w - 1| over samples and trained steps", "As `importance/mean`."),
 }

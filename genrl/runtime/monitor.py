@@ -40,7 +40,7 @@ class Best:
 def prepare(loop: Loop) -> None:
     """Before the first evaluation, and after a trainer has said what it keeps."""
     settings = loop.config.evaluation.monitor
-    if settings is not None and settings.action == "roll_back" and loop.kept.things:
+    if settings is not None and settings.action == "roll_back" and loop.kept.changing:
         loop.keep(BEST, Best())
 
 
@@ -62,7 +62,7 @@ def watch(loop: Loop, metrics: Mapping[str, float]) -> dict[str, float]:
         with loop.averaged():
             loop.weights.snapshot(BEST)
         if BEST in loop.kept.things:
-            kept = {name: thing.state_dict() for name, thing in loop.kept.things.items() if name != BEST}
+            kept = {name: thing.state_dict() for name, thing in loop.kept.changing.items() if name != BEST}
             loop.kept.things[BEST].load_state_dict(deepcopy(kept))
     back = fallen_since(list(seen.values()), tolerance=settings.tolerance, patience=settings.patience)
     ended = None if back is None else int(list(seen)[back])

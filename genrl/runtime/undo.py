@@ -51,8 +51,8 @@ class Undo:
         memory = {
             key: dict(value) if isinstance(value, dict) else deepcopy(value) for key, value in loop.memory.items()
         }
-        changing = {name: thing for name, thing in loop.kept.things.items() if name not in loop.kept.unchanging}
-        kept = {name: state.copied(thing.state_dict()) for name, thing in changing.items()} if copies else {}
+        changing = loop.kept.changing if copies else {}
+        kept = {name: state.copied(thing.state_dict()) for name, thing in changing.items()}
         return cls(memory, kept, loop.optimizer_steps, copies)
 
     def apply(self, loop: Loop) -> None:

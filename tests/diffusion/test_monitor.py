@@ -145,3 +145,13 @@ def test_two_and_two_iterations_are_four(folder: Path, model: Path, stop: int, m
 def test_what_cannot_be_watched(folder: Path, model: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(folder, model, **changes)
+
+
+def test_a_run_with_older_samples_goes_on_after_its_roll_back(folder: Path, model: Path) -> None:
+    """The versions that draw are not put back: the number of iterations is not either."""
+    older = {"sampling": {"staleness": 1}, "monitor": {"action": "roll_back", "patience": 1}, "ema": None}
+    ended = train(config(folder, model, **older))
+    assert (last := checkpoint.latest(Run(ended).checkpoints)) is not None and last.name == "step-000002"
+    assert not any("best" in name for name in checkpoint.load(last).tensors if name.startswith("kept"))
+    train(config(folder, model, **{**older, "evaluation": {"every": 0}, "iterations": 4}), ended)
+    assert [row["staleness"] for row in runs.rows(ended)[-2:]] == [1.0, 1.0]

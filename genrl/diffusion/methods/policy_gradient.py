@@ -35,7 +35,8 @@ ReferenceKL = Literal["gaussian", "gaussian_dt", "mean_square", "velocity", "x_p
 METRICS = {
     "loss/policy": MetricDoc("the policy term of `loss` alone", "As `loss`."),
     "ratio/mean": MetricDoc(
-        "mean of exp(log-prob now - log-prob when sampled) over samples and trained steps",
+        "mean of exp(log-prob now - log-prob when sampled; with `sampling.staleness`: before the first update) over "
+        "samples and trained steps",
         "Exactly 1 in the first update of an on-policy iteration, close to 1 afterwards.",
     ),
     "ratio/std": MetricDoc(

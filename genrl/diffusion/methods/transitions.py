@@ -23,7 +23,7 @@ from genrl.diffusion.methods.plans import choose_kernel, kept_steps, sampling_pl
 from genrl.diffusion.methods.policy_gradient import PolicyGradient
 from genrl.diffusion.methods.steps import evidence, recorded_step, replayed
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Replayed
+from genrl.diffusion.policy.trajectory import Batch, Replayed, Trajectory
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -125,11 +125,19 @@ def actions_of(
             importance: dict[int, Tensor] = {}
             if run.age or not settings.guidance_in_training:
                 batch = trained_under(run.policy, settings, trajectory.batch)
-                drawn, logs = logs, {i: run.policy.replay(trajectory, i, batch).log_prob for i in logs}
+                drawn, logs = logs, {i: log_prob_before(run, trajectory, i, batch) for i in logs}
                 importance = {i: staleness_weight(logs[i], drawn[i]) for i in logs} if run.age else {}
             for i, log_prob in logs.items():
                 actions.append(Action(number, piece, i, log_prob, importance.get(i)))
                 number += 1
+    return found
+
+
+def log_prob_before(run: DiffusionRun, trajectory: Trajectory, step: int, batch: Batch) -> Tensor:
+    """Of a transition, before the first update, [B]."""
+    with run.loop.fitting():
+        found = run.policy.replay(trajectory, step, batch).log_prob
+    run.loop.advance_or_leave(0)
     return found
 
 
@@ -250,6 +258,7 @@ def measure(meter: Meter, results: Results, given: Recorded) -> None:
     if "importance" in given:
         trained = weight > 0
         meter.add("importance/mean", given["importance"], trained)
+        meter.add("importance/left_out", given["importance"] == 0, trained)
         meter.add("importance/max_abs_dev", (given["importance"] - 1.0).abs(), trained)
 
 

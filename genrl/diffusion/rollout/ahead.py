@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from genrl.config import Config
-from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts
+from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts, unpacked
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, Sheet, Worker, drawn_and_scored, gathered
 from genrl.diffusion.rollout.scoring import Scorers, Scoring
 from rewards.compose import Running
@@ -35,6 +36,9 @@ class Underway:
     count: int
     """Micro-batches that this process has of it."""
     drawn: SimpleQueue[tuple[int, MicroBatch]] = field(default_factory=SimpleQueue)
+    """As they came (`unpacked`): they wait on the CPU."""
+    beaten: Event = field(default_factory=Event)
+    """Whether something was heard of the workers since it was asked last."""
     calls: int = 0
     """Model calls of what was drawn."""
     work: Future[None] | None = None
@@ -70,24 +74,28 @@ class Versions:
 
 
 class Ahead:
-    """The iterations on their way. It ends the workers that draw them when it is closed."""
+    """The iterations on their way. It ends the workers that draw them when it is closed.
 
-    def __init__(self, far: RayRollouts, scorers: Scorers) -> None:
-        self.far, self.scorers = far, scorers
+    device: of the samples that are taken. closing: is set where nobody waits for scores any more.
+    """
+
+    def __init__(self, far: RayRollouts, scorers: Scorers, device: torch.device, closing: Event) -> None:
+        self.far, self.scorers, self.device, self.closing = far, scorers, device, closing
         self.underway: dict[int, Underway] = {}
         self._thread = ThreadPoolExecutor(1, "drawing", torch.set_num_threads, (torch.get_num_threads(),))
 
-    def begin(self, config: Config, device: torch.device, sheet: Sheet, order: Order, worker: Worker) -> None:
-        """Draw and score an iteration, after those that are on their way already. device: of the samples."""
+    def begin(self, config: Config, sheet: Sheet, order: Order, worker: Worker) -> None:
+        """Draw and score an iteration, after those that are on their way already."""
         scoring = Scoring(self.scorers, sheet.rows, sheet.group.tolist(), background=True, beat=worker.beat)
         count = len(range(worker.process, len(sheet.plan), worker.num_processes))
         underway = self.underway[sheet.iteration] = Underway(sheet, scoring.__enter__(), count)
-        here = Worker(worker.process, worker.num_processes, worker.member, worker.members)  # tells nobody of its work
+        place = (worker.process, worker.num_processes, worker.member, worker.members)
+        here = Worker(*place, beat=underway.beaten.set)  # the run is told by the thread that waits
 
         def counted(calls: int) -> None:
             underway.calls += calls
 
-        source = self.far.source(order, here, device, counted)
+        source = self.far.source(order, here, counted)
 
         def work() -> None:
             for item in drawn_and_scored(config, sheet, source, scoring, here):
@@ -98,30 +106,33 @@ class Ahead:
     def take(self, iteration: int, worker: Worker, *, running: Mapping[str, Running]) -> tuple[Rollouts, int]:
         """The samples of this iteration, once all are there, and the model calls that they took."""
         underway = self.underway[iteration]
-        rollouts = gathered(underway.sheet, _heard(underway, worker), underway.scoring, worker, running=running)
+        drawn = self._heard(underway, worker)
+        rollouts = gathered(underway.sheet, drawn, underway.scoring, worker, running=running)
         del self.underway[iteration]
         underway.scoring.__exit__()
         return rollouts, underway.calls
 
     def close(self) -> None:
         """End the workers, and what is on its way."""
+        self.closing.set()
         self.far.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
         for underway in self.underway.values():
             underway.scoring.__exit__()
 
-
-def _heard(underway: Underway, worker: Worker) -> Iterator[tuple[int, MicroBatch]]:
-    """What the second thread draws, as it comes. Raises what went wrong there."""
-    assert underway.work is not None
-    for _ in range(underway.count):
-        with worker.timed("sample"):
-            while True:
-                try:
-                    item = underway.drawn.get(timeout=POLL_S)
-                    break
-                except Empty:
-                    if underway.work.done():
-                        underway.work.result()
-        worker.beat()
-        yield item
+    def _heard(self, underway: Underway, worker: Worker) -> Iterator[tuple[int, MicroBatch]]:
+        """What the second thread draws, as it comes. Raises what went wrong there."""
+        assert underway.work is not None
+        for _ in range(underway.count):
+            with worker.timed("sample"):
+                while True:
+                    if underway.beaten.is_set():
+                        underway.beaten.clear()
+                        worker.beat()
+                    try:
+                        position, micro_batch = underway.drawn.get(timeout=POLL_S)
+                        break
+                    except Empty:
+                        if underway.work.done():
+                            underway.work.result()
+            yield position, unpacked(micro_batch, self.device)

@@ -159,9 +159,9 @@ class RayRollouts:
             sent = self._ray.put((draw, {name: value.detach().cpu() for name, value in weights.items()}))
         return Order(self.version, sent)
 
-    def source(self, order: Order, worker: Worker, device: torch.device, counted: Callable[[int], None]) -> Source:
-        """Micro-batches that the actors draw by this order. device: of the samples; counted: is told the model calls of
-        each micro-batch."""
+    def source(self, order: Order, worker: Worker, counted: Callable[[int], None]) -> Source:
+        """Micro-batches that the actors draw by this order, as they came (`unpacked`). counted: is told the model calls
+        of each."""
 
         def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
             waiting, found = deque(jobs), dict[int, Part]()
@@ -184,7 +184,7 @@ class RayRollouts:
                             self._busy += part.seconds
                             counted(part.model_calls)
                     self._hand_out(waiting, order)
-                yield position, unpacked(found.pop(position).finished, device)
+                yield position, found.pop(position).finished
 
         return drawn
 
@@ -240,6 +240,9 @@ class RayRollouts:
         self._ray.kill(seat.actor)
         self.lost += 1
         seat.actor = self._actor()
+        if self._closed:  # since it was asked above
+            self._ray.kill(seat.actor)
+            raise lost
         self._open(seat)
         return job, lost
 

@@ -27,6 +27,7 @@ from rewards.calls import inner
 from rewards.compose import Component, Gate
 from rewards.contract import Movable
 from rewards.placing import open_reward
+from rewards.service.isolation import Isolated
 from rewards.service.remote import Outage, Remote
 
 Found = tuple[str, list[int], rewards.Scores]  # label, slots, their scores
@@ -52,7 +53,7 @@ class Scorers:
     offloaded: dict[str, str] = field(default_factory=dict)
     """Labels of those whose models are off their device between scorings, and that device."""
     alone: dict[str, Lock] = field(default_factory=dict)
-    """Labels of those that serve one thread at a time; of servers any number may ask."""
+    """Labels of those that serve one thread at a time; any number may ask a server."""
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -101,7 +102,7 @@ def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lamb
             )
             undo.callback(rewards.close, reward)
             opened[label] = reward
-            if not isinstance(reward, Remote):
+            if not isinstance(reward, Remote) or isinstance(reward, Isolated):
                 alone[label] = Lock()
             if settings.offload:
                 if not isinstance(inner(reward), Movable):

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from genrl.config import Config
 from genrl.diffusion.rollout import ray_rollouts
 from genrl.diffusion.rollout.forest import Draw
-from genrl.diffusion.rollout.ray_rollouts import Order, RolloutActor, Work, unpacked
+from genrl.diffusion.rollout.ray_rollouts import Order, RolloutActor, Work
 from genrl.diffusion.rollout.rollout import Finished, Job, Source, Worker
 
 ENGINE = {"kind": "ray", "rollout_workers": 1}
@@ -40,14 +39,14 @@ class Near:
         self.version += 1
         return Order(self.version, pickle.dumps((draw, dict(weights))))
 
-    def source(self, order: Order, worker: Worker, device: torch.device, counted: Callable[[int], None]) -> Source:
+    def source(self, order: Order, worker: Worker, counted: Callable[[int], None]) -> Source:
         def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
             for job in jobs:
                 work = pickle.loads(pickle.dumps(Work(order.version, order.sent, job)))  # noqa: S301
                 part = pickle.loads(pickle.dumps(self.actor.draw(work)))  # noqa: S301
                 assert part.version == order.version
                 counted(part.model_calls)
-                yield job.position, unpacked(part.finished, device)
+                yield job.position, part.finished
 
         return drawn
 

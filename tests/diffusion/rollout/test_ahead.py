@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,10 @@ import torch
 
 from genrl.config import ConfigError
 from genrl.diffusion.methods import transitions
+from genrl.diffusion.methods.noising import solved
+from genrl.diffusion.rollout import ahead
+from genrl.diffusion.rollout.ray_rollouts import Order
+from genrl.diffusion.rollout.rollout import Finished, Job, Sheet, Source, Worker
 from genrl.diffusion.train import train
 from genrl.objectives.surrogates.actor_critic import decoupled_surrogate
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate, staleness_weight
@@ -108,6 +114,35 @@ def test_the_samples_are_those_of_the_earlier_weights(
     assert seen == [0.0] * 3
 
 
+def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the drawing thread hears of the workers, while no micro-batch comes, reaches the run in its own thread."""
+    far_here.install(monkeypatch)
+    settings = runs.config(folder, model, engine=far_here.ENGINE, **changes("diffusion_nft"))
+    with runs.opened(settings) as run:
+        assert run.ahead is not None and run.far is not None and run.versions is not None
+        run.begin(None)
+        threads: list[str] = []
+        worker = Worker(beat=lambda: threads.append(threading.current_thread().name))
+        real = run.far.source
+
+        def slow(order: Order, here: Worker, counted: Callable[[int], None]) -> Source:
+            def drawn(jobs: Iterable[Job]) -> Iterator[tuple[int, Finished]]:
+                for _ in range(3):
+                    here.beat()
+                    time.sleep(2 * ahead.POLL_S)
+                yield from real(order, here, counted)(jobs)
+
+            return drawn
+
+        monkeypatch.setattr(run.far, "source", slow)
+        run.versions.note(0, run.weights.named)
+        sheet = Sheet.of(run.config, run.prompts, 0, leaves=1, roots_together=None)
+        run.ahead.begin(run.config, sheet, run.far.order(solved, run.weights.named, worker), worker)
+        rollouts, calls = run.ahead.take(0, worker, running={})
+        assert len(rollouts.mine) == len(sheet.plan) and calls > 0
+        assert threads.count("MainThread") == len(threads) >= 3
+
+
 def test_decoupled_surrogate() -> None:
     """The clipped surrogate of the weighted advantage is decoupled PPO; weights above the largest are 0."""
     generator = torch.Generator().manual_seed(0)
@@ -130,6 +165,8 @@ def test_decoupled_surrogate() -> None:
         ({"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}}, "another policy is trained"),
         ({"iterations": 1}, "all 1 iterations would be drawn before training"),
         ({"distributed": {"fsdp": True}}, "in shards are not kept"),
+        ({"distributed": {"context": 2}}, "was not tried with it"),
+        ({"trainer": {"algorithm": "ddpo", "objective": "score_function"}}, "by which older samples would count"),
     ],
 )
 def test_refused(folder: Path, model: Path, change: dict[str, Any], text: str) -> None:

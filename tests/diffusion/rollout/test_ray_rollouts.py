@@ -110,7 +110,7 @@ def test_what_is_wrong_is_told(cluster: Any, folder: Path, model: Path, monkeypa
         assert run.far is not None
         sheet = Sheet.of(run.config, run.prompts, 0, leaves=1, roots_together=None)
         jobs = list(jobs_of(run.config, sheet, Worker()))
-        named, rest = run.weights.named, (Worker(), torch.device("cpu"), lambda calls: None)
+        named, rest = run.weights.named, (Worker(), lambda calls: None)
         with pytest.raises(
             ValueError,
             match=r"how diffusion_nft draws cannot be sent to rollout workers \(.{1,200}\); draw by a function",
@@ -136,7 +136,7 @@ def test_actors_that_are_lost_again_and_again(cluster: Any, folder: Path, model:
     settings = runs.config(folder, model, engine={**WORKERS, "rollout_workers": 1}, **changes("diffusion_nft"))
     far = RayRollouts(settings, 1, torch.device("cpu"))
     far._timeout_s = 0.01
-    source = far.source(far.order(broken, {}, Worker()), Worker(), torch.device("cpu"), lambda calls: None)
+    source = far.source(far.order(broken, {}, Worker()), Worker(), lambda calls: None)
     with pytest.raises(RuntimeError, match="3 rollout workers were lost in a row.*distributed.timeout_s"):
         list(source([ray_rollouts.Job(0, [0], Batch([], [], {}))]))
     far.close()

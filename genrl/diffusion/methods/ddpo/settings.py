@@ -59,6 +59,9 @@ class DDPO(PolicyGradient):
         if self.objective == "score_function" and self.updates * self.epochs > 1:
             keys = ("trainer.objective", "trainer.updates_per_iteration", "trainer.inner_epochs")
             yield keys, "the score function has no ratio: after one update its samples are stale; use 1, or importance"
+        if self.objective == "score_function" and config.sampling.staleness:
+            text = "the score function has no ratio, by which older samples would count; use 0, or importance"
+            yield ("trainer.objective", "sampling.staleness"), text
         size, least = self.history.size, self.history.min_count
         if least > size:
             text = f"{least} rewards are never reached, {size} are kept; use {size} or less"

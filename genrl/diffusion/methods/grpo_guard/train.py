@@ -72,7 +72,9 @@ def means_before(
     for action in [action for micro_batch in later for action in actions[micro_batch.slots[0]]]:
         trajectory = action.piece.trajectory
         batch = trained_under(policy, settings, trajectory.batch)
-        found[action.number] = policy.replay(trajectory, action.step, batch).mean
+        with run.loop.fitting():
+            found[action.number] = policy.replay(trajectory, action.step, batch).mean
+        run.loop.advance_or_leave(0)
     return found
 
 
