@@ -23,8 +23,9 @@ def layer_problems(lora: LoRA, components: Collection[Component]) -> Iterator[tu
                 text = f"no layer of the {denoiser.name} ({denoiser.kind}) is called {target}; its layers end in "
                 yield "model.lora.targets", text + ", ".join(ends)
         adapted += [layer for layer in layers if matches(layer, lora.targets or ATTENTION_LAYERS)]
+    encoders = {c.name for c in components if lora.text_encoders and c.name.startswith("text_encoder")}
     for pattern in lora.ranks if adapted else ():
-        if pattern not in (d.name for d in denoisers) and not any(fits(pattern, layer) for layer in adapted):
+        if pattern not in {d.name for d in denoisers} | encoders and not any(fits(pattern, layer) for layer in adapted):
             names = ", ".join(denoiser.name for denoiser in denoisers)
             text = f"no adapted layer's name ends in {pattern}, and no component is called so; components: {names}; "
             yield f"model.lora.ranks.{pattern}", text + f"a layer: {adapted[0]}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from genrl.config.folders import read_json
 from genrl.config.memory_rules import DENOISERS
-from genrl.config.schema import ATTENTION_LAYERS, Config
+from genrl.config.schema import ATTENTION_LAYERS, ENCODER_LAYERS, Config
 from genrl.config.sections import LoRA
 
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -172,10 +172,13 @@ def trained_parameters(config: Config, components: tuple[Component, ...]) -> int
     if lora.begin is not None:
         files = [file for file in Path(lora.begin).expanduser().rglob("*.safetensors") if file.is_file()]
         return sum(math.prod(shape) for file in files for _, shape, _ in read_header(file))
-    targets = lora.targets or ATTENTION_LAYERS
+    adapted = [(component, lora.targets or ATTENTION_LAYERS) for component in denoisers]
+    if lora.text_encoders:  # which of them diffusers loads adapters of, its classes tell: those of CLIP
+        clip = [c for c in components if c.name.startswith("text_encoder") and c.kind.startswith("CLIP")]
+        adapted += [(component, ENCODER_LAYERS) for component in clip]
     return sum(
         _adapter_size(lora, rank_of(lora, component.name, module), shape)
-        for component in denoisers
+        for component, targets in adapted
         for module, shape in _adapted(component, targets)
     )
 

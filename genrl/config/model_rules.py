@@ -28,6 +28,7 @@ def model_rules(config: Config) -> Iterator[Finding]:
         yield ("model.revision", "model.path"), "a folder has no revisions; remove it, or use a hub id (org/name)"
     if model.lora is not None:
         yield from _adapters(model.lora)
+        yield from _text_encoders(config, model.lora)
         if model.lora.type in ("dora", "lokr") and (model.quantize is not None or is_gguf(model.path)):
             key = "model.path" if model.quantize is None else "model.quantize"
             text = f"{model.lora.type} needs the weights that it changes unquantised; write lora or rslora"
@@ -46,6 +47,38 @@ def _adapters(lora: LoRA) -> Iterator[Finding]:
                 yield (f"model.lora.{key}", "model.lora.from"), "the adapter that is loaded has its own; leave it out"
     if lora.frozen and lora.type == "lokr":
         yield ("model.lora.frozen", "model.lora.type"), "peft puts no lokr beside LoRAs; write another type"
+
+
+def _text_encoders(config: Config, lora: LoRA) -> Iterator[Finding]:
+    """What needs text encoders that stay as they are."""
+    key, model = "model.lora.text_encoders", config.model
+    if not lora.text_encoders:
+        return
+    quantized = model.quantize if isinstance(model.quantize, dict) else {}
+    still = "encodings change with the adapters"
+    for other, value, text in (
+        ("model.lora.type", lora.type not in ("lora", "rslora"), "was not tried; write lora or rslora"),
+        ("model.lora.from", lora.begin is not None, "goes on with adapters of the denoiser alone; write false"),
+        ("model.lora.frozen", bool(lora.frozen), "was not tried beside it; write false"),
+        (
+            "model.offload.text_encoders",
+            model.offload.text_encoders,
+            f"{still}: they stay on the device; write null",
+        ),
+        ("model.encodings", model.encodings, f"{still}, so none are kept; write null"),
+        (
+            "model.quantize",
+            isinstance(model.quantize, str) or any(name.startswith("text_encoder") for name in quantized),
+            "text encoders are trained unquantised; name the denoiser alone: {transformer: int8}",
+        ),
+        ("distributed.fsdp", config.distributed.fsdp, "text encoders are not held in shards; write false"),
+        ("distributed.context", config.distributed.context > 1, "was not tried; write 1"),
+        ("model.offload.denoiser", model.offload.denoiser, "text encoders are not held in shards; write null"),
+        ("trainer.keep_graph", config.trainer.keeps_graphs, "kept graphs begin behind the text encoders; write false"),
+        ("kernels.compile", config.kernels.compile == "cuda_graphs", "was not tried with recorded graphs; write true"),
+    ):
+        if value:
+            yield (key, other), text
 
 
 def _single_file(model: Model) -> Iterator[Finding]:

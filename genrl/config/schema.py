@@ -35,6 +35,8 @@ else:
     Trainer = union_of("diffusion")
 
 # The names of attention projections in diffusers, over all model families: what an adapter is put on by default.
+ENCODER_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")
+"""What a LoRA adapts in text encoders, as diffusers reads it."""
 ATTENTION_LAYERS = (
     *("to_q", "to_k", "to_v", "to_out.0", "to_out", "to_qkv"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "to_added_qkv", "to_qkv_mlp_proj"),

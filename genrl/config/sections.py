@@ -40,6 +40,9 @@ class LoRA(LowRank):
     targets are taken. null = a new one."""
     frozen: tuple[Text, ...] = ()
     """The same, of LoRAs that are active throughout and not trained."""
+    text_encoders: Flag = False
+    """Adapt the attention of the text encoders too whose adapters diffusers loads (CLIP's of Stable Diffusion and
+    FLUX.1); prompts are then encoded in every model call."""
 
 
 class Optimizer(Section):

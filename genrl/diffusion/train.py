@@ -198,6 +198,7 @@ def _unplaced(config: Config, home: torch.device) -> Policy:
         reduction=config.trainer.reduction,
         text_encoders=config.model.offload.text_encoders,
         encodings=open_store(config, home),
+        trains_encoders=config.model.lora is not None and config.model.lora.text_encoders,
     )
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from genrl.config import LoRA
 from genrl.config.estimate import fits, matches
 from genrl.config.folders import hub_file
-from genrl.config.memory_rules import DENOISERS
-from genrl.config.schema import ATTENTION_LAYERS
+from genrl.config.memory_rules import DENOISERS, is_text_encoder
+from genrl.config.schema import ATTENTION_LAYERS, ENCODER_LAYERS
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
 
 ADAPTER = "default"
@@ -30,7 +30,7 @@ SECOND = "_2"
 
 
 def add_adapters(denoisers: Mapping[str, nn.Module], lora: LoRA, seed: int) -> None:
-    """A new adapter in each of these denoisers, in place. Raises ValueError where no layer matches."""
+    """A new adapter in each of these networks, in place. Raises ValueError where no layer matches."""
     unused = lora.ranks.keys() - denoisers.keys()
     for name, denoiser in denoisers.items():
         config, layers = _config(name, denoiser, lora, denoisers.keys())
@@ -45,6 +45,22 @@ def add_adapters(denoisers: Mapping[str, nn.Module], lora: LoRA, seed: int) -> N
             f"model.lora.ranks: no adapted layer's name ends in {', '.join(sorted(unused))}, and no component is "
             f"called so; components: {', '.join(denoisers)}; a layer: {layers[0]}"
         )
+
+
+def encoders_of(pipe: Pipeline) -> dict[str, nn.Module]:
+    """The text encoders whose adapters the pipeline itself reads and writes. Raises ValueError where it has none."""
+    takes = inspect.signature(type(pipe).save_lora_weights).parameters.keys() if isinstance(pipe, LoRALoader) else ()
+    found = {
+        name: part
+        for name, part in pipe.components.items()
+        if is_text_encoder(name) and isinstance(part, nn.Module) and f"{name}_lora_layers" in takes
+    }
+    if not found:
+        raise ValueError(
+            f"model.lora.text_encoders: diffusers loads no adapters of a {type(pipe).__name__}'s text encoders; write "
+            "false"
+        )
+    return found
 
 
 def begin_with(pipe: Pipeline, denoisers: Mapping[str, nn.Module], source: str) -> None:
@@ -117,9 +133,10 @@ def _targets(name: str, denoiser: nn.Module, lora: LoRA) -> tuple[list[str], lis
     """The targets for peft, and the layers that they are. Raises ValueError where there are none."""
     linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
     others = {key for key, _ in denoiser.named_modules()} - linears
-    candidates = lora.targets or ATTENTION_LAYERS
+    own = ENCODER_LAYERS if is_text_encoder(name) else lora.targets
+    candidates = own or ATTENTION_LAYERS
     found = [t for t in candidates if _ending(t, linears)]
-    missing = [t for t in candidates if t not in found] if lora.targets else []
+    missing = [t for t in candidates if t not in found] if own else []
     if not found or missing:
         last = sorted({key.rsplit(".", 1)[-1] for key in linears if not key.endswith(".0")})
         raise ValueError(

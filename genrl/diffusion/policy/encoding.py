@@ -46,11 +46,13 @@ class Memo:
     """What a pipeline's wrapped `encode_prompt` keeps, and where the text encoders are between its calls.
 
     waits: they wait on the CPU and are on the device only while they encode. ahead: everything is encoded before
-    training, by encoders that are there for that time alone (`present`).
+    training, by encoders that are there for that time alone (`present`). trained: nothing is kept beyond a call, and
+    gradients run through where they are enabled.
     """
 
-    def __init__(self, pipe: Any, store: Store | None, *, waits: bool, ahead: bool) -> None:
+    def __init__(self, pipe: Any, store: Store | None, *, waits: bool, ahead: bool, trained: bool) -> None:
         self.pipe, self.waits, self.ahead, self.home = pipe, waits, ahead, pipe._execution_device
+        self.trained = trained
         self.store = store
         self.kept = _Kept(store, bounded=not ahead or store is not None)
         self.axes: dict[Hashable, Any] = {}
@@ -88,7 +90,9 @@ class Memo:
             raise ValueError(f"model.offload.text_encoders: {type(self.pipe).__name__} {why}; write between")
 
 
-def memoise_encode_prompt(pipe: Any, *, offload: bool = False, ahead: bool = False, store: Store | None = None) -> Memo:
+def memoise_encode_prompt(
+    pipe: Any, *, offload: bool = False, ahead: bool = False, trained: bool = False, store: Store | None = None
+) -> Memo:
     """Wrap `pipe.encode_prompt` so that each distinct (prompt, negative prompt, settings) is encoded once.
 
     A batch is put together from its rows, each encoded alone: embeddings of a prompt do not depend on its
@@ -96,9 +100,10 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False, ahead: bool = Fal
     whole and kept under the whole of its prompts. Pictures (an editing model reads its text beside them) are known by
     their content; calls with tensors as arguments are passed through. Encodings are kept on the CPU where the device
     is an accelerator, and in `store` where there is one. With `offload` the text encoders wait on the CPU and are on
-    the device only while they encode; with `ahead` they are not there at all but within `Memo.present`.
+    the device only while they encode; with `ahead` they are not there at all but within `Memo.present`. With `trained`
+    every call encodes anew, each of its distinct prompts once.
     """
-    memo = Memo(pipe, store, waits=offload, ahead=ahead)
+    memo = Memo(pipe, store, waits=offload, ahead=ahead, trained=trained)
     if offload:
         for encoder in memo.encoders:
             encoder.to("cpu")
@@ -109,7 +114,8 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False, ahead: bool = Fal
     @functools.wraps(original)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
-        with torch.no_grad(), _on_demand(memo.encoders if offload else [], memo.home) as fetch:
+        grad = trained and torch.is_grad_enabled()
+        with torch.set_grad_enabled(grad), _on_demand(memo.encoders if offload else [], memo.home) as fetch:
 
             def encode(given: dict[str, Any]) -> Any:
                 memo.require_encoders(given)
@@ -126,17 +132,17 @@ def memoise_encode_prompt(pipe: Any, *, offload: bool = False, ahead: bool = Fal
             device = torch.device(arguments.get("device") or pipe._execution_device)
             if isinstance(arguments.get("prompt"), list):
                 with suppress(_Ragged):
-                    return _to(_by_row(encode, arguments, memo), device)
+                    return _to(_by_row(encode, arguments, memo, _Once() if trained else memo.kept), device)
                 memo.must_keep("encodes prompts to different lengths, so that a batch has to be encoded as a whole")
-            return _to(memo.kept.get(key, lambda: encode(arguments)), device)
+            return _to((_Once() if trained else memo.kept).get(key, lambda: encode(arguments)), device)
 
     pipe.encode_prompt = encode_prompt
     return memo
 
 
-def _by_row(encode: Encode, arguments: dict[str, Any], memo: Memo) -> Any:
-    """The encoding of a list of prompts, on the CPU, put together from those of its rows. Raises _Ragged where these do
-    not make a batch.
+def _by_row(encode: Encode, arguments: dict[str, Any], memo: Memo, kept: _Kept | _Once) -> Any:
+    """The encoding of a list of prompts, put together from those of its rows, which are looked for in `kept`. Raises
+    _Ragged where these do not make a batch.
 
     `memo.axes`: which axes are those of the batch, found once for all calls with the same settings, by encoding one
     prompt twice over: the batch is not always the first axis, and some outputs (position ids of the text) have none.
@@ -150,20 +156,19 @@ def _by_row(encode: Encode, arguments: dict[str, Any], memo: Memo) -> Any:
     rows, row = [], arguments
     for r in range(length):
         row = {k: [v[r]] if k in split else v for k, v in (arguments | counted(1)).items()}
-        rows.append(memo.kept.get(_frozen(row), functools.partial(encode, row)))
+        rows.append(kept.get(_frozen(row), functools.partial(encode, row)))
     if length == 1:
         return rows[0]
     settings = _frozen({k: k if k in split else v for k, v in arguments.items()})
 
     def grown() -> Any:
         doubled = encode({k: v * 2 if k in split else v for k, v in (row | counted(2)).items()})
-        doubled = _to(doubled, torch.device("cpu"))
         found = _batch_axes(rows[-1], doubled)
         # Some outputs (sums of lengths) have an axis that grows, and are no rows one after the other all the same.
         return found if _equal_shapes(_join([rows[-1]] * 2, found), doubled) else _NO_ROWS
 
     if settings not in memo.axes:
-        memo.axes[settings] = memo.kept.get(("axes", settings), grown)
+        memo.axes[settings] = kept.get(("axes", settings), grown)
     if memo.axes[settings] == _NO_ROWS:
         raise _Ragged
     return _join(rows, memo.axes[settings])
@@ -195,6 +200,18 @@ class _Kept:
         value = _to(make(), torch.device("cpu"))
         self._store.write(name, value)
         return value
+
+
+class _Once:
+    """Encodings of one call."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._entries:
+            self._entries[key] = make()
+        return self._entries[key]
 
 
 def _bytes(value: Any) -> int:

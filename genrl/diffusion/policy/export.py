@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
@@ -28,6 +29,7 @@ from genrl.diffusion.policy.adapters import (
     SECOND,
     activate,
     denoiser_that_loads,
+    encoders_of,
     is_lokr,
     loads_lora,
     quiet_loading,
@@ -55,17 +57,17 @@ def save_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     prefix=None, use_safetensors=True)` restore it. Everything is loaded back by diffusers under another adapter name,
     and the denoising of `probe` must come out equal. Raises ExportError where it does not.
     """
-    pipe = policy.pipe
+    pipe, encoders = policy.pipe, _adapted_encoders(policy)
     for name, denoiser in _adapted(policy).items():
         part = name.removesuffix(SECOND)
         if not loads_lora(pipe, policy.denoisers) or is_lokr(denoiser):
             _save_adapter(denoiser, folder if part == name else folder / name)
             continue
-        arguments = {
-            f"{part}_lora_layers": get_peft_model_state_dict(denoiser, adapter_name=ADAPTER),
+        arguments = {}
+        for key, adapted in {part: denoiser, **(encoders if part == name else {})}.items():
+            arguments[f"{key}_lora_layers"] = get_peft_model_state_dict(adapted, adapter_name=ADAPTER)
             # Without the metadata lora_alpha is lost: the adapter would load at another strength, without a word.
-            f"{part}_lora_adapter_metadata": denoiser.peft_config[ADAPTER].to_dict(),
-        }
+            arguments[f"{key}_lora_adapter_metadata"] = adapted.peft_config[ADAPTER].to_dict()
         type(pipe).save_lora_weights(folder if part == name else folder / name, **arguments)
     with torch.compiler.set_stance("force_eager"):  # a compiled denoiser: not for two calls
         verify_lora(policy, folder, probe)
@@ -88,19 +90,21 @@ def _save_adapter(denoiser: AdaptedDenoiser, folder: Path) -> None:
 def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Raise ExportError unless the adapter in `folder`, as diffusers loads it, acts like the one in memory."""
     denoisers = _adapted(policy)
+    networks: list[Any] = [*denoisers.values(), *_adapted_encoders(policy).values()]
     wanted = _denoised(policy, probe)
     try:
         with warnings.catch_warnings(), quiet_loading():  # a second adapter beside the first is what we want here
             warnings.simplefilter("ignore")
             _load_again(policy, folder)
-        for denoiser in denoisers.values():
-            _require_equal_adapters(denoiser, folder)
-            activate(denoiser, _RELOADED)
+        for network in networks:
+            _require_equal_adapters(network, folder)
+            activate(network, _RELOADED)
         found = _denoised(policy, probe)
     finally:
-        for denoiser in denoisers.values():
-            activate(denoiser)
-            denoiser.delete_adapters(_RELOADED)
+        for network in networks:
+            activate(network)
+            delete = network.delete_adapters if hasattr(network, "delete_adapters") else network.delete_adapter
+            delete(_RELOADED)
     # Equal bits in float32 on a CPU; a pipeline in lower precision holds the reloaded adapter rounded to it.
     tolerance = max(1e-5, 4 * torch.finfo(next(iter(denoisers.values())).dtype).eps) * float(wanted.abs().max())
     difference = float((wanted - found).abs().max())
@@ -126,8 +130,9 @@ def _load_again(policy: Policy, folder: Path) -> None:
         read_adapter(policy.pipe, str(folder), _RELOADED)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ExportError(f"the adapter in {folder} cannot be loaded again: {error}") from error
-    for denoiser in _adapted(policy).values():  # peft puts it beside the weights it adapts, which may wait on the CPU
-        for key, parameter in denoiser.named_parameters():
+    # peft puts it beside the weights it adapts, which may wait on the CPU.
+    for network in (*_adapted(policy).values(), *_adapted_encoders(policy).values()):
+        for key, parameter in network.named_parameters():
             if _RELOADED in key:
                 parameter.data = parameter.data.to(policy.device)
 
@@ -138,6 +143,11 @@ def _adapted(policy: Policy) -> dict[str, AdaptedDenoiser]:
         assert isinstance(denoiser, AdaptedDenoiser), f"the {name} has no adapter"
         found[name] = denoiser
     return found
+
+
+def _adapted_encoders(policy: Policy) -> dict[str, Any]:
+    """The text encoders that are trained."""
+    return encoders_of(policy.pipe) if policy.memo.trained else {}
 
 
 def _require_equal_adapters(denoiser: AdaptedDenoiser, folder: Path) -> None:

@@ -60,6 +60,8 @@ def write_form(config: Config, lora: Path, out: Path, form: Form, probe: Batch) 
     a step of `probe`. Raises ValueError where the form has no names for this model or adapter, ExportError where the
     file acts differently."""
     assert config.model.lora is not None
+    if config.model.lora.text_encoders:
+        raise ValueError(f"--format {form}: text encoders are adapted, too, which is written in diffusers' form alone")
     model = unquantised(config.model)
     pipe = load_pipeline(model)
     load_lora(pipe, str(lora), ADAPTER)

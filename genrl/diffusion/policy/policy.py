@@ -53,6 +53,7 @@ class Policy:
         reduction: Reduction = "mean",
         text_encoders: Literal["encode_then_free", "between"] | None = None,
         encodings: Store | None = None,
+        trains_encoders: bool = False,
     ) -> None:
         name = type(pipe).__name__
         if isinstance(pipe.scheduler, PolicyHead):
@@ -77,7 +78,11 @@ class Policy:
             if isinstance(component, nn.Module):
                 component.eval().requires_grad_(False)
         self.memo = memoise_encode_prompt(
-            pipe, offload=text_encoders == "between", ahead=text_encoders == "encode_then_free", store=encodings
+            pipe,
+            offload=text_encoders == "between",
+            ahead=text_encoders == "encode_then_free",
+            trained=trains_encoders,
+            store=encodings,
         )
         self.calls = PipelineCalls(pipe, self.head, self.denoiser, autocast)
         self.actions = Actions(self.head, reduction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from diffusers.loaders.peft import PeftAdapterMixin
 from diffusers.models.attention import BasicTransformerBlock
@@ -11,7 +12,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from genrl.config import LoRA
-from genrl.diffusion.policy.adapters import activate, add_adapters, add_frozen, begin_with
+from genrl.diffusion.policy.adapters import activate, add_adapters, add_frozen, begin_with, encoders_of
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.runtime.sharding import Sharding, in_step, shard
 from genrl.runtime.weights import Weights
@@ -25,39 +26,46 @@ def trainable(
     sharding: Sharding | None = None,
     pipe: Pipeline | None = None,
 ) -> Weights:
-    """The trained parameters of one or more denoisers, by `component.parameter`.
+    """The trained parameters of one or more denoisers, and of text encoders where `lora` says so, by
+    `component.parameter`.
 
     denoisers: by component name; lora: the adapter to add in place, or None to train every parameter; sharding: how the
-    denoisers are held, None = whole, where they are; pipe: theirs, which loads the adapters that `lora` names.
+    denoisers are held, None = whole, where they are; pipe: theirs, which loads the adapters that `lora` names, and has
+    the text encoders.
     Trained parameters are float32 whatever the dtype of the frozen ones. Raises ValueError where no layer matches.
     """
-    adapted: list[PeftAdapterMixin] = []
+    trained, adapted = dict(denoisers), list[Any]()
     if lora is not None:
         adapted = [_adaptable(denoiser) for denoiser in denoisers.values()]
-        _adapt(pipe, denoisers, lora, seed)
-    for denoiser in denoisers.values():
+        if lora.text_encoders:
+            assert pipe is not None
+            encoders = encoders_of(pipe)
+            adapted += encoders.values()
+            trained |= encoders
+        _adapt(pipe, trained, lora, seed)
+    for network in trained.values():
         if lora is None:
-            denoiser.requires_grad_(True)
+            network.requires_grad_(True)
         else:
-            activate(denoiser)  # type: ignore[arg-type]
-        for parameter in denoiser.parameters():
+            activate(network)  # type: ignore[arg-type]
+        for parameter in network.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         if sharding is not None:
-            shard(denoiser, _blocks(denoiser), sharding)
+            shard(network, _blocks(network), sharding)
     named = {
         f"{name}.{key}": parameter
-        for name, denoiser in denoisers.items()
-        for key, parameter in denoiser.named_parameters()
+        for name, network in trained.items()
+        for key, parameter in network.named_parameters()
         if parameter.requires_grad
     }
 
     @contextmanager
     def without_adapters() -> Iterator[None]:
         with ExitStack() as stack:
-            for denoiser in adapted:
-                denoiser.disable_adapters()
-                stack.callback(denoiser.enable_adapters)
+            for network in adapted:
+                network.disable_adapters()
+                stack.callback(network.enable_adapters)
             yield
 
     begins_as_base = lora is not None and lora.begin is None and not lora.frozen
