@@ -6,7 +6,7 @@ per image itself, and draws each answer of a request from seed + number. What it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,9 @@ class LLM:
         self.calls.append(method)
         if method == "reload_weights":
             self._reload((kwargs or {})["weights_iterator"])
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        return [function(self.policy.model)]
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own, given = checkpoint_weights(self.policy), dict(weights)
