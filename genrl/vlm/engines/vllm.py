@@ -93,7 +93,10 @@ class InProcess:
             gpu_memory_utilization=settings.memory,
             max_model_len=settings.context,
             enable_sleep_mode=settings.sleep,
+            enforce_eager=settings.eager,
             load_format="dummy",  # the trained weights come before the first question
+            # on a CPU vLLM 0.32 fails at a question with a seed of which only a part fits into the batch
+            enable_chunked_prefill=None if torch.cuda.is_available() else False,
             generation_config="vllm",  # not the makers' temperature and top-p
             logprobs_mode="processed_logprobs",  # after temperature and forbidden ids, as the trainer's
         )
