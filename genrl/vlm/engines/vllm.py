@@ -6,7 +6,7 @@ weights whenever an optimiser step was made, as a checkpoint has them (LoRA merg
 the old ones, and must say that it drew with the new ones. What is left, rounding, is measured (`sampler/gap_*`) and
 corrected by the weight `engine_mismatch`.
 
-Written against vLLM 0.33 (`LLM`, `SamplingParams`; of a server `/inference/v1/generate` and the development routes).
+Run with vLLM 0.32 (`LLM`, `SamplingParams`; of a server `/inference/v1/generate` and the development routes).
 """
 
 from __future__ import annotations
