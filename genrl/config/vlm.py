@@ -113,7 +113,9 @@ class VLLMEngine(Section):
     context: Count | None = None
     """In this process: most tokens of question and answer together; null = what the model can."""
     sleep: Flag = True
-    """In this process: leave the memory to training after sampling, and copy the weights before."""
+    """In this process: leave the memory to training after sampling, and copy the weights before. Needs a GPU."""
+    eager: Flag = False
+    """In this process: run the model as it is written instead of compiling it first, which takes a minute on a CPU."""
 
 
 class Generation(Section):

@@ -6,11 +6,13 @@ per image itself, and draws each answer of a request from seed + number. What it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor
@@ -20,7 +22,17 @@ from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Tokens
 from genrl.vlm.policies.weights import checkpoint_weights
 
+BaseModelLoader = object
 IMAGE_TOKENS = 9  # of the embedded model
+
+
+def register_model_loader(name: str) -> Callable[[type], type]:
+    return lambda made: made
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("vllm", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,9 @@ class LLM:
         self.calls.append(method)
         if method == "reload_weights":
             self._reload((kwargs or {})["weights_iterator"])
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        return [function(self.policy.model)]
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own, given = checkpoint_weights(self.policy), dict(weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def test_an_engine_with_weights_of_its_own_evaluates_the_average(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And goes on with the trained ones."""
-    monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
+    fake_vllm.install(monkeypatch)
     config = vlm_runs.config(
         tmp_path,
         trainer={"preset": "grpo", "weights": []},

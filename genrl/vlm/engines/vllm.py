@@ -6,7 +6,7 @@ weights whenever an optimiser step was made, as a checkpoint has them (LoRA merg
 the old ones, and must say that it drew with the new ones. What is left, rounding, is measured (`sampler/gap_*`) and
 corrected by the weight `engine_mismatch`.
 
-Written against vLLM 0.33 (`LLM`, `SamplingParams`; of a server `/inference/v1/generate` and the development routes).
+Run with vLLM 0.32 (`LLM`, `SamplingParams`; of a server `/inference/v1/generate` and the development routes).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +30,7 @@ from torch import Tensor
 from genrl.config.vlm import VLMConfig
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
+from genrl.vlm.engines.names import nested
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.weights import checkpoint_weights
 
@@ -92,6 +93,10 @@ class InProcess:
             gpu_memory_utilization=settings.memory,
             max_model_len=settings.context,
             enable_sleep_mode=settings.sleep,
+            enforce_eager=settings.eager,
+            load_format=_without_weights(),  # the trained ones come before the first question
+            # on a CPU vLLM 0.32 fails at a question with a seed of which only a part fits into the batch
+            enable_chunked_prefill=None if torch.cuda.is_available() else False,
             generation_config="vllm",  # not the makers' temperature and top-p
             logprobs_mode="processed_logprobs",  # after temperature and forbidden ids, as the trainer's
         )
@@ -99,7 +104,10 @@ class InProcess:
     def load(self, weights: dict[str, Tensor], version: int) -> None:
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        names = self.llm.apply_model(lambda model: _names_for(model, weights))[0]
+        given = [(names[name], value) for name, value in weights.items()]
+        # `weights_path` would leave the engine with that path as its model's, and the next question fails
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(given)})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -132,8 +140,39 @@ class InProcess:
         return replies
 
 
+def _without_weights() -> str:
+    """A `load_format` of vLLM's that reads nothing. Its own, "dummy", writes random numbers into buffers, too, such as
+    the mean of pixels, which no checkpoint has."""
+    from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
+
+    class Blank(BaseModelLoader):  # type: ignore[misc]  # Any where vLLM is not installed
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+
+    register_model_loader("genrl_blank")(Blank)
+    return "genrl_blank"
+
+
+def _names_for(model: Any, weights: Iterable[str]) -> dict[str, str]:
+    """What the engine's own copy of the model calls the weights of a checkpoint."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)  # most models of one modality have none
+
+    def mapped(name: str) -> str | None:
+        return name if mapper is None else next(iter(mapper.apply_list([name])), None)
+
+    return nested(weights, (name for name, _ in model.named_parameters()), mapped)
+
+
 class Server:
-    """A server of vLLM's. New weights are handed over as a file in `folder`, which it has to see under that name."""
+    """A server of vLLM's. New weights are handed over as a file in `folder`, which it has to see under that name.
+
+    They have the names of the checkpoint that training began from. A server that loaded it at its start takes them.
+    """
 
     forgets = False
 

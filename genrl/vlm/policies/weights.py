@@ -12,8 +12,9 @@ from genrl.vlm.policies.policy import Policy
 
 @torch.no_grad()
 def checkpoint_weights(policy: Policy) -> dict[str, Tensor]:
-    """Every weight by its name in a checkpoint. The policy stays as it is: merged are copies, and nothing is rounded
-    twice; the others are the policy's own tensors. Weights that are tied stand under one of their names."""
+    """Every weight, and every buffer that is saved, by its name in a checkpoint. The policy stays as it is: merged are
+    copies, and nothing is rounded twice; the others are the policy's own tensors. Weights that are tied stand under one
+    of their names."""
     merged = {
         f"{name}.weight": module.weight + module.get_delta_weight("default")
         for name, module in policy.model.named_modules()
@@ -25,4 +26,6 @@ def checkpoint_weights(policy: Policy) -> dict[str, Tensor]:
             continue
         plain = name.replace(".base_layer.", ".")
         found[plain] = merged.get(plain, parameter.detach()).to(parameter.dtype)
+    saved = policy.model.state_dict().keys()
+    found |= {name.replace(".base_layer.", "."): b for name, b in policy.model.named_buffers() if name in saved}
     return dict(revert_weight_conversion(policy.model, found))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,7 +35,7 @@ VLLM = {"engine": "vllm"}
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
+    fake_vllm.install(monkeypatch)
 
 
 def questions(tmp_path: Path, policy: Policy) -> list[Any]:
@@ -69,6 +68,14 @@ def test_the_weights_are_those_of_a_checkpoint(family: str, adapted: bool, tmp_p
         for name, value in load_file(tmp_path / "merged" / "model.safetensors").items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
         assert len(changed) == 8  # two layers, four projections
+
+
+def test_buffers_are_there_where_a_checkpoint_has_them() -> None:
+    policy = Policy(str(vlm_runs.MODEL))
+    for name, persistent in (("scale", True), ("places", False)):
+        policy.model.model.multi_modal_projector.register_buffer(name, torch.ones(2), persistent=persistent)
+    names = [name for name in checkpoint_weights(policy) if name.rpartition(".")[2] in ("scale", "places")]
+    assert len(names) == 1 and names[0].endswith("multi_modal_projector.scale")
 
 
 def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(
