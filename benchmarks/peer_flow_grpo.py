@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -184,7 +185,7 @@ def ours(config: Config, stack: ExitStack) -> Iterator[Spent]:
     for iteration in run.iterations():
         started, calls, meter = clock(), run.policy.model_calls, Meter()
         plan = sampling_plan(config, settings, iteration)
-        rollouts = collect(run, plan, sampler(run, settings, plan))
+        rollouts = collect(run, plan, partial(sampler, run, settings))
         check_on_policy(run, rollouts, clip=min(settings.clip_bounds))
         sampled, sample_calls = clock(), run.policy.model_calls - calls
         advantages = flow_grpo.advantages_of(settings, rollouts)

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ LONG_S = 300.0
 def killed_on_ray(kills: int, chance: random.Random) -> Iterator[Row]:
     """SIGKILL to a rollout worker, to all that runs on a node (which comes back), or to the process that trains (which
     is started again), at random moments; then the run goes on to its end. With samples drawn ahead of training."""
+    if find_spec("ray") is None:
+        yield Row("killed on Ray: Ray is not installed", 0, 0, "-")
+        return
     os.environ.update({"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"})  # when busy
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     from ray.cluster_utils import Cluster

@@ -9,6 +9,7 @@ from benchmarks.drills import DRILLS, run_drill
 
 FEW = {
     "killed at random": 3,
+    "killed on Ray": 3,
     "bits of a manifest flipped": 100,
     "stopped": 1,
     "two starters": 1,
