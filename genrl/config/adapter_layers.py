@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from genrl.config.estimate import Component, fits, matches
-from genrl.config.memory_rules import DENOISERS
+from genrl.config.memory_rules import DENOISERS, is_text_encoder
 from genrl.config.schema import ATTENTION_LAYERS
 from genrl.config.sections import LoRA
 
@@ -23,7 +23,7 @@ def layer_problems(lora: LoRA, components: Collection[Component]) -> Iterator[tu
                 text = f"no layer of the {denoiser.name} ({denoiser.kind}) is called {target}; its layers end in "
                 yield "model.lora.targets", text + ", ".join(ends)
         adapted += [layer for layer in layers if matches(layer, lora.targets or ATTENTION_LAYERS)]
-    encoders = {c.name for c in components if lora.text_encoders and c.name.startswith("text_encoder")}
+    encoders = {c.name for c in components if lora.text_encoders and is_text_encoder(c.name)}
     for pattern in lora.ranks if adapted else ():
         if pattern not in {d.name for d in denoisers} | encoders and not any(fits(pattern, layer) for layer in adapted):
             names = ", ".join(denoiser.name for denoiser in denoisers)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from genrl.config.folders import read_json
-from genrl.config.memory_rules import DENOISERS
+from genrl.config.memory_rules import DENOISERS, is_text_encoder
 from genrl.config.schema import ATTENTION_LAYERS, ENCODER_LAYERS, Config
 from genrl.config.sections import LoRA
 
@@ -174,7 +174,7 @@ def trained_parameters(config: Config, components: tuple[Component, ...]) -> int
         return sum(math.prod(shape) for file in files for _, shape, _ in read_header(file))
     adapted = [(component, lora.targets or ATTENTION_LAYERS) for component in denoisers]
     if lora.text_encoders:  # which of them diffusers loads adapters of, its classes tell: those of CLIP
-        clip = [c for c in components if c.name.startswith("text_encoder") and c.kind.startswith("CLIP")]
+        clip = [c for c in components if is_text_encoder(c.name) and c.kind.startswith("CLIP")]
         adapted += [(component, ENCODER_LAYERS) for component in clip]
     return sum(
         _adapter_size(lora, rank_of(lora, component.name, module), shape)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from genrl.config.folders import is_gguf, is_single_file, looks_local
+from genrl.config.memory_rules import is_text_encoder
 from genrl.config.method import Finding
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _text_encoders(config: Config, lora: LoRA) -> Iterator[Finding]:
         ("model.encodings", model.encodings, f"{still}, so none are kept; write null"),
         (
             "model.quantize",
-            isinstance(model.quantize, str) or any(name.startswith("text_encoder") for name in quantized),
+            isinstance(model.quantize, str) or any(map(is_text_encoder, quantized)),
             "text encoders are trained unquantised; name the denoiser alone: {transformer: int8}",
         ),
         ("distributed.fsdp", config.distributed.fsdp, "text encoders are not held in shards; write false"),

@@ -125,7 +125,7 @@ def actions_of(
             importance: dict[int, Tensor] = {}
             if run.age or not settings.guidance_in_training:
                 batch = trained_under(run.policy, settings, trajectory.batch)
-                drawn, logs = logs, {i: log_prob_before(run, trajectory, i, batch) for i in logs}
+                drawn, logs = logs, {i: replayed_before(run, trajectory, i, batch).log_prob for i in logs}
                 importance = {i: staleness_weight(logs[i], drawn[i]) for i in logs} if run.age else {}
             for i, log_prob in logs.items():
                 actions.append(Action(number, piece, i, log_prob, importance.get(i)))
@@ -133,10 +133,10 @@ def actions_of(
     return found
 
 
-def log_prob_before(run: DiffusionRun, trajectory: Trajectory, step: int, batch: Batch) -> Tensor:
-    """Of a transition, before the first update, [B]."""
+def replayed_before(run: DiffusionRun, trajectory: Trajectory, step: int, batch: Batch) -> Replayed:
+    """A transition before the first update, where the iteration can be left."""
     with run.loop.fitting():
-        found = run.policy.replay(trajectory, step, batch).log_prob
+        found = run.policy.replay(trajectory, step, batch)
     run.loop.advance_or_leave(0)
     return found
 

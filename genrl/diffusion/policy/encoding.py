@@ -114,7 +114,7 @@ def memoise_encode_prompt(
     @functools.wraps(original)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
-        grad = trained and torch.is_grad_enabled()
+        grad, kept = trained and torch.is_grad_enabled(), _Once() if trained else memo.kept
         with torch.set_grad_enabled(grad), _on_demand(memo.encoders if offload else [], memo.home) as fetch:
 
             def encode(given: dict[str, Any]) -> Any:
@@ -132,9 +132,9 @@ def memoise_encode_prompt(
             device = torch.device(arguments.get("device") or pipe._execution_device)
             if isinstance(arguments.get("prompt"), list):
                 with suppress(_Ragged):
-                    return _to(_by_row(encode, arguments, memo, _Once() if trained else memo.kept), device)
+                    return _to(_by_row(encode, arguments, memo, kept), device)
                 memo.must_keep("encodes prompts to different lengths, so that a batch has to be encoded as a whole")
-            return _to((_Once() if trained else memo.kept).get(key, lambda: encode(arguments)), device)
+            return _to(kept.get(key, lambda: encode(arguments)), device)
 
     pipe.encode_prompt = encode_prompt
     return memo

@@ -34,20 +34,19 @@ def trainable(
     the text encoders.
     Trained parameters are float32 whatever the dtype of the frozen ones. Raises ValueError where no layer matches.
     """
-    trained, adapted = dict(denoisers), list[Any]()
+    trained: dict[str, Any] = dict(denoisers)
     if lora is not None:
-        adapted = [_adaptable(denoiser) for denoiser in denoisers.values()]
+        for denoiser in denoisers.values():
+            _require_adaptable(denoiser)
         if lora.text_encoders:
             assert pipe is not None
-            encoders = encoders_of(pipe)
-            adapted += encoders.values()
-            trained |= encoders
+            trained |= encoders_of(pipe)
         _adapt(pipe, trained, lora, seed)
     for network in trained.values():
         if lora is None:
             network.requires_grad_(True)
         else:
-            activate(network)  # type: ignore[arg-type]
+            activate(network)
         for parameter in network.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -63,7 +62,7 @@ def trainable(
     @contextmanager
     def without_adapters() -> Iterator[None]:
         with ExitStack() as stack:
-            for network in adapted:
+            for network in trained.values():
                 network.disable_adapters()
                 stack.callback(network.enable_adapters)
             yield
@@ -82,12 +81,11 @@ def _blocks(denoiser: nn.Module) -> list[nn.Module]:
     return [block for m in denoiser.children() if isinstance(m, nn.ModuleList) for block in m]
 
 
-def _adaptable(denoiser: nn.Module) -> PeftAdapterMixin:
+def _require_adaptable(denoiser: nn.Module) -> None:
     if not isinstance(denoiser, PeftAdapterMixin):
         raise ValueError(
             f"model.lora: diffusers has no adapters for a {type(denoiser).__name__}; set model.lora=null to train all"
         )
-    return denoiser
 
 
 def _adapt(pipe: Pipeline | None, denoisers: Mapping[str, nn.Module], lora: LoRA, seed: int) -> None:

@@ -22,6 +22,7 @@ from genrl.diffusion.methods.transitions import (
     Results,
     actions_of,
     penalised,
+    replayed_before,
     train_policy_gradient,
     trained_under,
     update,
@@ -66,15 +67,12 @@ def means_before(
     run: DiffusionRun, settings: GRPOGuard, rollouts: Rollouts, actions: dict[int, list[Action]]
 ) -> dict[int, Tensor]:
     """Number of a transition -> its mean before the first update, [B, ...], but for those of the first update."""
-    policy = run.policy
     later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
     found = {}
     for action in [action for micro_batch in later for action in actions[micro_batch.slots[0]]]:
         trajectory = action.piece.trajectory
-        batch = trained_under(policy, settings, trajectory.batch)
-        with run.loop.fitting():
-            found[action.number] = policy.replay(trajectory, action.step, batch).mean
-        run.loop.advance_or_leave(0)
+        batch = trained_under(run.policy, settings, trajectory.batch)
+        found[action.number] = replayed_before(run, trajectory, action.step, batch).mean
     return found
 
 
