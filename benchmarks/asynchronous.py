@@ -31,7 +31,8 @@ FILE = "configs/flow_grpo.yaml"
 PORT = 8671
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 WARM_UP = 3
-"""Iterations that are not counted; as many more as the staleness: they find samples that were waiting."""
+"""Iterations that are not counted; as many more as the staleness at the start, which find samples that were waiting,
+and at the end, when nothing is left to draw."""
 
 
 class Slow(BaseHTTPRequestHandler):
@@ -78,11 +79,11 @@ def served() -> Iterator[str]:
 def measure(url: str, folder: Path, staleness: int, iterations: int) -> dict[str, float]:
     """Of the later iterations, the median."""
     changes = [f"rewards=[{{name: shapes, remote: '{url}'}}]", "evaluation.every=0", "trackers=[]"]
-    changes += [f"iterations={iterations}", f"output={folder}", f"sampling.staleness={staleness}"]
+    changes += [f"iterations={iterations + 2 * staleness}", f"output={folder}", f"sampling.staleness={staleness}"]
     changes += ["sampling.score_in_background=true", "engine.kind=ray", "engine.rollout_workers=1"]
     command = [sys.executable, "-m", "genrl", "train", FILE, *changes]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ONE_THREAD)
-    rows = [row for row in read_metrics(Run(folder).metrics) if row["step"] > WARM_UP + staleness]
+    rows = [row for row in read_metrics(Run(folder).metrics) if WARM_UP < row["step"] - staleness <= iterations]
     keys = ("timing/iteration_s", "timing/sample_s", "timing/score_s", "timing/train_s", "workers/idle")
     return {key: median(row.get(key, 0.0) for row in rows) for key in keys}
 
