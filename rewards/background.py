@@ -1,7 +1,7 @@
 """Score in a second thread while this one goes on sampling.
 
-There is one thread and one queue: calls run in the order in which they were submitted, so the results are the same
-with the background on or off.
+By default there is one thread and one queue: calls run in the order in which they were submitted, so the results are
+the same with the background on or off.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ class Background(Generic[T]):
                 background.submit(lambda: score(...))
             values = background.results()
 
-    With enabled=False every call runs at once, in this thread. If the block is left early, calls that have not started
-    are dropped, and the running one is waited for, since it may hold the device.
+    With enabled=False every call runs at once, in this thread. threads: how many calls run at a time. If the block is
+    left early, calls that have not started are dropped, and the running ones are waited for, since they may hold the
+    device.
     """
 
-    def __init__(self, enabled: bool = True):
+    def __init__(self, enabled: bool = True, threads: int = 1):
         self._results: list[Future[T]] = []
         self._thread: ThreadPoolExecutor | None = None
         if enabled:
             import torch
 
             # torch keeps its number of threads per thread; sums in other pieces have other last bits.
-            self._thread = ThreadPoolExecutor(1, "scoring", torch.set_num_threads, (torch.get_num_threads(),))
+            self._thread = ThreadPoolExecutor(threads, "scoring", torch.set_num_threads, (torch.get_num_threads(),))
 
     def submit(self, call: Callable[[], T]) -> None:
         """Submit a call. What it raises is raised by `results`, or here if the background is off."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rewards.calls import Calls
 from rewards.contract import Reward
@@ -21,15 +21,15 @@ def open_reward(
     dtype: str | None = None,
     batch_size: int | None = None,
     cache: int = 0,
-    remote: str | None = None,
+    remote: str | Sequence[str] | None = None,
     isolate: bool | str = False,
     outage: Outage | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reward:
     """Open a reward for scoring; `rewards.close` closes it.
 
-    remote: URL of a server started by `genrl serve NAME`; the token is read from the environment variable
-    GENRL_REWARD_TOKEN, which may be unset. isolate: true for a process of its own, or the folder of a virtual
+    remote: URL of a server started by `genrl serve NAME`, or of several; the token is read from the environment
+    variable GENRL_REWARD_TOKEN, which may be unset. isolate: true for a process of its own, or the folder of a virtual
     environment to run it in. With neither, the reward is loaded here.
     batch_size: most samples per call. cache: how many samples' scores are remembered; 0 = none.
     outage and stopped: see `rewards.service.remote`.

@@ -241,10 +241,17 @@ def _elsewhere(config: Config, index: int) -> Iterator[Finding]:
     if reward.remote is not None:
         from rewards.service.http_client import check_url  # httpx is of no use to the other runs
 
-        try:
-            check_url(reward.remote)
-        except ValueError:
-            yield (f"{at}.remote",), f"{reward.remote!r} is no URL of a server; write http://HOST:PORT"
+        urls = (reward.remote,) if isinstance(reward.remote, str) else reward.remote
+        for url in urls:
+            try:
+                check_url(url)
+            except ValueError:
+                yield (f"{at}.remote",), f"{url!r} is no URL of a server; write http://HOST:PORT"
+        if len(set(urls)) < len(urls):
+            yield (f"{at}.remote",), "names a server twice; write each once"
+        if len(urls) > 1 and reward.cache:
+            text = "scores are remembered by one process, which would ask one server at a time; write 0"
+            yield (f"{at}.cache", f"{at}.remote"), text
         theirs = ("args", "offload", "isolate")
         for key in [key for key in theirs if getattr(reward, key) != type(reward).model_fields[key].default]:
             yield (f"{at}.{key}", f"{at}.remote"), "is a matter of the server that computes this reward; leave it out"

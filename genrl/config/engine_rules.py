@@ -37,9 +37,27 @@ def engine_rules(config: Config) -> Iterator[Finding]:
     if workers > pieces:
         text = f"{workers} workers, but micro-batches for {pieces} only in an iteration: each draws one at a time"
         yield ("engine.rollout_workers", "sampling.batch_size"), f"{text}; use {pieces} or less, or a smaller batch"
+    if engine.reward_workers:
+        yield from _reward_workers(config, engine.reward_workers, pieces)
     address = engine.address
     if address is not None and not address.rpartition(":")[2].isdecimal() or "://" in (address or ""):
         yield ("engine.address",), f"{address!r} is no HOST:PORT of a cluster that this machine has joined; write one"
+
+
+def _reward_workers(config: Config, workers: int, pieces: int) -> Iterator[Finding]:
+    """Rewards that Ray actors cannot hold."""
+    at, trainer = "engine.reward_workers", config.trainer
+    if trainer.trains_reward or trainer.differentiates_rewards:
+        text = f"{trainer.algorithm} needs the reward's weights or gradients, which are where it is trained; write 0"
+        yield (at, "trainer.algorithm"), text
+    if all(reward.remote is not None for reward in config.rewards):
+        yield (at, "rewards.0.remote"), "all rewards are on servers, so there is nothing to hold; write 0"
+    if workers > pieces:
+        text = f"{workers} workers, but micro-batches for {pieces} only in an iteration; use {pieces} or less"
+        yield (at, "sampling.batch_size"), text
+    for number, reward in enumerate(config.rewards):
+        if reward.offload:
+            yield (f"rewards.{number}.offload", at), "the model is in another process, which keeps it; write false"
 
 
 def staleness_rules(config: Config) -> Iterator[Finding]:

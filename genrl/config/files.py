@@ -240,7 +240,8 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[_Wrong]:
     for index, reward in enumerate(config.rewards):
         yield from _unread(index, reward, found, notes)
         if reward.remote is not None:
-            notes.append(f"rewards.{index}.remote: {reward.remote} is asked when training starts")
+            asked = reward.remote if isinstance(reward.remote, str) else ", ".join(reward.remote)
+            notes.append(f"rewards.{index}.remote: {asked} is asked when training starts")
         elif isinstance(reward.isolate, str):  # what is installed there is not known here
             try:
                 python_of(reward.isolate)

@@ -173,9 +173,9 @@ class Reward(Section):
     """Most samples per call; null = those of a micro-batch."""
     cache: Whole = 0
     """Remember the scores of so many samples, by their content; 0 = none."""
-    remote: Text | None = None
-    """URL of a `genrl serve` of this reward, which is then not loaded here; null = none. Its token, if it asks for
-    one, is taken from the environment variable GENRL_REWARD_TOKEN."""
+    remote: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """URL of a `genrl serve` of this reward, which is then not loaded here, or a list of several; null = none. Their
+    token, if they ask for one, is taken from the environment variable GENRL_REWARD_TOKEN."""
     isolate: Flag | Text = False
     """Run it in a process of its own, started and ended with the run; a folder = in that virtual environment."""
     outage: Outage = Outage()
@@ -279,7 +279,9 @@ class Engine(Section):
     kind: Literal["ray"]
     """ray = by Ray actors, each with a copy of the pipeline."""
     rollout_workers: Count
-    """Actors, over all processes; at most one per CPU of the cluster."""
+    """Actors that draw, over all processes; with those that score at most one per CPU of the cluster."""
+    reward_workers: Whole = 0
+    """Actors that score, each with all rewards that are on no server; 0 = the processes that train score."""
     address: Text | None = None
     """HOST:PORT of a Ray cluster that this machine has joined; null = RAY_ADDRESS, or one that is started
     here and ends with the run."""

@@ -31,11 +31,13 @@ def processes_problem(config: Config, num_processes: int) -> str | None:
             f"{groups} {unit}, but an optimiser step has micro-batches for {most} only; start no more, or write "
             f"{remedy(config, groups)}"
         )
-    if config.engine is not None and (workers := config.engine.rollout_workers) % num_processes:
-        return (
-            f"engine.rollout_workers: {num_processes} processes have as many each, and {workers} cannot be divided so; "
-            f"write {-(-workers // num_processes) * num_processes}"
-        )
+    for key in ("rollout_workers", "reward_workers") if config.engine is not None else ():
+        workers = getattr(config.engine, key)
+        if workers % num_processes:
+            return (
+                f"engine.{key}: {num_processes} processes have as many each, and {workers} cannot be divided so; "
+                f"write {-(-workers // num_processes) * num_processes}"
+            )
     if config.distributed.fsdp and num_processes == 1:
         return f"{config.sharded_by}: there is one process, nothing to shard over; use --nproc or set it to false"
     if groups == 1 or not config.in_step:

@@ -259,6 +259,8 @@ class DiffusionRun:
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
         calls = gather_object([(self._sample_calls, train_calls)])
         row = dict(metrics) | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
+        if self.scorers.pool is not None:
+            row["workers/lost"] += float(self.scorers.pool.lost)
         if self.versions is not None:
             row["staleness"] = float(self.age)
         if self.rollouts.scored.values:  # given samples have none

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +34,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ahead import Ahead, Versions
+from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import RayRollouts
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.rollout.scoring import Scorers, open_scorers
@@ -44,7 +46,7 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
-from genrl.runtime.ray_cluster import cluster
+from genrl.runtime.ray_cluster import cluster, place_of
 from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import Sharding
 from genrl.runtime.weights import REFERENCE, Weights
@@ -74,11 +76,21 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     device, stop = process.accelerator.device, process.stop
     prompts, eval_prompts = read_prompts(config)
     closing = Event()
-    scorers = open_scorers(config, str(device), stopped=lambda: stop.requested or closing.is_set())
+
+    def stopped() -> bool:
+        return stop.requested or closing.is_set()
+
+    places = open_cluster(config, process, stack)
+    pool = None
+    if places is not None and places.rewards:
+        pool = RewardPool(config, places.rewards, places.options, stopped)
+    scorers = open_scorers(config, str(device), stopped, pool)
     stack.callback(scorers.close)
     check_rewards(config, scorers, prompts, eval_prompts)
     process.progress.phase("loading")
-    far = open_workers(config, process, stack)
+    far = RayRollouts(config, places.rollouts, places.options) if places is not None else None
+    if far is not None:
+        stack.callback(far.close)
     policy = open_policy(config, device, (prompts, eval_prompts), tell=partial(_tell, process))
     check_call_arguments(policy.pipe, {name for row in (*prompts, *eval_prompts) for name in row.size})
     said = use_kernels(policy, config.kernels)
@@ -103,16 +115,26 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     return run
 
 
-def open_workers(config: Config, process: Process, stack: ExitStack) -> RayRollouts | None:
-    """The rollout workers of this process, that begin to load the pipeline; None without any."""
-    if config.engine is None:
+class Places(NamedTuple):
+    """What this process has of a Ray cluster."""
+
+    rollouts: int
+    """Actors that draw."""
+    rewards: int
+    """Actors that score."""
+    options: dict[str, Any]
+    """Ray's, for each of them."""
+
+
+def open_cluster(config: Config, process: Process, stack: ExitStack) -> Places | None:
+    """Connect to the cluster of the configuration; None without one."""
+    engine, accelerator = config.engine, process.accelerator
+    if engine is None:
         return None
-    accelerator = process.accelerator
-    stack.enter_context(cluster(config.engine.address, accelerator))
-    count = config.engine.rollout_workers // accelerator.num_processes
-    far = RayRollouts(config, count, accelerator.device)
-    stack.callback(far.close)
-    return far
+    stack.enter_context(cluster(engine.address, accelerator))
+    processes = accelerator.num_processes
+    rollouts, scoring = engine.rollout_workers // processes, engine.reward_workers // processes
+    return Places(rollouts, scoring, place_of(rollouts + scoring, accelerator.device.type))
 
 
 def read_prompts(config: Config) -> Rows:

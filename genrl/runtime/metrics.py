@@ -207,9 +207,9 @@ _WORKERS = {
         False,
     ),
     "workers/lost": MetricDoc(
-        "rollout workers that died or hung and were replaced, since the run was started or resumed; of the main "
-        "process's workers",
-        "Samples are the same; it only took longer.",
+        "rollout and reward workers that died or hung and were replaced, since the run was started or resumed; of the "
+        "main process's workers",
+        "Samples and scores are the same; it only took longer.",
         "workers",
         False,
     ),

@@ -20,6 +20,8 @@ from accelerate.utils import broadcast_object_list
 
 PATIENCE_S = 60.0
 """How long a cluster may take to answer."""
+START_S = 300.0
+"""How long the first actors may take to be placed and to import genrl."""
 
 
 def connected(address: str | None = None) -> Any:
@@ -94,6 +96,26 @@ def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
     finally:
         if leaves:
             ray.shutdown()
+
+
+def place_of(actors: int, device: str) -> dict[str, Any]:
+    """Ray's options for each of so many actors of this process, which computes on `device`: one CPU, and where that is
+    a GPU a share of one.
+
+    Raises ValueError where the cluster has no room for all of them, or no GPU.
+    """
+    room = int(connected().cluster_resources().get("CPU", 0)) // int(os.environ.get("WORLD_SIZE", "1"))
+    if actors > room:
+        raise ValueError(
+            f"engine: {actors} actors of one CPU each for a process, and the Ray cluster has {room}; write fewer, or "
+            "let more nodes join"
+        )
+    options = {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+    if device == "cuda":
+        options["num_gpus"] = gpu_share(actors)
+        if not options["num_gpus"]:
+            raise ValueError("engine: this process computes on a GPU, and the Ray cluster has none: it would round")
+    return options
 
 
 def gpu_share(actors: int) -> float:

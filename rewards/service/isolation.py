@@ -16,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rewards.failures import RewardFailed
 from rewards.loading import EMPTY
-from rewards.service.remote import Outage, Remote
+from rewards.service.remote import Outage, Remote, Server
 from rewards.service.serve import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ class Isolated(Remote):
         self._asked = json.dumps(asked)
         self._name, self._start_s, self._restarts = name, start_s, 0
         self._secret = secrets.token_urlsafe(32)
-        self._process, self._url = self._start(name)
+        self._process, url = self._start(name)
         try:
-            super().__init__(self._url, name, token=self._secret, outage=outage, stopped=stopped)
+            super().__init__(url, name, token=self._secret, outage=outage, stopped=stopped)
         except (ValueError, RewardFailed):
             self.close()
             raise
@@ -71,21 +71,24 @@ class Isolated(Remote):
         """End the process. May be called twice."""
         self._end()
 
-    def url(self) -> str:
-        """Where the process serves; it is restarted first if it has died."""
+    @contextmanager
+    def asked(self, among: Sequence[Server]) -> Iterator[str]:
+        """As of a server; the process is restarted first if it has died."""
         code = self._process.poll()
-        if code is None or not self._end.alive:
-            return self._url
-        if self._restarts == MAX_RESTARTS:
-            raise RewardFailed(f"the process of reward {self._name!r} ended {MAX_RESTARTS + 1} times (status {code})")
-        self._restarts += 1
-        logger.warning("the process of reward %r ended (status %s); restarting it", self._name, code)
-        self._end()
-        try:
-            self._process, self._url = self._start(self._name)
-        except ValueError as error:
-            raise RewardFailed(str(error)) from error
-        return self._url
+        if code is not None and self._end.alive:
+            if self._restarts == MAX_RESTARTS:
+                raise RewardFailed(
+                    f"the process of reward {self._name!r} ended {MAX_RESTARTS + 1} times (status {code})"
+                )
+            self._restarts += 1
+            logger.warning("the process of reward %r ended (status %s); restarting it", self._name, code)
+            self._end()
+            try:
+                self._process, among[0].url = self._start(self._name)
+            except ValueError as error:
+                raise RewardFailed(str(error)) from error
+        with super().asked(among) as url:
+            yield url
 
     def _start(self, name: str) -> tuple[subprocess.Popen[str], str]:
         folder = tempfile.TemporaryDirectory(prefix="genrl-reward-")

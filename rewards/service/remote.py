@@ -10,6 +10,9 @@ seconds. The policy says what happens at the deadline:
 
 If the reward raises on the server, or the server refuses the request or the token, the call raises here, too, and
 counts as a failed reward; it is not repeated.
+
+Of several servers of one reward, each attempt goes to the one with the fewest requests under way. One that failed is
+asked again after half a minute, or where all others failed, too.
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -36,6 +42,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Policy = Literal["stop", "drop", "pause"]
 MAX_REPLY = 2**26
+RESTS_S = 30.0
+"""How long a server that failed is left alone while others answer."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +63,30 @@ class ServerRaised(RuntimeError):
     """The server's answer is that it does not score this: its reward raised, or it refuses the request or the token."""
 
 
-class Remote:
-    """A reward that is scored by a server.
+@dataclass
+class Server:
+    """One of those that hold a reward."""
 
-    name: the reward that is expected there; empty: any. token: sent as `Authorization: Bearer TOKEN`.
+    url: str
+    busy: int = 0
+    """Requests under way."""
+    rests_until: float = 0.0
+    """By the monotonic clock, since it failed."""
+
+
+class Remote:
+    """A reward that is scored by a server, or by several that hold the same; threads may call it at once.
+
+    urls: of the servers, or of the one. name: the reward that is expected there; empty: any. token: sent as
+    `Authorization: Bearer TOKEN`.
     stopped: asked several times a second during a call; once it is true, the call ends with "no score", for a run that
     is about to end and will not use it.
-    Raises ValueError if no server answers before the deadline, or if it serves another reward.
+    Raises ValueError if one of the servers does not answer before the deadline, or serves another reward.
     """
 
     def __init__(
         self,
-        url: str,
+        urls: str | Sequence[str],
         name: str = "",
         *,
         token: str = "",
@@ -75,25 +95,38 @@ class Remote:
     ):
         if not token.isascii() or not token.isprintable():
             raise ValueError("the token of a reward server must be printable ASCII text")
-        self._url, self.name, self.token, self.outage = url, name, token, outage or Outage()
-        self._is_down, self._stopped = False, stopped
-        check_url(self.url())
-        try:
-            takes, self._limits = self._request("GET", "/info", b"", {}, self.outage.deadline_s, self._read_info)
-        except ServerRaised as error:
-            raise ValueError(str(error)) from error
-        except Unavailable as error:
-            start = f"start it there with `genrl serve {name or 'REWARD'}`"
-            raise ValueError(f"no {self._who()}: {error}; {start}") from error
+        self.name, self.token, self.outage = name, token, outage or Outage()
+        self._is_down, self._stopped, self._lock = False, stopped, threading.Lock()
+        self.servers = [Server(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        infos = [self._info(server) for server in self.servers]
+        takes = infos[0][0]
+        for server, (found, _) in zip(self.servers, infos, strict=True):
+            if found != takes:
+                raise ValueError(f"reward server {server.url} takes {found}, and {self.servers[0].url} takes {takes}")
+        self._limits = wire.Limits(
+            **{key: min(getattr(limits, key) for _, limits in infos) for key in vars(wire.Limits())}
+        )
         self._eight_bit = "images" not in takes
         self._grouped = "group" in takes or "pairs" in takes
         # Pictures travel as one tensor, and pairs are formed on the server; what is declared here follows from that.
         plain = [name for name in takes if name not in ("images", "pil_images", "group", "pairs")]
         self.__signature__ = declare(["images", *plain, *(["group"] if self._grouped else [])])
 
-    def url(self) -> str:
-        """Where the server is; asked before every attempt."""
-        return self._url
+    @contextmanager
+    def asked(self, among: Sequence[Server]) -> Iterator[str]:
+        """The URL to send an attempt to, which is sent within the block."""
+        with self._lock:
+            now = time.monotonic()
+            server = min(among, key=lambda server: (server.rests_until > now, server.busy, server.rests_until))
+            server.busy += 1
+        try:
+            yield server.url
+        except Unavailable as error:
+            server.rests_until = time.monotonic() + RESTS_S
+            raise Unavailable(f"{server.url}: {error}" if len(among) > 1 else str(error)) from error
+        finally:
+            with self._lock:
+                server.busy -= 1
 
     def __call__(self, images: torch.Tensor, **rest: Sequence[Any]) -> Scored:
         step = len(images) if self._grouped else self._fitting(images, rest)
@@ -153,43 +186,66 @@ class Remote:
         headers: Mapping[str, str],
         patience_s: float,
         read: Callable[[bytes], T],
+        among: Sequence[Server] = (),
     ) -> T:
-        """What `read` makes of a reply with status 200. Raises Unavailable, and ServerRaised for a refusal."""
+        """What `read` makes of a reply with status 200. among: who may be asked; empty = all.
+
+        Raises Unavailable, and ServerRaised for a refusal.
+        """
         token = {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
         def attempt(limit: float) -> T:
-            url = f"{self.url().rstrip('/')}{path}"
-            status, reply = exchange(
-                method, url, body, {**headers, **token}, limit=limit, most=MAX_REPLY, stopped=self._stopped
-            )
-            if status != 200:
-                error, final = _error_of(reply)
-                why = f"status {status}: {error}"
-                if not final and status != 401:
-                    raise Unavailable(why)
-                self._is_down = False
-                raise ServerRaised(f"{self._who()}: {why}")
-            try:
-                result = read(reply)
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise Unavailable(f"its reply cannot be read: {error!r:.300}") from error
+            with self.asked(among or self.servers) as url:
+                status, reply = exchange(
+                    method,
+                    f"{url.rstrip('/')}{path}",
+                    body,
+                    {**headers, **token},
+                    limit=limit,
+                    most=MAX_REPLY,
+                    stopped=self._stopped,
+                )
+                if status != 200:
+                    error, final = _error_of(reply)
+                    why = f"status {status}: {error}"
+                    if not final and status != 401:
+                        raise Unavailable(why)
+                    self._is_down = False
+                    raise ServerRaised(f"reward server {url}: {why}")
+                try:
+                    result = read(reply)
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise Unavailable(f"its reply cannot be read: {error!r:.300}") from error
             self._is_down = False
             return result
 
         return retry(attempt, timeout_s=self.outage.timeout_s, patience_s=patience_s, stopped=self._stopped)
 
-    def _read_info(self, reply: bytes) -> tuple[list[str], wire.Limits]:
+    def _info(self, server: Server) -> tuple[list[str], wire.Limits]:
         """What the reward takes, and the server's limits."""
-        info = json.loads(reply)
-        protocol, name = info["protocol"], info["name"]
-        if protocol != wire.PROTOCOL or (self.name and name != self.name):
-            served = f"serves reward {name!r}, protocol {protocol}"
-            raise ServerRaised(f"{self._who()} {served}; wanted {self.name!r}, protocol {wire.PROTOCOL}")
-        limits = {key: int(info["limits"][key]) for key in vars(wire.Limits())}
-        return [str(name) for name in info["takes"]], wire.Limits(**limits)
+        check_url(server.url)
+
+        def read(reply: bytes) -> tuple[list[str], wire.Limits]:
+            info = json.loads(reply)
+            protocol, name = info["protocol"], info["name"]
+            if protocol != wire.PROTOCOL or (self.name and name != self.name):
+                served = f"serves reward {name!r}, protocol {protocol}"
+                raise ServerRaised(
+                    f"reward server {server.url} {served}; wanted {self.name!r}, protocol {wire.PROTOCOL}"
+                )
+            limits = {key: int(info["limits"][key]) for key in vars(wire.Limits())}
+            return [str(name) for name in info["takes"]], wire.Limits(**limits)
+
+        try:
+            return self._request("GET", "/info", b"", {}, self.outage.deadline_s, read, [server])
+        except ServerRaised as error:
+            raise ValueError(str(error)) from error
+        except Unavailable as error:
+            start = f"start it there with `genrl serve {self.name or 'REWARD'}`"
+            raise ValueError(f"no reward server {server.url}: {error}; {start}") from error
 
     def _who(self) -> str:
-        return f"reward server {self._url}"
+        return f"reward server {' or '.join(server.url for server in self.servers)}"
 
 
 def _error_of(reply: bytes) -> tuple[str, bool]:

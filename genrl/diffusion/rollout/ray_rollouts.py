@@ -25,13 +25,11 @@ from genrl.config.method import code_of
 from genrl.diffusion.rollout.forest import Draw
 from genrl.diffusion.rollout.rollout import Finished, Job, Source, Worker, finish
 from genrl.runtime.frame import kind_of
-from genrl.runtime.ray_cluster import check_versions, connected, gpu_share, versions
+from genrl.runtime.ray_cluster import START_S, check_versions, connected, versions
 from genrl.runtime.weights import put_back
 
 FAILURES = 3
 """Actors lost in a row, for each seat, after which the run ends."""
-START_S = 300.0
-"""How long the first actors may take to be placed and to import genrl."""
 
 
 class Work(NamedTuple):
@@ -109,26 +107,16 @@ class Seat:
 
 
 class RayRollouts:
-    """`count` actors that draw for this process, on GPUs if `device` is one.
+    """`count` actors that draw for this process. options: Ray's for each (`ray_cluster.place_of`).
 
-    Raises ValueError where the cluster has no room for them, or their versions are not those of this process.
+    Raises ValueError where none can be started, or their versions are not those of this process.
     """
 
-    def __init__(self, config: Config, count: int, device: torch.device) -> None:
+    def __init__(self, config: Config, count: int, options: Mapping[str, Any]) -> None:
         self.config, self.version, self.lost = config, 0, 0
         self._busy, self._since, self._closed = 0.0, time.perf_counter(), False
         self._ray, self._timeout_s = connected(), config.distributed.timeout_s / 2  # before the watchdog's end
-        self._options = {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        if device.type == "cuda":
-            self._options["num_gpus"] = gpu_share(count)
-            if not self._options["num_gpus"]:
-                raise ValueError("engine: this process computes on a GPU, and the Ray cluster has none: it would round")
-        room = int(self._ray.cluster_resources().get("CPU", 0)) // int(os.environ.get("WORLD_SIZE", "1"))
-        if count > room:
-            raise ValueError(
-                f"engine.rollout_workers: {count} actors of one CPU each for a process, and the Ray cluster has "
-                f"{room}; write fewer, or let more nodes join"
-            )
+        self._options = options
         self.seats = [Seat(self._actor()) for _ in range(count)]
         try:
             for found in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):

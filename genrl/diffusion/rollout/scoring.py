@@ -1,8 +1,9 @@
 """The rewards of a run: opened as the configuration says, asked for scores, gathered from all processes.
 
 Pointwise rewards score each micro-batch where it was drawn; the others get whole groups, which are shared out to the
-processes. Micro-batches are scored in the order in which they were drawn, each by all rewards in their order, whether
-in the background or not.
+processes, each to one that has most of it. Micro-batches are scored in the order in which they were drawn, each by all
+rewards in their order, whether in the background or not; but a reward of which there are several copies, on servers or
+Ray actors, is asked about as many at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -22,13 +24,13 @@ from torch import Tensor
 import rewards
 from genrl.config import Config
 from genrl.data.prompts import Prompt
+from genrl.diffusion.rollout.ray_rewards import FarReward, RewardPool, opened_for
 from rewards.background import Background
 from rewards.calls import inner
 from rewards.compose import Component, Gate
 from rewards.contract import Movable
-from rewards.placing import open_reward
 from rewards.service.isolation import Isolated
-from rewards.service.remote import Outage, Remote
+from rewards.service.remote import Remote
 
 Found = tuple[str, list[int], rewards.Scores]  # label, slots, their scores
 
@@ -54,6 +56,10 @@ class Scorers:
     """Labels of those whose models are off their device between scorings, and that device."""
     alone: dict[str, Lock] = field(default_factory=dict)
     """Labels of those that serve one thread at a time; any number may ask a server."""
+    copies: dict[str, int] = field(default_factory=dict)
+    """Labels of those that are held several times, elsewhere, and how often: so many calls run at a time."""
+    pool: RewardPool | None = None
+    """Who holds those on Ray actors."""
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -70,6 +76,8 @@ class Scorers:
         """End the processes that were started for rewards."""
         for reward in self.rewards.values():
             rewards.close(reward)
+        if self.pool is not None:
+            self.pool.close()
 
 
 def plain(opened: Mapping[str, rewards.Reward]) -> Scorers:
@@ -77,33 +85,32 @@ def plain(opened: Mapping[str, rewards.Reward]) -> Scorers:
     return Scorers(dict(opened), {label: Component() for label in opened})
 
 
-def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lambda: False) -> Scorers:
+def open_scorers(
+    config: Config, device: str, stopped: Callable[[], bool] = lambda: False, pool: RewardPool | None = None
+) -> Scorers:
     """Load, start or connect to every reward of the configuration; `device` is the run's, `stopped` whether it is to
-    end and waits for no server any more.
+    end and waits for no server any more. pool: who holds those that no server has; None = this process.
 
     Raises ValueError as `rewards.placing.open_reward`, and where a model is to be moved that cannot be.
     """
     opened: dict[str, rewards.Reward] = {}
     offloaded: dict[str, str] = {}
     alone: dict[str, Lock] = {}
+    copies: dict[str, int] = {}
     with ExitStack() as undo:
         for index, (label, settings) in enumerate(zip(config.reward_labels, config.rewards, strict=True)):
             where = str(settings.args.get("device", device))
-            reward = open_reward(
-                settings.name,
-                settings.args,
-                device=where,
-                batch_size=settings.batch_size,
-                cache=settings.cache,
-                remote=settings.remote,
-                isolate=settings.isolate,
-                outage=Outage(**settings.outage.model_dump()),
-                stopped=stopped,
-            )
+            if pool is not None and settings.remote is None:
+                opened[label], copies[label] = FarReward(pool, label), len(pool.seats)
+                continue
+            reward = opened_for(settings, device, stopped)
             undo.callback(rewards.close, reward)
             opened[label] = reward
-            if not isinstance(reward, Remote) or isinstance(reward, Isolated):
+            server = inner(reward)
+            if not isinstance(server, Remote) or isinstance(server, Isolated) or settings.cache:
                 alone[label] = Lock()
+            elif len(server.servers) > 1:
+                copies[label] = len(server.servers)
             if settings.offload:
                 if not isinstance(inner(reward), Movable):
                     raise ValueError(
@@ -113,7 +120,7 @@ def open_scorers(config: Config, device: str, stopped: Callable[[], bool] = lamb
                 offloaded[label] = where
                 rewards.move(reward, "cpu")
         undo.pop_all()
-    return Scorers(opened, components(config), offloaded, alone)
+    return Scorers(opened, components(config), offloaded, alone, copies, pool)
 
 
 def components(config: Config) -> dict[str, Component]:
@@ -149,10 +156,14 @@ class Scoring:
         self.rows, self.group, self.beat = rows, group, beat
         self.scorers = scorers
         kinds = {label: rewards.needs(reward).kind for label, reward in scorers.rewards.items()}
-        self._single = {k: reward for k, reward in scorers.rewards.items() if kinds[k] == "pointwise"}
+        single = {k: reward for k, reward in scorers.rewards.items() if kinds[k] == "pointwise"}
+        self._single = {k: reward for k, reward in single.items() if k not in scorers.copies}
+        self._spread = {k: reward for k, reward in single.items() if k in scorers.copies}
         self._grouped = {k: reward for k, reward in scorers.rewards.items() if kinds[k] != "pointwise"}
         self._background = background
         self._worker: Background[list[Found]] = Background(background)
+        threads = sum(scorers.copies.values())
+        self._workers: Background[list[Found]] = Background(threads > 0, max(1, threads))
         self._pieces: list[tuple[list[int], Tensor]] = []
         self._broken: list[int] = []
         self._short: torch.OutOfMemoryError | None = None
@@ -162,6 +173,7 @@ class Scoring:
         if self._background:
             self._stack.enter_context(self.scorers.placed())
         self._stack.enter_context(self._worker)  # left first: no model is moved away from under it
+        self._stack.enter_context(self._workers)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -173,6 +185,7 @@ class Scoring:
         self._broken += [s for s, image in zip(slots, images, strict=True) if not image.isfinite().all()]
         if self._background:
             self._worker.submit(partial(self._ask, self._single, slots, images))
+            self._ask_copies(self._spread, slots, images)
         if not self._background or self._grouped:
             self._pieces.append((slots, images))
 
@@ -190,8 +203,11 @@ class Scoring:
                 else:
                     stack.enter_context(self.scorers.placed())
                     for slots, images in self._pieces:
+                        self._ask_copies(self._spread, slots, images)
+                    for slots, images in self._pieces:
                         found += self._ask(self._single, slots, images)
                         self.beat()
+                found += [item for items in self._workers.results(self.beat) for item in items]
             found += self._of_groups()
         everything = gather_object([(self._short is not None, found, self._broken)])
         if any(short for short, _, _ in everything):
@@ -209,22 +225,44 @@ class Scoring:
             self._short = error
 
     def _of_groups(self) -> list[Found]:
-        """The rewards that look at whole groups: their pictures are sent to all processes, which share the groups."""
+        """The rewards that look at whole groups, which the processes share."""
         if not self._grouped:
             return []
-        state = PartialState()
-        mine = [pair for slots, images in self._pieces for pair in zip(slots, images, strict=True)]
-        pictures: dict[int, Tensor] = dict(gather_object(mine))
-        members: dict[int, list[int]] = {}
-        for slot in sorted(pictures):
-            members.setdefault(self.group[slot], []).append(slot)
+        here = {k: reward for k, reward in self._grouped.items() if k not in self.scorers.copies}
+        there = {k: reward for k, reward in self._grouped.items() if k in self.scorers.copies}
+        groups = self._whole_groups()
         found: list[Found] = []
         with self._until_all_are_there():
-            for number in sorted(members)[state.process_index :: state.num_processes]:
-                slots = members[number]
-                found += self._ask(self._grouped, slots, torch.stack([pictures[slot] for slot in slots]))
+            for slots, images in groups:
+                self._ask_copies(there, slots, images)
+            for slots, images in groups:
+                found += self._ask(here, slots, images)
                 self.beat()
+            found += [item for items in self._workers.results(self.beat) for item in items]
         return found
+
+    def _whole_groups(self) -> list[tuple[list[int], Tensor]]:
+        """The groups that this process scores, whole: slots and pictures. A collective."""
+        rank = PartialState().process_index
+        mine = {slot: image for slots, images in self._pieces for slot, image in zip(slots, images, strict=True)}
+        holders = {slot: process for process, slots in enumerate(gather_object([list(mine)])) for slot in slots}
+        members: dict[int, list[int]] = {}
+        for slot in sorted(holders):
+            members.setdefault(self.group[slot], []).append(slot)
+        scored_by = shared_out({group: [holders[s] for s in slots] for group, slots in members.items()})
+        for process in sorted(set(scored_by.values())):
+            wanted = [s for s, holder in holders.items() if scored_by[self.group[s]] == process != holder]
+            if wanted:
+                mine |= gathered_on(process, {slot: mine[slot] for slot in wanted if holders[slot] == rank})
+        return [
+            (slots, torch.stack([mine[slot] for slot in slots]))
+            for group, slots in sorted(members.items())
+            if scored_by[group] == rank
+        ]
+
+    def _ask_copies(self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Tensor) -> None:
+        for label, reward in scorers.items():
+            self._workers.submit(partial(self._ask, {label: reward}, slots, images))
 
     def _ask(self, scorers: Mapping[str, rewards.Reward], slots: list[int], images: Tensor) -> list[Found]:
         found: list[Found] = []
@@ -241,6 +279,29 @@ class Scoring:
                 )
             found.append((label, slots, scores))
         return found
+
+
+def shared_out(holders: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """Group -> the process that scores it: one that holds most of its pictures, but none has more than its share.
+
+    holders: group -> the processes of its pictures.
+    """
+    processes = PartialState().num_processes
+    room = dict.fromkeys(range(processes), -(-len(holders) // processes))
+    found: dict[int, int] = {}
+    for group, of_pictures in sorted(holders.items()):
+        chosen = max((p for p in room if room[p]), key=lambda p: (of_pictures.count(p), room[p]))
+        found[group] = chosen
+        room[chosen] -= 1
+    return found
+
+
+def gathered_on(process: int, mine: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The entries of all processes, on this one; nothing on the others. A collective."""
+    state = PartialState()
+    parts: list[Any] | None = [None] * state.num_processes if state.process_index == process else None
+    torch.distributed.gather_object(mine, parts, dst=process)
+    return {slot: image for part in parts or () for slot, image in part.items()}
 
 
 def score(

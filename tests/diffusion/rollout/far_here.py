@@ -24,7 +24,7 @@ ENGINE = {"kind": "ray", "rollout_workers": 1}
 class Near:
     """In the place of `RayRollouts`."""
 
-    def __init__(self, config: Config, count: int, device: object) -> None:
+    def __init__(self, config: Config, count: int, options: object) -> None:
         self.actor, self.version = RolloutActor(), 0
         self.actor.open(config.model_dump_json(), os.getcwd(), 1)
 
@@ -56,4 +56,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     ray: Any = SimpleNamespace(get_gpu_ids=list, get=pickle.loads)
     monkeypatch.setattr(ray_rollouts, "connected", lambda: ray)
     monkeypatch.setattr("genrl.diffusion.train.cluster", lambda address, accelerator: nullcontext())
+    monkeypatch.setattr("genrl.diffusion.train.place_of", lambda actors, device: {})
     monkeypatch.setattr("genrl.diffusion.train.RayRollouts", Near)

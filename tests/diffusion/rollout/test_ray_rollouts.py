@@ -6,7 +6,7 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +24,10 @@ from genrl.diffusion.rollout.ray_rollouts import RayRollouts, packed, unpacked
 from genrl.diffusion.rollout.rollout import Sheet, Worker, jobs_of
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import check_processes, train
+from genrl.runtime.ray_cluster import place_of
 from genrl.runtime.run import Run, read_metrics
 from tests.diffusion import runs
+from tests.diffusion.rollout.conftest import process_of
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'genrl[ray]'", allow_module_level=True)
@@ -39,28 +41,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "diffusion_nft": {"algorithm": "diffusion_nft", "old_policy_decay": "ramp", "updates_per_iteration": 2},
     "trees": {**GRPO, "tree": {"ways": 2, "at": "window"}},
 }
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two nodes of one CPU."""
-    os.environ.update({"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"})  # when busy
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    nodes.add_node(num_cpus=1)
-    ray.init(address=nodes.address, log_to_driver=False, include_dashboard=False)
-    yield ray
-    ray.shutdown()
-    nodes.shutdown()
-
-
-def process_of(actor: Any) -> int:
-    from ray._private.state import actors
-
-    return int(actors(actor._actor_id.hex())["Pid"])
 
 
 def changes(name: str) -> dict[str, Any]:
@@ -125,16 +105,18 @@ def test_what_is_wrong_is_told(cluster: Any, folder: Path, model: Path, monkeypa
         with pytest.raises(RuntimeError, match=r"by the weights of version 2, not of 3"):
             run.far._check_version(order.version, order.version + 1)  # of an actor that missed an update
     with pytest.raises(ValueError, match="99 actors of one CPU each for a process, and the Ray cluster has 2"):
-        RayRollouts(settings, 99, torch.device("cpu"))
+        place_of(99, "cpu")
+    with pytest.raises(ValueError, match="this process computes on a GPU, and the Ray cluster has none"):
+        place_of(1, "cuda")
     monkeypatch.setattr("genrl.runtime.ray_cluster.version", lambda name: "9.9")
     with pytest.raises(ValueError, match=r"torch 2\S* there and 9.9 here"):
-        RayRollouts(settings, 1, torch.device("cpu"))
+        RayRollouts(settings, 1, place_of(1, "cpu"))
 
 
 def test_actors_that_are_lost_again_and_again(cluster: Any, folder: Path, model: Path) -> None:
     """Nothing waits for ever: here there is no time to load in."""
     settings = runs.config(folder, model, engine={**WORKERS, "rollout_workers": 1}, **changes("diffusion_nft"))
-    far = RayRollouts(settings, 1, torch.device("cpu"))
+    far = RayRollouts(settings, 1, place_of(1, "cpu"))
     far._timeout_s = 0.01
     source = far.source(far.order(broken, {}, Worker()), Worker(), lambda calls: None)
     with pytest.raises(RuntimeError, match="3 rollout workers were lost in a row.*distributed.timeout_s"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 
 import rewards
 from genrl.config import load
 from genrl.data.prompts import Prompt
 from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring, components, open_scorers, plain, score
 from rewards.compose import Component, Gate
+from tests.run_folders import start_ranks, wait
 
 IMAGES = torch.rand(12, 3, 5, 4, generator=torch.Generator().manual_seed(0))
 ROWS = [Prompt(f"prompt {k // 4}", {"style": k}) for k in range(12)]
@@ -126,6 +129,53 @@ def test_leaving_early_ends_the_thread_and_moves_models_back(background: bool) -
             raise KeyboardInterrupt
     assert not any(thread.name.startswith("scoring") for thread in threading.enumerate())
     assert model.moves == (["meta", "cpu"] if background else [])
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_reward_with_copies_is_asked_about_several_at_a_time(background: bool) -> None:
+    """Of samples and of groups; the scores are those of one copy."""
+    two, three = threading.Barrier(2, timeout=20), threading.Barrier(3, timeout=20)
+
+    def in_pairs(images: torch.Tensor) -> Any:
+        if len(images) > 1:
+            two.wait()
+        return brightness(images)
+
+    def all_groups(images: torch.Tensor, group: list[int]) -> list[float]:
+        three.wait()
+        return rank(images, group)
+
+    opened = {"b": brightness, "many": in_pairs, "rank": all_groups}
+    copies = Scorers(opened, plain(opened).components, copies={"many": 2, "rank": 3})
+    with Scoring(copies, ROWS, GROUP, background=background) as scoring:
+        for slots, images in pieces():
+            scoring.add(slots, images)
+        found = scoring.result()
+    assert same(found, score(plain({"b": brightness, "many": brightness, "rank": rank}), pieces(), ROWS, GROUP))
+
+
+def score_groups(file: str) -> None:
+    """A process of two: it holds every other picture, and says which groups it was asked about."""
+    state = PartialState(cpu=True)
+    asked: list[tuple[int, list[float]]] = []
+
+    def means(images: torch.Tensor, group: list[int]) -> list[float]:
+        asked.append((group[0], images.mean((1, 2, 3)).tolist()))
+        return [1.0] * len(images)
+
+    slots = [s for s in range(12) if (s % 4 < 3) == (state.process_index == 0)]  # most of each group is on the first
+    found = score(plain({"means": means}), [(slots, IMAGES[slots])], ROWS, GROUP)
+    assert bool((found.values["means"] == 1).all())
+    Path(f"{file}-{state.process_index}").write_text(json.dumps(asked))
+
+
+@pytest.mark.slow
+def test_a_group_is_scored_where_most_of_it_is_and_no_process_has_all(tmp_path: Path) -> None:
+    processes = start_ranks(2, score_groups, str(tmp_path / "asked"), log=tmp_path / "log")
+    assert wait(processes, 200) == [0, 0], (tmp_path / "log-rank-0").read_text()
+    means = IMAGES.mean((1, 2, 3)).view(3, 4).tolist()
+    asked = [json.loads((tmp_path / f"asked-{rank}").read_text()) for rank in range(2)]
+    assert asked == [[[0, means[0]], [1, means[1]]], [[2, means[2]]]]
 
 
 class Model:

@@ -282,6 +282,49 @@ def test_a_server_that_is_killed_and_comes_back() -> None:
             process.wait(10)
 
 
+def test_several_servers_share_the_calls() -> None:
+    """Calls of several threads go to those with the fewest; one that is gone is left alone until all have failed."""
+
+    def brightness(images: torch.Tensor) -> Any:
+        return images.mean((1, 2, 3))
+
+    seen: list[int] = []
+    both = threading.Barrier(2, timeout=10)
+
+    def counted(number: int) -> Any:
+        def counting(images: torch.Tensor) -> Any:
+            seen.append(number)
+            if both.n_waiting < 2 and not both.broken:
+                both.wait()  # until the other server is asked, too
+            return brightness(images)
+
+        return counting
+
+    with servers.live(counted(1)) as one:
+        with servers.live(counted(2)) as two:
+            remote = Remote([one, two], "mine", outage=FAST)
+            found: list[rewards.Scores] = []
+            threads = [threading.Thread(target=lambda: found.append(score(remote))) for _ in range(2)]
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
+            assert found == [score(brightness)] * 2 and sorted(seen) == [1, 2]
+            both.abort()
+        seen.clear()
+        remote.servers[0].busy = 1  # so that the one that is gone comes first
+        assert [score(remote), score(remote)] == [score(brightness)] * 2
+        assert remote.servers[1].rests_until > time.monotonic() and remote.servers[0].busy == 1
+    (failure,) = score(remote).failures
+    assert failure.fatal and one in failure.error and two in failure.error
+
+
+def test_several_servers_must_hold_the_same() -> None:
+    with servers.live(plain_rewards.mean) as one, servers.live(plain_rewards.like) as two:
+        with pytest.raises(ValueError, match=r"takes \['images', 'reference_images', 'style'\], and .* takes"):
+            Remote([one, two], outage=FAST)
+        with pytest.raises(ValueError, match="no reward server http://127.0.0.1:1"):
+            Remote([one, "http://127.0.0.1:1"], outage=FAST)
+
+
 def test_bytes_that_are_not_http_do_not_stop_the_server() -> None:
     with servers.live(plain_rewards.mean) as url:
         remote = Remote(url, outage=FAST)
