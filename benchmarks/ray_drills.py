@@ -19,14 +19,16 @@ from genrl.runtime import frame
 from genrl.runtime.run import Run, read_metrics
 from tests import run_folders
 
-STRIKES = ("rollout worker", "node", "trainer")
+STRIKES = {"rollout worker": b"ray::RolloutActor", "reward worker": b"ray::RewardActor", "node": b"", "trainer": b""}
+"""Name -> how the command line of one to strike begins, where there are several."""
 LONG_S = 300.0
 """Without a new iteration for so long, a run hangs."""
 
 
 def killed_on_ray(kills: int, chance: random.Random) -> Iterator[Row]:
-    """SIGKILL to a rollout worker, to all that runs on a node (which comes back), or to the process that trains (which
-    is started again), at random moments; then the run goes on to its end. With samples drawn ahead of training."""
+    """SIGKILL to a rollout or reward worker, to all that runs on a node (which comes back), or to the process that
+    trains (which is started again), at random moments; then the run goes on to its end. With samples drawn ahead of
+    training."""
     if find_spec("ray") is None:
         yield Row("killed on Ray: Ray is not installed", 0, 0, "-")
         return
@@ -46,7 +48,8 @@ def _killed(nodes: Any, folder: Path, kills: int, chance: random.Random) -> Row:
     run, path, log = folder / "cut", folder / "run.yaml", folder / "log"
     more = {"optimizer.schedule": "constant", "sampling.staleness": 1, "sampling.batch_size": 8}
     alone = config_of("flow_grpo.yaml", run, 10**6, **more)
-    there = {"engine.kind": "ray", "engine.rollout_workers": 2, "engine.address": nodes.address}
+    there = {"engine.kind": "ray", "engine.rollout_workers": 2, "engine.reward_workers": 1}
+    there["engine.address"] = nodes.address
     path.write_text(dump(config_of("flow_grpo.yaml", run, 10**6, **more, **there)))
     node, process = nodes.add_node(num_cpus=2), begun(path, run, log)
     counts, notes = dict.fromkeys(STRIKES, 0), list[str]()
@@ -58,7 +61,7 @@ def _killed(nodes: Any, folder: Path, kills: int, chance: random.Random) -> Row:
             process = begun(path, run, log)
             continue
         time.sleep(chance.uniform(0.0, 3.0))
-        what = chance.choice(STRIKES)
+        what = chance.choice(list(STRIKES))
         counts[what] += 1
         if what == "trainer":
             process.kill()
@@ -67,7 +70,7 @@ def _killed(nodes: Any, folder: Path, kills: int, chance: random.Random) -> Row:
         elif what == "node":
             nodes.remove_node(node, allow_graceful=False)
             node = nodes.add_node(num_cpus=2)
-        elif workers := _rollout_workers():
+        elif workers := _named(STRIKES[what]):
             with suppress(ProcessLookupError):  # it has ended since
                 os.kill(chance.choice(workers), signal.SIGKILL)
     if not _goes_on(process, run):
@@ -99,11 +102,11 @@ def _rows(run: Path) -> int:
     return int(rows[-1]["step"]) if rows else -1
 
 
-def _rollout_workers() -> list[int]:
-    """Processes that draw, on any node of this machine."""
+def _named(beginning: bytes) -> list[int]:
+    """Processes of this machine whose command line begins so."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if (folder / "cmdline").read_bytes().startswith(b"ray::RolloutActor"):
+            if (folder / "cmdline").read_bytes().startswith(beginning):
                 found.append(int(folder.name))
     return found
