@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-FILE_BYTES = 2**28
+FILE_BYTES = 2**27
 """Of a process's shares in one file, at most, but for a larger tensor: torch copies a file in memory to write it."""
 
 Entries = dict[str, dict[str, Any]]
@@ -88,7 +88,7 @@ def write(folder: Path, named: Mapping[str, DTensor], fault: Callable[[str], Non
         save(dict(named), storage_writer=writer)
     except CheckpointException as error:
         failed = "; ".join(f"process {rank}: {why}" for rank, (why, _) in sorted(error.failures.items()))
-        raise OSError(failed) from None
+        raise OSError(failed) from error
     return writer.entries
 
 

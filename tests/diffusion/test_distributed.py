@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.train import check_processes
@@ -154,7 +155,7 @@ def test_all_weights_in_shards_go_on_in_any_number_of_processes(folder: Path, mo
     """Stopped and gone on with in two processes: the same to the bit. Read by one process, which holds all, and written
     by it, and the other way round: the same weights and optimiser state."""
     sampling = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 2}
-    common: dict[str, Any] = {"trainer": GRPO, "sampling": sampling, "lora": None, **FSDP}
+    common: dict[str, Any] = {"trainer": GRPO, "sampling": sampling, "lora": None, "evaluation": {"every": 1}, **FSDP}
     for name, iterations in (("straight", 2), ("stopped", 1)):
         processes = start(folder, model, name, 2, runs.train_file, iterations=iterations, **common)
         assert runs.wait(processes, 300) == [0, 0], logs(folder, name)
@@ -182,6 +183,9 @@ def test_all_weights_in_shards_go_on_in_any_number_of_processes(folder: Path, mo
     both = runs.start_ranks(2, runs.train_file, str(path), str(stopped), log=folder / "two.log")
     assert runs.wait(both, 300) == [0, 0], logs(folder, "two")
     assert runs.differences(straight, stopped) == []
+    written = load_file(export(straight, folder / "out") / "transformer" / "diffusion_pytorch_model.safetensors")
+    average = runs.last_state(straight).tensors["snapshot-average"]
+    assert all(torch.equal(written[key.removeprefix("transformer.")], tensor) for key, tensor in average.items())
     alone = str(folder / "alone.yaml")
     Path(alone).write_text(text.replace("iterations: 1", "iterations: 3").replace("fsdp: true", "fsdp: false"))
     assert runs.wait([runs.start(runs.train_file, alone, str(stopped), log=folder / "one.log")], 300) == [0], logs(

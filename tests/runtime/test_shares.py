@@ -33,7 +33,7 @@ def run(place: Path, target: Callable[..., None], *arguments: object, count: int
 
 
 def saved(
-    place: Path, *after: int, count: int = 2, groups: int = 1, file_bytes: int = 2**28, again: bool = False
+    place: Path, *after: int, count: int = 2, groups: int = 1, file_bytes: int = 2**27, again: bool = False
 ) -> Path:
     """The folder `place`/checkpoints with checkpoints after these steps, written by so many processes."""
     folder = place / "checkpoints"
@@ -155,7 +155,7 @@ def test_full_disk(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("tmpfs cannot be mounted here")
     try:
-        codes, printed = run(tmp_path, share_ranks.saves, str(place), [1, 2, 3], 1, 2**28, False)
+        codes, printed = run(tmp_path, share_ranks.saves, str(place), [1, 2, 3], 1, 2**27, False)
         assert codes == [1, 1] and "MiB free there" in printed
         assert latest(place) is not None
     finally:
