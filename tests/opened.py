@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from genrl.config import AnyConfig
-from genrl.runtime.frame import Kind
+from genrl.config import AnyConfig, load
+from genrl.runtime import checkpoint
+from genrl.runtime.frame import Kind, kind_of
 from genrl.runtime.metrics import MetricLogger
 from genrl.runtime.process import Process, make_accelerator
 from genrl.runtime.progress import Progress
@@ -36,3 +37,14 @@ def opened(config: AnyConfig, kind: Kind) -> Iterator[Any]:
             prepared,
             stack,
         )
+
+
+def saved_again(file: str) -> None:
+    """Child: open the run of a YAML file from its newest checkpoint, and write that anew."""
+    config = load(Path(file))
+    with opened(config, kind_of(config)) as run:
+        found = checkpoint.latest(Run(Path(config.output)).checkpoints)
+        assert found is not None
+        run.loop.restore(found)
+        run.loop._outdated = True
+        run.loop.save()

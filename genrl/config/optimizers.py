@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class Known(NamedTuple):
     """One optimiser. source: "module:class"; args: what `optimizer.args` may hold; state_bytes: per trained parameter;
-    shards: whether its state is gathered and put back where weights are sharded; install: its package."""
+    shards: whether its state is saved and put back where weights are sharded; install: its package."""
 
     source: str
     args: tuple[str, ...]

@@ -1,7 +1,8 @@
 """Checkpoints which survive a crash at any instant. The only module that writes or reads them.
 
 A checkpoint is a folder `step-000123/`: `<stem>.safetensors`, `state.json`, whatever `extra` wrote, and
-`manifest.json` with the size and sha256 of every other file. It is written as `step-000123.tmp-<pid>/`,
+`manifest.json` with the size and sha256 of every other file. What processes hold in shares (FSDP) is in
+`shards/<stem>/`, where each has written its own (`runtime/shares.py`). It is written as `step-000123.tmp-<pid>/`,
 every file and folder is synced, the folder is renamed, its parent is synced, and only then are older ones
 deleted, which begins with renaming them back. So at every instant there is a complete checkpoint under its final name,
 once there has been one, and a folder under a final name that is not complete was damaged by something else: it is
@@ -17,16 +18,24 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from genrl.runtime import shares
+from genrl.runtime.sharding import local
+
 FORMAT = 2
+IN_SHARES = 3
+"""The format of a checkpoint with a folder `shards`, which earlier versions of genrl do not know."""
+SHARDS = "shards"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STEP = re.compile(r"step-(\d{6,})")
@@ -45,11 +54,11 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint: `tensors[stem][name]` on the CPU, and the JSON state as it was given."""
+    """A verified checkpoint: `tensors[stem][name]` on the CPU (or its `Shares`), and the JSON state as it was given."""
 
     path: Path
     step: int
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: dict[str, dict[str, Any]]
     state: dict[str, Any]
 
 
@@ -63,7 +72,8 @@ def save(
     extra: Callable[[Path], None] | None = None,
     replace: bool = False,
 ) -> Path:
-    """Write `folder/step-<step>/` and then delete all but the newest `keep` complete checkpoints. Rank 0 only.
+    """Write `folder/step-<step>/` and then delete all but the newest `keep` complete checkpoints. Rank 0 only;
+    the others call `save_shares`.
 
     tensors: file stem -> named tensors, any device and layout. state: JSON. extra: called with the temporary
     folder before the manifest is made, to write further files (the LoRA folder).
@@ -76,19 +86,25 @@ def save(
     assert keep >= 1 and step >= 0
     final = folder / f"step-{step:06d}"
     temporary = folder / f"{final.name}.tmp-{os.getpid()}"
+    shared = shares.shares_of(tensors)
     try:
-        _make_folder(folder)
-        _remove_leftovers(folder)
-        complete, aside = problem(final) is None, None
-        if complete and not replace:
-            return final
-        _make_folder(temporary)
+        with _telling(shared) as told:
+            _make_folder(folder)
+            _remove_leftovers(folder)
+            complete, aside = problem(final) is None, None
+            if complete and not replace:
+                return final
+            _make_folder(temporary)
+            told.append(temporary)
+        written = _write_shares(temporary, shared)
         for stem, named in tensors.items():
-            _write_tensors(temporary / f"{stem}.safetensors", named)
+            own = {name: tensor for name, tensor in named.items() if name not in shared.get(stem, ())}
+            if own or not named:
+                _write_tensors(temporary / f"{stem}.safetensors", own)
         _write_text(temporary / STATE, json.dumps(state, indent=1))
         if extra is not None:
             extra(temporary)
-        _seal(temporary, step)
+        _seal(temporary, step, written)
         if final.exists():
             aside = _set_aside(final, "replaced" if complete else "damaged")
         _rename(temporary, final)
@@ -100,6 +116,34 @@ def save(
         raise CheckpointError(_write_failure(final, error)) from error
     _rotate(folder, step, keep)
     return final
+
+
+def save_shares(tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Of every other process while the main one is in `save`: write its shares of these tensors, if it has any.
+
+    Raises CheckpointError in all processes where one of them could not write.
+    """
+    shared = shares.shares_of(tensors)
+    if not shared:
+        return
+    told: list[Path | None] = [None]
+    torch.distributed.broadcast_object_list(told)
+    if told[0] is not None:
+        try:
+            _write_shares(told[0], shared)
+        except OSError as error:
+            raise CheckpointError(_write_failure(told[0], error)) from error
+
+
+@contextmanager
+def _telling(shared: Mapping[str, object]) -> Iterator[list[Path]]:
+    """The other processes wait for the folder that is appended within the block; for none where there is no save."""
+    told: list[Path] = []
+    try:
+        yield told
+    finally:
+        if shared:
+            torch.distributed.broadcast_object_list([told[0] if told else None])
 
 
 def steps(folder: Path) -> list[Path]:
@@ -175,15 +219,18 @@ def problem(path: Path, *, hashes: bool = True) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != entry["bytes"]:
                 return f"{name} has {file.stat().st_size} bytes, {entry['bytes']} were written"
-            if hashes and _sha256(file) != entry["sha256"]:
+            if hashes and shares.sha256(file) != entry["sha256"]:
                 return f"{name} was altered: its sha256 is not the one in {MANIFEST}"
         except OSError as error:
             return f"{name} cannot be read: {error}"
     return None
 
 
-def load(path: Path) -> Loaded:
-    """Verify sizes and hashes, then read. Raises CheckpointError naming the file that is wrong."""
+def load(path: Path, *, in_shares: bool = False) -> Loaded:
+    """Verify sizes and hashes, then read. Raises CheckpointError naming the file that is wrong.
+
+    in_shares: what was written in shares is left as `Shares`, for each process to read what it needs of it.
+    """
     reason = problem(path)
     if reason is not None:
         raise CheckpointError(
@@ -193,10 +240,14 @@ def load(path: Path) -> Loaded:
     manifest = _read_manifest(path)
     stems = [name.removesuffix(".safetensors") for name in manifest["files"] if _is_tensor_file(name)]
     # cloned: load_file maps the file, and kernels may round differently on memory that torch has not aligned
-    tensors = {
+    tensors: dict[str, dict[str, Any]] = {
         stem: {name: tensor.clone() for name, tensor in load_file(path / f"{stem}.safetensors").items()}
         for stem in stems
     }
+    parents = [PurePosixPath(name).parent for name in manifest["files"]]
+    for folder in sorted({parent for parent in parents if parent.is_relative_to(SHARDS)}):
+        stem, found = str(folder.relative_to(SHARDS)), shares.read(path / folder)
+        tensors.setdefault(stem, {}).update((n, one if in_shares else one.whole()) for n, one in found.items())
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
     return Loaded(path, manifest["step"], tensors, state)
 
@@ -211,12 +262,15 @@ def _is_inside(name: str) -> bool:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    known, checksum = manifest["format"], manifest.get("checksum")
-    if known != FORMAT and checksum != _checksum(manifest | {"format": FORMAT}):
+    known, checksum, formats = manifest["format"], manifest.get("checksum"), (FORMAT, IN_SHARES)
+    meant = next((one for one in formats if checksum == _checksum(manifest | {"format": one})), known)
+    if meant not in formats:
         who = "a newer genrl wrote it: update genrl" if known > FORMAT else "an older genrl wrote it: resume with that"
-        raise UnknownFormat(f"it is of format {known}, and this version of genrl reads format {FORMAT}; {who}")
+        raise UnknownFormat(
+            f"it is of format {known}, and this version of genrl reads formats {FORMAT} and {IN_SHARES}; {who}"
+        )
     if checksum != _checksum(manifest):
-        other = "" if known == FORMAT else f" (it says format {known}, but was written as format {FORMAT})"
+        other = "" if known == meant else f" (it says format {known}, but was written as format {meant})"
         raise ValueError(f"it was altered: its checksum is not that of its content{other}")
     if (match := _STEP.fullmatch(path.name)) and int(match[1]) != manifest["step"]:
         raise ValueError(f"it belongs to step {manifest['step']}, but its folder's name says another")
@@ -241,15 +295,26 @@ def _other_version(path: Path) -> str | None:
     return None
 
 
-def _seal(folder: Path, step: int) -> None:
-    """Sync every file, write the manifest, sync every folder from the deepest up."""
+def _write_shares(folder: Path, shared: Mapping[str, Mapping[str, Any]]) -> shares.Entries:
+    """All processes together. Returns, to the main one, the entries of the manifest."""
+    return {
+        f"{SHARDS}/{stem}/{name}": entry
+        for stem, named in shared.items()
+        for name, entry in shares.write(folder / SHARDS / stem, named, _fault).items()
+    }
+
+
+def _seal(folder: Path, step: int, written: shares.Entries) -> None:
+    """Sync every file, write the manifest, sync every folder from the deepest up. written: entries of files that those
+    who wrote them have synced."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {}
     for file in files:
         name = file.relative_to(folder).as_posix()
-        _sync(file)
-        entries[name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-    manifest = {"format": FORMAT, "step": step, "files": entries}
+        if name not in written:
+            _sync(file)
+        entries[name] = written.get(name) or shares.entry(file)
+    manifest = {"format": IN_SHARES if written else FORMAT, "step": step, "files": entries}
     _write_text(folder / MANIFEST, json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1))
     _sync(folder / MANIFEST)
     inner = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
@@ -309,7 +374,7 @@ def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
     seen: set[int] = set()  # safetensors refuses tensors which share memory (tied weights)
     flat: dict[str, Tensor] = {}
     for name, tensor in named.items():
-        plain = tensor.detach().to("cpu").contiguous()
+        plain = local(tensor.detach()).to("cpu").contiguous()
         pointer = plain.untyped_storage().data_ptr()
         flat[name] = plain.clone() if pointer in seen or plain.untyped_storage().nbytes() != plain.nbytes else plain
         seen.add(pointer)
@@ -352,8 +417,3 @@ def _set_aside(path: Path, why: str) -> Path:
         logger.warning("%s is not complete (%s): it is kept as %s", path, problem(path), aside.name)
     _rename(path, aside)
     return aside
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

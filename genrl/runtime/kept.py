@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from genrl.runtime import state
-from genrl.runtime.sharding import load_optimizer_state, whole_optimizer_state
+from genrl.runtime.sharding import load_optimizer_state
 
 
 class Stateful(Protocol):
@@ -48,9 +48,8 @@ class Kept:
             thing.load_state_dict(before.state_dict())
 
     def pack(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """(tensors, by file of a checkpoint; the rest, by name, as JSON). As `whole_optimizer_state` where an
-        optimiser's parameters are sharded."""
-        packed = {name: state.pack(_state(thing)) for name, thing in self.things.items()}
+        """(tensors, by file of a checkpoint; the rest, by name, as JSON)."""
+        packed = {name: state.pack(thing.state_dict()) for name, thing in self.things.items()}
         return {f"kept-{n}": tensors for n, (tensors, _) in packed.items()}, {
             n: tree for n, (_, tree) in packed.items()
         }
@@ -58,10 +57,6 @@ class Kept:
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], trees: Mapping[str, Any]) -> None:
         """What `pack` gave, for those that are kept from here on."""
         self.restored = {name: state.unpack(tensors.get(f"kept-{name}", {}), tree) for name, tree in trees.items()}
-
-
-def _state(thing: Stateful) -> dict[str, Any]:
-    return whole_optimizer_state(thing) if isinstance(thing, Optimizer) else thing.state_dict()
 
 
 def _load(thing: Stateful, tree: dict[str, Any]) -> None:

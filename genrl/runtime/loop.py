@@ -29,7 +29,7 @@ from genrl.runtime.optimization import Optimization, Schedule
 from genrl.runtime.process import Process, peak_memory_mb
 from genrl.runtime.recorded import Recorded
 from genrl.runtime.run import truncate_metrics
-from genrl.runtime.sharding import load_optimizer_state, whole_optimizer_state
+from genrl.runtime.sharding import load_optimizer_state
 from genrl.runtime.undo import Undo
 from genrl.runtime.weights import AVERAGE, Weights
 
@@ -313,14 +313,14 @@ class Loop:
         if self._saved == self.iteration and not self._outdated:
             return
         self.process.watchdog.beat("saving", self.iteration)
-        optimizer, packed = state.pack(whole_optimizer_state(self.optimizer))
-        weights = self.weights.state()
+        optimizer, packed = state.pack(self.optimizer.state_dict())
         kept, kept_trees = self.kept.pack()
+        tensors = self.weights.state() | {"optimizer": optimizer} | kept
         if self.is_main:
             checkpoint.save(
                 self.process.run.checkpoints,
                 self.iteration,
-                tensors=weights | {"optimizer": optimizer} | kept,
+                tensors=tensors,
                 state={
                     "optimizer_steps": self.optimizer_steps,
                     "optimizer": packed,
@@ -333,6 +333,7 @@ class Loop:
                 replace=self._outdated,
             )
         else:
+            checkpoint.save_shares(tensors)
             self.trained.export(None)
         self._saved, self._outdated = self.iteration, False
         self.process.accelerator.wait_for_everyone()
@@ -340,7 +341,7 @@ class Loop:
 
     def restore(self, path: Path) -> None:
         """Go back to the moment of a checkpoint. Raises ValueError where it is another model's."""
-        loaded = checkpoint.load(path)
+        loaded = checkpoint.load(path, in_shares=True)
         self.weights.restore(loaded.tensors)
         load_optimizer_state(self.optimizer, state.unpack(loaded.tensors["optimizer"], loaded.state["optimizer"]))
         self.optimization.steps, self.iteration = loaded.state["optimizer_steps"], loaded.step

@@ -36,6 +36,7 @@ EDITABLE = (
     *("rewards.*.remote", "rewards.*.isolate", "rewards.*.outage.*"),  # where a score comes from, not what it is
     *("environment.workers", "environment.timeout_s"),  # where simulators run
     *("engine", "engine.*"),  # where samples are drawn
+    *("distributed.fsdp", "distributed.shard"),  # which processes hold the weights
 )
 _PACKAGES = ("genrl", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
 logger = logging.getLogger(__name__)

@@ -2,14 +2,13 @@
 CPU.
 
 With adapters the frozen weights are sharded, and adapters, their gradients and optimiser state are whole in every
-process. In full fine-tuning all of them live as shards; a checkpoint holds whole tensors, so that a run may go on with
-another number of processes.
+process. In full fine-tuning all of them live as shards, and are saved so (`runtime/shares.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +18,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from genrl.runtime.shares import Shares, check_torch
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def shard(
     """
     trained = {p for p in model.parameters() if p.requires_grad}
     whole = trained if len(trained) < sum(1 for _ in model.parameters()) else set[nn.Parameter]()
+    if trained and not whole and sharding.mesh.size() > 1:
+        check_torch()
     for parameter in whole:
         parameter.data = parameter.data.to(sharding.device)
     pinned = sharding.device.type == "cuda"
@@ -94,42 +97,22 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(tensor: Tensor, model: Tensor) -> Tensor:
+def like(tensor: Tensor | Shares, model: Tensor) -> Tensor:
     """`tensor`, placed and sharded as `model` is."""
+    if isinstance(tensor, Shares):
+        return tensor.read(torch.empty_like(model, dtype=tensor.dtype, requires_grad=False))
     if isinstance(model, DTensor):  # a share may wait on the CPU, away from its mesh
         return distribute_tensor(tensor, model.device_mesh, model.placements).to(model.device)
     return tensor.to(model.device, copy=True)
 
 
-def gathered(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` for a checkpoint. Sharded tensors are made whole one at a time (a collective each): on the main process
-    they are kept, on the CPU, all others drop them at once and hold nothing of the name. The rest is handed on."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if not isinstance(value, DTensor):
-            found[name] = value
-            continue
-        tensor = value.full_tensor()
-        if torch.distributed.get_rank() == 0:
-            found[name] = tensor.cpu()
-        del tensor  # before the next one is made
-    return found
-
-
-def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole tensors: a collective where the parameters are sharded, and then, but on the
-    main process, without them (see `gathered`)."""
-    tree = optimizer.state_dict()
-    return {**tree, "state": {index: gathered(entries) for index, entries in tree["state"].items()}}
-
-
 def load_optimizer_state(optimizer: torch.optim.Optimizer, tree: dict[str, Any]) -> None:
-    """The reverse of `whole_optimizer_state`."""
+    """Give it a state that `state_dict` made where its parameters were sharded in the same way or another, or whole."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     per_parameter = {
         index: {
             name: like(value, parameters[index])
-            if isinstance(value, Tensor) and value.shape == parameters[index].shape
+            if isinstance(value, Tensor | Shares) and value.shape == parameters[index].shape
             else value
             for name, value in entries.items()
         }

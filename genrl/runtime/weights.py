@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from genrl.config.memory_estimate import LARGEST_COPY
-from genrl.runtime.sharding import gathered, like
+from genrl.runtime.sharding import like
+from genrl.runtime.shares import Shares
 
 AVERAGE = "average"
 REFERENCE = "reference"
@@ -156,17 +157,16 @@ class Weights:
             yield
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Everything to be checkpointed, whole: the parameters under `weights`, each snapshot under its name.
+        """Everything to be checkpointed: the parameters under `weights`, each snapshot under its name.
 
-        Without the reference, which a resumed run takes from the model it loads. Where the parameters are sharded, a
-        collective that leaves the tensors with the main process alone (`sharding.gathered`).
+        Without the reference, which a resumed run takes from the model it loads.
         """
-        return {"weights": gathered({key: p.detach() for key, p in self.named.items()})} | {
-            f"snapshot-{name}": gathered(tensors) for name, tensors in self.snapshots.items() if name != REFERENCE
+        return {"weights": {key: p.detach() for key, p in self.named.items()}} | {
+            f"snapshot-{name}": dict(tensors) for name, tensors in self.snapshots.items() if name != REFERENCE
         }
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore(self, state: Mapping[str, Mapping[str, Tensor | Shares]]) -> None:
         """The reverse of `state`. Raises ValueError, and changes nothing, where the parameters are not the same."""
         ours = {stem: named for stem, named in state.items() if stem == "weights" or stem.startswith("snapshot-")}
         shapes = {key: p.shape for key, p in self.named.items()}

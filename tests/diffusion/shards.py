@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +17,8 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import use_kernels
-from genrl.runtime.sharding import Sharding, whole, whole_optimizer_state
+from genrl.runtime import checkpoint
+from genrl.runtime.sharding import Sharding, whole
 from genrl.runtime.state import pack
 from genrl.runtime.weights import Weights
 from tests.diffusion.families import FAMILIES
@@ -100,7 +99,7 @@ def fused(out: str, family: str) -> None:
 
 
 def states(out: str) -> None:
-    """What is saved after a step: names by process, tensors of the main one, whole tensors alive at a time."""
+    """Save a checkpoint after a step, to `out`; and how many whole tensors were made for it, to `out`/whole-<rank>."""
     with group() as rank:
         policy, weights = tiny(sharded=True)
         weights.snapshot("reference")
@@ -108,15 +107,13 @@ def states(out: str) -> None:
         optimizer = torch.optim.AdamW(weights.parameters, lr=1e-2)
         policy.velocity(BATCH, state_of(rank), torch.tensor(0.5)).square().sum().backward()
         optimizer.step()
-        with whole_tensors() as alive:
-            state = weights.state() | {"optimizer": pack(whole_optimizer_state(optimizer))[0]}
-        record = {"names": {stem: sorted(named) for stem, named in state.items()}, "alive": max(alive)}
-        (Path(out) / f"state-{rank}.json").write_text(json.dumps(record))
-        if rank == 0:
-            for stem, named in state.items():
-                save_file(
-                    {key: tensor.contiguous() for key, tensor in named.items()}, Path(out) / f"{stem}.safetensors"
-                )
+        with whole_tensors() as made:
+            tensors = weights.state() | {"optimizer": pack(optimizer.state_dict())[0]}
+            if rank == 0:
+                checkpoint.save(Path(out), 1, tensors=tensors, state={}, keep=1)
+            else:
+                checkpoint.save_shares(tensors)
+        (Path(out) / f"whole-{rank}").write_text(str(len(made)))
 
 
 @contextmanager
@@ -130,18 +127,16 @@ def group() -> Iterator[int]:
 
 
 @contextmanager
-def whole_tensors() -> Iterator[list[int]]:
-    """How many whole tensors made before were still alive, at each one that is made."""
-    make, made, alive = DTensor.full_tensor, list[weakref.ref[Tensor]](), list[int]()
+def whole_tensors() -> Iterator[list[DTensor]]:
+    """Those that are made whole within the block."""
+    make, made = DTensor.full_tensor, list[DTensor]()
 
     def watched(self: DTensor) -> Tensor:
-        alive.append(sum(one() is not None for one in made))
-        tensor = make(self)
-        made.append(weakref.ref(tensor))
-        return tensor
+        made.append(self)
+        return make(self)
 
     DTensor.full_tensor = watched  # type: ignore[method-assign]
     try:
-        yield alive
+        yield made
     finally:
         DTensor.full_tensor = make  # type: ignore[method-assign]

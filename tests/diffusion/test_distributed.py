@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.train import check_processes
 from genrl.runtime.guards import read_dump
 from genrl.runtime.run import Run, read_metrics
+from tests import opened as opening
 from tests.diffusion import ranks, runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -146,7 +148,53 @@ def test_sharded_full_fine_tuning_is_the_same(folder: Path, model: Path, trainer
         assert moved > 0 and distance(two[stem], one[stem]) < 0.1 * moved
 
 
-FSDP = {"distributed": {"fsdp": True}}
+FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
+
+
+def test_all_weights_in_shards_go_on_in_any_number_of_processes(folder: Path, model: Path) -> None:
+    """Stopped and gone on with in two processes: the same to the bit. Read by one process, which holds all, and written
+    by it, and the other way round: the same weights and optimiser state."""
+    sampling = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 2}
+    common: dict[str, Any] = {"trainer": GRPO, "sampling": sampling, "lora": None, "evaluation": {"every": 1}, **FSDP}
+    for name, iterations in (("straight", 2), ("stopped", 1)):
+        processes = start(folder, model, name, 2, runs.train_file, iterations=iterations, **common)
+        assert runs.wait(processes, 300) == [0, 0], logs(folder, name)
+    straight, stopped = folder / "straight" / "run", folder / "stopped" / "run"
+    shards = stopped / "checkpoints" / "step-000001" / "shards"
+    assert {path.name for path in shards.iterdir()} == {"weights", "snapshot-average", "optimizer"}
+
+    path = folder / "stopped.yaml"
+    text, first = path.read_text(), runs.last_state(stopped).tensors
+    for count, fsdp in ((1, "false"), (2, "true")):
+        path.write_text(text.replace("fsdp: true", f"fsdp: {fsdp}"))
+        log = folder / f"again-{count}.log"
+        again = (
+            runs.start_ranks(2, opening.saved_again, str(path), log=log)
+            if count > 1
+            else [runs.start(opening.saved_again, str(path), log=log)]
+        )
+        assert runs.wait(again, 300) == [0] * count, logs(folder, "again")
+        assert shards.is_dir() == (count > 1)
+        other = runs.last_state(stopped).tensors
+        assert first.keys() == other.keys() and all(first[stem].keys() == other[stem].keys() for stem in first)
+        assert all(torch.equal(tensor, other[stem][k]) for stem in first for k, tensor in first[stem].items())
+
+    path.write_text(text.replace("iterations: 1", "iterations: 2"))
+    both = runs.start_ranks(2, runs.train_file, str(path), str(stopped), log=folder / "two.log")
+    assert runs.wait(both, 300) == [0, 0], logs(folder, "two")
+    assert runs.differences(straight, stopped) == []
+    written = load_file(export(straight, folder / "out") / "transformer" / "diffusion_pytorch_model.safetensors")
+    average = runs.last_state(straight).tensors["snapshot-average"]
+    assert all(torch.equal(written[key.removeprefix("transformer.")], tensor) for key, tensor in average.items())
+    alone = str(folder / "alone.yaml")
+    Path(alone).write_text(text.replace("iterations: 1", "iterations: 3").replace("fsdp: true", "fsdp: false"))
+    assert runs.wait([runs.start(runs.train_file, alone, str(stopped), log=folder / "one.log")], 300) == [0], logs(
+        folder, "one"
+    )
+    assert [row["step"] for row in runs.rows(stopped)] == [0, 1, 2, 3]
+    assert (stopped / "checkpoints" / "step-000003" / "weights.safetensors").is_file()
+
+
 BLOCKS = {"model": {"offload": {"denoiser": "blocks"}}}
 HELD: dict[str, tuple[int, int, dict[str, Any]]] = {
     "two": (2, 1, FSDP),

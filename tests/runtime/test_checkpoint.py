@@ -166,7 +166,7 @@ def altered_format(path: Path) -> None:
 
 def leave_the_folder(path: Path) -> None:
     (path.parent / "outside").write_text("x")
-    outside = {"bytes": 1, "sha256": checkpoint._sha256(path.parent / "outside")}
+    outside = {"bytes": 1, "sha256": checkpoint.shares.sha256(path.parent / "outside")}
     rewrite(path, files=files_of(path) | {"../outside": outside})
 
 

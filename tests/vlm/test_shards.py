@@ -18,6 +18,7 @@ from genrl.runtime import checkpoint
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.train import check_processes
+from tests import opened as opening
 from tests.run_folders import differences, last_state, rows, start_ranks, wait
 from tests.vlm import tiny_checkpoints, vlm_ranks, vlm_runs
 from tests.vlm.methods.episodes import agent_runs
@@ -201,6 +202,23 @@ def test_a_run_in_shards_goes_on_and_is_handed_over(name: str, tmp_path: Path) -
         found, want = plain(**inputs).logits, trained.model(**inputs).logits
         before = Policy(str(vlm_runs.MODEL), dtype=dtype).model(**inputs).logits
     assert torch.equal(found, want) and not torch.equal(found, before)
+
+
+def test_a_checkpoint_in_shards_is_of_any_number_of_processes(tmp_path: Path) -> None:
+    """Written by two, read and written by one that holds all, and by two again: the same weights and state."""
+    vlm_runs.config(tmp_path, ema={"decay": 0.5}, **FSDP)
+    finish(tmp_path, 2)
+    run, file = tmp_path / "run", tmp_path / "tiny.yaml"
+    shards, first = run / "checkpoints" / "step-000001" / "shards", last_state(run).tensors
+    assert {path.name for path in shards.iterdir()} == {"weights", "snapshot-average", "optimizer"}
+    for count in (1, 2):
+        vlm_runs.config(tmp_path, ema={"decay": 0.5}, distributed={"fsdp": count > 1})
+        processes = start_ranks(count, opening.saved_again, str(file), log=tmp_path / "log.txt")
+        assert wait(processes, 300) == [0] * count, logs(tmp_path)
+        assert shards.is_dir() == (count > 1)
+        other = last_state(run).tensors
+        assert first.keys() == other.keys() and all(first[stem].keys() == other[stem].keys() for stem in first)
+        assert all(torch.equal(tensor, other[stem][k]) for stem in first for k, tensor in first[stem].items())
 
 
 def test_the_best_weights_come_back(tmp_path: Path) -> None:
