@@ -53,6 +53,9 @@ class Policy(Section):
     """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
     keep_features: Flag = True
     """With a frozen encoder: train on what it computed in the rollout, not anew (pi0, SmolVLA: anew, it is too big)."""
+    gradient_checkpointing: Flag = False
+    """pi0, pi0.5, SmolVLA: compute the activations of the layers again in the backward pass, not keep them: less
+    memory, a third more training time."""
 
     @property
     def frozen(self) -> bool:

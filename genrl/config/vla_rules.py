@@ -21,6 +21,7 @@ def refuse_impossible(config: VLAConfig) -> None:
     found = [
         *_policy(config),
         *_new_policy(config),
+        *_layers(config),
         *_rest(config),
         *config.sampler.problems(),
         *config.trainer.problems(config),
@@ -59,6 +60,16 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("policy.new.type", "sampler.kind"), f"{new.type} predicts {predicts}; write sampler.kind: {kind}"
     if sampler.predicts == "noise" and sampler.steps > new.train_steps:
         yield ("sampler.steps", "policy.new.train_steps"), f"there are {new.train_steps} noise levels only"
+
+
+def _layers(config: VLAConfig) -> Iterator[Finding]:
+    """What is done to the layers of large policies."""
+    policy = config.policy
+    for key, asked in (("policy.gradient_checkpointing", policy.gradient_checkpointing),):
+        if asked and policy.new is not None:
+            yield (key, "policy.new"), "is for pi0, pi0.5 and SmolVLA; a new policy is small: leave it out"
+        elif asked and config.sampler.predicts == "noise":
+            yield (key, "sampler.kind"), "is for pi0, pi0.5 and SmolVLA, which predict velocity; leave it out"
 
 
 def _rest(config: VLAConfig) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from genrl.runtime.replay import Reopened
 from genrl.runtime.weights import Weights
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps
+from genrl.vla.policies.layers import compute_again, require_layers
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.setup import (
@@ -81,6 +82,9 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     if config.policy.path is not None and (policy_folder(Path(config.policy.path)) / FIRST_STEPS).is_dir():
         frozen_of(config, policy)
     freeze(config, policy)
+    if config.policy.gradient_checkpointing:
+        require_layers(policy, "policy.gradient_checkpointing")
+        compute_again(policy)
     return policy, frames
 
 
