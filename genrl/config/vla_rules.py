@@ -65,7 +65,11 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
 def _layers(config: VLAConfig) -> Iterator[Finding]:
     """What is done to the layers of large policies."""
     policy = config.policy
-    for key, asked in (("policy.gradient_checkpointing", policy.gradient_checkpointing),):
+    wanted = {
+        "policy.lora": policy.lora is not None,
+        "policy.gradient_checkpointing": policy.gradient_checkpointing,
+    }
+    for key, asked in wanted.items():
         if asked and policy.new is not None:
             yield (key, "policy.new"), "is for pi0, pi0.5 and SmolVLA; a new policy is small: leave it out"
         elif asked and config.sampler.predicts == "noise":

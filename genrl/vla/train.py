@@ -27,18 +27,18 @@ from genrl.vla.policies.layers import compute_again, require_layers
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.setup import (
+    choose_trained,
     critic_values,
     frames_of,
-    freeze,
     load_trained,
     new_policy,
-    noise_head_of,
     open_rollouts,
     open_tables,
     parameter_groups,
     policy_folder,
     sampler_of,
     side_by_side,
+    with_own_heads,
 )
 
 
@@ -75,13 +75,12 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     else:
         frames, words = frames_of(config, None)
         policy = new_policy(config, frames, words)
-    heads = {"critic": critic_values(config, policy), "noise_head": noise_head_of(config)}
-    policy = policy.with_heads(**heads, seed=config.seed)
+    policy = with_own_heads(config, policy)
     sampler_of(config, policy)  # raises, as do these; nothing is started before the first reset
     open_tables(config, policy, num_envs=1).close()
     if config.policy.path is not None and (policy_folder(Path(config.policy.path)) / FIRST_STEPS).is_dir():
         frozen_of(config, policy)
-    freeze(config, policy)
+    choose_trained(config, policy)
     if config.policy.gradient_checkpointing:
         require_layers(policy, "policy.gradient_checkpointing")
         compute_again(policy)
