@@ -312,7 +312,7 @@ class VLAConfig(Section):
     @property
     def trains_shards(self) -> bool:
         """Whether what is trained is in shards."""
-        return self.distributed.fsdp
+        return self.distributed.fsdp and self.policy.lora is None
 
     @model_validator(mode="after")
     def _possible(self) -> VLAConfig:

@@ -22,6 +22,7 @@ def refuse_impossible(config: VLAConfig) -> None:
         *_policy(config),
         *_new_policy(config),
         *_layers(config),
+        *_shards(config),
         *_rest(config),
         *config.sampler.problems(),
         *config.trainer.problems(config),
@@ -68,6 +69,7 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
     wanted = {
         "policy.lora": policy.lora is not None,
         "policy.gradient_checkpointing": policy.gradient_checkpointing,
+        "distributed.fsdp": config.distributed.fsdp,
     }
     for key, asked in wanted.items():
         if asked and policy.new is not None:
@@ -76,10 +78,25 @@ def _layers(config: VLAConfig) -> Iterator[Finding]:
             yield (key, "sampler.kind"), "is for pi0, pi0.5 and SmolVLA, which predict velocity; leave it out"
 
 
+def _shards(config: VLAConfig) -> Iterator[Finding]:
+    key, trainer = "distributed.fsdp", config.trainer
+    if not config.distributed.fsdp:
+        if config.distributed.shard != "all":
+            yield ("distributed.shard", key), "nothing is sharded; write fsdp: true, or leave it out"
+        return
+    if trainer.one_process:
+        text = f"{trainer.algorithm} runs in one process, shards are of several; write false"
+        yield (key, "trainer.algorithm"), text
+    if trainer.retries:
+        text = "a process that leaves a pass for want of memory leaves the others waiting; find microbatch by hand"
+        yield ("trainer.fit_batch", key), text
+    if config.environment.workers == "ray":
+        text = "Ray actors act with copies of the policy, and no process has all of it; write ray_simulators"
+        yield ("environment.workers", key), text
+
+
 def _rest(config: VLAConfig) -> Iterator[Finding]:
     if config.environment.num_envs % config.environment.group_size:
         yield ("environment.num_envs", "environment.group_size"), "the groups must be complete: a multiple"
-    if config.distributed.fsdp:
-        yield ("distributed.fsdp",), "policies are not sharded; write false"
     if config.distributed.context > 1:
         yield ("distributed.context",), "is for pipelines: a policy's contexts are short; write 1"
