@@ -63,18 +63,22 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("sampler.steps", "policy.new.train_steps"), f"there are {new.train_steps} noise levels only"
 
 
-def _layers(config: VLAConfig) -> Iterator[Finding]:
-    """What is done to the layers of large policies."""
-    policy = config.policy
+def of_layers(config: VLAConfig) -> list[str]:
+    """The keys that are written, and need a policy with layers."""
     wanted = {
-        "policy.lora": policy.lora is not None,
-        "policy.gradient_checkpointing": policy.gradient_checkpointing,
+        "policy.lora": config.policy.lora is not None,
+        "policy.gradient_checkpointing": config.policy.gradient_checkpointing,
         "distributed.fsdp": config.distributed.fsdp,
     }
-    for key, asked in wanted.items():
-        if asked and policy.new is not None:
+    return [key for key, asked in wanted.items() if asked]
+
+
+def _layers(config: VLAConfig) -> Iterator[Finding]:
+    """What is done to the layers of large policies."""
+    for key in of_layers(config):
+        if config.policy.new is not None:
             yield (key, "policy.new"), "is for pi0, pi0.5 and SmolVLA; a new policy is small: leave it out"
-        elif asked and config.sampler.predicts == "noise":
+        elif config.sampler.predicts == "noise":
             yield (key, "sampler.kind"), "is for pi0, pi0.5 and SmolVLA, which predict velocity; leave it out"
 
 
