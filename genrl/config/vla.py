@@ -40,6 +40,17 @@ class NewPolicy(Section):
     """Settings of a policy of your own, by name."""
 
 
+class PolicyLoRA(Section):
+    """Low-rank adapters; only they, the critic and a noise head are trained."""
+
+    rank: Count = 32
+    """Rank of the adapters (openpi: 32 on the action expert, 16 on the language model)."""
+    alpha: Positive = 32.0
+    """Scale; the update is multiplied by alpha / rank (openpi: as the rank)."""
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Last parts of the names of the layers to adapt; null = the attention projections."""
+
+
 class Policy(Section):
     """Which policy is trained, and what of it."""
 
@@ -53,6 +64,11 @@ class Policy(Section):
     """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
     keep_features: Flag = True
     """With a frozen encoder: train on what it computed in the rollout, not anew (pi0, SmolVLA: anew, it is too big)."""
+    lora: PolicyLoRA | None = None
+    """pi0, pi0.5, SmolVLA: low-rank adapters in the layers that would be trained; null = their weights are trained."""
+    gradient_checkpointing: Flag = False
+    """pi0, pi0.5, SmolVLA: compute the activations of the layers again in the backward pass, not keep them: less
+    memory, a third more training time."""
 
     @property
     def frozen(self) -> bool:
@@ -296,7 +312,7 @@ class VLAConfig(Section):
     @property
     def trains_shards(self) -> bool:
         """Whether what is trained is in shards."""
-        return self.distributed.fsdp
+        return self.distributed.fsdp and self.policy.lora is None
 
     @model_validator(mode="after")
     def _possible(self) -> VLAConfig:

@@ -11,7 +11,8 @@ from typing import Any
 
 from genrl.config.plugins import names
 from genrl.config.vla import VLAConfig
-from genrl.config.vla_names import SIMULATORS
+from genrl.config.vla_names import EMBEDDED, SIMULATORS
+from genrl.config.vla_rules import of_layers
 from genrl.config.yaml_source import KeyPath
 
 Wrong = tuple[KeyPath, str]
@@ -49,7 +50,10 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[Wrong]:
     elif "output_features" not in (told := _json(file)):
         yield key, f"{file} does not describe a policy: it has no output_features"
     else:
-        yield from _own_code(key, str(told.get("type")), "Name", notes)
+        kind = str(told.get("type"))
+        yield from _own_code(key, kind, "Name", notes)
+        for asked in of_layers(config) if kind in (*EMBEDDED, "diffusion") else ():
+            yield tuple(asked.split(".")), f"is for pi0, pi0.5 and SmolVLA; {path} is a {kind}: leave it out"
         executed, held = config.environment.chunk, told.get("chunk_size")
         if executed is not None and isinstance(held, int) and executed > held:
             yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"

@@ -21,6 +21,8 @@ def refuse_impossible(config: VLAConfig) -> None:
     found = [
         *_policy(config),
         *_new_policy(config),
+        *_layers(config),
+        *_shards(config),
         *_rest(config),
         *config.sampler.problems(),
         *config.trainer.problems(config),
@@ -61,10 +63,44 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("sampler.steps", "policy.new.train_steps"), f"there are {new.train_steps} noise levels only"
 
 
+def of_layers(config: VLAConfig) -> list[str]:
+    """The keys that are written, and need a policy with layers."""
+    wanted = {
+        "policy.lora": config.policy.lora is not None,
+        "policy.gradient_checkpointing": config.policy.gradient_checkpointing,
+        "distributed.fsdp": config.distributed.fsdp,
+    }
+    return [key for key, asked in wanted.items() if asked]
+
+
+def _layers(config: VLAConfig) -> Iterator[Finding]:
+    """What is done to the layers of large policies."""
+    for key in of_layers(config):
+        if config.policy.new is not None:
+            yield (key, "policy.new"), "is for pi0, pi0.5 and SmolVLA; a new policy is small: leave it out"
+        elif config.sampler.predicts == "noise":
+            yield (key, "sampler.kind"), "is for pi0, pi0.5 and SmolVLA, which predict velocity; leave it out"
+
+
+def _shards(config: VLAConfig) -> Iterator[Finding]:
+    key, trainer = "distributed.fsdp", config.trainer
+    if not config.distributed.fsdp:
+        if config.distributed.shard != "all":
+            yield ("distributed.shard", key), "nothing is sharded; write fsdp: true, or leave it out"
+        return
+    if trainer.one_process:
+        text = f"{trainer.algorithm} runs in one process, shards are of several; write false"
+        yield (key, "trainer.algorithm"), text
+    if trainer.retries:
+        text = "a process that leaves a pass for want of memory leaves the others waiting; find microbatch by hand"
+        yield ("trainer.fit_batch", key), text
+    if config.environment.workers == "ray":
+        text = "Ray actors act with copies of the policy, and no process has all of it; write ray_simulators"
+        yield ("environment.workers", key), text
+
+
 def _rest(config: VLAConfig) -> Iterator[Finding]:
     if config.environment.num_envs % config.environment.group_size:
         yield ("environment.num_envs", "environment.group_size"), "the groups must be complete: a multiple"
-    if config.distributed.fsdp:
-        yield ("distributed.fsdp",), "policies are not sharded; write false"
     if config.distributed.context > 1:
         yield ("distributed.context",), "is for pipelines: a policy's contexts are short; write 1"

@@ -8,7 +8,8 @@ process. In full fine-tuning all of them live as shards, and are saved so (`runt
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from genrl.runtime.shares import Shares, check_torch
@@ -51,17 +52,24 @@ class Sharding:
 
 
 def shard(
-    model: nn.Module, blocks: Collection[nn.Module], sharding: Sharding, *, compute: torch.dtype | None = None
+    model: nn.Module,
+    blocks: Collection[nn.Module],
+    sharding: Sharding,
+    *,
+    compute: torch.dtype | None = None,
+    whole: Collection[nn.Parameter] | None = None,
 ) -> None:
-    """Shard every block of the model, and then the rest of it, but for adapters: parameters that are trained where
-    others are not. Modules come to the device one at a time.
+    """Shard every block of the model, and then the rest of it. Modules come to the device one at a time.
 
+    whole: parameters that every process keeps all of; None = adapters: those that are trained where others are not.
     The backward pass leaves the mean over the processes of the gradients of what is sharded. compute: the dtype of
     weights that are gathered, None = that of the shares; gradients are summed in float32 then.
     """
-    trained = {p for p in model.parameters() if p.requires_grad}
-    whole = trained if len(trained) < sum(1 for _ in model.parameters()) else set[nn.Parameter]()
-    if trained and not whole and sharding.mesh.size() > 1:
+    if whole is None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        whole = trained if len(trained) < sum(1 for _ in model.parameters()) else []
+    ignored = set(whole)
+    if sharding.mesh.size() > 1 and any(p.requires_grad and p not in ignored for p in model.parameters()):
         check_torch()
     for parameter in whole:
         parameter.data = parameter.data.to(sharding.device)
@@ -76,9 +84,35 @@ def shard(
             mesh=sharding.mesh,
             reshard_after_forward=True,
             mp_policy=precision,
-            ignored_params=whole,
+            ignored_params=ignored,
             offload_policy=waits,
         )
+
+
+def reshard_layers(model: Any, *, after_forward: bool) -> None:
+    """Whether the blocks of a sharded model drop what they gathered after their forward pass. The rest, which is read
+    outside of it too, does so after the backward pass."""
+    model.set_reshard_after_forward(after_forward)
+    model.set_reshard_after_forward(False, recurse=False)
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Within the block this process has all weights of a model that `reshard_layers` was told of, and passes without
+    gradient are its own business. All processes enter it together. Nothing is done for a model that is not sharded."""
+    held = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not held:
+        yield
+        return
+    reshard_layers(model, after_forward=False)
+    for module in held:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in held:
+            module.reshard()
+        reshard_layers(model, after_forward=True)
 
 
 def in_step(model: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_png
 from genrl.runtime.process import Process
 from genrl.runtime.run import Run, read_metrics
+from genrl.runtime.sharding import unsharded
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
 from genrl.vla.methods.minibatches import Minibatch, minibatches
@@ -36,7 +37,7 @@ from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting, Frozen, chunk_noise, replay, sample
-from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side, untrained
+from genrl.vla.setup import load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.contract import Environment
 
 FPS = 4
@@ -59,6 +60,8 @@ class VLARun:
     first_slot: int = 0
     frames: Any = None
     """What supervised training imitates; None where it imitates nothing."""
+    begun: str | None = None
+    """A fingerprint of what is not trained (`setup.untrained`); None for a new policy, which the folder holds."""
     loop: Loop = field(init=False, repr=False)
     judge: Callable[[int], dict[str, float]] | None = None
     """Another evaluation than that of the policy in its environment."""
@@ -90,18 +93,18 @@ class VLARun:
 
     def begin(self, found: Path | None) -> None:
         """Write the policy that checkpoints belong to, or see that it is the one the run began with."""
-        begun = untrained(self.policy, self.frozen) if self.config.policy.path else None
         if found:
-            if self.loop.memory.get("untrained", begun) != begun:
+            if self.loop.memory.get("untrained", self.begun) != self.begun:
                 raise ValueError(
                     f"policy.path: {self.config.policy.path} is not what the run began with: the encoder that is not "
                     "trained, the statistics, or the first denoising steps of DPPO are others, and checkpoints do not "
                     "hold them. Put back what was there, or begin a new run"
                 )
         elif self.process.is_main:
-            self.save_policy()
+            if not self.config.distributed.fsdp:  # else it was written when this process had all of it
+                self.save_policy()
             self.stack.push(self._remove_policy_of_failed_start)
-        self.loop.memory["untrained"] = begun
+        self.loop.memory["untrained"] = self.begun
 
     def _remove_policy_of_failed_start(self, kind: type[BaseException] | None, *_: object) -> None:
         """Else the command, put right, would be refused because of the folder."""
@@ -111,6 +114,10 @@ class VLARun:
 
     def collect(self, settings: Update) -> ChunkRollout:
         """The rollout of this iteration, on this process."""
+        with unsharded(self.policy):
+            return self._collect(settings)
+
+    def _collect(self, settings: Update) -> ChunkRollout:
         config, loop = self.config, self.loop
         whole = settings.first_episodes
         decisions = settings.rollout_decisions or longest_episode(self.env)
@@ -194,7 +201,8 @@ class VLARun:
         loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + steps
         success = [flag for one in every for flag in one["success"]]
         lengths = [n for one in every for n, ended in zip(one["length"], one["ended"], strict=True) if ended]
-        spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
+        with unsharded(self.policy):
+            spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
         row = figures.means | dict(found) | self.told
         row |= {
             "rollout/success": sum(success) / max(1, len(success)),
@@ -228,15 +236,16 @@ class VLARun:
             self.table = open_tables(config, self.policy, num_envs=side_by_side(config, shares[rank]))
             self.stack.callback(self.table.close)
         self.loop.phase("evaluating", settings.episodes)
-        mine = evaluate(
-            Acting(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
-            self.table,
-            episodes=shares[rank],
-            seed=settings.seed,
-            first=sum(shares[:rank]),
-            clips=settings.videos if rank == 0 else 0,
-            advance=self.loop.advance_or_leave,
-        )
+        with unsharded(self.policy):
+            mine = evaluate(
+                Acting(self.policy, sampler_of(config, self.policy, iteration), self.frozen),
+                self.table,
+                episodes=shares[rank],
+                seed=settings.seed,
+                first=sum(shares[:rank]),
+                clips=settings.videos if rank == 0 else 0,
+                advance=self.loop.advance_or_leave,
+            )
         joined = Judged([], [], [], [], [])
         for part in gather_object([mine]):
             joined = joined.joined(part)
@@ -270,8 +279,12 @@ class VLARun:
 
     def conclude(self) -> None:
         """The end of a run, complete or not: the policy's folder, report, and where they are."""
-        with self.loop.averaged():
-            folder = self.save_policy()
+        if self.config.distributed.fsdp:  # this process has a share; the checkpoint just written has the whole
+            folder = self.process.run.folder / "policy"
+            save_policy(load_trained(self.process.run.folder), folder)
+        else:
+            with self.loop.averaged():
+                folder = self.save_policy()
         rows = read_metrics(self.process.run.metrics)
         result = f"the policy, in LeRobot's layout: {folder}"
         say_result(self.loop, rows, "success", label="success", pictures="curves and films", result=result)

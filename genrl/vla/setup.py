@@ -10,19 +10,23 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from genrl.config import load
 from genrl.config import vla as settings
 from genrl.config.vla import VLAConfig
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed
 from genrl.runtime import checkpoint
+from genrl.runtime.run import Run
 from genrl.runtime.weights import put_back, result
 from genrl.vla.data.demonstrations import expert_demonstrations, minitable_episodes, minitable_rest
 from genrl.vla.data.frames import Rest, episode_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset
+from genrl.vla.policies.adapters import is_adapter, merge, with_lora
 from genrl.vla.policies.encoder import Inputs
 from genrl.vla.policies.folder import load_policy, policy_class
+from genrl.vla.policies.layers import require_layers
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import (
     ACTION,
@@ -94,7 +98,8 @@ def load_trained(
     rename: Mapping[str, str] | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """The policy of a folder as LeRobot saves it, or of a run: after `step` iterations, or of its newest checkpoint.
+    """The policy of a folder as LeRobot saves it, or of a run: after `step` iterations, or of its newest checkpoint,
+    whose adapters are merged into what the run began with.
 
     Raises ValueError for a run without such a checkpoint.
     """
@@ -109,21 +114,43 @@ def load_trained(
         if reason := checkpoint.problem(found):
             there = ", ".join(str(int(one.name.removeprefix("step-"))) for one in checkpoint.steps(found.parent))
             raise ValueError(f"{found}: {reason}; checkpoints of {folder}: {there}")
+    saved = checkpoint.load(found)
+    weights = result(saved.tensors)
+    if any(map(is_adapter, weights)):
+        return _merged(folder, saved, weights).to(device)
     policy = load_policy(folder / "policy", device=device)
-    put_back_trained(policy, found)
+    put_back({name: p for name, p in policy.named_parameters() if name in weights}, weights, found)
     return policy
+
+
+def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor]) -> Any:
+    """What the run began with, and the adapters of a checkpoint merged into it. Raises ValueError where the policy that
+    it began with is another one by now."""
+    config = load(Run(run).config)
+    assert isinstance(config, VLAConfig) and config.policy.path is not None
+    policy = load_trained(config.policy.path, rename=config.policy.rename)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    policy = with_own_heads(config, policy)
+    choose_trained(config, policy)
+    if saved.state["memory"].get("untrained") != untrained(policy, None):
+        text = "is not what the run began with, and its checkpoints hold adapters alone; put back what was there"
+        raise ValueError(f"{run}: policy.path: {config.policy.path} {text}")
+    put_back({name: p for name, p in policy.named_parameters() if p.requires_grad}, adapters, run)
+    merge(policy)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return policy
+
+
+def with_own_heads(config: VLAConfig, policy: Any) -> Any:
+    """The policy with the heads that the trainer needs."""
+    heads = {"critic": critic_values(config, policy), "noise_head": noise_head_of(config)}
+    return policy.with_heads(**heads, seed=config.seed)
 
 
 def policy_folder(path: Path) -> Path:
     """Where the policy of a run is, or of a folder as LeRobot saves it: the folder itself."""
     return path / "policy" if (path / "run.json").is_file() else path
-
-
-def put_back_trained(policy: nn.Module, path: Path) -> None:
-    """Copy the weights that a checkpoint holds, their average where it has one, into a policy; it may lack some that
-    were not trained."""
-    saved = result(checkpoint.load(path).tensors)
-    put_back({name: p for name, p in policy.named_parameters() if name in saved}, saved, path)
 
 
 def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) -> Any:
@@ -209,10 +236,16 @@ def _expert(config: VLAConfig, image_size: int) -> Shown:
     raise ValueError(f"demonstrations.expert: {env.name} has no scripted expert; give a dataset instead")
 
 
-def freeze(config: VLAConfig, policy: Any) -> None:
-    """Take what sees and reads out of training."""
+def choose_trained(config: VLAConfig, policy: Any) -> None:
+    """Take what sees and reads out of training, and all but adapters and heads, where the run asks for it.
+
+    Raises ValueError for a policy that takes no adapters.
+    """
     if config.policy.frozen:
         policy.encoder.requires_grad_(False)
+    if config.policy.lora is not None:
+        require_layers(policy, "policy.lora")
+        with_lora(policy, config.policy.lora, config.seed)
 
 
 def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size: int = 1) -> Environment:

@@ -13,31 +13,35 @@ from accelerate import Accelerator
 
 from genrl.config.plugins import beside
 from genrl.config.vla import Diffusion, VLAConfig
-from genrl.runtime import frame
+from genrl.runtime import checkpoint, frame
 from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.progress import Progress
 from genrl.runtime.replay import Reopened
+from genrl.runtime.sharding import Sharding, in_step
 from genrl.runtime.weights import Weights
 from genrl.vla.evaluate import Judged, evaluate
-from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps
+from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_policy
+from genrl.vla.policies.layers import compute_again, require_layers
+from genrl.vla.policies.shards import hold
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.setup import (
+    choose_trained,
     critic_values,
     frames_of,
-    freeze,
     load_trained,
     new_policy,
-    noise_head_of,
     open_rollouts,
     open_tables,
     parameter_groups,
     policy_folder,
     sampler_of,
     side_by_side,
+    untrained,
+    with_own_heads,
 )
 
 
@@ -53,6 +57,8 @@ def _module(config: VLAConfig) -> Any:
 
 def check_processes(config: VLAConfig, num_processes: int) -> None:
     """ValueError where environments cannot be shared out to the processes in whole groups."""
+    if config.distributed.fsdp and num_processes == 1:
+        raise ValueError("distributed.fsdp: there is one process, nothing to shard over; use --nproc or write false")
     config.trainer.refuse_processes(num_processes)
     groups = config.environment.num_envs // config.environment.group_size
     if groups % num_processes:
@@ -74,13 +80,17 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     else:
         frames, words = frames_of(config, None)
         policy = new_policy(config, frames, words)
-    heads = {"critic": critic_values(config, policy), "noise_head": noise_head_of(config)}
-    policy = policy.with_heads(**heads, seed=config.seed)
+    policy = with_own_heads(config, policy)
     sampler_of(config, policy)  # raises, as do these; nothing is started before the first reset
     open_tables(config, policy, num_envs=1).close()
     if config.policy.path is not None and (policy_folder(Path(config.policy.path)) / FIRST_STEPS).is_dir():
         frozen_of(config, policy)
-    freeze(config, policy)
+    choose_trained(config, policy)
+    if config.distributed.fsdp:
+        require_layers(policy, "distributed.fsdp")
+    if config.policy.gradient_checkpointing:
+        require_layers(policy, "policy.gradient_checkpointing")
+        compute_again(policy)
     return policy, frames
 
 
@@ -91,7 +101,9 @@ def prepare(config: VLAConfig, accelerator: Accelerator) -> tuple[Any, Any]:
 
 def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], stack: ExitStack) -> VLARun:
     """Environments, optimiser and log of one process; `stack` closes them."""
-    policy, frames = prepared[0].to(process.accelerator.device), prepared[1]
+    policy, frames = prepared
+    if not config.distributed.fsdp:  # else its layers come to the device one at a time
+        policy = policy.to(process.accelerator.device)
     processes = process.accelerator.num_processes
     own = config.environment.num_envs // processes
     acts_there = config.environment.workers == "ray" and config.trainer.acts_on_actors
@@ -101,8 +113,16 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     settings, rates = config.optimizer, {"policy": config.optimizer.lr}
     if critic_values(config, policy):
         rates["critic"] = settings.critic_lr
-    run = VLARun(process, policy, frozen_of(config, policy), env, stack, process.rank * own, frames)
-    weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
+    frozen = frozen_of(config, policy)
+    begun = untrained(policy, frozen) if config.policy.path else None
+    run = VLARun(process, policy, frozen, env, stack, process.rank * own, frames, begun)
+    if config.distributed.fsdp:
+        sharding = Sharding.over(config.distributed.shard, process.accelerator.device)
+        if process.is_main and checkpoint.latest(process.run.checkpoints) is None:
+            save_policy(policy, process.run.folder / "policy")
+        hold(policy, sharding, adapters=config.policy.lora is not None)
+    named = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    weights = Weights(named, is_lora=config.policy.lora is not None, in_step=in_step(policy))
     optimizer = make_optimizer(parameter_groups(policy, rates), settings)
     schedule = Schedule(settings, rates, config.iterations)
     run.loop = Loop(config, process, weights, optimizer, schedule, run, retries=config.trainer.retries)

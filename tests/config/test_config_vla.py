@@ -358,7 +358,41 @@ RULES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "trainer.microbatch, trainer.minibatch (default)",
         "write null, or fewer",
     ),
-    ("fsdp", TRAINED, {"distributed": {"fsdp": True}}, "distributed.fsdp", "write false"),
+    (
+        "shards and actors with copies",
+        TRAINED,
+        {"distributed": {"fsdp": True}, "environment": {"name": "minitable", "workers": "ray"}},
+        "environment.workers, distributed.fsdp",
+        "write ray_simulators",
+    ),
+    (
+        "shards of nothing",
+        TRAINED,
+        {"distributed": {"shard": "node"}},
+        "distributed.shard, distributed.fsdp (default)",
+        "fsdp: true",
+    ),
+    (
+        "shards and smaller passes",
+        TRAINED,
+        {"distributed": {"fsdp": True}, "trainer": {**PPO, "fit_batch": True}},
+        "trainer.fit_batch, distributed.fsdp",
+        "find microbatch by hand",
+    ),
+    (
+        "adapters of a small policy",
+        NEW,
+        {"policy": {"new": {"image_size": 0}, "lora": {"rank": 4}}},
+        "policy.lora, policy.new",
+        "leave it out",
+    ),
+    (
+        "layers of a policy that predicts noise",
+        TRAINED,
+        {"sampler": DPPO, "policy": {"path": "a", "gradient_checkpointing": True}},
+        "policy.gradient_checkpointing, sampler.kind",
+        "which predict velocity",
+    ),
 ]
 
 
@@ -373,7 +407,7 @@ def test_what_cannot_work_is_refused(
 
 def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     trainer = {**PPO, "entropy_weight": 0.1, "microbatch": 600}
-    error = refused(tmp_path, TRAINED, trainer=trainer, distributed={"fsdp": True})
+    error = refused(tmp_path, TRAINED, trainer=trainer, distributed={"shard": "node"})
     assert len(error.problems) == 3
 
 
@@ -529,6 +563,15 @@ class TestFiles:
         policy_folder(tmp_path / "run" / "policy", output_features={})
         for path in (good, tmp_path / "run"):
             assert self.problems(tmp_path, TRAINED, policy={"path": str(path)}, trackers=[]) == []
+
+    @pytest.mark.parametrize("kind", ["tiny_flow_vla", "diffusion"])
+    def test_a_folder_of_a_policy_without_layers(self, kind: str, tmp_path: Path) -> None:
+        folder = policy_folder(tmp_path / "good", output_features={}, type=kind)
+        asked = {"path": str(folder), "lora": {}, "gradient_checkpointing": True}
+        changes = {"policy": asked, "distributed": {"fsdp": True}, "trackers": []}
+        found = dict(self.problems(tmp_path, TRAINED, **changes))
+        assert found.keys() == {"policy.lora", "policy.gradient_checkpointing", "distributed.fsdp"}
+        assert all(f"{folder} is a {kind}: leave it out" in text for text in found.values())
 
     @pytest.mark.parametrize(
         ("name", "says"),

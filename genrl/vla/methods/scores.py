@@ -35,6 +35,10 @@ class Decisions(NamedTuple):
     def chosen(self, index: Tensor) -> Decisions:
         return Decisions(*(value[index] for value in self))
 
+    def idle(self) -> Decisions:
+        """The first decision of the rollout, to teach nothing."""
+        return Decisions(*(value.new_zeros(1, *value.shape[1:]) for value in self))
+
 
 def decisions(rollout: ChunkRollout, advantage: Tensor, returns: Tensor, weight: Tensor) -> Decisions:
     """All valid decisions of a rollout: advantage, returns and weight [T, B], or of actions [T, B, C].

@@ -94,6 +94,9 @@ def update(
                     recorded = recorded_decisions(rollout, mine.chosen(part), total=batch.total, **trains)
                     results = loss(settings, acting, recorded)
                     sums = {name: value + results[name].detach().cpu() for name, value in sums.items()}
+                elif run.loop.weights.in_step:  # which needs this one's share of the weights
+                    recorded = recorded_decisions(rollout, chosen.idle(), total=batch.total, **trains)
+                    results = {"loss": 0.0 * loss(settings, acting, recorded)["loss"]}
                 run.loop.backward(settings, results, recorded)
             run.loop.advance(len(part))
     run.loop.check_stop()

@@ -154,10 +154,11 @@ def place(
     return layout
 
 
-def save_folder(path: Path, folder: Folder, layout: Layout, module: nn.Module, tokenizer: Any | None) -> None:
-    """Write a folder back. A tensor keeps the dtype of its file where that changes no number of it."""
+def save_folder(path: Path, folder: Folder, layout: Layout, state: Mapping[str, Tensor], tokenizer: Any | None) -> None:
+    """Write a folder back. state: all weights by their own names. A tensor keeps the dtype of its file where that
+    changes no number of it."""
     path.mkdir(parents=True, exist_ok=True)
-    own = {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
+    own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     weights: dict[str, Tensor] = {}
     written: set[str] = set()
     for key, name in layout.keys.items():

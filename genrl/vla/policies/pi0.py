@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +29,10 @@ from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_si
 from genrl.vla.policies.robot import Prompts, Robot, tokens_of, with_newline
 from genrl.vla.policies.transformer import (
     AdaptiveNorm,
-    decoder_layer,
+    Layer,
     final_norm,
     masked_mean,
     prefix,
-    self_attention,
     time_embedding,
 )
 
@@ -233,8 +231,7 @@ class PI0(PublishedFlow):
         hidden = suffix.to(layers[0].self_attn.q_proj.weight.dtype)
         past = zip(context["keys"].unbind(1), context["values"].unbind(1), strict=True)
         for layer, before in zip(layers, past, strict=True):
-            attention = partial(self_attention, layer=layer, positions=positions, mask=mask, past=before)
-            hidden = decoder_layer(layer, hidden, attention, condition)
+            hidden, _ = layer(hidden, positions, mask, before, condition)
         return final_norm(norm, hidden, condition)[:, -self.horizon :]
 
     @classmethod
@@ -304,7 +301,7 @@ def _stack(size: Gemma, *, adaptive: bool) -> nn.ModuleDict:
             layer.input_layernorm = AdaptiveNorm(size.width)
             layer.post_attention_layernorm = AdaptiveNorm(size.width)
     norm = AdaptiveNorm(size.width) if adaptive else GemmaRMSNorm(size.width)
-    return nn.ModuleDict({"layers": nn.ModuleList(layers), "norm": norm})
+    return nn.ModuleDict({"layers": nn.ModuleList(Layer(layer) for layer in layers), "norm": norm})
 
 
 def _paligemma(config: PI0Config, size: Gemma, vocabulary: int) -> nn.ModuleDict:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from genrl.vla.policies import heads, lerobot
+from genrl.vla.policies.adapters import merged_state
 from genrl.vla.policies.lerobot import HEADS, Folder, Layout
 from genrl.vla.policies.policy import TOKENS, Batch, NoiseHead, Statistics
 from genrl.vla.policies.robot import Prompts, Robot
@@ -60,8 +61,8 @@ class PublishedPolicy(nn.Module):
         return self.robot.actions(chunk)
 
     def save(self, folder: Path) -> None:
-        """Write LeRobot's files, and the heads beside them."""
-        lerobot.save_folder(folder, self.folder, self.layout, self, self.tokenizer)
+        """Write LeRobot's files, adapters merged into the weights, and the heads beside them."""
+        lerobot.save_folder(folder, self.folder, self.layout, merged_state(self), self.tokenizer)
 
     def fill(
         self,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,10 @@ from genrl.vla.policies.policy import Batch
 from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_size
 from genrl.vla.policies.robot import Prompts, Robot, tokens_of, with_newline
 from genrl.vla.policies.transformer import (
-    cross_attention,
-    decoder_layer,
+    Layer,
     final_norm,
     masked_mean,
     prefix,
-    self_attention,
     time_embedding,
 )
 
@@ -130,10 +127,8 @@ class SmolVLA(PublishedFlow):
         place = valid.sum(1, keepdim=True)
         valid = torch.cat([valid, valid.new_ones(len(valid), 1)], 1)
         for layer, past in zip(text["layers"], kept, strict=True):
-            attention = partial(
-                self_attention, layer=layer, positions=place, mask=valid[:, None, None], past=past, kept=last
-            )
-            state = decoder_layer(layer, state, attention)
+            state, pair = layer(state, place, valid[:, None, None], past)
+            last.append(pair)
         pairs = zip(kept, last, strict=True)
         joined = [(torch.cat([a[0], b[0]], 2), torch.cat([a[1], b[1]], 2)) for a, b in pairs]
         context = {
@@ -190,13 +185,11 @@ class SmolVLA(PublishedFlow):
         whole = torch.cat([valid[:, None].expand(-1, length, -1), causal], 2)[:, None]
         hidden = hidden.to(expert["layers"][0].self_attn.q_proj.weight.dtype)
         past = zip(context["keys"].unbind(1), context["values"].unbind(1), strict=True)
-        for number, (layer, before) in enumerate(zip(expert["layers"], past, strict=True)):
-            if self.config.crosses(number):
-                attention = partial(cross_attention, layer=layer, positions=own, mask=valid[:, None, None], past=before)
+        for layer, before in zip(expert["layers"], past, strict=True):
+            if layer.crosses:
+                hidden, _ = layer(hidden, own, valid[:, None, None], before)
             else:
-                places = valid.sum(1, keepdim=True) + own
-                attention = partial(self_attention, layer=layer, positions=places, mask=whole, past=before)
-            hidden = decoder_layer(layer, hidden, attention)
+                hidden, _ = layer(hidden, valid.sum(1, keepdim=True) + own, whole, before)
         return final_norm(expert["norm"], hidden)
 
     @classmethod
@@ -266,7 +259,7 @@ def _backbone(config: SmolVLAConfig, vlm: Any) -> nn.ModuleDict:
     depth = config.num_vlm_layers if config.num_vlm_layers > 0 else text.num_hidden_layers
     model = {
         "embed_tokens": nn.Embedding(text.vocab_size, text.hidden_size),
-        "layers": nn.ModuleList(LlamaDecoderLayer(text, number) for number in range(depth)),
+        "layers": nn.ModuleList(Layer(LlamaDecoderLayer(text, number)) for number in range(depth)),
         "norm": LlamaRMSNorm(text.hidden_size, eps=text.rms_norm_eps),
     }
     connector: Any = SmolVLMConnector
@@ -301,4 +294,5 @@ def _expert(config: SmolVLAConfig, vlm: Any, width: int) -> dict[str, nn.Module]
         if config.crosses(number):
             layer.self_attn.k_proj = nn.Linear(keys, keys, bias=False)
             layer.self_attn.v_proj = nn.Linear(keys, keys, bias=False)
-    return {"layers": nn.ModuleList(layers), "norm": LlamaRMSNorm(width, eps=text.rms_norm_eps)}
+    own_layers = (Layer(layer, crosses=config.crosses(number)) for number, layer in enumerate(layers))
+    return {"layers": nn.ModuleList(own_layers), "norm": LlamaRMSNorm(width, eps=text.rms_norm_eps)}

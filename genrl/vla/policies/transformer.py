@@ -1,19 +1,18 @@
 """The mathematics that the published policies' transformers share: rotary positions, masked attention, decoder layers.
 
-Layers are those of transformers (Gemma, Llama): what is done here is the order of operations, so that queries of an
-action expert can attend to the keys of another network, kept from `encode`. Keys and values are [B, heads, T, D].
+Layers have the weights of transformers' (Gemma, Llama): what is done here is the order of operations, so that queries
+of an action expert can attend to the keys of another network, kept from `encode`. Keys and values are [B, heads, T, D].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 ROTARY_BASE = 10_000.0
 """Longest wavelength / 2 pi of both published families, whatever the language model's own configuration says."""
@@ -43,49 +42,64 @@ def heads(projection: nn.Module, x: Tensor, size: int) -> Tensor:
     return projected.view(*x.shape[:-1], -1, size).transpose(1, 2)
 
 
-def self_attention(
-    h: Tensor,
-    *,
-    layer: Any,
-    positions: Tensor,
-    mask: Tensor,
-    past: tuple[Tensor, Tensor] | None = None,
-    kept: list[tuple[Tensor, Tensor]] | None = None,
-) -> Tensor:
-    """A layer's own attention over past keys and values (rotated) and those of h [B, T, W], which `kept` receives."""
-    attention = layer.self_attn
-    query, key, value = (
-        heads(projection, h, attention.head_dim)
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
-    key = rotate(key, positions)
-    if kept is not None:
-        kept.append((key, value))
-    if past is not None:
-        key, value = torch.cat([past[0].to(key.dtype), key], 2), torch.cat([past[1].to(value.dtype), value], 2)
-    return attend(rotate(query, positions), key, value, mask)
+class Layer(GradientCheckpointingLayer):
+    """A pre-norm layer with its attention replaced, its weights under the names that they have in `layer`.
 
+    crosses: it attends to past keys and values alone, which it projects once more (SmolVLA).
+    """
 
-def cross_attention(h: Tensor, *, layer: Any, positions: Tensor, mask: Tensor, past: tuple[Tensor, Tensor]) -> Tensor:
-    """h [B, T, W] to past keys and values alone, which the layer projects once more (SmolVLA)."""
-    attention = layer.self_attn
-    key, value = (
-        heads(projection, old.transpose(1, 2).flatten(2).to(projection.weight.dtype), attention.head_dim)
-        for projection, old in zip((attention.k_proj, attention.v_proj), past, strict=True)
-    )
-    return attend(rotate(heads(attention.q_proj, h, attention.head_dim), positions), key, value, mask)
+    def __init__(self, layer: Any, *, crosses: bool = False) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.crosses = crosses
 
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+        condition: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """x [B, T, W] -> [B, T, W], and its own keys (rotated) and values, for others to attend to. past: keys
+        (rotated) and values that it attends to before its own; condition [B, W]: for `AdaptiveNorm`s."""
+        normed, gate = _norm(self.input_layernorm, x, condition)
+        attend_to = self._cross_attention if self.crosses else self._self_attention
+        attended, pair = attend_to(normed.to(self.self_attn.q_proj.weight.dtype), positions, mask, past)
+        x = x + gate * self.self_attn.o_proj(attended).to(x.dtype)
+        normed, gate = _norm(self.post_attention_layernorm, x, condition)
+        passed: Tensor = self.mlp(normed.to(self.mlp.up_proj.weight.dtype))
+        return x + gate * passed.to(x.dtype), pair
 
-def decoder_layer(
-    layer: Any, x: Tensor, attention: Callable[[Tensor], Tensor], condition: Tensor | None = None
-) -> Tensor:
-    """A pre-norm layer with its attention replaced: x [B, T, W] -> [B, T, W]; condition [B, W] for `AdaptiveNorm`s."""
-    normed, gate = _norm(layer.input_layernorm, x, condition)
-    attended = layer.self_attn.o_proj(attention(normed.to(layer.self_attn.q_proj.weight.dtype)))
-    x = x + gate * attended.to(x.dtype)
-    normed, gate = _norm(layer.post_attention_layernorm, x, condition)
-    passed: Tensor = layer.mlp(normed.to(layer.mlp.up_proj.weight.dtype))
-    return x + gate * passed.to(x.dtype)
+    def _self_attention(
+        self, h: Tensor, positions: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """h [B, T, W] over what is past and itself."""
+        attention = self.self_attn
+        query, key, value = (
+            heads(projection, h, attention.head_dim)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        key = rotate(key, positions)
+        pair = key, value
+        if past is not None:
+            key, value = torch.cat([past[0].to(key.dtype), key], 2), torch.cat([past[1].to(value.dtype), value], 2)
+        return attend(rotate(query, positions), key, value, mask), pair
+
+    def _cross_attention(
+        self, h: Tensor, positions: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """h [B, T, W] over what is past, projected once more."""
+        assert past is not None
+        attention = self.self_attn
+        key, value = (
+            heads(projection, old.transpose(1, 2).flatten(2).to(projection.weight.dtype), attention.head_dim)
+            for projection, old in zip((attention.k_proj, attention.v_proj), past, strict=True)
+        )
+        query = heads(attention.q_proj, h, attention.head_dim)
+        return attend(rotate(query, positions), key, value, mask), (key, value)
 
 
 def prefix(layers: Any, x: Tensor, valid: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -94,7 +108,8 @@ def prefix(layers: Any, x: Tensor, valid: Tensor) -> tuple[Tensor, list[tuple[Te
     kept: list[tuple[Tensor, Tensor]] = []
     positions, mask = positions_of(valid), valid[:, None, None]
     for layer in layers:
-        x = decoder_layer(layer, x, partial(self_attention, layer=layer, positions=positions, mask=mask, kept=kept))
+        x, pair = layer(x, positions, mask)
+        kept.append(pair)
     return x, kept
 
 

@@ -8,8 +8,7 @@ weights beside its share (`gathered`): the most memory that these phases take is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from genrl.config.vlm import VLMConfig
-from genrl.runtime.sharding import Sharding, shard
+from genrl.runtime.sharding import Sharding, reshard_layers, shard, unsharded
 from genrl.vlm.policies.processor import Prompt
 
 if TYPE_CHECKING:
@@ -62,38 +61,17 @@ def hold(config: VLMConfig, *policies: Policy) -> None:
         ]
         policy.sharded = body = cast(Any, Body(model))
         shard(body, layers, sharding, compute=compute)
-        _reshard(body, after_forward=True)
+        reshard_layers(body, after_forward=True)
         body.set_reduce_scatter_unused_params(True)
         # by default the backward pass goes by the last passes, which may have been some process's own
         for layer, before in zip(layers, [body, *layers], strict=False):
             layer.set_modules_to_backward_prefetch([before])
 
 
-def _reshard(body: Any, *, after_forward: bool) -> None:
-    """Whether layers drop what they gathered after their forward pass. The rest, whose output layer is read after it,
-    does so after the backward pass."""
-    body.set_reshard_after_forward(after_forward)
-    body.set_reshard_after_forward(False, recurse=False)
-
-
-@contextmanager
-def gathered(policy: Any) -> Iterator[None]:
-    """Within the block this process has all weights, where the policy is in shards, and passes without gradient are its
-    own business. All processes enter it together."""
-    body: Any = getattr(policy, "sharded", None)
-    if body is None:
-        yield
-        return
-    held = [module for module in body.modules() if isinstance(module, FSDPModule)]
-    _reshard(body, after_forward=False)
-    for module in held:
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in held:
-            module.reshard()
-        _reshard(body, after_forward=True)
+def gathered(policy: Any) -> AbstractContextManager[None]:
+    """Within the block this process has all weights, where the policy is in shards (`runtime.sharding.unsharded`)."""
+    body: nn.Module | None = getattr(policy, "sharded", None)
+    return nullcontext() if body is None else unsharded(body)
 
 
 def idle_pass(policy: Policy, further: int = 0) -> Tensor:

@@ -9,39 +9,13 @@ import yaml
 
 from genrl.config import load
 from genrl.vla.policies.folder import load_policy, save_policy
-from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import IMAGE
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, replay
 from genrl.vla.simulators.minitable import MiniTable
 from genrl.vla.train import train
-from tests.vla.published import diffusion_folder, pi_folder, smol_folder
-
-STATE3 = {"type": "STATE", "shape": [3]}
-
-
-def made(kind: str, folder, values: int = 1):
-    """A tiny policy that sees MiniTable's one camera and reads its three numbers."""
-    features = {"observation.state": STATE3, "observation.images.base_0_rgb": {"type": "VISUAL", "shape": [3, 32, 32]}}
-    if kind == "diffusion":
-        features = {"observation.state": STATE3, "observation.images.camera0": {"type": "VISUAL", "shape": [3, 36, 36]}}
-        diffusion_folder(folder, input_features=features, state=3)
-    elif kind == "smolvla":
-        smol_folder(folder, input_features=features)
-    else:
-        pi_folder(folder, adaptive=kind == "pi05", input_features=features)
-    camera = next(name for name in features if "images" in name)
-    stats = {
-        "observation.state": {name: torch.zeros(3) + value for name, value in STATS.items()},
-        "action": {name: torch.zeros(3) + value for name, value in STATS.items()},
-        camera: {"mean": torch.full((3,), 0.5), "std": torch.full((3,), 0.25)},
-    }
-    policy = load_policy(folder, adapt=Adapt(rename={IMAGE: camera}, stats=stats))
-    return policy.with_heads(critic=values, noise_head="none", seed=0)
-
-
-STATS = {"mean": 0.0, "std": 0.5, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}
+from tests.vla.published_runs import made
 
 
 @pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla", "diffusion"])

@@ -1,0 +1,35 @@
+"""The layers of a policy, where it is made of transformers' (pi0, pi0.5, SmolVLA): what of them a run asks for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def layers_of(policy: nn.Module) -> list[list[Any]]:
+    """Its stacks of layers, each in the order of computation: eyes, language model, action expert."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    stacks = [list(module) for module in policy.modules() if isinstance(module, nn.ModuleList)]
+    return [
+        stack for stack in stacks if stack and all(isinstance(layer, GradientCheckpointingLayer) for layer in stack)
+    ]
+
+
+def require_layers(policy: nn.Module, key: str) -> None:
+    """Raise ValueError, naming the key that asks for them, where a policy has none."""
+    if not layers_of(policy):
+        text = "is for policies with layers of transformers (pi0, pi0.5, SmolVLA)"
+        raise ValueError(f"{key}: {text}, and a {type(policy).__name__} has none; leave it out")
+
+
+def compute_again(policy: nn.Module) -> None:
+    """From here on a backward pass computes the activations of every layer again."""
+    for stack in layers_of(policy):
+        for layer in stack:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer.training = True  # by which transformers decides; what is inside it, dropout too, stays as it is

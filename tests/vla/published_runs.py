@@ -1,0 +1,64 @@
+"""Tiny published policies that see MiniTable, and runs of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from genrl.config import VLAConfig
+from genrl.vla.policies.folder import load_policy, save_policy
+from genrl.vla.policies.lerobot import Adapt
+from genrl.vla.policies.policy import IMAGE
+from tests.vla import vla_runs
+from tests.vla.published import diffusion_folder, pi_folder, smol_folder
+
+KINDS = ("pi0", "pi05", "smolvla")
+ALL: dict[str, Any] = {"train_expert_only": False, "freeze_vision_encoder": False}
+"""What a folder says of which all weights are trained."""
+
+STATE3 = {"type": "STATE", "shape": [3]}
+
+
+def made(kind: str, folder: Path, values: int = 1, **settings: Any) -> Any:
+    """A tiny policy that sees MiniTable's one camera and reads its three numbers. settings: of its config.json."""
+    features: dict[str, Any] = {
+        "observation.state": STATE3,
+        "observation.images.base_0_rgb": {"type": "VISUAL", "shape": [3, 32, 32]},
+    }
+    if kind == "diffusion":
+        features = {"observation.state": STATE3, "observation.images.camera0": {"type": "VISUAL", "shape": [3, 36, 36]}}
+        diffusion_folder(folder, input_features=features, state=3, **settings)
+    elif kind == "smolvla":
+        smol_folder(folder, input_features=features, **settings)
+    else:
+        pi_folder(folder, adaptive=kind == "pi05", input_features=features, **settings)
+    camera = next(name for name in features if "images" in name)
+    stats = {
+        "observation.state": {name: torch.zeros(3) + value for name, value in STATS.items()},
+        "action": {name: torch.zeros(3) + value for name, value in STATS.items()},
+        camera: {"mean": torch.full((3,), 0.5), "std": torch.full((3,), 0.25)},
+    }
+    policy = load_policy(folder, adapt=Adapt(rename={IMAGE: camera}, stats=stats))
+    return policy.with_heads(critic=values, noise_head="none", seed=0)
+
+
+STATS = {"mean": 0.0, "std": 0.5, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}
+
+
+def config(place: Path, kind: str, **changes: Any) -> VLAConfig:
+    """Of a tiny PPO run in `place`; its policy, all of whose weights are trained, in place/base."""
+    place.mkdir(exist_ok=True)
+    if not (place / "base").is_dir():
+        save_policy(made(kind, place / "plain", **ALL), place / "base")
+    own: dict[str, Any] = {
+        "policy": {"path": str(place / "base"), "freeze": "nothing"},
+        "environment": {"num_envs": 4, "max_steps": 8, "chunk": 4},
+        "trainer": {"epochs": 1, "minibatch": 4},
+        "optimizer": {"lr": 1e-4},
+    }
+    for section, change in changes.items():
+        old = own.get(section)
+        own[section] = {**old, **change} if isinstance(old, dict) and "algorithm" not in change else change
+    return vla_runs.config(place, **own)

@@ -1,0 +1,144 @@
+"""Policies in shards (FSDP2) over several processes (gloo), beside the same processes that hold all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from genrl.config import ConfigError
+from genrl.vla.policies.folder import load_policy
+from genrl.vla.setup import load_trained
+from genrl.vla.train import check_processes
+from tests.run_folders import differences, last_state, rows, start_ranks, wait
+from tests.vla import published_runs, vla_ranks, vla_runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
+LORA: dict[str, Any] = {"policy": {"lora": {"rank": 2}}}
+FROZEN: dict[str, Any] = {"policy": {"freeze": "encoder", "gradient_checkpointing": True}}
+ROUNDING = 1e-6
+"""Largest difference of a weight after four updates, whose steps are 1e-4 at most: shards of a gradient are summed pass
+by pass. Largest seen: 6e-8."""
+
+
+def finish(place: Path, count: int, target: Any, *arguments: str) -> Path:
+    """Run `target` on place/tiny.yaml in so many processes."""
+    processes = start_ranks(count, target, str(place / "tiny.yaml"), *arguments, log=place / "log.txt")
+    logs = sorted(place.glob("log*"))
+    assert wait(processes, 400) == [0] * count, "\n".join(path.read_text()[-3000:] for path in logs)
+    return place / "run"
+
+
+def prepared(place: Path, kind: str, base: Path, **changes: Any) -> Path:
+    """A folder with a configuration. base: where the policy is, or is put."""
+    place.mkdir()
+    published_runs.config(base, kind, **changes, output=str(place / "run"))
+    shutil.copy(base / "tiny.yaml", place / "tiny.yaml")
+    return place
+
+
+def largest(one: Path, other: Path) -> float:
+    """Difference of a trained weight."""
+    ours, theirs = (last_state(run).tensors["weights"] for run in (one, other))
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("changes", [{}, LORA, FROZEN], ids=["full", "lora", "frozen encoder"])
+@pytest.mark.parametrize("kind", ["pi0", "smolvla"])
+def test_shards_learn_what_whole_policies_do(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Two updates of several passes in each of two iterations, in which a process has nothing to pass now and then."""
+    common: dict[str, Any] = {
+        "trainer": {"minibatch": 3, "microbatch": 1},
+        "evaluation": {"every": 2, "episodes": 3},  # one process has one more than the other
+        "iterations": 2,
+        **changes,
+    }
+    runs = []
+    for name, held in (("whole", {}), ("shards", FSDP)):
+        place = prepared(tmp_path / name, kind, tmp_path / "begun", **common, **held)
+        runs.append(finish(place, 2, vla_ranks.record, str(place)))
+    whole, shards = runs
+    for path in (tmp_path / "whole").glob("rollout-0-*.safetensors"):
+        ours, theirs = load_file(tmp_path / "shards" / path.name), load_file(path)
+        assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    assert [row.get("rollout/log_prob_off") for row in rows(shards)[1:]] == [0.0, 0.0]
+    for rank in (0, 1):
+        count, own, every = load_file(tmp_path / "shards" / f"shares-{rank}.safetensors")["shares"].tolist()
+        assert count > 100 and own < 0.6 * every
+        assert load_file(tmp_path / "whole" / f"shares-{rank}.safetensors")["shares"].sum() == 0
+    apart = largest(shards, whole)
+    print(f"{kind} {changes}: weights {apart:.2g}")
+    if "lora" in changes.get("policy", {}):
+        assert differences(shards, whole) == []
+    for mine, other in zip(rows(shards), rows(whole), strict=True):
+        for key, value in other.items():
+            assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+    assert apart <= ROUNDING and rows(shards)[1]["updates"] > 1
+    start = load_policy(tmp_path / "begun" / "base").state_dict()
+    written = load_policy(shards / "policy").state_dict()
+    assert max(float((written[name] - value).abs().max()) for name, value in start.items()) > 50 * ROUNDING
+    assert all(torch.equal(value, written[name]) for name, value in load_trained(shards).state_dict().items())
+
+
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+def test_a_run_in_shards_goes_on(changes: dict[str, Any], tmp_path: Path) -> None:
+    """To the bit in as many processes; in four it takes the same course."""
+    common: dict[str, Any] = {"ema": {"decay": 0.5}, **changes}
+    base = tmp_path / "begun"
+    straight = finish(
+        prepared(tmp_path / "straight", "smolvla", base, iterations=2, **common, **FSDP), 2, vla_runs.train_file
+    )
+    stopped = prepared(tmp_path / "stopped", "smolvla", base, iterations=1, **common, **FSDP)
+    finish(stopped, 2, vla_runs.train_file)
+    shutil.copytree(stopped, tmp_path / "four")
+    for place, count in ((stopped, 2), (tmp_path / "four", 4)):
+        published_runs.config(base, "smolvla", iterations=2, **common, **FSDP, output=str(place / "run"))
+        shutil.copy(base / "tiny.yaml", place / "tiny.yaml")
+        run = finish(place, count, vla_runs.train_file, str(place / "run"))
+        assert [row["step"] for row in rows(run)] == [1, 2]
+        if count == 2:
+            assert differences(straight, run) == []
+        else:
+            assert largest(straight, run) < 2e-4  # a step of Adam's, where a gradient is a rounding, and its decay
+
+
+def test_a_process_makes_the_passes_of_the_others(tmp_path: Path) -> None:
+    """GRPO, whose second process has nothing to learn from."""
+    common: dict[str, Any] = {
+        "trainer": {"algorithm": "grpo", "epochs": 1, "minibatch": 4, "microbatch": 2, "kl_stop": None},
+        "environment": {"group_size": 4, "num_envs": 8},
+    }
+    runs = []
+    for name, held in (("whole", {}), ("shards", FSDP)):
+        place = prepared(tmp_path / name, "pi05", tmp_path / "begun", **common, **held)
+        processes = start_ranks(2, vla_ranks.record, str(place / "tiny.yaml"), str(place), 4, log=place / "log.txt")
+        assert wait(processes, 400) == [0, 0], "\n".join(p.read_text()[-3000:] for p in sorted(place.glob("log*")))
+        runs.append(place / "run")
+    apart = largest(runs[1], runs[0])
+    print(f"grpo: weights {apart:.2g}")
+    assert apart <= ROUNDING and rows(runs[1])[0]["updates"] > 0
+
+
+def test_what_cannot_be_held_in_shards(tmp_path: Path) -> None:
+    config = published_runs.config(tmp_path, "pi0", **FSDP)
+    check_processes(config, 2)
+    with pytest.raises(ValueError, match="nothing to shard over"):
+        check_processes(config, 1)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"environment": {"workers": "ray"}}, "write ray_simulators"),
+        ({"trainer": {"fit_batch": True}}, "find microbatch by hand"),
+        ({"optimizer": {"name": "muon"}}, "cannot be sharded"),
+        ({"distributed": {"shard": "node"}}, "nothing is sharded"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            published_runs.config(tmp_path, "pi0", **{**FSDP, **changes})
+    with pytest.raises(ConfigError, match="a new policy is small"):
+        vla_runs.config(tmp_path, **vla_runs.SFT, **FSDP)
