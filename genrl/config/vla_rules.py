@@ -22,6 +22,7 @@ def refuse_impossible(config: VLAConfig) -> None:
         *_policy(config),
         *_new_policy(config),
         *_rest(config),
+        *_staleness(config),
         *config.sampler.problems(),
         *config.trainer.problems(config),
         *optimizer_problems(config),
@@ -59,6 +60,14 @@ def _new_policy(config: VLAConfig) -> Iterator[Finding]:
         yield ("policy.new.type", "sampler.kind"), f"{new.type} predicts {predicts}; write sampler.kind: {kind}"
     if sampler.predicts == "noise" and sampler.steps > new.train_steps:
         yield ("sampler.steps", "policy.new.train_steps"), f"there are {new.train_steps} noise levels only"
+
+
+def _staleness(config: VLAConfig) -> Iterator[Finding]:
+    at, trainer, staleness = "environment.staleness", config.trainer, config.environment.staleness
+    if staleness and not trainer.takes_older_samples:
+        yield (at, "trainer.algorithm"), f"{trainer.algorithm} does not learn from rollouts of earlier weights; write 0"
+    if staleness >= config.iterations:
+        yield (at, "iterations"), f"all {config.iterations} iterations would act by the first weights; write less"
 
 
 def _rest(config: VLAConfig) -> Iterator[Finding]:

@@ -20,9 +20,12 @@ from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.progress import Progress
 from genrl.runtime.replay import Reopened
+from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps
+from genrl.vla.rollout.ahead import Ahead
+from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.setup import (
@@ -101,7 +104,12 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     settings, rates = config.optimizer, {"policy": config.optimizer.lr}
     if critic_values(config, policy):
         rates["critic"] = settings.critic_lr
-    run = VLARun(process, policy, frozen_of(config, policy), env, stack, process.rank * own, frames)
+    run = VLARun(process, policy, frozen_of(config, policy), env, stack, process.rank * own, frames=frames)
+    if config.environment.staleness:
+        run.versions = Versions(config.environment.staleness)
+        if isinstance(env, RayRollouts):
+            run.ahead = Ahead(env)
+            stack.callback(run.ahead.close)
     weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
     optimizer = make_optimizer(parameter_groups(policy, rates), settings)
     schedule = Schedule(settings, rates, config.iterations)
