@@ -3,7 +3,8 @@ processes, and what is measured of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
@@ -19,6 +20,7 @@ from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.process import Process
 from genrl.runtime.run import read_metrics
+from genrl.runtime.versions import Versions
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
 from genrl.vlm.methods.estimate import Estimate, estimate
 from genrl.vlm.methods.extras import Average, computed
@@ -77,6 +79,8 @@ class AnswersRun:
     heads: Mapping[str, nn.Module] = field(default_factory=dict)
     """What the method trains beside the policy."""
     synthesis: Synthesis | None = None
+    versions: Versions | None = None
+    """The weights that draw, where they are not the newest."""
     stage: int = -1
     """Whose questions and method these are; -1: none was entered."""
     loop: Loop = field(init=False, repr=False)
@@ -94,6 +98,24 @@ class AnswersRun:
         """Average and stage go into checkpoints."""
         if self.average is not None:
             self.loop.keep("average", self.average)
+        if self.versions is not None:
+            self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
+
+    @property
+    def age(self) -> int:
+        """How many iterations the weights are behind that draw the running one."""
+        return 0 if self.versions is None else self.versions.age(self.loop.iteration)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Context with the weights that draw the running iteration, where these are older than the present ones."""
+        if self.versions is None or not self.age:
+            yield
+            return
+        with self.versions.drawing(self.loop.weights, self.loop.iteration):
+            self.weights_changed()
+            yield
+        self.weights_changed()
 
     @property
     def bounds(self) -> bool:
@@ -127,13 +149,15 @@ class AnswersRun:
         memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
         described: Answers | None = None
         first = loop.memory.get("questions", 0)
+        if self.versions is not None:
+            self.versions.note(loop.iteration, loop.weights.named)
         for _ in range(config.trainer.rounds):
             loop.phase("answering", own * config.generation.group_size)
             numbers = self.questions.asked(loop.iteration, first, wanted)[rank * own : (rank + 1) * own]
             rows = [self.questions[number] for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
-            with loop.timed("rollout"), gathered(self.policy):
+            with loop.timed("rollout"), self.drawing(), gathered(self.policy):
                 found = self._ask(rows, "answers", loop.iteration, first)
                 drawn.append(found)
                 if config.augmentation is not None:
@@ -186,6 +210,8 @@ class AnswersRun:
             whole_groups=preset.group_loss is not None,
         )
         parts = [part for update in updates for part in update.parts]
+        if self.age and bool(answers.sampler_log_prob[answers.mask].isnan().any()):
+            raise ValueError("generation.staleness: this policy does not say how likely its samples were; write 0")
         loop.phase("estimating", 0)
         with loop.timed("estimate"), loop.fitting():
             mine: dict[str, Any] = computed(

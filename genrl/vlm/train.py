@@ -20,6 +20,7 @@ from genrl.runtime.optimizers import make_optimizer
 from genrl.runtime.process import Process
 from genrl.runtime.replay import Reopened
 from genrl.runtime.sharding import in_step
+from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
 from genrl.vlm.engines.vllm import open_sampler
 from genrl.vlm.episodes import opening as episodes
@@ -106,6 +107,8 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
     if config.generation.engine == "vllm":
         policy.sampler = open_sampler(config, policy, process.run.folder / "weights")
         optimizer.register_step_post_hook(lambda *_: policy.sampler.stepped())
+    if config.generation.staleness:
+        run.versions = Versions(config.generation.staleness)
     if config.synthesis is not None:
         run.synthesis = Synthesis(config, questions, policy, run.loop)
         stack.callback(run.synthesis.close)
