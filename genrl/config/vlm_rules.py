@@ -146,6 +146,13 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
     for name in ("stages", "synthesis"):
         if getattr(config, name):
             yield (name, at), "was not tried with it; leave it out, or write 0"
+    if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
+        there = {"trainer.resample": config.trainer.rounds > 1, "augmentation": config.augmentation is not None}
+        for key in [key for key, asked in there.items() if asked]:
+            text = (
+                "the server draws before it is known what this asks of the iterations before; leave it out, or write 0"
+            )
+            yield (key, at), text
     if config.distributed.fsdp:
         yield ("distributed.fsdp", at), "weights in shards are not kept for later; write 0"
     if staleness >= config.iterations:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from genrl.config.vla import Diffusion, VLAConfig
 from genrl.objectives.advantages.gae import normalise_advantages
+from genrl.runtime.ahead import Advance, Ahead
 from genrl.runtime.frame import halvings, say_result
 from genrl.runtime.loop import Loop
 from genrl.runtime.pictures import save_png
@@ -35,7 +36,6 @@ from genrl.vla.methods.shared_settings import Update
 from genrl.vla.methods.update import Figures
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
-from genrl.vla.rollout.ahead import Acted, Ahead
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
@@ -63,7 +63,7 @@ class VLARun:
     first_slot: int = 0
     versions: Versions | None = None
     """The weights that act, where they are not the newest."""
-    ahead: Ahead | None = None
+    ahead: Ahead[Acted] | None = None
     """The rollouts that are collected while an iteration is trained."""
     frames: Any = None
     """What supervised training imitates; None where it imitates nothing."""
@@ -144,13 +144,13 @@ class VLARun:
         if self.versions is not None:
             self.versions.note(loop.iteration, loop.weights.named)
         with loop.timed("rollout"):
-            acted = self._acted(plan) if self.ahead is None else self._taken(self.ahead, plan)
-        loop.timings["simulator"] = acted.waited_s
-        self._dropped, self._seconds = acted.dropped, acted.seconds
+            found = self._here(plan) if self.ahead is None else self._ahead(self.ahead, plan)
+        loop.timings["simulator"] = found.waited_s
+        self._dropped, self._seconds = found.dropped, found.seconds
         loop.check_stop()
-        rollout = acted.rollout
+        rollout = found.rollout
         with self.drawing():
-            self._off = max(check_on_policy(self.policy, rollout, slots) for slots in acted.parts)
+            self._off = max(check_on_policy(self.policy, rollout, slots) for slots in found.parts)
         return weighed(self.policy, rollout, settings, loop.fitting) if self.age else rollout
 
     def drawing(self) -> AbstractContextManager[None]:
@@ -158,25 +158,21 @@ class VLARun:
         versions = self.versions
         return nullcontext() if versions is None else versions.drawing(self.loop.weights, self.loop.iteration)
 
-    def _acted(self, plan: RolloutPlan) -> Acted:
+    def _here(self, plan: RolloutPlan) -> Acted:
         """The rollout, collected now."""
-        env, loop, begun = self.env, self.loop, time.perf_counter()
-        waited, dropped = env.waited_s, env.dropped
-        advance = partial(loop.advance_or_leave, 1)
+        acting = Acting(self.policy, sampler_of(self.config, self.policy, plan.iteration), self.frozen)
         with self.drawing():
-            sampler = sampler_of(self.config, self.policy, loop.iteration)
-            rollout = self.acted(self.policy, sampler, plan, frozen=self.frozen, advance=advance)
-        parts = env.parts if isinstance(env, RayRollouts) else [torch.arange(len(rollout.group))]
-        return Acted(rollout, parts, env.waited_s - waited, env.dropped - dropped, time.perf_counter() - begun)
+            return acted(self.env, self.acted, acting, plan, self.loop.advance_or_leave)
 
-    def _taken(self, ahead: Ahead, plan: RolloutPlan) -> Acted:
+    def _ahead(self, ahead: Ahead[Acted], plan: RolloutPlan) -> Acted:
         """The rollout, collected by weights of before; those begin whose weights are there now."""
         assert self.versions is not None
         last = min(plan.iteration + self.versions.staleness, self.config.iterations - 1)
         for iteration in range(plan.iteration, last + 1):
-            if iteration not in ahead.underway:
+            if iteration not in ahead.underway:  # actors are made for the first one, which is waited for: nothing moves
                 acting = Acting(self.policy, sampler_of(self.config, self.policy, iteration), self.frozen)
-                ahead.begin(acting, self.versions.of(iteration), replace(plan, iteration=iteration))
+                by_older = partial(self.acted, weights=self.versions.of(iteration))
+                ahead.begin(iteration, partial(acted, self.env, by_older, acting, replace(plan, iteration=iteration)))
         return ahead.take(plan.iteration, self.loop.advance_or_leave)
 
     @property
@@ -317,6 +313,26 @@ class VLARun:
         rows = read_metrics(self.process.run.metrics)
         result = f"the policy, in LeRobot's layout: {folder}"
         say_result(self.loop, rows, "success", label="success", pictures="curves and films", result=result)
+
+
+class Acted(NamedTuple):
+    """A rollout; parts: the slots that were sampled in one batch; waited_s: of the simulators; dropped: episodes;
+    seconds: that it took."""
+
+    rollout: ChunkRollout
+    parts: list[Tensor]
+    waited_s: float
+    dropped: int
+    seconds: float
+
+
+def acted(env: Any, collect: Callable[..., ChunkRollout], acting: Acting, plan: RolloutPlan, advance: Advance) -> Acted:
+    """What `collect` collects in an environment."""
+    started, waited, dropped = time.perf_counter(), env.waited_s, env.dropped
+    rollout = collect(acting.policy, acting.sampler, plan, frozen=acting.frozen, advance=partial(advance, 1))
+    parts = env.parts if isinstance(env, RayRollouts) else [torch.arange(len(rollout.group))]
+    seconds = time.perf_counter() - started
+    return Acted(rollout, parts, env.waited_s - waited, env.dropped - dropped, seconds)
 
 
 def show(found: Judged, run: Run, iteration: int) -> None:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from genrl.config.plugins import beside
 from genrl.config.vla import Diffusion, VLAConfig
 from genrl.runtime import frame
+from genrl.runtime.ahead import Ahead
 from genrl.runtime.loop import Loop
 from genrl.runtime.optimization import Schedule
 from genrl.runtime.optimizers import make_optimizer
@@ -24,7 +25,6 @@ from genrl.runtime.versions import Versions
 from genrl.runtime.weights import Weights
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps
-from genrl.vla.rollout.ahead import Ahead
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
@@ -108,7 +108,7 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     if config.environment.staleness:
         run.versions = Versions(config.environment.staleness)
         if isinstance(env, RayRollouts):
-            run.ahead = Ahead(env)
+            run.ahead = Ahead()
             stack.callback(run.ahead.close)
     weights = Weights({name: p for name, p in policy.named_parameters() if p.requires_grad})
     optimizer = make_optimizer(parameter_groups(policy, rates), settings)

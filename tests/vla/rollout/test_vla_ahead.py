@@ -6,7 +6,6 @@ import importlib.util
 import math
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,18 @@ import torch
 from torch import Tensor
 
 from genrl.config import ConfigError, load
-from genrl.runtime import checkpoint
+from genrl.runtime import ahead, checkpoint
 from genrl.runtime.run import Run
 from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.scores import actor_loss, context_of, decisions, recorded_decisions, score
-from genrl.vla.rollout import ahead
-from genrl.vla.rollout.ahead import Ahead
 from genrl.vla.rollout.collect import RolloutPlan
-from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import training_rows
-from genrl.vla.rollout.sampling import Acting, FlowSteps, replay
+from genrl.vla.rollout.sampling import Acting, replay
 from genrl.vla.run import VLARun
-from genrl.vla.simulators.contract import Simulation
 from genrl.vla.train import train
 from tests.vla import vla_runs
 from tests.vla.rollout import far_here
 from tests.vla.test_resume import straight_and_stopped
-from tests.vla.tiny_policies import TOLD, flow
 
 pytestmark = pytest.mark.slow
 METHODS: dict[str, dict[str, Any]] = {
@@ -79,13 +73,13 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Those after i - 2 iterations; what is kept of log-probabilities is of those before the first update."""
     before: list[dict[str, Tensor]] = []
     acting: list[dict[str, Tensor]] = []
-    acted, collect = VLARun._acted, VLARun.collect
+    here, collect = VLARun._here, VLARun.collect
 
     def noted(run: VLARun, plan: RolloutPlan) -> Any:
         before.append(vla_runs.weights(run.policy))
         with run.drawing():
             acting.append(vla_runs.weights(run.policy))
-        return acted(run, plan)
+        return here(run, plan)
 
     def watched(run: VLARun, settings: Any) -> Any:
         rollout = collect(run, settings)
@@ -95,7 +89,7 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(near.detach(), rows.log_prob, rtol=1e-5, atol=1e-5)
         return rollout
 
-    monkeypatch.setattr(VLARun, "_acted", noted)
+    monkeypatch.setattr(VLARun, "_here", noted)
     monkeypatch.setattr(VLARun, "collect", watched)
     train(vla_runs.config(tmp_path, **changes("ppo", 2)))
     assert any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
@@ -167,28 +161,7 @@ def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch:
     places = [("acting", 0), ("training", 1), ("training", 2)]
     runs = straight_and_stopped(tmp_path, monkeypatch, places, **changes("ppo", 1, workers="ray"))
     assert vla_runs.differences(*runs) == []
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("acting")]
-
-
-def test_what_is_raised_there_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once its rollout is waited for; and closing ends one that is on its way."""
-    far_here.install(monkeypatch)
-    where: dict[str, Any] = {"name": "minitable", "num_envs": 2, "chunk": 4, "max_steps": 8}
-    far = RayRollouts(Simulation(**where))
-    coming, policy = Ahead(far), flow(TOLD)
-    plan = RolloutPlan(decisions=2, seed=0, iteration=0)
-    told: list[int] = []
-    coming.begin(Acting(policy, FlowSteps()), dict(policy.named_parameters()), plan)
-    monkeypatch.setattr(ahead, "POLL_S", 0.001)
-    assert coming.take(0, told.append).rollout.valid.shape == (2, 2) and sum(told) <= 2
-    coming.begin(Acting(policy, FlowSteps(selection="nothing")), {}, plan)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="selection"):
-        coming.take(0, told.append)
-    coming.begin(Acting(policy, FlowSteps()), {}, RolloutPlan(decisions=100, seed=0, iteration=1))
-    while not coming.underway[1].decided:
-        time.sleep(0.001)
-    coming.close()
-    assert isinstance(coming.underway[1].work.exception(), ahead.Closed)  # type: ignore[union-attr]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ahead")]
 
 
 @pytest.mark.parametrize(
