@@ -162,7 +162,7 @@ class VLARun:
         """The rollout, collected now."""
         acting = Acting(self.policy, sampler_of(self.config, self.policy, plan.iteration), self.frozen)
         with self.drawing():
-            return acted(self.env, self.acted, acting, plan, self.loop.advance_or_leave)
+            return measured(self.env, self.acted, acting, plan, self.loop.advance_or_leave)
 
     def _ahead(self, ahead: Ahead[Acted], plan: RolloutPlan) -> Acted:
         """The rollout, collected by weights of before; those begin whose weights are there now."""
@@ -172,7 +172,8 @@ class VLARun:
             if iteration not in ahead.underway:  # actors are made for the first one, which is waited for: nothing moves
                 acting = Acting(self.policy, sampler_of(self.config, self.policy, iteration), self.frozen)
                 by_older = partial(self.acted, weights=self.versions.of(iteration))
-                ahead.begin(iteration, partial(acted, self.env, by_older, acting, replace(plan, iteration=iteration)))
+                its_own = replace(plan, iteration=iteration)
+                ahead.begin(iteration, partial(measured, self.env, by_older, acting, its_own))
         return ahead.take(plan.iteration, self.loop.advance_or_leave)
 
     @property
@@ -326,8 +327,10 @@ class Acted(NamedTuple):
     seconds: float
 
 
-def acted(env: Any, collect: Callable[..., ChunkRollout], acting: Acting, plan: RolloutPlan, advance: Advance) -> Acted:
-    """What `collect` collects in an environment."""
+def measured(
+    env: Any, collect: Callable[..., ChunkRollout], acting: Acting, plan: RolloutPlan, advance: Advance
+) -> Acted:
+    """What `collect` collects in an environment, and what it took."""
     started, waited, dropped = time.perf_counter(), env.waited_s, env.dropped
     rollout = collect(acting.policy, acting.sampler, plan, frozen=acting.frozen, advance=partial(advance, 1))
     parts = env.parts if isinstance(env, RayRollouts) else [torch.arange(len(rollout.group))]
